@@ -1,0 +1,277 @@
+/* The system calls of a queue, real and faulty. See faults.h; used through `_aio._inject`, by tests only.
+ *
+ * [Note: faults are real] A block that shall come back short, or with an error, is handed to the kernel with that
+ * much less to do, and a delayed block is handed over late. So bytes that the queue wrongly believes moved are
+ * missing in the buffer or the file, where a test finds them. */
+#define _GNU_SOURCE
+#include "faults.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define MAX_RULES 16
+#define MAX_BLOCKS 4096 /* blocks that are late or have a result of ours */
+
+struct touched {
+    struct iocb *iocb; /* NULL: free */
+    io_context_t context;
+    int has_result;
+    long long result;
+    int64_t due_ns; /* 0: with the kernel already */
+    unsigned long nbytes;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct aio_rule rules[MAX_RULES];
+static int num_rules;
+static struct touched touched[MAX_BLOCKS];
+static int num_touched;
+
+int64_t aio_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* 4096 where the kernel says nothing; 0 where it says that the file takes no direct I/O. */
+void aio_direct_alignment(int fd, unsigned *memory, unsigned *offset)
+{
+    *memory = *offset = 4096;
+#ifdef STATX_DIOALIGN
+    struct statx status;
+    memset(&status, 0, sizeof status);
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN)) {
+        *memory = status.stx_dio_mem_align;
+        *offset = status.stx_dio_offset_align;
+    }
+#else
+    (void)fd;
+#endif
+}
+
+static void kernel_sleep(int eventfd, int64_t timeout_ns)
+{
+    uint64_t count;
+    if (timeout_ns >= 0) {
+        struct pollfd poller = {.fd = eventfd, .events = POLLIN};
+        struct timespec timeout = {timeout_ns / 1000000000, timeout_ns % 1000000000};
+        if (ppoll(&poller, 1, &timeout, NULL) <= 0)
+            return;
+    }
+    ssize_t got = read(eventfd, &count, sizeof count); /* EINTR: the caller looks and comes back */
+    (void)got;
+}
+
+const struct aio_calls aio_kernel = {io_setup, io_submit, io_getevents, io_destroy, kernel_sleep};
+
+/* ---- the faulty table ---- */
+
+int aio_fault_add(const struct aio_rule *rule)
+{
+    int added = -1;
+    pthread_mutex_lock(&lock);
+    if (num_rules < MAX_RULES) {
+        rules[num_rules++] = *rule;
+        added = 0;
+    }
+    pthread_mutex_unlock(&lock);
+    return added;
+}
+
+long aio_fault_clear(void)
+{
+    long fired = 0;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < num_rules; i++)
+        fired += rules[i].fired;
+    num_rules = 0;
+    pthread_mutex_unlock(&lock);
+    return fired;
+}
+
+/* The rule that this call meets, or NULL. With the lock held. */
+static struct aio_rule *meet(enum aio_call call)
+{
+    struct aio_rule *met = NULL;
+    for (int i = 0; i < num_rules; i++) {
+        struct aio_rule *rule = &rules[i];
+        if (rule->call != call)
+            continue;
+        long position = rule->seen++ - rule->nth;
+        if (position < 0 || position % rule->every || (rule->times >= 0 && rule->fired >= rule->times) || met)
+            continue;
+        rule->fired++;
+        met = rule;
+    }
+    return met;
+}
+
+/* 1 and *result when the call must return that. */
+static int refused(enum aio_call call, int *result)
+{
+    pthread_mutex_lock(&lock);
+    struct aio_rule *rule = meet(call);
+    if (rule)
+        *result = (int)rule->value;
+    pthread_mutex_unlock(&lock);
+    return rule != NULL;
+}
+
+static int faulty_setup(int depth, io_context_t *context)
+{
+    int result;
+    return refused(AIO_SETUP, &result) ? result : io_setup(depth, context);
+}
+
+static int faulty_destroy(io_context_t context)
+{
+    int result = 0, real = io_destroy(context);
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MAX_BLOCKS && num_touched; i++)
+        if (touched[i].iocb && touched[i].context == context) {
+            touched[i].iocb = NULL;
+            num_touched--;
+        }
+    pthread_mutex_unlock(&lock);
+    return refused(AIO_DESTROY, &result) ? result : real;
+}
+
+static void shorten(struct touched *entry, const struct aio_rule *rule)
+{
+    unsigned long asked = entry->iocb->u.c.nbytes;
+    entry->nbytes = asked;
+    if (rule->effect == AIO_PASS)
+        return;
+    entry->has_result = 1;
+    if (rule->effect == AIO_RESULT)
+        entry->result = rule->value;
+    else if (rule->effect == AIO_MISSING)
+        entry->result = (unsigned long long)rule->value < asked ? (long long)asked - rule->value : 0;
+    else
+        entry->result = (long long)((double)asked * rule->fraction);
+    unsigned memory, offset = 1;
+    if (fcntl(entry->iocb->aio_fildes, F_GETFL) & O_DIRECT)
+        aio_direct_alignment(entry->iocb->aio_fildes, &memory, &offset);
+    unsigned long nbytes = entry->result > 0 ? (unsigned long)entry->result : 0;
+    nbytes = (nbytes + offset - 1) / offset * offset; /* direct I/O moves whole units: nothing less than reported */
+    entry->nbytes = nbytes < asked ? nbytes : asked;
+}
+
+/* To the kernel with the shortened size; the kernel copies the iocb, so it may be restored at once. */
+static int hand_over(io_context_t context, struct iocb *iocb, unsigned long nbytes)
+{
+    unsigned long asked = iocb->u.c.nbytes;
+    iocb->u.c.nbytes = nbytes;
+    int accepted = io_submit(context, 1, &iocb);
+    iocb->u.c.nbytes = asked;
+    return accepted;
+}
+
+static int submit_one(io_context_t context, struct iocb *iocb)
+{
+    struct touched *entry = NULL;
+    pthread_mutex_lock(&lock);
+    struct aio_rule *rule = meet(iocb->aio_lio_opcode == IO_CMD_PWRITE ? AIO_WRITE : AIO_READ);
+    for (int i = 0; rule && i < MAX_BLOCKS && !entry; i++)
+        if (!touched[i].iocb)
+            entry = &touched[i];
+    if (entry) {
+        *entry = (struct touched){.iocb = iocb, .context = context};
+        num_touched++;
+        shorten(entry, rule);
+        if (rule->delay_ns)
+            entry->due_ns = aio_now_ns() + rule->delay_ns;
+    }
+    int late = entry && entry->due_ns;
+    unsigned long nbytes = entry ? entry->nbytes : iocb->u.c.nbytes;
+    pthread_mutex_unlock(&lock);
+    int accepted = late ? 1 : hand_over(context, iocb, nbytes);
+    if (entry && accepted != 1) {
+        pthread_mutex_lock(&lock);
+        entry->iocb = NULL;
+        num_touched--;
+        pthread_mutex_unlock(&lock);
+    }
+    return accepted;
+}
+
+static int faulty_submit(io_context_t context, long count, struct iocb **iocbs)
+{
+    int result;
+    if (refused(AIO_SUBMIT, &result)) {
+        if (result < 0)
+            return result;
+        count = result < count ? result : count; /* a partial submit */
+    }
+    for (long i = 0; i < count; i++) {
+        int accepted = submit_one(context, iocbs[i]);
+        if (accepted != 1)
+            return i ? (int)i : accepted;
+    }
+    return (int)count;
+}
+
+static int faulty_getevents(io_context_t context, long least, long most, struct io_event *events,
+                            struct timespec *timeout)
+{
+    int result, got = 0;
+    if (refused(AIO_GETEVENTS, &result))
+        return result;
+    pthread_mutex_lock(&lock);
+    int64_t now = num_touched ? aio_now_ns() : 0;
+    for (int i = 0, left = num_touched; i < MAX_BLOCKS && left && got < most; i++) {
+        struct touched *entry = &touched[i];
+        left -= entry->iocb != NULL;
+        if (!entry->iocb || entry->context != context || !entry->due_ns || entry->due_ns > now)
+            continue;
+        entry->due_ns = 0;
+        int accepted = hand_over(context, entry->iocb, entry->nbytes);
+        if (accepted != 1) {
+            events[got++] = (struct io_event){
+                .data = entry->iocb->data, .obj = entry->iocb, .res = (unsigned long)(long)accepted};
+            entry->iocb = NULL;
+            num_touched--;
+        }
+    }
+    pthread_mutex_unlock(&lock);
+    int real = got < most ? io_getevents(context, got ? 0 : least, most - got, events + got, timeout) : 0;
+    if (real < 0)
+        return got ? got : real;
+    pthread_mutex_lock(&lock);
+    for (int e = got; e < got + real && num_touched; e++)
+        for (int i = 0; i < MAX_BLOCKS; i++)
+            if (touched[i].iocb == events[e].obj && touched[i].context == context) {
+                if (touched[i].has_result)
+                    events[e].res = (unsigned long)touched[i].result;
+                touched[i].iocb = NULL;
+                num_touched--;
+                break;
+            }
+    pthread_mutex_unlock(&lock);
+    return got + real;
+}
+
+static void faulty_sleep(int eventfd, int64_t timeout_ns)
+{
+    pthread_mutex_lock(&lock);
+    for (int i = 0, left = num_touched; i < MAX_BLOCKS && left; i++) {
+        struct touched *entry = &touched[i];
+        left -= entry->iocb != NULL;
+        if (!entry->iocb || !entry->due_ns || (int)entry->iocb->u.c.resfd != eventfd)
+            continue;
+        int64_t wait = entry->due_ns - aio_now_ns();
+        wait = wait > 0 ? wait : 0;
+        if (timeout_ns < 0 || wait < timeout_ns)
+            timeout_ns = wait;
+    }
+    pthread_mutex_unlock(&lock);
+    kernel_sleep(eventfd, timeout_ns);
+}
+
+const struct aio_calls aio_faulty = {faulty_setup, faulty_submit, faulty_getevents, faulty_destroy, faulty_sleep};

@@ -1,0 +1,141 @@
+"""Parameters per second of the update kernel, beside torch's fused fp32 AdamW on the same cores and the same kind of memory.
+
+Ours moves 26 bytes a parameter (bf16 split master, bf16 gradient), torch's 28 (all fp32). Every round runs each variant once
+over the whole working set, one after another, so that a slow moment of the machine hits all; the ratio is taken within a round.
+
+    python bench/kernel.py                       # one core, then all cores
+    python bench/kernel.py --cores 1 4 16 --json kernel.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from infinity import _adam  # noqa: E402
+from infinity.adam import AdamScalars, adam_step, split_master  # noqa: E402
+from infinity.arena import Arena  # noqa: E402
+
+HYPER = {"lr": 1e-4, "weight_decay": 0.1, "eps": 1e-8}
+BETAS = (0.9, 0.95)
+SPLIT = ((torch.bfloat16, "weight"), (torch.int16, "residual"), (torch.float32, "momentum"), (torch.float32, "variance"))
+
+
+class Chunks:
+    """num_chunks chunks of numel parameters, twice: as split-master records with bf16 gradients, and all in fp32."""
+
+    def __init__(self, num_chunks: int, numel: int, plain_memory: bool):
+        self.arena = Arena()
+        self.plain_memory = plain_memory
+        self.numel = num_chunks * numel
+        self.step = 0
+        self.ours, self.torchs = [], []
+        for seed in range(num_chunks):
+            generator = torch.Generator().manual_seed(seed)
+            master, grad = (torch.randn(numel, generator=generator).mul_(0.02) for _ in range(2))
+            record = [t for dtype, _ in SPLIT for t in self._tensors(dtype, numel)]
+            split_master(master, out=(record[0], record[1]))
+            record += [t.copy_(grad) for t in self._tensors(torch.bfloat16, numel)]
+            self.ours.append(record)
+            p, m, v, g = self._tensors(torch.float32, numel, 4)
+            self.torchs.append((p.copy_(master), g.copy_(grad), m, v))
+        self.lists = [list(tensors) for tensors in zip(*self.torchs)]
+
+    def _tensors(self, dtype: torch.dtype, numel: int, count: int = 1) -> list[torch.Tensor]:
+        if self.plain_memory:
+            return [torch.zeros(numel, dtype=dtype) for _ in range(count)]
+        return [self.arena.region(numel * dtype.itemsize).tensor(dtype, 0, numel) for _ in range(count)]
+
+    def run_ours(self, isa: str, threads: int) -> None:
+        self.step += 1
+        scalars = AdamScalars.of(**HYPER, betas=BETAS, step=self.step)
+        for record in self.ours:
+            adam_step(*record, scalars, threads=threads, isa=isa)
+
+    def run_torch(self) -> None:
+        self.step += 1
+        steps = [torch.tensor(float(self.step)) for _ in self.torchs]
+        torch._fused_adamw_(
+            *self.lists, [], steps, **HYPER, beta1=BETAS[0], beta2=BETAS[1], amsgrad=False, maximize=False
+        )
+
+
+def measure(chunks: Chunks, cores: list[int], isas: list[str], rounds: int) -> list[dict]:
+    """One row a variant: median, least and most parameters per second, and the median ratio to torch within a round."""
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    variants = {"torch fused fp32": chunks.run_torch}
+    for isa in isas:
+        variants[isa] = lambda isa=isa: chunks.run_ours(isa, len(cores))
+    speeds: dict[str, list[float]] = {name: [] for name in variants}
+    for run in variants.values():
+        run()
+    for _ in range(rounds):
+        for name, run in variants.items():
+            start = time.perf_counter()
+            run()
+            speeds[name].append(chunks.numel / (time.perf_counter() - start))
+    base = speeds["torch fused fp32"]
+    rows = []
+    for name, values in speeds.items():
+        ratios = sorted(mine / torchs for mine, torchs in zip(values, base))
+        nbytes = 28 if values is base else 26
+        rows.append(
+            {
+                "cores": len(cores),
+                "variant": name,
+                "params_per_s": statistics.median(values),
+                "params_per_s_min": min(values),
+                "params_per_s_max": max(values),
+                "gbps": statistics.median(values) * nbytes / 1e9,
+                "ratio": statistics.median(ratios),
+                "ratio_min": ratios[0],
+                "ratio_max": ratios[-1],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    all_cores = sorted(os.sched_getaffinity(0))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cores", type=int, nargs="+", default=sorted({1, len(all_cores)}), help="numbers of cores")
+    parser.add_argument("--isa", nargs="+", default=list(_adam.isas()), choices=_adam.isas())
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--num-chunks", type=int, default=8)
+    parser.add_argument("--chunk-numel", type=int, default=8 << 20)
+    parser.add_argument("--plain-memory", action="store_true", help="torch's allocator in place of huge pages, for both")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    args = parser.parse_args()
+
+    chunks = Chunks(args.num_chunks, args.chunk_numel, args.plain_memory)
+    rows = []
+    print(f"{chunks.numel / 1e6:.0f} M parameters, {args.rounds} rounds, torch {torch.__version__}")
+    print(f"{'cores':>5}  {'variant':<18}{'Mparam/s':>9}{'min - max':>15}{'GB/s':>7}{'ratio':>8}{'min - max':>14}")
+    for num_cores in sorted(args.cores):  # ascending: threads once made keep their cores
+        for row in measure(chunks, all_cores[:num_cores], args.isa, args.rounds):
+            rows.append(row)
+            print(
+                f"{row['cores']:>5}  {row['variant']:<18}{row['params_per_s'] / 1e6:>9.0f}"
+                f"{row['params_per_s_min'] / 1e6:>8.0f} -{row['params_per_s_max'] / 1e6:>5.0f}{row['gbps']:>7.1f}"
+                f"{row['ratio']:>8.3f}{row['ratio_min']:>8.2f} -{row['ratio_max']:>5.2f}",
+                flush=True,
+            )
+    if args.json:
+        cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+        about = {"cpu": cpu or platform.machine(), "torch": torch.__version__, "numel": chunks.numel}
+        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

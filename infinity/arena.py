@@ -1,0 +1,222 @@
+"""Pinned host memory, and the fixed-size leases that it is handed out in.
+
+Knows memory. Must not know what lies in it, nor chunks, tiers, devices' streams or files. Whoever releases a slot sees to
+it that nothing, a copy or a disk request, still uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from infinity.errors import BudgetError, UsageError
+
+PAGE_NBYTES = 4096
+HUGE_NBYTES = 2 << 20
+_TOUCH_NBYTES = 64 << 20  # by one thread at a time; few enough pages for torch not to spread them over its own threads
+_TOUCH_THREADS = 8
+
+# [Note: when memory is unmapped]
+# A region's mmap is never closed, only forgotten: every buffer and tensor on it refers to it, so the last of them to go
+# unmaps it. (mmap.close() would refuse while a memoryview lives, but not for a tensor: torch.frombuffer keeps a reference
+# to the object and no claim on its buffer.)
+
+
+class Arena:
+    """Pinned host memory: huge pages, touched in parallel, not inherited by forks.
+
+    pin: register each region with CUDA, so that copies to and from a device are asynchronous.
+    """
+
+    def __init__(self, *, pin: bool = False):
+        self.pin = pin
+        self._regions: list[Region] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(region.nbytes for region in self._regions)
+
+    def region(self, nbytes: int) -> Region:
+        """Zeroed memory of nbytes, rounded up to 4096. Raises BudgetError if it cannot be pinned, OSError if not mapped."""
+        region = Region(nbytes, pin=self.pin)
+        self._regions.append(region)
+        return region
+
+    def close(self) -> None:
+        """Give all regions back, each as soon as nothing refers to it any more. Idempotent."""
+        while self._regions:
+            self._regions.pop().close()
+
+    def __repr__(self) -> str:
+        return f"Arena({_mib(self.nbytes)}, {len(self._regions)} regions{', pinned' if self.pin else ''})"
+
+
+class Region:
+    """A contiguous piece of an arena that starts on a 2 MiB border. buffer: a memoryview of its nbytes."""
+
+    def __init__(self, nbytes: int, *, pin: bool):
+        if nbytes < 1:
+            raise ValueError(f"a region of {nbytes} bytes was asked for, expected 1 or more")
+        self.nbytes = _round_up(nbytes, PAGE_NBYTES)
+        # mmap gives 4 KiB alignment: map 2 MiB more and never touch them, so they cost addresses only.
+        mapping = mmap.mmap(-1, self.nbytes + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_DONTFORK)
+        start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_NBYTES
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, no less right
+            mapping.madvise(mmap.MADV_HUGEPAGE, start, self.nbytes)
+        self.buffer: memoryview | None = memoryview(mapping)[start : start + self.nbytes]
+        self.address = torch.frombuffer(self.buffer, dtype=torch.uint8).data_ptr()
+        self._tensors: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+        _touch(self.buffer)
+        self._pinned = pin
+        if pin:
+            _register(self.address, self.nbytes)
+
+    def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
+        """A 1-D view [numel] of the bytes from offset_nbytes; the same object each time."""
+        key = (dtype, offset_nbytes, numel)
+        if key not in self._tensors:
+            if self.buffer is None:
+                raise UsageError("the arena is closed")
+            self._tensors[key] = torch.frombuffer(self.buffer, dtype=dtype, offset=offset_nbytes, count=numel)
+        return self._tensors[key]
+
+    def close(self) -> None:
+        if self.buffer is not None and self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+        self._tensors.clear()
+        self.buffer = None
+
+    def __repr__(self) -> str:
+        return f"Region({_mib(self.nbytes)}{', pinned' if self._pinned else ''})"
+
+
+class Slots:
+    """A pool of `count` equal leases of one region; acquiring waits when none is free.
+
+    slot_nbytes: nbytes rounded up to 4096, so that every slot starts on such a border. peak: the most ever leased at once.
+    """
+
+    def __init__(self, arena: Arena, name: str, nbytes: int, count: int):
+        self.name = name
+        self.slot_nbytes = _round_up(nbytes, PAGE_NBYTES)
+        self.count = count
+        self.peak = 0
+        self._region = arena.region(self.slot_nbytes * count)
+        self._free = list(range(count))[::-1]
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self, timeout: float | None = None) -> Slot:
+        """Lease a slot; waits until one is free. Raises TimeoutError after timeout seconds, UsageError once closed."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._free or self._closed, timeout):
+                raise TimeoutError(f"none of {self.count} {self.name} slots became free within {timeout} s")
+            return self._lease()
+
+    def try_acquire(self) -> Slot | None:
+        """Lease a slot if one is free now."""
+        with self._changed:
+            return self._lease() if self._free or self._closed else None
+
+    def close(self) -> None:
+        """Lease no more: wakes all that wait, with UsageError. Leases out stay valid until released. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _lease(self) -> Slot:
+        if self._closed:
+            raise UsageError(f"the {self.name} slots are closed")
+        slot = Slot(self, self._free.pop())
+        self.peak = max(self.peak, self.count - len(self._free))
+        return slot
+
+    def _return(self, index: int) -> None:
+        with self._changed:
+            self._free.append(index)
+            self._changed.notify()
+
+    def __repr__(self) -> str:
+        return f"Slots({self.name}, {self.num_free} of {self.count} free, {_mib(self.slot_nbytes)} each)"
+
+
+class Slot:
+    """A lease of slot_nbytes bytes. index: which of the pool's slots it is."""
+
+    __slots__ = ("index", "nbytes", "_slots")
+
+    def __init__(self, slots: Slots, index: int):
+        self.index = index
+        self.nbytes = slots.slot_nbytes
+        self._slots: Slots | None = slots
+
+    @property
+    def buffer(self) -> memoryview:
+        """Its bytes, writable."""
+        begin = self.index * self.nbytes
+        return self._leased()._region.buffer[begin : begin + self.nbytes]
+
+    def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
+        """A 1-D view [numel] of the bytes from offset_nbytes; the same object each time that this memory is leased."""
+        end_nbytes = offset_nbytes + numel * dtype.itemsize
+        if offset_nbytes < 0 or end_nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset_nbytes} to {end_nbytes} were asked of a slot of {self.nbytes}")
+        return self._leased()._region.tensor(dtype, self.index * self.nbytes + offset_nbytes, numel)
+
+    def release(self) -> None:
+        """Give the lease back. Raises UsageError if it was given back before."""
+        slots, self._slots = self._leased(), None
+        slots._return(self.index)
+
+    def _leased(self) -> Slots:
+        if self._slots is None:
+            raise UsageError(f"slot {self.index} is used after its release")
+        return self._slots
+
+    def __repr__(self) -> str:
+        name = self._slots.name if self._slots else "released"
+        return f"Slot({self.index}, {_mib(self.nbytes)}, {name})"
+
+
+def _round_up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+def _touch(buffer: memoryview) -> None:
+    """Make the kernel give every page now. One thread zeroes 3 GB/s at best; several do it side by side."""
+
+    def touch(begin: int) -> None:
+        torch.frombuffer(buffer[begin : begin + _TOUCH_NBYTES], dtype=torch.uint8)[::PAGE_NBYTES].zero_()
+
+    begins = range(0, len(buffer), _TOUCH_NBYTES)
+    num_threads = min(len(begins), _TOUCH_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(touch, begins))
+
+
+def _register(address: int, nbytes: int) -> None:
+    error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+    if error == torch.cuda.cudart().cudaError.success:
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    allowed = "any amount" if limit == resource.RLIM_INFINITY else _mib(limit)
+    raise BudgetError(
+        f"pinning {_mib(nbytes)} of host memory failed ({error}); memlock allows {allowed}. Raise it with "
+        "`ulimit -l unlimited` (docker: `--ulimit memlock=-1`, systemd: `LimitMEMLOCK=infinity`), or lower host_memory."
+    )

@@ -1,0 +1,248 @@
+"""What a user may ask of the engine: one frozen value, validated once.
+
+Knows names, ranges and units. Must not know torch, ranks or how anything is done: what depends on the machine (is there a
+GPU, how much memory is free, does the model fit) is answered by the engine.
+"""
+
+import dataclasses
+import difflib
+import functools
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from infinity.errors import ConfigError
+
+DEFAULT_NVME = Path("infinity-swap")
+
+# The engine is younger than its design: values that the design names, but that nothing implements yet, get their own message.
+CHOICES = {
+    "weights": ("auto", "device", "host", "nvme"),
+    "states": ("auto", "device", "host", "nvme"),
+    "activations": ("auto", "device"),
+    "dtype": ("bf16", "fp32"),
+    "moments": ("fp32",),
+    "residency": ("auto", "none"),
+    "update": ("auto", "deferred", "backward"),
+    "nonfinite": ("ignore",),
+}
+PLANNED = {
+    "activations": ("host", "nvme"),
+    "dtype": ("fp16",),
+    "moments": ("bf16",),
+    "nonfinite": ("raise", "skip"),
+}
+
+
+def _refuse_unknown_fields(cls):
+    """Make the constructor name the nearest field when a keyword is none."""
+    construct = cls.__init__
+
+    @functools.wraps(construct)
+    def __init__(self, **values):
+        names = [field.name for field in dataclasses.fields(cls)]
+        problems = []
+        for unknown in (name for name in values if name not in names):
+            near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.5)
+            cure = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(names)}"
+            problems.append(f"{cls.__name__} has no field {unknown!r}: {cure}")
+        if problems:
+            raise ConfigError("\n".join(problems))
+        construct(self, **values)
+
+    cls.__init__ = __init__
+    return cls
+
+
+@_refuse_unknown_fields
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of an engine. Every field has a default; values are normalised (paths, bytes) and cannot change.
+
+    Raises ConfigError, listing every wrong value at once.
+    """
+
+    nvme: str | os.PathLike | Sequence[str | os.PathLike] = (DEFAULT_NVME,)
+    """Directories for swap files, best one a drive; a tuple of paths after construction. They must exist, except for
+    the default, `infinity-swap` in the current directory, which is created when some state really goes there."""
+
+    host_memory: int | str = "auto"
+    """Bound of the pinned host arena of this rank: bytes, "48GiB", or "auto" for a share of what is free."""
+
+    device_memory: int | str = "auto"
+    """Bound of what the engine itself holds on the device: bytes, "20GiB", or "auto" for what activations leave free."""
+
+    weights: str = "auto"
+    """Where weights live between uses: auto (the fastest tier with room), device, host or nvme."""
+
+    states: str = "auto"
+    """Where optimizer states live: auto (the fastest tier with room), device, host or nvme."""
+
+    activations: str = "auto"
+    """Where saved activations live: auto or device."""
+
+    dtype: str = "bf16"
+    """What the model computes in: bf16 (a full fp32 master is kept, as weight and residual) or fp32."""
+
+    moments: str = "fp32"
+    """How momentum and variance are stored: fp32."""
+
+    chunk_mib: float | None = None
+    """Size of a chunk, in MiB of 16-bit weights; None chooses one."""
+
+    residency: str = "auto"
+    """auto keeps in faster tiers whatever fits; none keeps nothing beyond what the pipeline needs, for benchmarks."""
+
+    device: str | None = None
+    """"cpu", "cuda" or "cuda:1"; None takes CUDA where there is one, else the CPU."""
+
+    update: str = "auto"
+    """When records are updated: deferred (behind the next forward), backward (as gradients arrive), or auto, which takes
+    backward whenever nothing known only later can matter. All give the same bits."""
+
+    nonfinite: str = "ignore"
+    """What a gradient that is infinite or not a number does: ignore (it enters the update, as in plain PyTorch)."""
+
+    trace: bool = False
+    """Record the time of every transfer and op, for `engine.stats()` and tests."""
+
+    seed: int = 0
+    """Seed of whatever the engine itself draws."""
+
+    def __post_init__(self):
+        problems = []
+
+        def settle(name, check):
+            try:
+                object.__setattr__(self, name, check(name, getattr(self, name)))
+            except ConfigError as error:
+                problems.append(str(error))
+
+        settle("nvme", _paths)
+        settle("host_memory", _budget)
+        settle("device_memory", _budget)
+        for name in CHOICES:
+            settle(name, _choice)
+        settle("chunk_mib", _size_mib)
+        settle("device", _device)
+        settle("trace", _flag)
+        settle("seed", _seed)
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    @property
+    def creates_nvme(self) -> bool:
+        """Whether the swap directory may be created: only the default one."""
+        return self.nvme == (DEFAULT_NVME,)
+
+
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes of an integer, of digits, or of a number with its unit: "20GiB", "512MiB", "1.5 GB" (decimal), in any case.
+
+    Raises ConfigError for anything else, such as a unit that does not say whether it is binary ("20G").
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+)\s*|\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", value)
+        if match and match[1]:
+            return int(match[1])
+        if match and match[3].lower() in _UNITS:
+            return int(float(match[2]) * _UNITS[match[3].lower()])
+    raise ConfigError(f'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got {value!r}')
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes for people, in binary units: "812 B", "2.6 GiB"."""
+    sign, size = ("-", -nbytes) if nbytes < 0 else ("", nbytes)
+    if size < 1024:
+        return f"{sign}{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        if size < 1023.95:  # what prints as 1024.0 belongs to the next unit
+            return f"{sign}{size:.1f} {unit}"
+    return f"{sign}{size / 1024:.1f} PiB"
+
+
+def _paths(name, value):
+    given = [value] if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(given, Sequence) or not given or not all(isinstance(path, (str, os.PathLike)) for path in given):
+        raise ConfigError(f"{name}={value!r}: expected a directory or a list of directories")
+    paths = tuple(Path(path).expanduser() for path in given)
+    seen = {}
+    for path in paths:
+        if path == DEFAULT_NVME and len(paths) == 1 and not path.exists():
+            continue
+        if not path.is_dir():
+            state = "is not a directory" if path.exists() else "does not exist"
+            raise ConfigError(f"{name}: {path} {state}; create it (mkdir -p {path}) or name another")
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"{name}: {path} is not writable by this user; change its mode or name another")
+        real = path.resolve()
+        if real in seen:
+            raise ConfigError(f"{name}: {seen[real]} and {path} are one directory; name each only once")
+        seen[real] = path
+    return paths
+
+
+def _budget(name, value):
+    if value == "auto":
+        return value
+    try:
+        nbytes = parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f'{name}: {error}, or "auto"') from None
+    if nbytes == 0:
+        raise ConfigError(f'{name}={value!r}: expected more than zero bytes, or "auto"')
+    return nbytes
+
+
+def _choice(name, value):
+    choices = CHOICES[name]
+    if isinstance(value, str) and value in choices:
+        return value
+    if isinstance(value, str) and value in PLANNED.get(name, ()):
+        raise ConfigError(f"{name}={value!r} is not supported yet; use {_either(choices)}")
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{name}={value!r}: expected {_either(choices)}{hint}")
+
+
+def _either(choices):
+    return " or ".join(filter(None, (", ".join(map(repr, choices[:-1])), repr(choices[-1]))))
+
+
+def _size_mib(name, value):
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name}={value!r}: expected a number of MiB above zero, or None to choose one")
+    return value
+
+
+def _device(name, value):
+    if value is None:
+        return None
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
+        raise ConfigError(f"{name}={str(value)!r}: expected 'cpu', 'cuda' or 'cuda:N', or None to choose one")
+    return str(value)
+
+
+def _flag(name, value):
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}: expected True or False")
+    return value
+
+
+def _seed(name, value):
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
+        raise ConfigError(f"{name}={value!r}: expected an integer from 0 to 2**64 - 1")
+    return value

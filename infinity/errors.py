@@ -1,0 +1,20 @@
+"""The errors that a user of the engine can meet. Knows nothing else of the package.
+
+A message says what is wrong, what was expected, what was found and what to do about it.
+"""
+
+
+class ConfigError(ValueError):
+    """A setting, a path or an option is wrong; nothing has been written yet."""
+
+
+class BudgetError(ConfigError):
+    """A memory or disk budget is too small to make progress; the message names the size that is needed."""
+
+
+class UsageError(RuntimeError):
+    """The engine was called in an order that has no meaning, such as `step()` without a backward pass."""
+
+
+class SwapError(OSError):
+    """Reading or writing swapped state failed. Carries errno and the path, as every OSError does."""

@@ -1,0 +1,306 @@
+"""Gradients on their way to the records: reduce-scatter and the gc link.
+
+A gradient that autograd has accumulated leaves the device at once: on one rank straight into the host memory of its
+chunk's shard; on several into a flat buffer of the chunk, which is reduce-scattered when all its gradients are there.
+Knows chunks and when they are complete. Must not know when or how they are used.
+"""
+
+# [Note: which parameters were used]
+# A parameter without a gradient on any rank is skipped by the update. So each rank sends, behind each slice of a chunk's
+# gradient, one number a parameter: 1 where it had a gradient. Their sums arrive with the gradient's.
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+
+import torch
+
+from infinity.adam import accumulate_
+from infinity.chunks import Piece
+from infinity.errors import BudgetError
+from infinity.events import Events, now
+from infinity.lanes import Lane
+from infinity.partition import Ranks
+from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
+
+
+class DeviceMemory:
+    """A gradient shard of a chunk whose states live on the device; has the face of a slot."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor
+
+    def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
+        return self._tensor
+
+    def release(self) -> None:
+        """Freed with the last reference."""
+
+
+class Gradients:
+    """Collects gradients. dtype: None keeps each chunk's own; fp32 where micro-batches accumulate.
+
+    slots: the pool for host memory, or None where every chunk has an area of its own in `areas`.
+    limit_nbytes: device bytes of gradients under way; past it the training thread waits.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        ranks: Ranks,
+        tier: DeviceTier,
+        gather_lane: Lane,
+        gather_stream,
+        device: torch.device,
+        events: Events,
+        *,
+        slots,
+        areas: dict[int, object],
+        staging: torch.Tensor | None,
+        accumulate: bool,
+        limit_nbytes: int,
+    ):
+        self.registry = registry
+        self.ranks = ranks
+        self.tier = tier
+        self.gg, self.gather_stream = gather_lane, gather_stream
+        self.device = device
+        self.events = events
+        self.slots, self.areas, self.staging = slots, areas, staging
+        self.accumulate = accumulate
+        self.limit_nbytes = limit_nbytes
+        self.gc = Lane("gc")
+        self.cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self.num_updates_running: Callable[[], int] = lambda: 0
+        self.raise_failure: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()
+        self._under_way_nbytes = 0
+        self._starving = False
+        self._num_collectives = 0
+
+    def dtype(self, chunk: ChunkState) -> torch.dtype:
+        return torch.float32 if self.accumulate else TORCH_DTYPES[chunk.chunk.dtype]
+
+    def tensor(self, chunk: ChunkState) -> torch.Tensor:
+        """The gradient shard of a chunk, 1-D [shard_used]."""
+        return chunk.gradient.tensor(self.dtype(chunk), 0, chunk.record.numel)
+
+    def arrive(self, state: ParameterState, grad: torch.Tensor) -> None:
+        """Take a whole parameter's gradient; what can be sent is sent."""
+        flat = grad.detach().reshape(-1)
+        nbytes = flat.numel() * flat.element_size()
+        self._send(nbytes)
+        chunks = self.registry.chunks_of(state)
+        ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        for chunk in chunks:
+            piece = chunk.whole_pieces[state.index]
+            last = chunk is chunks[-1]
+            if self.ranks.world == 1:
+                first = state.index not in chunk.received
+                chunk.received.add(state.index)
+                part = flat[piece.param_start : piece.param_start + piece.numel]
+                chunk.gradient_job = self.gc.push(
+                    lambda c=chunk, p=part, s=piece.start, f=first, n=nbytes if last else 0: self._collect(c, p, s, f, n, ready)
+                )
+            else:
+                self._insert(chunk, piece, flat)
+                chunk.used.add(state.index)
+            chunk.norm_job = None
+        if self.ranks.world > 1:
+            self._send(-nbytes)
+
+    def reduce(self, chunk: ChunkState, *, agreed: bool) -> None:
+        """Reduce-scatter what has arrived of a chunk, zeros for the rest. Without `agreed` the ranks compare notes first."""
+        numel = chunk.chunk.shard_numel
+        flat = chunk.flat_gradient
+        if flat is None:
+            flat = self._flat(chunk)
+        view = flat.view(self.ranks.world, -1)
+        params = list(chunk.whole_pieces)
+        for index, param in enumerate(params):
+            if param in chunk.used:
+                view[:, numel + index] = 1
+        chunk.flat_gradient = None
+        chunk.used = set()
+        self._num_collectives += 1
+        order = None if agreed else (1, self._num_collectives, chunk.index)
+        ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        scattered = self.gg.push(lambda: self._run_reduce(chunk, flat, order, ready))
+        nbytes = flat.numel() * flat.element_size()
+        self._send(nbytes)
+        self.tier.book(-nbytes)
+        chunk.gradient_job = self.gc.push(lambda: self._collect_shard(chunk, scattered, params, nbytes))
+        chunk.norm_job = None
+
+    def drop(self, chunk: ChunkState) -> None:
+        """Forget what has arrived of a chunk."""
+        if chunk.gradient_job is not None:
+            chunk.gradient_job.wait()
+        self.release(chunk)
+        if chunk.flat_gradient is not None:
+            self.tier.book(-chunk.flat_gradient.numel() * chunk.flat_gradient.element_size())
+        chunk.flat_gradient = None
+        chunk.used = set()
+
+    def release(self, chunk: ChunkState) -> None:
+        """The gradient was used: its memory is free, the next arrival is a first one."""
+        with self._changed:
+            if chunk.gradient is not None:
+                chunk.gradient.release()
+            chunk.gradient = None
+            chunk.gradient_job = chunk.norm_job = None
+            chunk.received = set()
+            self._changed.notify_all()
+
+    def note_progress(self) -> None:
+        """An update began or ended: who waits for memory looks again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for_room(self) -> None:
+        """Hold the training thread while too many gradients are on the device."""
+        with self._changed:
+            if self._under_way_nbytes <= self.limit_nbytes:
+                return
+            start = now()
+            while self._under_way_nbytes > self.limit_nbytes:
+                self.raise_failure()
+                if self._starving and not self.num_updates_running():
+                    raise BudgetError(
+                        f"host_memory: all {self.slots.count} gradient slots hold chunks whose other gradients come later "
+                        f"in this backward pass. Raise host_memory, lower chunk_mib, or use update='deferred'."
+                    )
+                self._changed.wait(1.0)
+            self.events.stalled("gc", now() - start)
+
+    def close(self) -> None:
+        self.gc.close()
+
+    def _send(self, nbytes: int) -> None:
+        """Count device bytes that are on their way to the host, and again when they have left."""
+        with self._changed:
+            self._under_way_nbytes += nbytes
+            self.tier.book(nbytes)
+            self._changed.notify_all()
+
+    def _memory(self, chunk: ChunkState) -> torch.Tensor:
+        """The chunk's gradient shard, its gaps zero; waits for a slot."""
+        if chunk.gradient is None:
+            if chunk.on_device:
+                memory = DeviceMemory(torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device))
+            elif chunk.index in self.areas:
+                memory = self.areas[chunk.index]
+            else:
+                memory = self._acquire_slot()
+            chunk.gradient = memory
+            if not chunk.on_device:
+                tensor = self.tensor(chunk)
+                for start, end in chunk.gaps:
+                    tensor[start:end].zero_()
+        return self.tensor(chunk)
+
+    def _acquire_slot(self):
+        slot = self.slots.try_acquire()
+        while slot is None:
+            self.raise_failure()
+            with self._changed:
+                self._starving = True
+                self._changed.notify_all()
+                self._changed.wait(1.0)
+                self._starving = False
+            slot = self.slots.try_acquire()
+        return slot
+
+    def _collect(self, chunk: ChunkState, part: torch.Tensor, start: int, first: bool, booked: int, ready) -> None:
+        """On one rank: move a parameter's part into the chunk's gradient shard."""
+        memory = self._memory(chunk)
+        begin = now()
+        target = memory[start : start + part.numel()]
+        self._move(target, part, first, ready)
+        self.events.moved("gc", chunk.index, part.numel() * part.element_size(), begin, now())
+        if booked:
+            self._send(-booked)
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready) -> None:
+        """target = source if first, else += source. Over when it returns."""
+        if not self.cuda:
+            if self.accumulate:
+                accumulate_(target, source, first, threads=1)
+            elif first:
+                source = source.contiguous()
+                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+            else:
+                target.add_(source)
+            return
+        with torch.cuda.stream(self.stream):
+            if ready is not None:
+                self.stream.wait_event(ready)
+            if target.is_cuda:
+                target.copy_(source) if first else target.add_(source)
+            elif first and target.dtype == source.dtype:
+                target.copy_(source, non_blocking=True)
+            else:
+                staged = self.staging.view(source.dtype)[: source.numel()]
+                staged.copy_(source, non_blocking=True)
+            self.stream.record_event().synchronize()
+        if not target.is_cuda and not (first and target.dtype == source.dtype):
+            if self.accumulate:
+                accumulate_(target, staged, first)
+            else:
+                target.add_(staged)
+
+    # More than one rank.
+
+    def _flat(self, chunk: ChunkState) -> torch.Tensor:
+        numel = self.ranks.world * (chunk.chunk.shard_numel + len(chunk.whole_pieces))
+        flat = torch.zeros(numel, dtype=TORCH_DTYPES[chunk.chunk.dtype], device=self.device)
+        self.tier.book(flat.numel() * flat.element_size())
+        return flat
+
+    def _insert(self, chunk: ChunkState, piece: Piece, flat_grad: torch.Tensor) -> None:
+        """Add a parameter's part to the chunk's flat buffer, each rank's slice in its place."""
+        if chunk.flat_gradient is None:
+            chunk.flat_gradient = self._flat(chunk)
+        view = chunk.flat_gradient.view(self.ranks.world, -1)
+        numel = chunk.chunk.shard_numel
+        done = 0
+        while done < piece.numel:
+            rank, start = divmod(piece.start + done, numel)
+            count = min(numel - start, piece.numel - done)
+            begin = piece.param_start + done
+            view[rank, start : start + count] += flat_grad[begin : begin + count]
+            done += count
+
+    def _run_reduce(self, chunk: ChunkState, flat: torch.Tensor, order, ready):
+        if order is not None:
+            self.ranks.require_order("the next reduce-scatter", *order)
+        start = now()
+        if self.cuda:
+            with torch.cuda.stream(self.gather_stream):
+                self.gather_stream.wait_event(ready)
+                shard = self.ranks.reduce_scatter(flat)
+                flat.record_stream(self.gather_stream)
+                done = self.gather_stream.record_event()
+        else:
+            shard, done = self.ranks.reduce_scatter(flat), None
+        self.events.moved("rs", chunk.index, flat.numel() * flat.element_size(), start, now())
+        return shard, done
+
+    def _collect_shard(self, chunk: ChunkState, scattered, params: list[int], nbytes: int) -> None:
+        shard, done = scattered.wait()
+        scattered.result = None
+        first = chunk.gradient is None
+        memory = self._memory(chunk)
+        begin = now()
+        numel = chunk.chunk.shard_numel
+        if self.cuda:
+            self.stream.wait_event(done)
+            shard.record_stream(self.stream)
+        self._move(memory, shard[: memory.numel()], first, done)
+        flags = shard[numel:].tolist()
+        chunk.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
+        self.events.moved("gc", chunk.index, memory.numel() * shard.element_size(), begin, now())
+        self._send(-nbytes)

@@ -1,0 +1,299 @@
+"""From what modules and autograd do to acquire and release: any nn.Module, a plain `loss.backward()`.
+
+Knows modules, hooks and saved tensors. Must not know tiers or plans: it names the spans that an op needs and when it no
+longer does, and passes gradients on.
+"""
+
+# [Note: when an op needs its weights]
+# Forward (and the forward that activation checkpointing repeats): from the pre-hook to the post-hook of a module that owns
+# parameters. A parameter that another module reads is fetched on attribute access and held by the op that reads it.
+#
+# Backward: autograd asks for what it saved. Under our saved-tensor hooks a view of an engine storage is saved as a Handle;
+# unpacking it fetches the span, and the handle's death, when autograd lets go of the node's saved tensors, releases it. So
+# an embedding, which saves no weights, is not fetched for its backward. The hooks are pushed anew inside every checkpointed
+# region, on top of the checkpoint's own, and pass on to those whatever is not ours: weights are never "recomputed", and the
+# region saves the same number of tensors in both forwards. An op whose output comes from a custom autograd function may
+# have stashed a parameter where no hook sees it: its spans are fetched when the gradient of that output is known.
+#
+# Saved-tensor hooks switch off autograd's check for in-place changes; ours make it, for weights and activations.
+#
+# Post-hooks are always called, also when a forward raises or a recomputation stops early: nothing stays held.
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import torch
+from torch import nn
+from torch._C import _current_graph_task_id
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
+from torch.autograd.function import BackwardCFunction
+
+from infinity.errors import UsageError
+from infinity.pipeline import Pipeline
+from infinity.residency import ParameterState, Registry, SpanState
+
+FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "attribute"
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A module with parameters of its own, or an outermost one without."""
+
+    index: int
+    name: str
+    spans: tuple[SpanState, ...]
+    params: tuple[ParameterState, ...]
+
+
+class Frame:
+    """One call of an op under way. `spans` are held for it, `packed` were saved by autograd."""
+
+    __slots__ = ("module", "op", "outermost", "packed", "pushed", "spans")
+
+    def __init__(self, module: nn.Module, op: Op, outermost: bool):
+        self.module = module
+        self.op = op
+        self.outermost = outermost
+        self.spans: list[SpanState] = []
+        self.packed: set[int] = set()
+        self.pushed = False
+
+
+class Handle:
+    """A view of an engine storage that autograd saved."""
+
+    __slots__ = ("__weakref__", "holding", "hooks", "op", "span", "tensor", "version")
+
+    def __init__(self, hooks: Hooks, op: int, span: SpanState, tensor: torch.Tensor):
+        self.hooks = hooks
+        self.op = op
+        self.span = span
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.holding = False
+        span.handles += 1
+
+    def __del__(self):
+        self.hooks.pipeline.dropped.append((self.span, self.holding))
+
+
+class SavedTensors:
+    """The pair of hooks that is in force while ops run. `outer` is what was in force before, such as a checkpoint's."""
+
+    def __init__(self, hooks: Hooks, outer):
+        self.hooks = hooks
+        self.outer_pack, self.outer_unpack = outer if outer else (None, None)
+
+    def pack(self, tensor: torch.Tensor):
+        span = self.hooks.registry.owner(tensor)
+        if span is not None:
+            return self.hooks.save(span, tensor)
+        if self.outer_pack is not None:
+            return self.outer_unpack, self.outer_pack(tensor)
+        return tensor._version, tensor.detach()
+
+    def unpack(self, saved):
+        if isinstance(saved, Handle):
+            return self.hooks.restore(saved)
+        first, second = saved
+        if callable(first):
+            return first(second)
+        if second._version != first:
+            raise _modified(f"a saved tensor of shape {tuple(second.shape)}", first, second._version)
+        return second
+
+
+class FetchingParameters(dict):
+    """A module's parameters; reading one by name inside an engine's op brings it to the device."""
+
+    def __init__(self, parameters: dict, hooks: Hooks):
+        super().__init__(parameters)
+        self.hooks = hooks
+
+    def __getitem__(self, name):
+        param = super().__getitem__(name)
+        if param is not None:
+            self.hooks.touch(param)
+        return param
+
+    def __reduce__(self):
+        return dict, (list(self.items()),)
+
+
+class Hooks:
+    """All hooks of one model. `engine` is told of begin_forward, begin_backward, end_backward and gradients."""
+
+    def __init__(self, engine, model: nn.Module, registry: Registry, pipeline: Pipeline):
+        self.engine = engine
+        self.registry = registry
+        self.pipeline = pipeline
+        self.frames: list[Frame] = []
+        self.recording = False  # the outermost forward under way, or the last one, builds a graph
+        self._holding: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._loose: list[SpanState] = []  # held for a custom function's backward, until the next event
+        self._handles = []
+        self._attach(model)
+
+    def _attach(self, model: nn.Module) -> None:
+        self.ops: dict[nn.Module, Op] = {}
+        for name, module in model.named_modules():
+            states = [self.registry.find(p) for p in module._parameters.values() if p is not None]
+            states = [state for state in states if state is not None]
+            if not states and module is not model:
+                continue
+            spans = dict.fromkeys(self.registry.span_of(state) for state in states)
+            self.ops[module] = Op(len(self.ops), name or type(model).__name__, tuple(spans), tuple(states))
+            module._parameters = FetchingParameters(module._parameters, self)
+            self._handles.append(module.register_forward_pre_hook(self._before, prepend=True))
+            self._handles.append(module.register_forward_hook(self._after, always_call=True))
+        for state in self.registry.params:
+            if state.trainable:
+                hook = state.param.register_post_accumulate_grad_hook(lambda param, s=state: self._gradient(s, param))
+                self._handles.append(hook)
+
+    def remove(self) -> None:
+        """Leave the modules as they were; parameters keep whatever they point to."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self.ops:
+            module._parameters = dict(module._parameters.items())
+
+    # Forward and recomputed forward.
+
+    @torch._dynamo.disable
+    def _before(self, module, args):
+        op = self.ops[module]
+        phase = RECOMPUTE if _current_graph_task_id() != -1 else FORWARD
+        outermost = not self.frames and phase == FORWARD
+        if outermost:
+            self.recording = torch.is_grad_enabled()
+            self.engine.begin_forward()
+        frame = Frame(module, op, outermost)
+        self.frames.append(frame)
+        if op.spans:
+            if phase == FORWARD and self.recording:
+                for state in op.params:
+                    state.touched += 1
+            self.pipeline.acquire((phase, op.index), op.spans, record=self.recording)
+            frame.spans.extend(op.spans)
+        if torch.is_grad_enabled():
+            top = _top_saved_tensors_default_hooks(True)
+            if not (top and getattr(top[0], "__self__", None).__class__ is SavedTensors):
+                saved = SavedTensors(self, top)
+                _push_saved_tensors_default_hooks(saved.pack, saved.unpack)
+                frame.pushed = True
+
+    @torch._dynamo.disable
+    def _after(self, module, args, output):
+        if not any(frame.module is module for frame in self.frames):
+            return
+        while True:
+            frame = self.frames.pop()
+            if frame.pushed:
+                _pop_saved_tensors_default_hooks()
+            for span in frame.spans:
+                self.pipeline.release(span)
+            if frame.module is module:
+                break
+        if output is None or not torch.is_grad_enabled():
+            return
+        unseen = [span for span in frame.op.spans if span.index not in frame.packed]
+        if not frame.outermost and not unseen:
+            return
+        for tensor in tensors_in(output):
+            if not tensor.requires_grad or tensor.grad_fn is None:
+                continue
+            if frame.outermost:
+                tensor.register_hook(self._backward_begins)
+            if unseen and isinstance(tensor.grad_fn, BackwardCFunction):
+                tensor.register_hook(lambda grad, op=frame.op: self._before_custom_backward(op))
+
+    @torch._dynamo.disable
+    def touch(self, param: torch.Tensor) -> None:
+        """A parameter was read by name."""
+        in_backward = not self.frames and _current_graph_task_id() != -1
+        if not self.frames and not in_backward:
+            return
+        state = self.registry.find(param)
+        if state is None:
+            return
+        span = self.registry.span_of(state)
+        if span.attached and span.holds:
+            return
+        if not in_backward and self.recording and _current_graph_task_id() == -1:
+            state.touched += 1
+        self.pipeline.acquire((ATTRIBUTE, span.index), (span,), record=self.recording)
+        (self._loose if in_backward else self.frames[-1].spans).append(span)
+
+    # Backward.
+
+    def save(self, span: SpanState, tensor: torch.Tensor) -> Handle:
+        frame = self.frames[-1] if self.frames else None
+        if frame is not None:
+            frame.packed.add(span.index)
+        return Handle(self, frame.op.index if frame else -1, span, tensor)
+
+    def restore(self, handle: Handle) -> torch.Tensor:
+        if handle.tensor._version != handle.version:
+            raise _modified(f"a weight of {handle.span.params[0].name}'s span", handle.version, handle.tensor._version)
+        if not handle.holding:
+            self.release_loose()
+            self.pipeline.acquire((BACKWARD, handle.op, handle.span.index), (handle.span,), record=self.recording)
+            handle.holding = True
+            self._holding.add(handle)
+        return handle.tensor
+
+    def release_all(self) -> None:
+        """A backward pass is over: what a retained graph still refers to is held no longer."""
+        self.release_loose()
+        for handle in list(self._holding):
+            if handle.holding:
+                handle.holding = False
+                self.pipeline.release(handle.span)
+        self._holding.clear()
+
+    def release_loose(self) -> None:
+        while self._loose:
+            self.pipeline.release(self._loose.pop())
+
+    def _before_custom_backward(self, op: Op) -> None:
+        self.release_loose()
+        self.pipeline.acquire((BACKWARD, op.index, -1), op.spans, record=self.recording)
+        self._loose.extend(op.spans)
+
+    def _backward_begins(self, grad) -> None:
+        self.engine.begin_backward()
+
+    @torch._dynamo.disable
+    def _gradient(self, state: ParameterState, param: torch.Tensor) -> None:
+        grad, param.grad = param.grad, None
+        if grad.is_sparse:
+            raise UsageError(f"{state.name} has a sparse gradient, which no tier can hold; build its module with sparse=False")
+        self.engine.gradient(state, grad)
+
+
+def tensors_in(value) -> list[torch.Tensor]:
+    """The tensors of an output: itself, or those in tuples, lists, dicts and dataclasses, however nested."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for item in value for tensor in tensors_in(item)]
+
+
+def _modified(what: str, expected: int, got: int) -> RuntimeError:
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
+        f"version {got}; expected version {expected}. A backward pass cannot run through a graph that is older than the "
+        f"last optimizer step."
+    )

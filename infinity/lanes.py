@@ -1,0 +1,75 @@
+"""Threads that carry out one link's work, in the order in which it was given.
+
+Knows jobs and their order. Must not know what a job moves. A lane exists so that the training thread never waits for a
+transfer that its op does not need; waiting, copying and computing inside a job drop the GIL.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class Job:
+    """A piece of work handed to a lane. `wait` returns once it is over and raises what it raised, every time."""
+
+    __slots__ = ("_done", "_error", "_work", "result")
+
+    def __init__(self, work: Callable[[], object]):
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._work: Callable[[], object] | None = work
+        self.result: object = None
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> object:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self.result
+
+    def run(self) -> None:
+        try:
+            self.result = self._work()
+        except BaseException as error:  # reaches whoever waits, in the thread that waits
+            self._error = error
+        finally:
+            self._work = None  # drops what the work held, such as gradients
+            self._done.set()
+
+
+class Lane:
+    """One daemon thread that runs jobs first in, first out."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.on_job: Callable[[], None] | None = None  # runs before each job, in the lane; tests inject delays here
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=f"infinity-{name}", daemon=True)
+        self._thread.start()
+
+    def push(self, work: Callable[[], object]) -> Job:
+        job = Job(work)
+        self._jobs.put(job)
+        return job
+
+    def drain(self) -> None:
+        """Wait until all that was pushed so far is over, whether it succeeded or not."""
+        self.push(lambda: None).wait()
+
+    def close(self) -> None:
+        """Finish what was pushed and end the thread; idempotent."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self.on_job is not None:
+                self.on_job()
+            job.run()
+            del job  # else the last job's result lives until the next one arrives

@@ -1,0 +1,467 @@
+"""Weights on their way to the ops: follows the plan, fetches ahead, evicts, and waits for what an op needs now.
+
+The training thread calls it; the cg and gg lanes carry out what it issues. Must not know modules, autograd or optimizers.
+"""
+
+# [Note: who waits for whom]
+#
+#     training thread   acquire(i) ........ op i ......... acquire(i+1)
+#                        | issue: Evict, Read(i+3), Copy(i+2), Gather(i+1); then wait for the spans of i
+#     nc reader          |--read i+3-->
+#     cg lane            |--copy i+2------->      waits for the read (or update) of i+2
+#     gg lane            |--gather i+1---->       waits for the copy of i+1
+#
+# Device memory is allocated and freed by the training thread alone, on the compute stream, before it queues the op; a copy
+# waits for the event recorded then, the op waits for the event recorded after the copy or gather. A lane runs its jobs in
+# the order in which the training thread issued them, which is the plan's: so collectives have one order on all ranks.
+# A job waits only for what was issued before it, hence never in a circle.
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import zlib
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from infinity import schedule
+from infinity.events import Events, now
+from infinity.lanes import Job, Lane
+from infinity.partition import Ranks
+from infinity.records import WEIGHTS, Records, Request
+from infinity.residency import (
+    ChunkState,
+    DeviceTier,
+    Presence,
+    Registry,
+    SpanState,
+    farthest_first,
+    no_room,
+)
+from infinity.schedule import Use
+
+
+class Part:
+    """What is under way to bring one chunk to the device. gather is None on one rank."""
+
+    __slots__ = ("chunk", "copy", "gather", "request", "update")
+
+    def __init__(self, chunk: ChunkState, request: Request | None, update: Job | None, copy: Job):
+        self.chunk = chunk
+        self.request = request
+        self.update = update
+        self.copy = copy
+        self.gather: Job | None = None
+
+
+class Pipeline:
+    """Acquires spans for ops. `begin_update(chunk)` starts the pending update of a chunk that is about to be fetched;
+    `reduce(chunk)` and `read_states(chunk)` are the plan's other actions. All are given after construction."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        tier: DeviceTier,
+        records: Records,
+        ranks: Ranks,
+        device: torch.device,
+        events: Events,
+        *,
+        keep: bool,
+    ):
+        self.registry = registry
+        self.tier = tier
+        self.records = records
+        self.ranks = ranks
+        self.device = device
+        self.events = events
+        self.keep = keep
+        self.read_ahead = 3
+        self.states_ahead = 2
+        self.begin_update: Callable[[ChunkState], None] = lambda chunk: None
+        self.reduce: Callable[[ChunkState], None] = lambda chunk: None
+        self.read_states: Callable[[ChunkState], None] = lambda chunk: None
+        self.cg, self.gg = Lane("cg"), Lane("gg")
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            self.copy_stream, self.gather_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self.settler = Lane("cg-settle")
+        self.trace: list[Use] = []
+        self.plan_uses: list[Use] | None = None
+        self.plan: list[schedule.Action] = []
+        self.num_plans = 0
+        self.dropped: deque[tuple[SpanState, bool]] = deque()  # handles that died, in whatever thread; did they hold?
+        self._runs: list[int] = []  # index in the plan of each Run
+        self._pointer = 0
+        self._cursor: schedule.Cursor | None = None
+        self._next_use: schedule.NextUse | None = None
+        self._held: dict[int, SpanState] = {}
+        self._postponed: list[SpanState] = []  # evictions that wait for a release
+        self._last_used: dict[int, int] = {}
+        self._tick = 0
+        self._num_collectives = 0
+        self._off_plan = True
+
+    # What the training thread calls.
+
+    def acquire(self, key: Hashable, spans: Sequence[SpanState], *, record: bool) -> None:
+        """Hold spans, make them whole on the device and let their parameters point there; issue what comes next."""
+        self.drain_dropped()
+        with self._holding(spans):
+            if record:
+                self.trace.append(Use(key, tuple(s.index for s in spans), frozenset(self._held)))
+            self._follow(key)
+            for span in spans:
+                self._bring(span)
+
+    def acquire_aside(self, spans: Sequence[SpanState]) -> None:
+        """As `acquire`, for a use that is no part of the schedule."""
+        self.drain_dropped()
+        self._off_plan = True
+        with self._holding(spans):
+            for span in spans:
+                self._bring(span)
+
+    @contextlib.contextmanager
+    def _holding(self, spans: Sequence[SpanState]):
+        """Hold spans from here on, unless what follows fails."""
+        for span in spans:
+            self.hold(span)
+        try:
+            yield
+        except BaseException:
+            for span in spans:
+                self.release(span)
+            raise
+
+    def hold(self, span: SpanState) -> None:
+        span.holds += 1
+        self._held[span.index] = span
+        self._tick += 1
+        self._last_used[span.index] = self._tick
+
+    def release(self, span: SpanState) -> None:
+        """One need less. Only marks: eviction is the next acquire's business."""
+        span.holds -= 1
+        assert span.holds >= 0, span
+        if not span.holds:
+            self._held.pop(span.index, None)
+
+    def drain_dropped(self) -> None:
+        """Carry out the releases of finalizers, and the evictions that waited for a release."""
+        while self.dropped:
+            span, held = self.dropped.popleft()
+            span.handles -= 1
+            if held:
+                self.release(span)
+        if self._postponed:
+            postponed, self._postponed = self._postponed, []
+            for span in postponed:
+                if span.evict_pending:
+                    self._evict(span)
+
+    def begin_cycle(self) -> None:
+        """A step begins: whatever is left on the device goes, and the first fetches are issued."""
+        self.drain_dropped()
+        for span in self.registry.spans:
+            if span.allocated and not span.pinned and not span.holds:
+                self._evict(span)
+        self._pointer = 0
+        self._off_plan = self.plan_uses is None
+        if self._cursor is not None:
+            self._cursor.restart()
+            self._issue()
+
+    def adopt(self, reductions: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]]) -> None:
+        """Make the plan of the trace recorded since the last call, unless it is the one in force."""
+        trace, self.trace = self.trace, []
+        if not trace:
+            return
+        changed = trace != self.plan_uses
+        if self.ranks.world > 1:
+            digest = zlib.crc32(repr((trace, reductions, updates)).encode())
+            if not self.ranks.agree(digest):
+                self._forget()
+                return
+            changed = bool(self.ranks.max_(torch.tensor([int(changed)])).item())
+        if not changed:
+            return
+        pinned = {span.index for span in self.registry.spans if span.pinned}
+        self.plan_uses = trace
+        self.plan = schedule.plan(
+            trace,
+            nbytes={s.index: 0 if s.index in pinned else s.nbytes for s in self.registry.spans},
+            budget=self.tier.budget_nbytes,
+            read_ahead=self.read_ahead,
+            keep=self.keep,
+            reductions=reductions if self.ranks.world > 1 else (),
+            updates=updates,
+            span_of={chunk.index: chunk.span.index for chunk in self.registry.chunks},
+            states_ahead=self.states_ahead,
+        )
+        self.num_plans += 1
+        self._runs = [index for index, action in enumerate(self.plan) if isinstance(action, schedule.Run)]
+        self._cursor = schedule.Cursor(trace)
+        self._next_use = schedule.NextUse(trace)
+
+    def next_use(self, span: int) -> float:
+        """A number that grows with the distance to the next use of a span; without a plan, with the time since the last."""
+        table, cursor = self._next_use, self._cursor
+        if table is None or cursor is None:
+            return -self._last_used.get(span, 0)
+        return table.cyclic(span, cursor.position, len(cursor.uses))
+
+    def invalidate(self, span: SpanState) -> None:
+        """An update makes the device copy stale; nobody may hold it."""
+        assert not span.holds, f"{span} is updated while an op holds it"
+        if span.presence is Presence.FETCHING:
+            self._settle(span)
+        if span.presence is not Presence.AWAY:
+            span.detach()
+            span.become(Presence.AWAY)
+        if not span.pinned:
+            self.tier.free(span)
+
+    def close(self) -> None:
+        self.cg.close()
+        self.gg.close()
+        if self.cuda:
+            self.settler.close()
+
+    # Following the plan.
+
+    def _follow(self, key: Hashable) -> None:
+        position = self._cursor.advance(key) if self._cursor is not None else None
+        if position is None:
+            self._off_plan = True
+            if not self.keep:
+                for span in farthest_first(self.registry.spans, self.next_use):
+                    if span.presence is Presence.HOME:
+                        self._evict(span)
+            return
+        run = self._runs[position]
+        if self._pointer != run:
+            self._off_plan = True
+            self._pointer = run
+        self._pointer += 1
+        self._issue()
+
+    def _issue(self) -> None:
+        """Issue the plan's actions up to the next Run."""
+        spans, chunks = self.registry.spans, self.registry.chunks
+        while self._pointer < len(self.plan):
+            match self.plan[self._pointer]:
+                case schedule.Run():
+                    return
+                case schedule.Read(index):
+                    self._read(spans[index])
+                case schedule.Copy(index):
+                    self._copy(spans[index], needed=False)
+                case schedule.Gather(index):
+                    self._gather(spans[index])
+                case schedule.Evict(index):
+                    self._evict(spans[index])
+                case schedule.ReadStates(index):
+                    self.read_states(chunks[index])
+                case schedule.Reduce(index):
+                    self.reduce(chunks[index])
+            self._pointer += 1
+
+    def _forget(self) -> None:
+        self.plan_uses, self.plan, self._cursor, self._next_use = None, [], None, None
+
+    # Actions.
+
+    def _chunks(self, span: SpanState) -> list[ChunkState]:
+        return [self.registry.chunks[index] for index in span.span.chunks]
+
+    def _read(self, span: SpanState) -> None:
+        if span.presence is not Presence.AWAY:
+            return
+        for chunk in self._chunks(span):
+            if chunk.weights_home == "device":
+                continue
+            chunk.copy_expected = True
+            if chunk.pending is not None:
+                self.begin_update(chunk)
+            elif chunk.updating is None or chunk.updating.done:
+                self.records.request(chunk, WEIGHTS, pin=False)
+
+    def _copy(self, span: SpanState, *, needed: bool) -> None:
+        """Allocate the span and send its shards; a copy ahead for which there is no room is left out.
+
+        What the plan counts as gone, but an op still holds here, is fetched once more if there are other ranks: they may
+        have freed it and are about to gather. It receives the bytes that it has.
+        """
+        again = span.evict_pending and span.presence is Presence.HOME and self.ranks.world > 1
+        span.evict_pending = False
+        if span.presence is not Presence.AWAY and not again:
+            return
+        if not span.allocated and not self._make_room(span, needed):
+            return
+        self.tier.allocate(span)
+        ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        span.become(Presence.FETCHING)
+        span.fetch = []
+        for chunk in self._chunks(span):
+            if chunk.pending is not None:
+                self.begin_update(chunk)
+            update, request = chunk.updating, None
+            if chunk.weights_home != "device":
+                request = self.records.request(chunk, WEIGHTS, urgent=needed)
+            chunk.copy_expected = False
+            job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready))
+            chunk.copy_job = job
+            span.fetch.append(Part(chunk, request, update, job))
+
+    def _gather(self, span: SpanState) -> None:
+        if self.ranks.world == 1 or span.presence is not Presence.FETCHING:
+            return
+        for part in span.fetch:
+            if part.gather is None:
+                self._num_collectives += 1
+                order = (0, self._num_collectives, part.chunk.index) if self._off_plan else None
+                part.gather = self.gg.push(lambda p=part, o=order: self._run_gather(p, o))
+
+    def _evict(self, span: SpanState) -> None:
+        """Free the span, once nobody holds it; until then only note that the plan counts it as gone."""
+        if span.holds:
+            span.evict_pending = True
+            self._postponed.append(span)
+            return
+        if span.pinned or not span.allocated:
+            return
+        if span.presence is Presence.FETCHING:
+            self._settle(span)
+        span.evict_pending = False
+        self._detach(span)
+        span.become(Presence.AWAY)
+        self.tier.free(span)
+
+    def _detach(self, span: SpanState) -> None:
+        written = span.detach()
+        if written:
+            self.write_back(span)
+
+    write_back: Callable[[SpanState], None] = staticmethod(lambda span: None)
+
+    def _make_room(self, span: SpanState, needed: bool) -> bool:
+        if self.tier.fits(span.nbytes):
+            return True
+        mine = self.next_use(span.index)
+        for victim in farthest_first(self.registry.spans, self.next_use):
+            if not needed and self.next_use(victim.index) <= mine:
+                return False
+            self._evict(victim)
+            if self.tier.fits(span.nbytes):
+                return True
+        if needed:
+            raise no_room(span.nbytes, self.tier)
+        return False
+
+    # Waiting.
+
+    def _bring(self, span: SpanState) -> None:
+        if span.presence is Presence.AWAY:
+            self._copy(span, needed=True)
+        if span.presence is Presence.FETCHING:
+            self._gather(span)
+            for part in span.fetch:
+                if part.request is not None and not part.copy.done:
+                    self.records.hurry(part.request)
+            self._settle(span)
+        span.attach(self.registry.layout)
+
+    def _settle(self, span: SpanState) -> None:
+        """Wait until nothing is under way to the span; what it waits for is charged to the link at fault."""
+        try:
+            for part in span.fetch:
+                if not part.copy.done:
+                    if part.update is not None:
+                        self._wait("update", part.update)
+                    if part.request is not None:
+                        self._wait("nc", part.request)
+                        source = part.request.result.source
+                        if source is not None and not source.done:
+                            self._wait("nc", source)
+                    self._wait("cg", part.copy)
+                else:
+                    part.copy.wait()
+                if part.gather is not None:
+                    self._wait("gg", part.gather)
+                if self.cuda:
+                    event = (part.gather or part.copy).result
+                    if event is not None:
+                        torch.cuda.current_stream(self.device).wait_event(event)
+        except BaseException:
+            span.fetch = None
+            span.become(Presence.AWAY)
+            if not span.pinned:
+                self.tier.free(span)
+            raise
+        span.fetch = None
+        span.become(Presence.HOME)
+
+    def _wait(self, link: str, waitable) -> None:
+        if waitable.done:
+            waitable.wait()
+            return
+        start = now()
+        waitable.wait()
+        self.events.stalled(link, now() - start)
+
+    # What the lanes run.
+
+    def _run_copy(self, chunk: ChunkState, request: Request | None, update: Job | None, ready):
+        entry = None
+        if request is not None:
+            entry = request.wait()
+            self.records.settle(entry)
+        if update is not None:
+            update.wait()
+        if entry is None:
+            return None
+        start = now()
+        numel = chunk.record.numel
+        begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
+        shard = chunk.span.flat[begin : begin + numel]
+        source = entry.memory.tensor(shard.dtype, 0, numel)
+        nbytes = numel * shard.element_size()
+        if not self.cuda:
+            # Not copy_: it would spread over torch's threads, which are the training thread's.
+            ctypes.memmove(shard.data_ptr(), source.data_ptr(), nbytes)
+            self.events.moved("cg", chunk.index, nbytes, start, now())
+            self.records.unpin(chunk, WEIGHTS, entry)
+            return None
+        with torch.cuda.stream(self.copy_stream):
+            self.copy_stream.wait_event(ready)
+            shard.copy_(source, non_blocking=True)
+            event = self.copy_stream.record_event()
+        self.settler.push(lambda: self._finish_copy(chunk, entry, event, nbytes, start))
+        return event
+
+    def _finish_copy(self, chunk, entry, event, nbytes, start) -> None:
+        event.synchronize()
+        self.events.moved("cg", chunk.index, nbytes, start, now())
+        self.records.unpin(chunk, WEIGHTS, entry)
+
+    def _run_gather(self, part: Part, order):
+        event = part.copy.wait()
+        if order is not None:
+            self.ranks.require_order("the next gather", *order)
+        start = now()
+        chunk = part.chunk.chunk
+        whole = part.chunk.span.flat[chunk.offset : chunk.offset + chunk.numel]
+        done = None
+        if self.cuda:
+            with torch.cuda.stream(self.gather_stream):
+                if event is not None:
+                    self.gather_stream.wait_event(event)
+                self.ranks.gather(whole)
+                done = self.gather_stream.record_event()
+        else:
+            self.ranks.gather(whole)
+        self.events.moved("gg", chunk.index, whole.numel() * whole.element_size(), start, now())
+        return done

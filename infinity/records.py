@@ -1,0 +1,253 @@
+"""Records on their way between NVMe and host memory: the nc and cn links.
+
+A request asks for a chunk's weights or states in host memory and is granted when a slot is there; the reader picks, in
+order of asking, the first that can be granted, so what waits for one kind of slot never holds up the other. Must not
+know the device, plans or arithmetic.
+"""
+
+# [Note: order of reads and writes]
+# An update pins its entry from before it computes until its write is over, and an entry leaves host memory only when it
+# is clean. So whoever asks for a chunk with an update under way is given that very entry and waits for the update;
+# whoever finds no entry reads what a completed write left. (aio_ext keeps overlapping reads and writes in order, too.)
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import aio_ext
+
+from infinity.events import Events, now
+from infinity.lanes import Job, Lane
+from infinity.residency import ChunkState, Entry, HostCache, HostState
+
+WEIGHTS, STATES = "weights", "states"
+
+
+class Request(Job):
+    """A wish for one kind of segments of a chunk in host memory. Its result is the entry, pinned for the asker."""
+
+    __slots__ = ("chunk", "kind", "pin", "urgent")
+
+    def __init__(self, chunk: ChunkState, kind: str, urgent: bool, pin: bool):
+        super().__init__(lambda: None)
+        self.chunk = chunk
+        self.kind = kind
+        self.urgent = urgent
+        self.pin = pin
+
+    def grant(self, entry: Entry) -> None:
+        self.result = entry
+        self._done.set()
+
+    def refuse(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
+
+
+class Records:
+    """Moves records between the swap and host memory. `keep` leaves clean copies in their slots until these are needed."""
+
+    def __init__(self, swap, caches: dict[str, HostCache], lock: threading.Condition, events: Events, keep: bool):
+        self.swap = swap  # None if nothing lives on NVMe
+        self.caches = caches
+        self.lock = lock
+        self.events = events
+        self.keep = keep
+        self.on_read = None  # runs before each read, in the reader; tests inject delays here
+        self.failure: BaseException | None = None
+        self._requests: list[Request] = []
+        self._settling: deque[tuple[Entry, object, int, float]] = deque()
+        self._closing = False
+        self._writer = Lane("cn")
+        self._settler = Lane("nc-settle")
+        self._reader = threading.Thread(target=self._read_loop, name="infinity-nc", daemon=True)
+        self._reader.start()
+
+    def request(self, chunk: ChunkState, kind: str, *, urgent: bool = False, pin: bool = True) -> Request:
+        """Ask for a chunk's weights or states. `pin=False` reads ahead: the copy may be taken back while unused."""
+        request = Request(chunk, kind, urgent, pin)
+        with self.lock:
+            if self._requests or self.on_read is not None or not self._grant(request):
+                self._requests.append(request)
+                self.lock.notify_all()
+        return request
+
+    def hurry(self, request: Request) -> None:
+        """An op waits for it: let it, and the weights asked for before it, pass whatever is read ahead."""
+        with self.lock:
+            for other in self._requests:
+                if other.kind == request.kind and other.pin:
+                    other.urgent = True
+            self.lock.notify_all()
+        if request.done and request.result is not None and hasattr(request.result.source, "promote"):
+            request.result.source.promote()
+
+    def settle(self, entry: Entry) -> None:
+        """Wait until the entry's bytes are there."""
+        source = entry.source
+        if source is not None:
+            source.wait()
+        with self.lock:
+            if entry.state is HostState.READING:
+                entry.become(HostState.CLEAN)
+                self.lock.notify_all()
+
+    def fresh(self, chunk: ChunkState, kind: str) -> Entry:
+        """A pinned, clean entry to be filled by the caller and then written with `write_back`; nothing is read."""
+        cache = self.caches[kind]
+        with self.lock:
+            while True:
+                self._raise_failure()
+                entry = cache.find(chunk.index) or cache.claim(chunk.index, urgent=True)
+                if entry is not None:
+                    break
+                self.lock.wait()
+            entry.pins += 1
+            if entry.state is HostState.READING and entry.source is None:
+                entry.become(HostState.CLEAN)
+        self.settle(entry)
+        return entry
+
+    def begin_update(self, *entries: Entry) -> None:
+        """The entries, pinned by the caller, are about to change."""
+        with self.lock:
+            for entry in entries:
+                while entry.state is HostState.WRITING:
+                    self.lock.wait()
+                entry.become(HostState.DIRTY)
+
+    def write_back(self, chunk: ChunkState, entries: dict[str, Entry]) -> None:
+        """Send dirty entries to NVMe and drop the caller's pins once they are there; resident ones stay."""
+        started = []
+        for kind, entry in entries.items():
+            extent, buffer = (None, None) if entry.resident else self._place(chunk, kind, entry)
+            if buffer is None:
+                with self.lock:
+                    entry.become(HostState.CLEAN)
+                    self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
+                continue
+            with self.lock:
+                entry.become(HostState.WRITING)
+            started.append((kind, entry, self.swap.write(extent, buffer), now()))
+        if started:
+            self._writer.push(lambda: self._finish_writes(chunk, started))
+
+    def unpin(self, chunk: ChunkState, kind: str, entry: Entry) -> None:
+        with self.lock:
+            self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
+
+    def drop(self, chunk: ChunkState, kind: str) -> None:
+        """Forget a copy that was read ahead and is not needed after all, unless copies are kept anyway."""
+        with self.lock:
+            entry = self.caches[kind].find(chunk.index)
+            if entry is not None and not self.keep:
+                self.caches[kind].drop(entry)
+
+    def flush(self) -> None:
+        """Wait until every write that was begun is over."""
+        self._writer.drain()
+        self._raise_failure()
+
+    def close(self) -> None:
+        with self.lock:
+            self._closing = True
+            self.lock.notify_all()
+        self._reader.join()
+        self._settler.close()
+        self._writer.close()
+
+    def _keeps(self, chunk: ChunkState, kind: str) -> bool:
+        return self.keep or (kind == WEIGHTS and chunk.keep_weights)
+
+    def _place(self, chunk: ChunkState, kind: str, entry: Entry):
+        """The entry's extent and its bytes; both are None where this rank's shard lies wholly in the padding."""
+        extent = chunk.weights_extent if kind == WEIGHTS else chunk.states_extent
+        return extent, entry.memory.buffer[: extent.nbytes] if extent is not None else None
+
+    def _finish_writes(self, chunk: ChunkState, started) -> None:
+        try:
+            for kind, entry, transfer, start in started:
+                transfer.wait()
+                self.events.moved("cn", (chunk.index, kind), transfer.nbytes, start, now())
+                with self.lock:
+                    entry.become(HostState.CLEAN)
+                    self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """A write was lost: whatever waits for a slot must learn of it instead of waiting for ever."""
+        with self.lock:
+            self.failure = self.failure or error
+            self.lock.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _grant(self, request: Request) -> bool:
+        """Give the request its entry if one is there or a slot can be had. Called with the lock held."""
+        cache = self.caches[request.kind]
+        entry = cache.find(request.chunk.index)
+        if entry is None:
+            entry = cache.claim(request.chunk.index, urgent=request.urgent)
+            if entry is None:
+                return False
+            self._submit(request, entry)
+        if request.pin:
+            entry.pins += 1
+        request.grant(entry)
+        return True
+
+    def _submit(self, request: Request, entry: Entry) -> None:
+        if self.on_read is not None:
+            self.on_read()
+        extent, buffer = self._place(request.chunk, request.kind, entry)
+        if buffer is None:
+            entry.become(HostState.CLEAN)
+            return
+        start = now()
+        priority = aio_ext.DEMAND if request.urgent else aio_ext.PREFETCH
+        entry.source = self.swap.read(extent, buffer, priority=priority)
+        what = (request.chunk.index, request.kind)
+        self._settler.push(lambda: self._note_read(entry, entry.source, what, start))
+
+    def _note_read(self, entry: Entry, transfer, what, start: float) -> None:
+        transfer.wait()
+        self.events.moved("nc", what, transfer.nbytes, start, now())
+        with self.lock:
+            if entry.state is HostState.READING:
+                entry.become(HostState.CLEAN)
+                self.lock.notify_all()
+
+    def _read_loop(self) -> None:
+        with self.lock:
+            while True:
+                granted = None
+                for request in sorted(self._requests, key=lambda r: not r.urgent):
+                    if self.failure is not None:
+                        request.refuse(self.failure)
+                        granted = request
+                    elif self._try(request):
+                        granted = request
+                    if granted is not None:
+                        break
+                if granted is not None:
+                    self._requests.remove(granted)
+                elif self._closing:
+                    return
+                else:
+                    self.lock.wait()
+
+    def _try(self, request: Request) -> bool:
+        try:
+            return self._grant(request)
+        except BaseException as error:
+            cache = self.caches[request.kind]
+            entry = cache.entries.pop(request.chunk.index, None)
+            if entry is not None:
+                entry.memory.release()
+            request.refuse(error)
+            return True

@@ -1,0 +1,415 @@
+"""Where each copy of a chunk is: in device memory, in host memory, on NVMe; and which moves are legal.
+
+Holds the registry from a parameter to its state, the spans on the device with their budget, and the host copies of
+weights and states. Must not know plans, files or collectives: it answers and books, others move the bytes.
+"""
+
+# [Note: parameters that come and go]
+#
+# A span owns one UntypedStorage for life. Evicting resizes it to 0, fetching resizes it back: the same object, so views
+# that autograd saved are valid again when the bytes are back. A parameter's `.data` is a view of that storage while the
+# span is HOME, and its placeholder while it is not: one element of NaN, its own, expanded to the parameter's shape, so
+# that shape and dtype stay true and whoever computes with an absent parameter gets NaN, not stale numbers.
+#
+# [Note: host copies]
+# What is in host memory of a chunk is two entries, weights and states (residual, momentum, variance), because the
+# forward pass needs only the first. An entry whose tier is the host stays for good; others borrow a slot:
+#
+#     READING --read over--> CLEAN --update--> DIRTY --write submitted--> WRITING --write over--> CLEAN
+#
+# Pins count those who still need an entry. A slot is taken from an entry that is CLEAN and has no pins, farthest next
+# use first (Belady). All of it is guarded by one condition, `lock`, which is notified when a pin or slot is freed.
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.chunks import Chunk, Layout, Piece, Record, Span
+from infinity.errors import BudgetError, UsageError
+from infinity.config import format_bytes
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int16": torch.int16}
+
+
+class Presence(enum.Enum):
+    """Of a span on the device."""
+
+    AWAY = "away"
+    FETCHING = "fetching"
+    HOME = "home"
+
+
+_SPAN_MOVES = {
+    (Presence.AWAY, Presence.FETCHING),
+    (Presence.FETCHING, Presence.HOME),
+    (Presence.FETCHING, Presence.AWAY),
+    (Presence.HOME, Presence.AWAY),
+    (Presence.HOME, Presence.FETCHING),  # gathered once more, for the sake of other ranks
+}
+
+
+class HostState(enum.Enum):
+    """Of a host copy, see [Note: host copies]."""
+
+    READING = "reading"
+    CLEAN = "clean"
+    DIRTY = "dirty"
+    WRITING = "writing"
+
+
+_HOST_MOVES = {
+    (HostState.READING, HostState.CLEAN),
+    (HostState.CLEAN, HostState.DIRTY),
+    (HostState.DIRTY, HostState.CLEAN),
+    (HostState.DIRTY, HostState.WRITING),
+    (HostState.WRITING, HostState.CLEAN),
+}
+
+
+class ParameterState:
+    """What the engine knows of one parameter; the registry finds it by the parameter itself."""
+
+    def __init__(self, index: int, name: str, param: torch.nn.Parameter, placeholder: torch.Tensor):
+        self.index = index
+        self.name = name
+        self.param = param
+        self.shape, self.stride = param.shape, torch.empty(param.shape, device="meta").stride()
+        self.numel = param.numel()
+        self.trainable = param.requires_grad
+        self.placeholder = placeholder
+        self.view: torch.Tensor | None = None  # of the span's storage, made when it is first home
+        self.version = 0  # of the parameter when it last came home or left
+        self.group: int | None = None  # index of the optimizer's parameter group
+        self.arrivals = 0  # gradients in this backward pass
+        self.arrived_last = 1  # in the last one
+        self.expected = 1  # gradients that the trace says a backward pass brings
+        self.touched = 0  # uses by ops in this step's forward passes
+
+    def check_untouched(self) -> None:
+        """Raise UsageError if somebody wrote to the placeholder or put something else in its place."""
+        param, placeholder = self.param, self.placeholder
+        replaced = param.data_ptr() != placeholder.data_ptr()
+        if not replaced and param._version == self.version:
+            if placeholder.device.type != "cpu" or placeholder.numel() == 0:
+                return
+            element = placeholder.as_strided((), ()).item()
+            if element != element:
+                return
+        placeholder.as_strided((), ()).fill_(float("nan"))
+        raise UsageError(
+            f"{self.name} was {'replaced' if replaced else 'written to'} while it was not on the device, where it is only "
+            f"a placeholder. Change values inside `with infinity.gathered([parameter]):`."
+        )
+
+    def __repr__(self):
+        return f"ParameterState({self.name}, {tuple(self.shape)})"
+
+
+class SpanState:
+    """One span on the device. `holds` counts the ops that need it now, `handles` the views that autograd saved."""
+
+    def __init__(self, span: Span, params: list[ParameterState], device: torch.device, nbytes: int):
+        self.span = span
+        self.index = span.index
+        self.params = params
+        self.dtype = TORCH_DTYPES[span.dtype]
+        self.nbytes = nbytes
+        self.storage = torch.UntypedStorage(0, device=device)
+        self.flat: torch.Tensor | None = None  # [span.numel] over the storage, made when it is first allocated
+        self.presence = Presence.AWAY
+        self.pinned = False  # its storage is never freed
+        self.allocated = False
+        self.evict_pending = False  # evicted by the plan while an op still held it
+        self.holds = 0
+        self.handles = 0
+        self.attached = False  # parameters point into the storage
+        self.fetch: object | None = None  # of the pipeline, while FETCHING
+
+    def become(self, presence: Presence) -> None:
+        assert (self.presence, presence) in _SPAN_MOVES, f"{self}: {presence} from {self.presence}"
+        self.presence = presence
+
+    def attach(self, layout: Layout) -> None:
+        """Let the parameters be views of the storage, which is whole."""
+        if self.attached:
+            return
+        for state in self.params:
+            if state.view is None:
+                offset = layout.homes[state.index].offset
+                state.view = self.flat.as_strided(state.shape, state.stride, offset)
+            param = state.param
+            state.check_untouched()
+            param.data = state.view
+            state.version = param._version
+        self.attached = True
+
+    def detach(self) -> list[ParameterState]:
+        """Let the parameters be placeholders; returns those that were written to in place while they were home."""
+        if not self.attached:
+            return []
+        written = []
+        for state in self.params:
+            param = state.param
+            if param._version != state.version:
+                written.append(state)
+            param.data = state.placeholder
+            state.version = param._version
+        self.attached = False
+        return written
+
+    def __repr__(self):
+        first = self.params[0].name if self.params else "-"
+        return f"SpanState({self.index}, {format_bytes(self.nbytes)}, {self.presence.value}, {first})"
+
+
+class DeviceTier:
+    """Device memory of all spans, with its budget. Allocation and eviction happen in the training thread only."""
+
+    def __init__(self, budget_nbytes: int):
+        self.budget_nbytes = budget_nbytes  # for spans, what else the engine holds is booked by `book`
+        self.used_nbytes = 0
+        self.other_nbytes = 0
+        self.peak_nbytes = 0
+
+    def fits(self, nbytes: int) -> bool:
+        return self.used_nbytes + nbytes <= self.budget_nbytes
+
+    def allocate(self, span: SpanState) -> None:
+        if span.allocated:
+            return
+        span.storage.resize_(span.nbytes)
+        if span.flat is None:
+            span.flat = torch.empty(0, dtype=span.dtype, device=span.storage.device).set_(
+                span.storage, 0, (span.span.numel,), (1,)
+            )
+        span.allocated = True
+        if not span.pinned:
+            self.used_nbytes += span.nbytes
+        self._note_peak()
+
+    def free(self, span: SpanState) -> None:
+        assert not span.pinned
+        if span.allocated:
+            span.storage.resize_(0)
+            span.allocated = False
+            self.used_nbytes -= span.nbytes
+
+    def book(self, nbytes: int) -> None:
+        """Count memory of the engine that is no span's: gradients under way, pinned spans, device states."""
+        self.other_nbytes += nbytes
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes + self.other_nbytes)
+
+
+class Entry:
+    """A host copy of a chunk's weights or states. memory: the slot or resident area. source: what fills it, waitable."""
+
+    __slots__ = ("chunk", "memory", "pins", "resident", "source", "state")
+
+    def __init__(self, chunk: int, memory, resident: bool = False):
+        self.chunk = chunk
+        self.memory = memory
+        self.resident = resident
+        self.state = HostState.CLEAN if resident else HostState.READING
+        self.pins = 0
+        self.source = None
+
+    def become(self, state: HostState) -> None:
+        assert (self.state, state) in _HOST_MOVES, f"{self}: {state} from {self.state}"
+        self.state = state
+
+    def __repr__(self):
+        return f"Entry({self.chunk}, {self.state.value}, {self.pins} pins{', resident' if self.resident else ''})"
+
+
+class Area:
+    """A fixed place in an arena's region, for what never leaves host memory; used as a slot is, but not leased."""
+
+    __slots__ = ("nbytes", "offset_nbytes", "region")
+
+    def __init__(self, region, offset_nbytes: int, nbytes: int):
+        self.region = region
+        self.offset_nbytes = offset_nbytes
+        self.nbytes = nbytes
+
+    @property
+    def buffer(self) -> memoryview:
+        return self.region.buffer[self.offset_nbytes : self.offset_nbytes + self.nbytes]
+
+    def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
+        return self.region.tensor(dtype, self.offset_nbytes + offset_nbytes, numel)
+
+    def release(self) -> None:
+        """It stays where it is."""
+
+
+class HostCache:
+    """The host copies of one kind, weights or states. Every method is called with `lock` held."""
+
+    def __init__(self, kind: str, slots, lock: threading.Condition, next_use: Callable[[int], float]):
+        self.kind = kind
+        self.slots = slots  # a pool, or None if all is resident
+        self.lock = lock
+        self.next_use = next_use  # of a chunk, in any unit that grows with distance
+        self.entries: dict[int, Entry] = {}
+
+    def add_resident(self, chunk: int, memory) -> None:
+        self.entries[chunk] = Entry(chunk, memory, resident=True)
+
+    def find(self, chunk: int) -> Entry | None:
+        return self.entries.get(chunk)
+
+    def claim(self, chunk: int, *, urgent: bool) -> Entry | None:
+        """A slot for a chunk that has no entry: a free one, else that of the clean, unpinned entry used last.
+
+        Unless urgent, nothing is taken that is used before the chunk is. None: wait until something is freed.
+        """
+        slot = self.slots.try_acquire()
+        if slot is None:
+            victims = [e for e in self.entries.values() if not e.resident and not e.pins and e.state is HostState.CLEAN]
+            if not victims:
+                return None
+            victim = max(victims, key=lambda entry: self.next_use(entry.chunk))
+            if not urgent and self.next_use(victim.chunk) <= self.next_use(chunk):
+                return None
+            del self.entries[victim.chunk]
+            slot = victim.memory
+        entry = self.entries[chunk] = Entry(chunk, slot)
+        return entry
+
+    def unpin(self, entry: Entry, *, keep: bool) -> None:
+        """One need less. Without `keep`, a clean entry nobody needs gives its slot back."""
+        entry.pins -= 1
+        assert entry.pins >= 0, entry
+        if not keep:
+            self.drop(entry)
+        self.lock.notify_all()
+
+    def drop(self, entry: Entry) -> None:
+        """Give the slot back if the entry is clean, unpinned and not resident."""
+        if entry.resident or entry.pins or entry.state is not HostState.CLEAN:
+            return
+        if self.entries.get(entry.chunk) is entry:
+            del self.entries[entry.chunk]
+            entry.memory.release()
+            self.lock.notify_all()
+
+
+class ChunkState:
+    """What the engine knows of one chunk: its record, its place in each tier, and what is under way for it."""
+
+    def __init__(self, chunk: Chunk, record: Record, pieces: tuple[Piece, ...], span: SpanState):
+        self.chunk = chunk
+        self.index = chunk.index
+        self.record = record
+        self.pieces = pieces  # of this rank's shard
+        self.whole_pieces = {piece.param: piece for piece in chunk.pieces}  # of all shards, by parameter
+        self.gaps = _gaps(pieces, record.numel)
+        self.span = span
+        self.weights_home = self.states_home = "nvme"  # or "host", "device"
+        self.weights_extent = self.states_extent = None
+        self.device_states: dict[str, torch.Tensor] | None = None
+        self.steps: dict[int, int] = {piece.param: 0 for piece in chunk.pieces}
+        self.gradient = None  # memory of the gradient shard, from the first arrival until the update
+        self.gradient_job = None  # the last transfer into it
+        self.norm_job = None  # the sum of its squares, if that is asked for
+        self.flat_gradient: torch.Tensor | None = None  # device buffer of the whole chunk, more than one rank
+        self.used: set[int] = set()  # parameters with a gradient on this rank
+        self.received: set[int] = set()  # parameters with data in `gradient`, on any rank
+        self.copy_job = None  # the last copy of its weights to the device
+        self.pending = None  # hyper-parameters of an update that was announced and not begun
+        self.updating = None  # the last update's job
+        self.update_expected = False  # an update follows in this backward pass
+        self.copy_expected = False  # a copy to the device follows soon
+        self.updated = False  # since the last step()
+        self.missing = 0  # parameters that lack gradients in this backward pass
+
+    @property
+    def keep_weights(self) -> bool:
+        """Whether a host copy of the weights is worth its slot even where nothing is kept."""
+        return self.update_expected or self.copy_expected
+
+    @property
+    def trainable(self) -> bool:
+        return self.chunk.trainable
+
+    @property
+    def on_device(self) -> bool:
+        return self.states_home == "device"
+
+    def __repr__(self):
+        names = self.span.params[0].name if self.span.params else "-"
+        return f"ChunkState({self.index}, {format_bytes(self.record.nbytes)}, {self.weights_home}/{self.states_home}, {names})"
+
+
+def _gaps(pieces: tuple[Piece, ...], numel: int) -> list[tuple[int, int]]:
+    """What lies between and behind the pieces of a shard of `numel` elements."""
+    gaps, end = [], 0
+    for piece in pieces:
+        if piece.start > end:
+            gaps.append((end, piece.start))
+        end = piece.start + piece.numel
+    if end < numel:
+        gaps.append((end, numel))
+    return gaps
+
+
+class Registry:
+    """Parameters, spans and chunks of one engine, by index and by parameter."""
+
+    def __init__(self, layout: Layout, params: list[ParameterState], spans: list[SpanState], chunks: list[ChunkState]):
+        self.layout = layout
+        self.params = params
+        self.spans = spans
+        self.chunks = chunks
+        self.by_param = {id(state.param): state for state in params}
+        self.by_storage = {span.storage._cdata: span for span in spans}
+
+    def find(self, param: torch.Tensor) -> ParameterState | None:
+        return self.by_param.get(id(param))
+
+    def span_of(self, state: ParameterState) -> SpanState:
+        return self.spans[self.layout.homes[state.index].span]
+
+    def chunks_of(self, state: ParameterState) -> list[ChunkState]:
+        return [self.chunks[index] for index in self.layout.chunks_of(state.index)]
+
+    def owner(self, tensor: torch.Tensor) -> SpanState | None:
+        """The span whose storage a tensor looks into."""
+        return self.by_storage.get(tensor.untyped_storage()._cdata)
+
+
+def farthest_first(spans: Iterable[SpanState], next_use: Callable[[int], float]) -> list[SpanState]:
+    """Candidates for eviction in Belady's order: home or coming, held by nobody, not pinned."""
+    candidates = [s for s in spans if s.allocated and not s.pinned and not s.holds]
+    return sorted(candidates, key=lambda s: (-next_use(s.index), s.index))
+
+
+def no_room(needed: int, tier: DeviceTier) -> BudgetError:
+    needed_total = tier.used_nbytes + needed
+    return BudgetError(
+        f"device_memory: the ops under way hold {format_bytes(tier.used_nbytes)} and need {format_bytes(needed)} more, of "
+        f"{format_bytes(tier.budget_nbytes)} for weights. Raise device_memory by at least "
+        f"{format_bytes(needed_total - tier.budget_nbytes)}."
+    )
+
+
+_owners = WeakIdKeyDictionary()
+
+
+def owner_of(param: torch.Tensor):
+    """The engine that manages a parameter, or None."""
+    reference = _owners.get(param)
+    return reference() if reference is not None else None
+
+
+def set_owner(param: torch.Tensor, engine) -> None:
+    _owners[param] = weakref.ref(engine)

@@ -1,0 +1,274 @@
+"""The order of things: the trace of a step, who is used next, and the plan made from it.
+
+Pure: integers and keys in, a list of actions out. Must not know tensors, threads or tiers; those who execute a plan
+decide what an action means on their machine. A plan is a value: tests compare it literally.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+NEVER = 1 << 62  # the next use of what is not used again
+
+
+class Use(NamedTuple):
+    """One step of the schedule: an op, by its key, acquires spans; `held` are kept by ops that enclose it."""
+
+    key: Hashable
+    spans: tuple[int, ...]
+    held: frozenset[int] = frozenset()
+
+
+class Run(NamedTuple):
+    """Op number `position` begins. What follows in the plan, up to the next Run, is issued at this moment."""
+
+    position: int
+
+
+class Read(NamedTuple):
+    """nc: bring the weights of a span to host memory."""
+
+    span: int
+
+
+class Copy(NamedTuple):
+    """cg: allocate a span on the device and copy this rank's shards into their places."""
+
+    span: int
+
+
+class Gather(NamedTuple):
+    """gg: all-gather a span in place."""
+
+    span: int
+
+
+class Evict(NamedTuple):
+    """Free a span's device memory."""
+
+    span: int
+
+
+class ReadStates(NamedTuple):
+    """nc: bring the optimizer segments of a chunk to host memory."""
+
+    chunk: int
+
+
+class Reduce(NamedTuple):
+    """rs: reduce-scatter the gradient of a chunk."""
+
+    chunk: int
+
+
+Action = Run | Read | Copy | Gather | Evict | ReadStates | Reduce
+
+
+class NextUse:
+    """The next-use table of a trace: for a span and a position, the first later position that uses it."""
+
+    def __init__(self, uses: Sequence[Use]):
+        self._positions: dict[int, list[int]] = {}
+        for position, use in enumerate(uses):
+            for span in {*use.spans, *use.held}:
+                self._positions.setdefault(span, []).append(position)
+
+    def after(self, span: int, position: int) -> int:
+        """First use of `span` at a position greater than `position`, or NEVER."""
+        positions = self._positions.get(span, ())
+        index = bisect_right(positions, position)
+        return positions[index] if index < len(positions) else NEVER
+
+    def cyclic(self, span: int, position: int, period: int) -> int:
+        """As `after`, in an endless repetition of the trace."""
+        following = self.after(span, position)
+        if following != NEVER:
+            return following
+        first = self.after(span, -1)
+        return first if first == NEVER else first + period
+
+
+def plan(
+    uses: Sequence[Use],
+    *,
+    nbytes: Mapping[int, int],
+    budget: int,
+    read_ahead: int = 3,
+    keep: bool = True,
+    reductions: Sequence[tuple[int, int]] = (),
+    updates: Sequence[tuple[int, int]] = (),
+    span_of: Mapping[int, int] | None = None,
+    states_ahead: int = 2,
+) -> list[Action]:
+    """Order the actions of one step so that gather, copy and read run one, two and `read_ahead` fetches ahead.
+
+    uses: the trace. nbytes: device bytes of each span (0 for one that never leaves). budget: device bytes for all
+    spans. keep: leave a span on the device until its room is needed (farthest next use goes first, Belady 1966);
+    otherwise evict as soon as no op and no stage needs it. reductions: (position, chunk), in order, of the gradients that
+    are complete after that position; updates: those of them that are followed by an update, which makes the device copy
+    stale. `span_of` maps a chunk to its span, states_ahead is how many chunks' states are read before their update.
+    The device holds nothing at the start but spans of 0 bytes.
+
+    A fetch is made ahead only where room can be had without evicting what is needed sooner; what an op itself needs
+    is fetched even when that exceeds the budget (the executor waits for memory, or says how much is missing).
+    """
+    next_use = NextUse(uses)
+    span_of = span_of or {}
+    resident: set[int] = set()
+    reads: set[int] = set()  # read, not yet copied
+    gathered: set[int] = set()
+    stale: list[tuple[int, int]] = sorted((position, span_of[chunk]) for position, chunk in updates)
+    num_stale = num_states = num_updated = num_reduced = 0
+    actions: list[Action] = []
+    used = 0
+
+    def evict(span: int) -> None:
+        nonlocal used
+        resident.discard(span)
+        gathered.discard(span)
+        used -= nbytes[span]
+        actions.append(Evict(span))
+
+    def copy(span: int) -> None:
+        nonlocal used
+        if span not in reads:
+            actions.append(Read(span))
+        reads.discard(span)
+        resident.add(span)
+        used += nbytes[span]
+        actions.append(Copy(span))
+
+    def gather(span: int) -> None:
+        if span not in gathered:
+            gathered.add(span)
+            actions.append(Gather(span))
+
+    def make_room(span: int, position: int, before: int, needed: Collection[int]) -> bool:
+        """Evict what is used later than `before`, farthest first, until `span` fits. False, and nothing done, if not."""
+        missing = used + nbytes[span] - budget
+        if missing <= 0:
+            return True
+        candidates = sorted(
+            (s for s in resident if nbytes[s] and s not in needed and next_use.after(s, position) > before),
+            key=lambda s: (-next_use.after(s, position), s),
+        )
+        victims = []
+        for victim in candidates:
+            if missing <= 0:
+                break
+            victims.append(victim)
+            missing -= nbytes[victim]
+        if missing > 0:
+            return False
+        for victim in victims:
+            evict(victim)
+        return True
+
+    def upcoming(position: int, count: int) -> list[tuple[int, int]]:
+        """The next `count` fetches after `position`: (position, span) of uses that are not on the device."""
+        fetches: list[tuple[int, int]] = []
+        seen: set[int] = set()
+        for later in range(position + 1, len(uses)):
+            for span in uses[later].spans:
+                if span not in seen and (span not in resident or span not in gathered):
+                    seen.add(span)
+                    fetches.append((later, span))
+                    if len(fetches) == count:
+                        return fetches
+        return fetches
+
+    for position in range(-1, len(uses)):
+        needed: set[int] = set()
+        if position >= 0:
+            actions.append(Run(position))
+            needed = {*uses[position].spans, *uses[position].held}
+        while num_reduced < len(reductions) and reductions[num_reduced][0] < position:
+            actions.append(Reduce(reductions[num_reduced][1]))
+            num_reduced += 1
+        while num_updated < len(updates) and updates[num_updated][0] < position:
+            num_updated += 1
+        while num_stale < len(stale) and stale[num_stale][0] < position:
+            span = stale[num_stale][1]
+            num_stale += 1
+            if span in resident and nbytes[span] and span not in needed:
+                evict(span)
+        if not keep:
+            horizon = [later for later, _ in upcoming(position, 2)] or [position]
+            for span in sorted(resident):
+                if nbytes[span] and span not in needed and next_use.after(span, position) > horizon[-1]:
+                    evict(span)
+        for span in uses[position].spans if position >= 0 else ():
+            if span not in resident:
+                make_room(span, position, position, needed)
+                copy(span)
+            gather(span)
+        for distance, (later, span) in enumerate(upcoming(position, 2), start=1):
+            if span not in resident:
+                if not make_room(span, position, later, needed):
+                    break
+                copy(span)
+            if distance == 1:
+                gather(span)
+        for _, span in upcoming(position, read_ahead):
+            if span not in resident and span not in reads:
+                reads.add(span)
+                actions.append(Read(span))
+        while num_states < len(updates) and num_states < num_updated + states_ahead:
+            actions.append(ReadStates(updates[num_states][1]))
+            num_states += 1
+    actions.extend(Reduce(chunk) for _, chunk in reductions[num_reduced:])
+    return actions
+
+
+class Cursor:
+    """Follows a running step through the plan's trace and finds its way back when the two part."""
+
+    def __init__(self, uses: Sequence[Use]):
+        self.uses = uses
+        self.position = -1
+        self._positions: dict[Hashable, list[int]] = {}
+        for position, use in enumerate(uses):
+            self._positions.setdefault(use.key, []).append(position)
+
+    def restart(self) -> None:
+        self.position = -1
+
+    def advance(self, key: Hashable) -> int | None:
+        """The position of `key`: the next one if the step keeps to the trace, else its next occurrence, cyclically.
+
+        None, and the position stays, when the trace does not hold the key at all.
+        """
+        following = self.position + 1
+        if following < len(self.uses) and self.uses[following].key == key:
+            self.position = following
+            return following
+        positions = self._positions.get(key)
+        if not positions:
+            return None
+        index = bisect_right(positions, self.position)
+        self.position = positions[index] if index < len(positions) else positions[0]
+        return self.position
+
+
+def belady_misses(requests: Sequence[int], capacity: int) -> int:
+    """Misses of the optimal replacement of equal-sized items: the least that any eviction order can reach.
+
+    Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
+    """
+    later: dict[int, deque[int]] = {}
+    for position, item in enumerate(requests):
+        later.setdefault(item, deque()).append(position)
+    held: set[int] = set()
+    misses = 0
+    for item in requests:
+        later[item].popleft()
+        if item in held:
+            continue
+        misses += 1
+        if len(held) == capacity:
+            held.remove(max(held, key=lambda other: later[other][0] if later[other] else NEVER))
+        held.add(item)
+    return misses

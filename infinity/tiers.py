@@ -1,0 +1,574 @@
+"""The NVMe tier of one rank: preallocated swap files, one a path, read and written past the page cache.
+
+Knows paths, files, locks and extents. Must not know records, chunks, tensors, devices or torch.distributed: buffers are
+anything contiguous, and how many ranks share the directories is told.
+
+# [Note: whose directory it is]
+# In each directory a rank holds `infinity-rank<rank>.lock` with flock for as long as it lives; the file says its pid and its run.
+# Swap files are `infinity-<run>/rank<rank>.swap`. Whoever looks at these names or changes them holds a short flock on the
+# directory itself, so there are no half-made states to see. A rank that arrives
+#   - is refused if a living rank holds its number, or belongs to another run;
+#   - removes lock files that nobody holds, and the folders of runs that no living rank belongs to.
+# Locks belong to the open file, and a forked child (a data loader's worker) would keep them beyond its parent's death: children
+# close them at once. Ranks of one run agree on its name through the launcher's environment, without talking to each other.
+"""
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+import stat
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aio_ext
+from infinity.errors import ConfigError, SwapError, UsageError
+
+ALIGNMENT = 4096  # of extents, offsets and sizes: what every drive in use accepts, see aio_ext.direct_alignment
+STRIPE_UNIT = 1 << 20
+
+LOCK_NAME = re.compile(r"infinity-rank(\d+)\.lock")
+FOLDER_NAME = re.compile(r"infinity-[0-9a-f]{12}")
+FILE_NAME = re.compile(r"rank\d+\.swap")
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
+GUARD_SECONDS = 60.0
+
+# What the ranks of one run have in common under torchrun, Slurm and by hand.
+RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+REMEDIES = {
+    errno.EIO: "the drive failed or the file was cut: see dmesg, and use another directory",
+    errno.ENOSPC: "free space there or name another directory",
+    errno.EDQUOT: "raise the quota or name another directory",
+    errno.EINVAL: "pass memory, offsets and sizes that are multiples of 4096",
+    errno.EFBIG: "raise the file size limit (ulimit -f)",
+    errno.EROFS: "the filesystem went read-only: see dmesg",
+    errno.EACCES: "choose a directory that this user may write",
+    errno.EPERM: "choose a directory that this user owns",
+}
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """A run of bytes in the swap file of one path: index of the path, offset and size in bytes."""
+
+    path: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A range of swap, nbytes a multiple of 4096: its stripes, one behind the other."""
+
+    nbytes: int
+    stripes: tuple[Stripe, ...]
+
+
+class Transfer:
+    """A read or write under way: one ticket a stripe."""
+
+    __slots__ = ("_parts", "nbytes")
+
+    def __init__(self, parts: list[tuple[aio_ext.Ticket, Path]], nbytes: int):
+        self._parts = parts
+        self.nbytes = nbytes
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """True once all is moved, False after `timeout` seconds. Raises SwapError if a stripe failed, each time it is called.
+
+        Even then no stripe is in flight any more: the buffer is free.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        failure = None
+        for ticket, path in self._parts:
+            try:
+                if not ticket.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                    return False
+            except OSError as error:
+                failure = failure or _swap_error(error.errno, error.strerror, path)
+        if failure:
+            raise failure
+        return True
+
+    @property
+    def done(self) -> bool:
+        """Finished, well or not."""
+        return all(ticket.done for ticket, _ in self._parts)
+
+    def promote(self, priority: int = aio_ext.DEMAND) -> None:
+        """Overtake what is queued behind this priority, together with the writes that this waits for."""
+        for ticket, _ in self._parts:
+            ticket.promote(priority)
+
+    def __repr__(self) -> str:
+        return f"Transfer({self.nbytes / 2**20:.1f} MiB, {'done' if self.done else 'under way'})"
+
+
+class Swap:
+    """The swap files of one rank. Call `allocate` for all extents, then `reserve` once, then `read` and `write`.
+
+    paths: existing directories, best one a drive. rank, world: this rank among the ranks that share them on this node. run:
+    a name that all ranks of this run give, and no other run does; by default it is taken from the launcher's environment.
+
+    Raises ConfigError for paths that do not exist or are named twice, SwapError (an OSError with errno and filename) for those
+    that cannot be used: no directory, not writable, in use by another run. What a dead run left there is removed.
+    """
+
+    def __init__(self, paths: Sequence[str | os.PathLike], *, rank: int = 0, world: int = 1, run: str | None = None):
+        if not 0 <= rank < world:
+            raise ConfigError(f"rank={rank} of world={world}: expected 0 <= rank < world")
+        paths = [Path(path) for path in paths]
+        _check_paths(paths)
+        self.world = world
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._moved = {"read": 0, "write": 0}
+        self._reserved = self._closed = False
+        self._directories: list[_Directory] = []
+        run = _run_name(world) if run is None else hashlib.sha256(run.encode()).hexdigest()[:12]
+        try:
+            for path in paths:
+                self._directories.append(_Directory(path, run, rank))
+        except BaseException:
+            self.close()
+            raise
+        _live.add(self)
+
+    def allocate(self, nbytes: int) -> Extent:
+        """Plan a range of at least nbytes, rounded up to 4096; nothing is written yet. Raises UsageError after `reserve`.
+
+        From 1 MiB a path on, the range is striped over all paths in equal shares of whole MiB; smaller ones go whole. Either
+        way the path with the least so far comes first.
+        """
+        if self._reserved or self._closed:
+            raise UsageError("Swap.allocate after reserve() or close(): the files have their size; allocate everything before")
+        if nbytes <= 0:
+            raise ValueError(f"allocate({nbytes}): expected a positive number of bytes")
+        nbytes = _round_up(nbytes, ALIGNMENT)
+        paths = sorted(range(len(self._directories)), key=lambda path: self._directories[path].nbytes)
+        shares = [nbytes]
+        if nbytes >= STRIPE_UNIT * len(paths):
+            num_units = -(-nbytes // STRIPE_UNIT)
+            shares = [(num_units + place) // len(paths) * STRIPE_UNIT for place in reversed(range(len(paths)))]
+            shares[-1] -= num_units * STRIPE_UNIT - nbytes
+        stripes = []
+        for path, share in zip(paths, shares):
+            stripes.append(Stripe(path, self._directories[path].nbytes, share))
+            self._directories[path].nbytes += share
+        return Extent(nbytes, tuple(stripes))
+
+    def reserve(self) -> None:
+        """Make the files at their full size. Raises SwapError before anything is written if the ranks do not all fit.
+
+        Warns where a filesystem takes no direct I/O; the page cache is used there.
+        """
+        self._check_usable(reserved=False)
+        with contextlib.ExitStack() as guards:
+            for directory in sorted(self._directories, key=lambda directory: directory.identity):
+                guards.enter_context(_guard(directory.path))
+            self._check_space()
+            try:
+                for directory in self._directories:
+                    directory.make_file()
+            except BaseException:
+                for directory in self._directories:
+                    directory.remove_file()
+                raise
+        self._reserved = True
+
+    def read(self, extent: Extent, buffer, *, offset: int = 0, priority: int = aio_ext.PREFETCH) -> Transfer:
+        """Fill the buffer (contiguous, writable) from the extent. Offset and the buffer's size are multiples of 4096.
+
+        A read that overlaps an earlier write waits for it, whatever the priorities.
+        """
+        return self._move("read", extent, buffer, offset, priority)
+
+    def write(self, extent: Extent, buffer, *, offset: int = 0, priority: int = aio_ext.WRITE) -> Transfer:
+        """Write the buffer (contiguous) to the extent; it must not change until the transfer is done."""
+        return self._move("write", extent, buffer, offset, priority)
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that were asked of the disks so far."""
+        return self._moved["read"]
+
+    @property
+    def write_nbytes(self) -> int:
+        """Bytes that were given to the disks so far."""
+        return self._moved["write"]
+
+    def stats(self) -> dict[str, dict]:
+        """The counters of each path's queue (see aio_ext), by path; empty before `reserve` and after `close`."""
+        return {str(directory.path): directory.queue.stats() for directory in self._directories if directory.queue}
+
+    def close(self) -> None:
+        """Finish what was submitted, remove the files and give the directories back. Idempotent; done at exit, too."""
+        if self._pid == os.getpid():
+            for directory in self._directories:
+                directory.release()
+        self._closed = True
+        _live.discard(self)
+
+    def __enter__(self) -> "Swap":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def __del__(self):
+        if hasattr(self, "_directories"):
+            self.close()
+
+    def __repr__(self) -> str:
+        nbytes = sum(directory.nbytes for directory in self._directories)
+        return f"Swap({', '.join(str(directory.path) for directory in self._directories)}: {nbytes / 2**30:.1f} GiB)"
+
+    def _check_usable(self, *, reserved: bool) -> None:
+        if self._pid != os.getpid():
+            raise UsageError(f"this Swap belongs to process {self._pid}, not to its forked child {os.getpid()}")
+        if self._closed:
+            raise UsageError("this Swap is closed")
+        if self._reserved != reserved:
+            raise UsageError("Swap.reserve() comes once, before the first read or write")
+
+    def _move(self, op: str, extent: Extent, buffer, offset: int, priority: int) -> Transfer:
+        self._check_usable(reserved=True)
+        view = memoryview(buffer)
+        if view.ndim != 1 or view.format != "B":
+            view = view.cast("B")
+        end = offset + view.nbytes
+        if offset % ALIGNMENT or view.nbytes % ALIGNMENT or not 0 <= offset <= end <= extent.nbytes:
+            raise ValueError(
+                f"{op} of {view.nbytes} bytes at {offset} of an extent of {extent.nbytes}: expected multiples of {ALIGNMENT} "
+                "within the extent"
+            )
+        parts, start = [], 0
+        for stripe in extent.stripes:
+            low, high = max(offset, start), min(end, start + stripe.nbytes)
+            if low < high:
+                directory = self._directories[stripe.path]
+                submit = directory.queue.read if op == "read" else directory.queue.write
+                piece = view[low - offset : high - offset]
+                ticket = submit(directory.file, piece, stripe.offset + low - start, priority=priority)
+                parts.append((ticket, directory.file_path))
+            start += stripe.nbytes
+        with self._lock:
+            self._moved[op] += view.nbytes
+        return Transfer(parts, view.nbytes)
+
+    def _check_space(self) -> None:
+        """Every rank of this node needs as much as this one; what some of them have reserved already counts as available."""
+        filesystems: dict[int, list[_Directory]] = {}
+        for directory in self._directories:
+            filesystems.setdefault(directory.identity[0], []).append(directory)
+        for directories in filesystems.values():
+            status = os.statvfs(directories[0].path)
+            available = status.f_bavail * status.f_frsize + sum(directory.reserved_nbytes() for directory in directories)
+            needed = self.world * sum(_round_up(directory.nbytes, ALIGNMENT) for directory in directories)
+            if needed > available:
+                ranks = f" ({self.world} ranks)" if self.world > 1 else ""
+                raise SwapError(
+                    errno.ENOSPC,
+                    f"swap needs {_gib(needed)}{ranks} on this filesystem and {_gib(available)} are available: free space there, name "
+                    "another directory in `nvme`, or raise host_memory",
+                    ", ".join(str(directory.path) for directory in directories),
+                )
+
+
+class _Directory:
+    """One path: the lock and the folder from the start, the file and its queue from `make_file` on."""
+
+    def __init__(self, path: Path, run: str, rank: int):
+        self.path = path
+        self.nbytes = 0  # of the file, as allocated so far
+        self.queue: aio_ext.Queue | None = None
+        self.file = -1
+        self._lock_fd = self._folder_fd = -1
+        self._lock_path = path / f"infinity-rank{rank}.lock"
+        self._folder = path / f"infinity-{run}"
+        self.file_path = self._folder / f"rank{rank}.swap"
+        try:
+            status = os.stat(path)
+            self.identity = (status.st_dev, status.st_ino)
+            with _guard(path):
+                runs = self._refuse_or_runs(run, rank)
+                _reclaim(path, runs)
+                self._take(run)
+        except BaseException as error:
+            self._close_descriptors()
+            if isinstance(error, OSError) and not isinstance(error, SwapError):
+                raise _swap_error(error.errno, "the swap directory cannot be used", error.filename or path) from error
+            raise
+
+    def make_file(self) -> None:
+        if not self.nbytes:
+            return
+        try:
+            # Made without O_DIRECT: a filesystem that refuses it may create the file nevertheless.
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            self.file = os.open(self.file_path.name, flags, 0o600, dir_fd=self._folder_fd)
+            os.fchmod(self.file, 0o600)
+            os.posix_fallocate(self.file, 0, self.nbytes)
+            self._go_direct()
+            self.queue = aio_ext.Queue()
+        except OSError as error:
+            text = f"the swap file of {_gib(self.nbytes)} cannot be made ({error.strerror})"
+            raise _swap_error(error.errno, text, self.file_path) from error
+
+    def remove_file(self) -> None:
+        if self.queue:
+            self.queue.close()
+            self.queue = None
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+            with contextlib.suppress(OSError):  # it is scratch, and someone may have removed it already
+                os.unlink(self.file_path.name, dir_fd=self._folder_fd)
+
+    def reserved_nbytes(self) -> int:
+        """What the ranks of this run hold in this directory."""
+        total = 0
+        for name in os.listdir(self._folder_fd):
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(name, dir_fd=self._folder_fd, follow_symlinks=False).st_blocks * 512
+        return total
+
+    def release(self) -> None:
+        if self._lock_fd < 0:
+            return
+        if self.queue:
+            self.queue.close()  # before the guard: this may take a while
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # the directory may be gone: then there is nothing to guard
+                stack.enter_context(_guard(self.path))
+            self.remove_file()
+            with contextlib.suppress(OSError):
+                os.rmdir(self._folder)  # the last rank succeeds
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(self._lock_fd), os.stat(self._lock_path, follow_symlinks=False)):
+                    os.unlink(self._lock_path)
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)  # also for children that could not close it
+            self._close_descriptors()
+
+    def disown(self) -> None:
+        """In a forked child: let go of the parent's lock and files."""
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for fd in (self._lock_fd, self._folder_fd, self.file):
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        self._lock_fd = self._folder_fd = self.file = -1
+
+    def _refuse_or_runs(self, run: str, rank: int) -> set[str]:
+        """The runs of the living ranks here, at most ours. Removes the locks of dead ones."""
+        runs = set()
+        for name in os.listdir(self.path):
+            match = LOCK_NAME.fullmatch(name)
+            if not match:
+                continue
+            fd = os.open(self.path / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(self.path / name)
+            except BlockingIOError:
+                pid, _, holder = os.pread(fd, 256, 0).decode(errors="replace").strip().partition(" ")
+                if int(match[1]) == rank or holder != run:
+                    raise SwapError(
+                        errno.EBUSY,
+                        f"the swap directory is in use by rank {int(match[1])} of a run with process {pid}: end that run, or name another "
+                        "directory in `nvme`",
+                        str(self.path),
+                    ) from None
+                runs.add(holder)
+            finally:
+                os.close(fd)
+        return runs
+
+    def _take(self, run: str) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock_fd = os.open(self._lock_path, flags, 0o600)
+        os.fchmod(self._lock_fd, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(self._lock_fd, f"{os.getpid()} {run}\n".encode())
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._folder, 0o700)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            try:
+                self._folder_fd = os.open(self._folder, flags)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    text = "a symlink or file lies where the swap folder of this run belongs: remove it"
+                    raise SwapError(error.errno, text, str(self._folder)) from None
+                raise
+            if os.fstat(self._folder_fd).st_uid != os.geteuid():
+                text = "the swap folder of this run belongs to another user: remove it or name another directory"
+                raise SwapError(errno.EPERM, text, str(self._folder))
+            os.fchmod(self._folder_fd, 0o700)
+            with contextlib.suppress(FileNotFoundError):  # of an earlier run with the same name and number
+                os.unlink(self.file_path.name, dir_fd=self._folder_fd)
+        except BaseException:
+            os.unlink(self._lock_path)
+            raise
+
+    def _go_direct(self) -> None:
+        """Reopen the file with O_DIRECT if that works here; else say why not."""
+        filesystem = _filesystem_of(self.path)
+        refusal = f"{filesystem} keeps files in memory" if filesystem in MEMORY_FILESYSTEMS else None
+        if not refusal:
+            try:
+                direct = _open_direct(self.file_path.name, self._folder_fd)
+            except OSError as error:
+                refusal = f"{filesystem} refuses O_DIRECT ({error.strerror})"
+            else:
+                refusal = _direct_refusal(direct, filesystem)
+                os.close(self.file if refusal is None else direct)
+                self.file = direct if refusal is None else self.file
+        if refusal:
+            warnings.warn(
+                f"swap in {self.path}: {refusal}; it works through the page cache, slower and with more memory. Name a directory on a "
+                "local ext4 or xfs drive.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _swap_error(code: int | None, text: str, path) -> SwapError:
+    remedy = REMEDIES.get(code)
+    return SwapError(code, f"{text}; {remedy}" if remedy else text, str(path))
+
+
+def _check_paths(paths: list[Path]) -> None:
+    if not paths:
+        raise ConfigError("no swap directory: name at least one in `nvme`")
+    seen = {}
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            raise ConfigError(f"swap directory {path} does not exist: create it (mkdir -p), best one on each drive") from None
+        except OSError as error:
+            raise _swap_error(error.errno, f"the swap directory cannot be used ({error.strerror})", path) from None
+        if not stat.S_ISDIR(status.st_mode):
+            raise SwapError(errno.ENOTDIR, "the swap path is not a directory: name a directory in `nvme`", str(path))
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+            raise SwapError(errno.EACCES, f"the swap directory is not writable; {REMEDIES[errno.EACCES]}", str(path))
+        twin = seen.setdefault((status.st_dev, status.st_ino), path)
+        if twin is not path:
+            raise ConfigError(f"swap directories {twin} and {path} are the same one: name it once")
+
+
+def _run_name(world: int) -> str:
+    """Twelve hexadecimal digits, the same on all ranks of a run."""
+    words = [os.environ.get(variable, "") for variable in RUN_VARIABLES]
+    if world == 1:
+        words = [str(os.getpid()), os.urandom(16).hex()]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def _guard(path: Path) -> Iterator[None]:
+    """Held while names in the directory are looked at or changed; see [Note: whose directory it is]."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + GUARD_SECONDS
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    text = f"another process has been setting up swap here for {GUARD_SECONDS:.0f} s: end it"
+                    raise SwapError(errno.EBUSY, text, str(path)) from None
+                time.sleep(0.002)
+        yield
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing would not do if a child was forked meanwhile
+    finally:
+        os.close(fd)
+
+
+def _reclaim(path: Path, living_runs: set[str]) -> None:
+    """Remove the swap of dead runs. Only folders of ours by name, owner and kind, in them only files of ours by name."""
+    for name in os.listdir(path):
+        if not FOLDER_NAME.fullmatch(name) or name.removeprefix("infinity-") in living_runs:
+            continue
+        try:
+            fd = os.open(path / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if os.fstat(fd).st_uid == os.geteuid():
+                for file in filter(FILE_NAME.fullmatch, os.listdir(fd)):
+                    os.unlink(file, dir_fd=fd)
+                with contextlib.suppress(OSError):
+                    os.rmdir(path / name)
+        finally:
+            os.close(fd)
+
+
+def _open_direct(name: str, folder_fd: int) -> int:
+    return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
+
+
+def _direct_refusal(fd: int, filesystem: str) -> str | None:
+    """Why direct I/O does not work on this file, which is still empty of data; None if it does."""
+    memory, offset = aio_ext.direct_alignment(fd)
+    if not memory or ALIGNMENT % memory or ALIGNMENT % offset:
+        return f"{filesystem} wants O_DIRECT aligned to {memory} and {offset} bytes" if memory else f"{filesystem} has no O_DIRECT"
+    with mmap.mmap(-1, ALIGNMENT) as page:
+        try:
+            os.pwrite(fd, page, 0)
+        except OSError as error:
+            return f"{filesystem} refuses O_DIRECT writes ({error.strerror})"
+    return None
+
+
+def _filesystem_of(path: Path) -> str:
+    """Its type, such as ext4: that of the longest mount point above the path."""
+    real, best, kind = os.path.realpath(path), -1, "this filesystem"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            before, _, after = line.partition(" - ")
+            point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
+            if len(point) >= best and (real == point or real.startswith(point.rstrip("/") + "/")):
+                best, kind = len(point), after.split()[0]
+    return kind
+
+
+def _round_up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+_live: "weakref.WeakSet[Swap]" = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for swap in list(_live):
+        swap.close()
+
+
+def _disown_all() -> None:
+    for swap in list(_live):
+        for directory in swap._directories:
+            directory.disown()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_disown_all)

@@ -1,0 +1,59 @@
+"""Builds the two C extensions; all metadata is in pyproject.toml.
+
+INFINITY_SANITIZE=1 builds them with ASan and UBSan. Run the tests then with
+`LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 python -m pytest`.
+"""
+
+import os
+import shutil
+import subprocess
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SANITIZE = os.environ.get("INFINITY_SANITIZE") == "1"
+WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-pthread"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
+
+
+class BuildWithChecks(build_ext):
+    """Says what to install before a compiler says that it misses it."""
+
+    def build_extensions(self):
+        compiler = self.compiler.compiler_so[0]
+        if shutil.which(compiler) is None:
+            raise SystemExit(f"infinity needs a C compiler and found no `{compiler}`: apt install gcc (or set CC)")
+        probe = subprocess.run([compiler, "-E", "-x", "c", "-"], input="#include <libaio.h>\n", text=True, capture_output=True)
+        if probe.returncode:
+            raise SystemExit(
+                "infinity needs the header <libaio.h> and the library libaio: Debian and Ubuntu: apt install libaio-dev; "
+                "Fedora and RHEL: dnf install libaio-devel; Arch: pacman -S libaio"
+            )
+        super().build_extensions()
+
+
+def extension(name, sources, *, depends=(), flags=(), libraries=()):
+    return Extension(
+        name,
+        sources,
+        depends=list(depends),
+        libraries=list(libraries),
+        extra_compile_args=WARNINGS + list(flags) + (SANITIZERS if SANITIZE else []),
+        extra_link_args=["-pthread"] + (SANITIZERS if SANITIZE else []),
+    )
+
+
+setup(
+    packages=["infinity", "aio_ext"],
+    cmdclass={"build_ext": BuildWithChecks},
+    ext_modules=[
+        extension(
+            "aio_ext._aio",
+            ["aio_ext/aio.c", "aio_ext/faults.c"],
+            depends=["aio_ext/faults.h"],
+            flags=["-O2"],
+            libraries=["aio"],
+        ),
+        extension("infinity._adam", ["infinity/_adam.c"], flags=["-O3", "-ffp-contract=off"]),
+    ],
+)

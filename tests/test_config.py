@@ -1,0 +1,214 @@
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity.config import CHOICES, Config, format_bytes, parse_bytes
+from infinity.errors import BudgetError, ConfigError, SwapError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_everything_has_a_default(empty_directory):
+    config = Config()
+    assert config == Config(
+        nvme="infinity-swap",
+        host_memory="auto",
+        device_memory="auto",
+        weights="auto",
+        states="auto",
+        activations="auto",
+        dtype="bf16",
+        moments="fp32",
+        chunk_mib=None,
+        residency="auto",
+        device=None,
+        update="auto",
+        nonfinite="ignore",
+        trace=False,
+        seed=0,
+    )
+    assert config.creates_nvme
+    assert os.listdir(empty_directory) == []  # asking for a configuration creates nothing
+
+
+def test_values_are_normalised(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    config = Config(nvme=["a", tmp_path / "b"], host_memory="2 GiB", device_memory=1000, chunk_mib=4)
+    assert config.nvme == (Path("a"), tmp_path / "b")
+    assert (config.host_memory, config.device_memory, config.chunk_mib) == (2**31, 1000, 4)
+    assert not config.creates_nvme
+    assert Config(nvme="a").nvme == Config(nvme=Path("a")).nvme == (Path("a"),)
+
+
+def test_it_is_frozen_and_can_be_replaced_and_copied():
+    config = Config(host_memory="1GiB")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.host_memory = 5
+    other = dataclasses.replace(config, dtype="fp32")
+    assert (other.host_memory, other.dtype) == (2**30, "fp32")
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(TypeError):
+        Config("infinity-swap")
+
+
+@pytest.mark.parametrize(
+    "unknown, expected",
+    [
+        ("host_memroy", "did you mean 'host_memory'?"),
+        ("devise", "did you mean 'device'?"),
+        ("chunk_mb", "did you mean 'chunk_mib'?"),
+        ("zzz", "the fields are nvme, host_memory"),
+    ],
+)
+def test_an_unknown_field_is_an_error_with_the_nearest_name(unknown, expected):
+    with pytest.raises(ConfigError) as raised:
+        Config(**{unknown: 1})
+    assert f"no field {unknown!r}" in str(raised.value)
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "field, value, expected",
+    [
+        ("nvme", "missing", "missing does not exist; create it (mkdir -p missing)"),
+        ("nvme", [], "expected a directory"),
+        ("nvme", 5, "expected a directory"),
+        ("nvme", ["a", None], "expected a directory"),
+        ("nvme", ["infinity-swap", "a"], "infinity-swap does not exist"),
+        ("nvme", ["a", "./a/../a"], "one directory"),
+        ("nvme", "file", "file is not a directory"),
+        ("host_memory", "20G", 'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got \'20G\', or "auto"'),
+        ("host_memory", 0, "more than zero"),
+        ("host_memory", -1, "expected bytes"),
+        ("host_memory", True, "expected bytes"),
+        ("device_memory", "", "expected bytes"),
+        ("device_memory", None, "expected bytes"),
+        ("device_memory", 1.5, "expected bytes"),
+        ("weights", "nvm", "did you mean 'nvme'?"),
+        ("states", "disk", "expected 'auto', 'device', 'host' or 'nvme'"),
+        ("activations", "host", "not supported yet; use 'auto' or 'device'"),
+        ("activations", "gpu", "expected 'auto' or 'device'"),
+        ("dtype", "fp16", "dtype='fp16' is not supported yet; use 'bf16' or 'fp32'"),
+        ("dtype", "BF16", "did you mean 'bf16'?"),
+        ("moments", "bf16", "moments='bf16' is not supported yet; use 'fp32'"),
+        ("moments", "fp8", "expected 'fp32'"),
+        ("residency", "all", "expected 'auto' or 'none'"),
+        ("residency", None, "expected 'auto' or 'none'"),
+        ("update", "eager", "expected 'auto', 'deferred' or 'backward'"),
+        ("nonfinite", "skip", "not supported yet; use 'ignore'"),
+        ("chunk_mib", 0, "above zero"),
+        ("chunk_mib", float("nan"), "above zero"),
+        ("chunk_mib", "8", "a number of MiB"),
+        ("chunk_mib", True, "a number of MiB"),
+        ("device", "gpu", "expected 'cpu', 'cuda' or 'cuda:N'"),
+        ("device", "cuda:", "expected 'cpu'"),
+        ("trace", 1, "expected True or False"),
+        ("seed", -1, "expected an integer"),
+        ("seed", 2**64, "expected an integer"),
+        ("seed", 1.0, "expected an integer"),
+    ],
+)
+def test_a_wrong_value_names_field_value_and_cure(tmp_path, field, value, expected):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as raised:
+        Config(**{field: value})
+    assert str(raised.value).startswith(field)
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_directory_that_is_not_writable_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write anywhere
+    with pytest.raises(ConfigError, match="not writable"):
+        Config(nvme=tmp_path)
+
+
+def test_all_mistakes_are_reported_together():
+    with pytest.raises(ConfigError) as raised:
+        Config(nvme="missing", dtype="fp8", seed=-1)
+    assert [line.split(":")[0].split("=")[0] for line in str(raised.value).splitlines()] == ["nvme", "dtype", "seed"]
+
+
+def test_every_choice_is_accepted():
+    for field, choices in CHOICES.items():
+        for choice in choices:
+            assert getattr(Config(**{field: choice}), field) == choice
+    for device in ("cpu", "cuda", "cuda:3"):
+        assert Config(device=device).device == device
+
+
+def test_every_field_is_documented():
+    source = Path(sys.modules[Config.__module__].__file__).read_text()
+    for field in dataclasses.fields(Config):
+        declared = source.index(f"\n    {field.name}: ")
+        assert source[source.index("\n", declared + 1) :].lstrip().startswith('"""'), field.name
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (0, 0),
+        (12, 12),
+        ("4096", 4096),
+        ("512MiB", 512 * 2**20),
+        ("20GiB", 20 * 2**30),
+        ("4 GB", 4 * 10**9),
+        (" 1.5 kib ", 1536),
+        ("2TB", 2 * 10**12),
+        ("7 b", 7),
+    ],
+)
+def test_parse_bytes(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1.5", "-1", "1e9", "20 G", "1 GiB 2", "inf", None, 1.0, False, b"1"])
+def test_parse_bytes_refuses(text):
+    with pytest.raises(ConfigError, match="expected bytes"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    "nbytes, expected",
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (int(2.6 * 2**30), "2.6 GiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (-(2**20), "-1.0 MiB"),
+        (2**60, "1024.0 PiB"),
+    ],
+)
+def test_format_bytes(nbytes, expected):
+    assert format_bytes(nbytes) == expected
+
+
+def test_errors_are_the_builtin_kinds_that_callers_expect():
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(BudgetError, ConfigError)
+    assert issubclass(UsageError, RuntimeError)
+    error = SwapError(28, "no space left", "/swap/file")
+    assert isinstance(error, OSError) and (error.errno, error.filename) == (28, "/swap/file")
+
+
+@pytest.mark.parametrize("module", ["errors", "config", "chunks"])
+def test_the_pure_layers_do_not_import_torch(module):
+    source = Path(sys.modules[Config.__module__].__file__).parent / f"{module}.py"
+    code = (
+        "import importlib.util, sys, types; package = types.ModuleType('infinity'); "
+        f"package.__path__ = [{str(source.parent)!r}]; sys.modules['infinity'] = package; "
+        f"import infinity.{module}; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
