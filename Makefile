@@ -69,19 +69,18 @@ build/.prerequisites:
 	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || missing="$$missing python3-venv"; \
 	$(PYTHON) -c 'import os, sysconfig as s; os.stat(os.path.join(s.get_path("include"), "Python.h"))' 2>/dev/null \
 	  || missing="$$missing python3-dev"; \
-	echo 'int main(void) { return 0; }' | $(CC) -x c -o /dev/null - 2>/dev/null || missing="$$missing gcc libc6-dev"; \
-	test -e /usr/include/libaio.h || echo '#include <libaio.h>' | $(CC) -E -x c - >/dev/null 2>&1 \
-	  || missing="$$missing libaio-dev"; \
+	echo '#include <stdio.h>' | $(CC) -fsyntax-only -x c - 2>/dev/null || missing="$$missing gcc libc6-dev"; \
+	echo '#include <libaio.h>' | $(CC) -fsyntax-only -x c - 2>/dev/null || missing="$$missing libaio-dev"; \
 	if [ -n "$$missing" ]; then \
 	  if ! command -v apt-get >/dev/null; then apt=""; \
-	  elif [ "$$(id -u)" = 0 ]; then apt="apt-get"; \
-	  elif sudo -n true 2>/dev/null; then apt="sudo -n apt-get"; \
+	  elif [ "$$(id -u)" = 0 ]; then apt="env DEBIAN_FRONTEND=noninteractive apt-get"; \
+	  elif sudo -n true 2>/dev/null; then apt="sudo -n env DEBIAN_FRONTEND=noninteractive apt-get"; \
 	  else apt=""; fi; \
 	  if [ -z "$$apt" ]; then \
 	    echo "infinity needs packages that only root can install. On Debian or Ubuntu:" >&2; \
 	    echo "  sudo apt-get install$$missing" >&2; exit 1; \
 	  fi; \
 	  echo "installing:$$missing"; \
-	  $$apt update -qq && DEBIAN_FRONTEND=noninteractive $$apt install -qq -y --no-install-recommends $$missing; \
+	  $$apt update -qq && $$apt install -qq -y --no-install-recommends $$missing; \
 	fi
 	@mkdir -p build && touch $@

@@ -12,7 +12,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SANITIZE = os.environ.get("INFINITY_SANITIZE") == "1"
-WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-pthread"]
+WARNINGS = ["-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-pthread"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
 
 
@@ -49,8 +49,8 @@ setup(
     ext_modules=[
         extension(
             "aio_ext._aio",
-            ["aio_ext/aio.c", "aio_ext/faults.c"],
-            depends=["aio_ext/faults.h"],
+            ["aio_ext/aio.c", "aio_ext/core.c", "aio_ext/faults.c"],
+            depends=["aio_ext/core.h", "aio_ext/faults.h"],
             flags=["-O2"],
             libraries=["aio"],
         ),

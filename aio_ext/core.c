@@ -103,6 +103,11 @@ static int conflict(const Request *a, const Request *b)
            b->offset < a->offset + (long long)a->nbytes;
 }
 
+static int is_done(const Request *request)
+{
+    return request->state == FINISHED || request->state == TAKEN;
+}
+
 static void set_priority(Core *core, Request *request, int priority)
 {
     if (request->state == RUNNABLE)
@@ -154,6 +159,16 @@ static void enqueue(Core *core, Request *request)
         make_runnable(core, request);
 }
 
+static void publish(Core *core, Request *request)
+{
+    *(request->is_write ? &core->stats.num_writes : &core->stats.num_reads) += 1;
+    core->stats.num_errors += request->error.code != 0;
+    set_state(request, FINISHED);
+    request->next = core->finished;
+    core->finished = request;
+    pthread_cond_broadcast(&request->done);
+}
+
 /* An ISSUED request without blocks leaves `unfinished` and lets go what it blocked. */
 static void finish(Core *core, Request *request)
 {
@@ -165,12 +180,7 @@ static void finish(Core *core, Request *request)
         }
     *(request->older ? &request->older->newer : &core->oldest) = request->newer;
     *(request->newer ? &request->newer->older : &core->newest) = request->older;
-    *(request->is_write ? &core->stats.num_writes : &core->stats.num_reads) += 1;
-    core->stats.num_errors += request->error.code != 0;
-    set_state(request, FINISHED);
-    request->next = core->finished;
-    core->finished = request;
-    pthread_cond_broadcast(&request->done);
+    publish(core, request);
 }
 
 /* No further block of it is made. */
@@ -210,7 +220,7 @@ static void block_fail(Core *core, Block *block, int code, long long got)
         request->error.offset = block->offset;
         request->error.asked = block->nbytes;
         request->error.got = got;
-        if (code == EINVAL)
+        if (code == EINVAL && (fcntl(request->fd, F_GETFL) & O_DIRECT))
             aio_direct_alignment(request->fd, &request->error.memory_alignment, &request->error.offset_alignment);
     }
     if (request->state != ISSUED)
@@ -430,7 +440,7 @@ static void *io_thread(void *argument)
     return NULL;
 }
 
-/* ---- what callers use ---- */
+/* ---- what callers use, from any thread ---- */
 
 void core_use(const struct aio_calls *other)
 {
@@ -474,8 +484,7 @@ Core *core_new(size_t block_nbytes, size_t inflight_limit, int depth)
 }
 
 
-/* Sets up the context, the blocks and the thread; 0 or an errno. Without the GIL. */
-static int core_start(Core *core)
+int core_start(Core *core)
 {
     int result = atomic_load(&calls)->setup(core->depth, &core->context);
     while (result == -EAGAIN && core->depth > 1) {
@@ -567,16 +576,20 @@ void core_request_free(Core *core, Request *request)
 int core_submit(Core *core, Request *request)
 {
     pthread_mutex_lock(&core->lock);
-    int refused = core->broken ? core->broken : core->closing ? -1 : 0, must_wake = 0;
-    if (!refused) {
+    int refused = core->broken ? core->broken : core->closing ? -1 : 0;
+    if (!refused && !request->nbytes) {
+        set_state(request, BLOCKED);
+        set_state(request, ISSUED);
+        publish(core, request);
+    } else if (!refused) {
         enqueue(core, request);
-        must_wake = core->asleep && request->state == RUNNABLE && core->stats.inflight_nbytes < core->inflight_limit;
-        if (must_wake)
+        int must_wake = core->asleep && request->state == RUNNABLE && core->stats.inflight_nbytes < core->inflight_limit;
+        if (must_wake) {
             core->asleep = 0;
+            wake(core);
+        }
     }
     pthread_mutex_unlock(&core->lock);
-    if (must_wake)
-        wake(core);
     return refused;
 }
 
@@ -594,7 +607,7 @@ void core_promote(Core *core, Request *request, int priority)
 int core_is_done(Core *core, const Request *request)
 {
     pthread_mutex_lock(&core->lock);
-    int done = request->state == FINISHED || request->state == TAKEN;
+    int done = is_done(request);
     pthread_mutex_unlock(&core->lock);
     return done;
 }
@@ -602,9 +615,9 @@ int core_is_done(Core *core, const Request *request)
 int core_wait(Core *core, Request *request, int64_t until_ns)
 {
     pthread_mutex_lock(&core->lock);
-    while (request->state < FINISHED && aio_now_ns() < until_ns)
+    while (!is_done(request) && aio_now_ns() < until_ns)
         cond_wait_until(&request->done, &core->lock, until_ns);
-    int done = request->state >= FINISHED;
+    int done = is_done(request);
     pthread_mutex_unlock(&core->lock);
     return done;
 }
@@ -636,10 +649,9 @@ void core_close(Core *core)
 {
     pthread_mutex_lock(&core->lock);
     core->closing = 1;
-    int must_wake = core->has_thread && !core->exited;
-    pthread_mutex_unlock(&core->lock);
-    if (must_wake)
+    if (core->has_thread && !core->exited)
         wake(core);
+    pthread_mutex_unlock(&core->lock);
 }
 
 int core_exited(Core *core, int64_t until_ns)
@@ -650,7 +662,11 @@ int core_exited(Core *core, int64_t until_ns)
     while (!core->exited && aio_now_ns() < until_ns)
         cond_wait_until(&core->exited_cond, &core->lock, until_ns);
     int exited = core->exited, must_join = exited && !core->joined;
-    core->joined |= must_join;
+    if (must_join) {
+        core->joined = 1;
+        close(core->eventfd);
+        core->eventfd = -1;
+    }
     pthread_mutex_unlock(&core->lock);
     if (must_join)
         pthread_join(core->thread, NULL); /* past its last statement */

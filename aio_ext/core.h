@@ -31,7 +31,7 @@ struct request {
         int code;
         long long offset, got;
         size_t asked;
-        unsigned memory_alignment, offset_alignment; /* EINVAL only */
+        unsigned memory_alignment, offset_alignment; /* EINVAL of an O_DIRECT file only */
     } error;
 
     enum state state;

@@ -2,6 +2,7 @@
 
 from infinity.config import Config
 from infinity.engine import Engine, engine_of, gathered, offload
+from infinity.init import init
 from infinity.errors import BudgetError, ConfigError, SwapError, UsageError
 from infinity.optimizer import Adam, AdamW
 
@@ -16,5 +17,6 @@ __all__ = [
     "UsageError",
     "engine_of",
     "gathered",
+    "init",
     "offload",
 ]

@@ -214,30 +214,15 @@ typedef struct {
     float grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, step_size;
 } Update;
 
-#ifndef AHEAD
-#define AHEAD 0
-#endif
-#ifndef UNIT
+/* UNIT elements are unrolled and ask for the lines that AHEAD elements later are read: 6-9 % on Zen 3; 256 to 1,024 do alike,
+ * a unit of 128 is 10 % slower since the compiler no longer unrolls it. Past the end it asks in vain, which is allowed. */
 #define UNIT 64
-#endif
+#define AHEAD 512
 
-INLINE void prefetch(const Update *u, size_t i, int is_split, int grad_is_fp32)
+INLINE void prefetch(const void *array, size_t itemsize, size_t i)
 {
-#if AHEAD
-    for (size_t k = 0; k < UNIT; k += 16) {
-        __builtin_prefetch(u->momentum + i + k + AHEAD, 1);
-        __builtin_prefetch(u->variance + i + k + AHEAD, 1);
-        if (!is_split) __builtin_prefetch((float*)u->weight + i + k + AHEAD, 1);
-        if (grad_is_fp32) __builtin_prefetch((float*)u->grad + i + k + AHEAD, 0);
-    }
-    for (size_t k = 0; k < UNIT; k += 32) {
-        if (is_split) __builtin_prefetch((uint16_t*)u->weight + i + k + AHEAD, 1);
-        if (is_split) __builtin_prefetch(u->residual + i + k + AHEAD, 1);
-        if (!grad_is_fp32) __builtin_prefetch((uint16_t*)u->grad + i + k + AHEAD, 0);
-    }
-#else
-    (void)u;(void)i;(void)is_split;(void)grad_is_fp32;
-#endif
+    for (size_t k = 0; k < UNIT * itemsize; k += 64)
+        __builtin_prefetch((const char *)array + (i + AHEAD) * itemsize + k, 1);
 }
 
 /* Defines <isa>_adam(update, begin, end): [Note: the fixed arithmetic] on COUNT vectors V of WIDTH floats at a time, for
@@ -286,7 +271,12 @@ INLINE void prefetch(const Update *u, size_t i, int is_split, int grad_is_fp32)
     {                                                                                                                      \
         const Update u = *update;   /* no store can change it */                                                           \
         for (; i + UNIT <= end; i += UNIT) {                                                                               \
-            prefetch(&u, i, is_split, fp32);                                                                               \
+            prefetch(u.weight, is_split ? 2 : 4, i);                                                                       \
+            if (is_split)                                                                                                  \
+                prefetch(u.residual, 2, i);                                                                                \
+            prefetch(u.momentum, 4, i);                                                                                    \
+            prefetch(u.variance, 4, i);                                                                                    \
+            prefetch(u.grad, fp32 ? 4 : 2, i);                                                                             \
             for (size_t k = 0; k < UNIT; k += COUNT * WIDTH)                                                               \
                 isa##_step(&u, i + k, is_split, fp32, decoupled);                                                          \
         }                                                                                                                  \
@@ -597,6 +587,8 @@ static PyObject *finish(Pass pass, const void *context, Py_ssize_t numel, int th
 {
     if (numel < 0)
         return PyErr_Format(PyExc_ValueError, "numel is %zd, expected 0 or more", numel);
+    if (numel == 0)     /* its addresses may be 0 */
+        Py_RETURN_NONE;
     Py_BEGIN_ALLOW_THREADS
     unsigned saved = ieee_mode();
     run(pass, context, (size_t)numel, threads);

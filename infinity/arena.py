@@ -11,6 +11,7 @@ import mmap
 import os
 import resource
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -25,7 +26,11 @@ _TOUCH_THREADS = 8
 # [Note: when memory is unmapped]
 # A region's mmap is never closed, only forgotten: every buffer and tensor on it refers to it, so the last of them to go
 # unmaps it. (mmap.close() would refuse while a memoryview lives, but not for a tensor: torch.frombuffer keeps a reference
-# to the object and no claim on its buffer.)
+# to the object and no claim on its buffer.) A forked child has the objects and not the memory; it keeps them for ever,
+# since by the time it drops them their addresses may be another mapping's.
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_kept_by_child: list[mmap.mmap] = []
+os.register_at_fork(after_in_child=lambda: _kept_by_child.extend(_mappings))
 
 
 class Arena:
@@ -67,6 +72,7 @@ class Region:
         self.nbytes = _round_up(nbytes, PAGE_NBYTES)
         # mmap gives 4 KiB alignment: map 2 MiB more and never touch them, so they cost addresses only.
         mapping = mmap.mmap(-1, self.nbytes + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _mappings.add(mapping)
         mapping.madvise(mmap.MADV_DONTFORK)
         start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_NBYTES
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, no less right
@@ -82,11 +88,16 @@ class Region:
     def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
         """A 1-D view [numel] of the bytes from offset_nbytes; the same object each time."""
         key = (dtype, offset_nbytes, numel)
-        if key not in self._tensors:
+        tensor = self._tensors.get(key)
+        if tensor is None:
             if self.buffer is None:
-                raise UsageError("the arena is closed")
-            self._tensors[key] = torch.frombuffer(self.buffer, dtype=dtype, offset=offset_nbytes, count=numel)
-        return self._tensors[key]
+                raise UsageError("host memory is used after its arena was closed")
+            if numel:
+                tensor = torch.frombuffer(self.buffer, dtype=dtype, offset=offset_nbytes, count=numel)
+            else:
+                tensor = torch.empty(0, dtype=dtype)  # frombuffer refuses
+            tensor = self._tensors.setdefault(key, tensor)  # another thread may have been first
+        return tensor
 
     def close(self) -> None:
         if self.buffer is not None and self._pinned:
@@ -143,9 +154,11 @@ class Slots:
         self.peak = max(self.peak, self.count - len(self._free))
         return slot
 
-    def _return(self, index: int) -> None:
+    def _take_back(self, slot: Slot) -> None:
         with self._changed:
-            self._free.append(index)
+            slot._leased()
+            slot._slots = None
+            self._free.append(slot.index)
             self._changed.notify()
 
     def __repr__(self) -> str:
@@ -177,8 +190,7 @@ class Slot:
 
     def release(self) -> None:
         """Give the lease back. Raises UsageError if it was given back before."""
-        slots, self._slots = self._leased(), None
-        slots._return(self.index)
+        self._leased()._take_back(self)
 
     def _leased(self) -> Slots:
         if self._slots is None:

@@ -246,9 +246,10 @@ class _Run:
             accumulation_steps=arguments.accumulate,
         )
         self.engine = infinity.engine_of(self.model)
+        self.counters.append(self.engine.stats())
 
     def introduce(self):
-        stats = self.engine.stats()
+        stats = self.counters[0]
         print(
             f"GPT of {stats['num_parameters'] / 1e6:,.1f} M parameters in {self.config.dtype} on {self.config.device}: "
             f"states {format_bytes(stats['state_nbytes'])}, "
@@ -261,7 +262,6 @@ class _Run:
         """Counters and clock are read in one place, behind step(): updates may still be pending there, but from one such
         place to the next lies exactly one step's worth of them."""
         with self.engine:
-            self.counters.append(self.engine.stats())
             started = time.perf_counter()
             for step in range(self.arguments.steps):
                 loss = self._step(step)
@@ -299,6 +299,7 @@ class _Run:
         median = statistics.median(seconds)
 
         losses = _over_ranks(self.losses).mean(0)
+        state_nbytes = _over_ranks(last["state_nbytes"]).sum()
         peaks = _over_ranks([last["peak_device_nbytes"], last["host_arena_nbytes"]]).max(0)
         swapped = [[stats["nvme_read_nbytes"], stats["nvme_write_nbytes"]] for stats in self.counters]
         swapped = np.diff(_over_ranks(swapped).sum(0), axis=0)  # [steps, read and written]
@@ -316,9 +317,9 @@ class _Run:
             "dtype": self.config.dtype,
             "world": world,
             "num_parameters": num,
-            "state_bytes": last["state_nbytes"],
+            "state_bytes": int(state_nbytes),
             "device_budget_bytes": last["device_budget_nbytes"],
-            "states_over_device_budget": last["state_nbytes"] / (last["device_budget_nbytes"] * world),
+            "states_over_device_budget": float(state_nbytes / world / last["device_budget_nbytes"]),
             "peak_device_bytes": int(peaks[0]),
             "host_arena_bytes": int(peaks[1]),
             "losses": losses.tolist(),

@@ -78,6 +78,8 @@ class Engine:
         self._named = _parameters(model)
         if not self._named:
             raise ConfigError(f"{type(model).__name__} has no floating-point parameters; there is nothing to offload")
+        if meta := [name for name, param in self._named if param.is_meta]:
+            raise ConfigError(f"parameters on the meta device have no values: {', '.join(meta[:3])}; build them on the CPU")
         self._started = self._closed = False
         self._reset_step()
         for _, param in self._named:

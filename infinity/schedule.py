@@ -119,6 +119,7 @@ def plan(
     span_of = span_of or {}
     resident: set[int] = set()
     reads: set[int] = set()  # read, not yet copied
+    ahead: set[int] = set()  # copied, not yet used
     gathered: set[int] = set()
     stale: list[tuple[int, int]] = sorted((position, span_of[chunk]) for position, chunk in updates)
     num_stale = num_states = num_updated = num_reduced = 0
@@ -129,6 +130,7 @@ def plan(
         nonlocal used
         resident.discard(span)
         gathered.discard(span)
+        ahead.discard(span)
         used -= nbytes[span]
         actions.append(Evict(span))
 
@@ -138,6 +140,7 @@ def plan(
             actions.append(Read(span))
         reads.discard(span)
         resident.add(span)
+        ahead.add(span)
         used += nbytes[span]
         actions.append(Copy(span))
 
@@ -168,12 +171,12 @@ def plan(
         return True
 
     def upcoming(position: int, count: int) -> list[tuple[int, int]]:
-        """The next `count` fetches after `position`: (position, span) of uses that are not on the device."""
+        """The next `count` fetches after `position`, as (position, span): uses of spans that are away or only just coming."""
         fetches: list[tuple[int, int]] = []
         seen: set[int] = set()
         for later in range(position + 1, len(uses)):
             for span in uses[later].spans:
-                if span not in seen and (span not in resident or span not in gathered):
+                if span not in seen and (span not in resident or span in ahead):
                     seen.add(span)
                     fetches.append((later, span))
                     if len(fetches) == count:
@@ -185,6 +188,7 @@ def plan(
         if position >= 0:
             actions.append(Run(position))
             needed = {*uses[position].spans, *uses[position].held}
+            ahead -= needed
         while num_reduced < len(reductions) and reductions[num_reduced][0] < position:
             actions.append(Reduce(reductions[num_reduced][1]))
             num_reduced += 1
@@ -196,7 +200,7 @@ def plan(
             if span in resident and nbytes[span] and span not in needed:
                 evict(span)
         if not keep:
-            horizon = [later for later, _ in upcoming(position, 2)] or [position]
+            horizon = [later for later, _ in upcoming(position, 3)] or [position]
             for span in sorted(resident):
                 if nbytes[span] and span not in needed and next_use.after(span, position) > horizon[-1]:
                     evict(span)
@@ -204,6 +208,7 @@ def plan(
             if span not in resident:
                 make_room(span, position, position, needed)
                 copy(span)
+                ahead.discard(span)
             gather(span)
         for distance, (later, span) in enumerate(upcoming(position, 2), start=1):
             if span not in resident:

@@ -1,0 +1,243 @@
+"""Construction of models that no process could hold: `infinity.init`.
+
+Knows parameters as they are made, a window of host memory and a scratch file. Must not know chunks or tiers: once the
+model stands, the engine asks for each parameter's initial value and lays out the records.
+"""
+
+# [Note: parameters under construction]
+# A parameter is noticed when it is registered, or when a module that brings it along is. The newest parameters stay at home;
+# past `window_nbytes` the oldest go to a scratch file (each rank keeps its 1/world slice there) and leave a placeholder,
+# one element of NaN expanded to the shape. A TorchFunctionMode sees every operation, `.data` and deepcopy, and brings back
+# whatever they touch, so parents may initialise their children again, and the values, and the random numbers drawn, are
+# those of a plain construction. A parameter whose storage somebody else still refers to is not sent away: a write through
+# that reference would be lost.
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import weakref
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from infinity.config import Config, format_bytes
+from infinity.engine import Engine, _device
+from infinity.errors import SwapError, UsageError
+from infinity.partition import Ranks
+
+WINDOW_NBYTES = 1 << 30
+
+# What is true of a placeholder, too.
+_METADATA = frozenset(
+    "shape dtype device layout requires_grad grad grad_fn is_leaf ndim names is_sparse is_cuda is_cpu is_meta is_quantized "
+    "_backward_hooks _version name itemsize nbytes".split()
+)
+_METADATA_FUNCTIONS = frozenset(
+    "size numel nelement dim ndimension is_floating_point is_complex __hash__ requires_grad_ register_hook __len__ "
+    "element_size register_post_accumulate_grad_hook has_names is_inference _is_view is_pinned".split()
+)
+
+
+@contextlib.contextmanager
+def init(config: Config | None = None, *, window: int = WINDOW_NBYTES):
+    """Modules built inside the block belong to an engine; no process ever holds more than `window` bytes of their parameters
+    (and the module under construction).
+
+    With the same seed the weights are those of a plain construction, bit for bit. Every rank must build the same modules.
+    """
+    config = config or Config()
+    ranks = Ranks(_device(config))
+    builder = _Builder(config, ranks, window)
+    with builder:
+        yield
+    for root in builder.roots():
+        if any(p.is_floating_point() and p.numel() for p in root.parameters()):
+            Engine(root, config, builder.value, ranks)
+
+
+class _Away:
+    """A parameter in the scratch file."""
+
+    __slots__ = ("dtype", "numel", "offset", "placeholder", "shape")
+
+    def __init__(self, param: nn.Parameter, offset: int):
+        self.shape, self.dtype, self.numel = param.shape, param.dtype, param.numel()
+        self.offset = offset
+        self.placeholder = torch.full((1,), float("nan"), dtype=param.dtype, device=param.device)
+
+
+class _Builder(TorchFunctionMode):
+    def __init__(self, config: Config, ranks: Ranks, window: int):
+        super().__init__()
+        self.config = config
+        self.ranks = ranks
+        self.window = window
+        self.file = None
+        self._home: dict[int, nn.Parameter] = {}  # by identity, oldest first
+        self._away: dict[int, tuple[nn.Parameter, _Away]] = {}
+        self._home_nbytes = 0
+        self._offsets: dict[int, int] = {}
+        self._file_nbytes = 0
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._children: set[int] = set()
+        self._busy = False
+
+    def __enter__(self):
+        self._hooks = [
+            register_module_parameter_registration_hook(self._parameter_registered),
+            register_module_module_registration_hook(self._module_registered),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._away and not self._busy and not _is_metadata(func):
+            self._bring_back([*args, *kwargs.values()])
+        return func(*args, **kwargs)
+
+    def roots(self) -> list[nn.Module]:
+        """The modules that are no other's child, oldest first."""
+        alive = [reference() for reference in self._modules.values()]
+        return [module for module in alive if module is not None and id(module) not in self._children]
+
+    def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
+        """The initial value of a parameter, 1-D on the CPU. Every rank must ask in the same order."""
+        entry = self._away.pop(id(param), None)
+        self._home.pop(id(param), None)
+        if entry is None:
+            return param.detach().reshape(-1).cpu()
+        away = entry[1]
+        if param.data_ptr() != away.placeholder.data_ptr() or not away.placeholder.isnan().item():
+            raise UsageError(
+                f"a parameter of shape {tuple(param.shape)} was changed after `with infinity.init(...)` had ended, when it was "
+                f"only a placeholder. Initialise inside the block, or use `with infinity.gathered([parameter]):`."
+            )
+        return self._load(away)
+
+    def _parameter_registered(self, module, name, param):
+        self._note_module(module)
+        if param is not None:
+            self._notice(param)
+            self._shrink(keep=param)
+
+    def _module_registered(self, module, name, child):
+        self._note_module(module)
+        if child is not None:
+            self._note_module(child)
+            self._children.add(id(child))
+            for param in child.parameters():
+                self._notice(param)
+            self._shrink()
+
+    def _note_module(self, module: nn.Module) -> None:
+        reference = self._modules.get(id(module))
+        if reference is None or reference() is not module:
+            self._children.discard(id(module))  # an address used again
+            self._modules[id(module)] = weakref.ref(module)
+
+    def _notice(self, param: nn.Parameter) -> None:
+        if id(param) not in self._home and id(param) not in self._away and param.is_floating_point() and param.numel():
+            self._home[id(param)] = param
+            self._home_nbytes += param.numel() * param.element_size()
+
+    def _shrink(self, keep: nn.Parameter | None = None) -> None:
+        """Send the oldest away until the window holds the rest."""
+        for key, param in list(self._home.items()):
+            if self._home_nbytes <= self.window:
+                return
+            if param is not keep and not param.is_meta and _unshared(param):
+                self._send_away(key, param)
+
+    def _send_away(self, key: int, param: nn.Parameter) -> None:
+        self._busy = True
+        try:
+            numel = -(-param.numel() // self.ranks.world)
+            if key not in self._offsets:
+                self._offsets[key] = self._file_nbytes
+                self._file_nbytes += numel * param.element_size()
+            away = _Away(param, self._offsets[key])
+            begin = self.ranks.rank * numel
+            part = param.detach().reshape(-1)[begin : begin + numel].cpu().contiguous()
+            self._scratch().seek(away.offset)
+            try:
+                self._scratch().write(memoryview(part.view(torch.uint8).numpy()))
+            except OSError as error:
+                raise SwapError(
+                    error.errno,
+                    f"the scratch file for parameters under construction could not take {format_bytes(part.nbytes)} more; free "
+                    f"some space or name another directory in `nvme`",
+                    str(self.config.nvme[0]),
+                ) from error
+            param.data = away.placeholder.expand(param.shape)
+            self._away[key] = (param, away)
+            del self._home[key]
+            self._home_nbytes -= param.numel() * param.element_size()
+        finally:
+            self._busy = False
+
+    def _bring_back(self, values) -> None:
+        touched = [p for p in _parameters_in(values) if id(p) in self._away]
+        for param in touched:
+            self._busy = True
+            try:
+                _, away = self._away.pop(id(param))
+                param.data = self._load(away).to(away.placeholder.device).reshape(away.shape)
+            finally:
+                self._busy = False
+            self._notice(param)
+        if touched and self._home_nbytes > self.window:
+            ids = {id(param) for param in touched}
+            for key, param in list(self._home.items()):
+                if self._home_nbytes <= self.window:
+                    return
+                if key not in ids and _unshared(param):
+                    self._send_away(key, param)
+
+    def _load(self, away: _Away) -> torch.Tensor:
+        numel = -(-away.numel // self.ranks.world)
+        part = torch.zeros(numel, dtype=away.dtype)
+        begin = self.ranks.rank * numel
+        count = max(0, min(numel, away.numel - begin))
+        self._scratch().seek(away.offset)
+        self._scratch().readinto(memoryview(part[:count].view(torch.uint8).numpy()))
+        return self.ranks.all_gather_slices(part.view(torch.uint8)).view(away.dtype)[: away.numel]
+
+    def _scratch(self):
+        if self.file is None:
+            path = self.config.nvme[0]
+            if self.config.creates_nvme:
+                path.mkdir(exist_ok=True)
+            self.file = tempfile.TemporaryFile(dir=path, buffering=0)  # has no name: gone with the process
+        return self.file
+
+
+def _is_metadata(func) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA
+    return name in _METADATA_FUNCTIONS
+
+
+def _parameters_in(values):
+    for value in values:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _parameters_in(value)
+        elif isinstance(value, dict):
+            yield from _parameters_in(value.values())
+
+
+def _unshared(param: nn.Parameter) -> bool:
+    """Whether the parameter alone refers to its storage."""
+    storage = param.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2  # the parameter's and the one just made
+
