@@ -432,7 +432,7 @@ static PyObject *raise_failure(const Request *request)
     else
         hint = PyUnicode_FromString(code == EIO && request->is_write      ? "; the device took no more, or failed"
                                     : code == EIO                         ? "; the file ends there, or the device failed"
-                                    : code == EAGAIN || code == EINTR ? "; the kernel kept refusing it for two seconds"
+                                    : code == EAGAIN || code == EINTR ? "; the kernel kept refusing it for a second"
                                                                       : "");
     if (!hint)
         return NULL;

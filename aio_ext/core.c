@@ -12,7 +12,7 @@
  * [Note: when a transfer is repeated] Each completion is compared, signed, with what was asked. Less: the rest is
  * submitted again, from a multiple of the direct alignment (O_DIRECT cannot go on from elsewhere); MAX_BARREN
  * completions in a row without one aligned unit gained are EIO. Nothing: EIO at once. EAGAIN and EINTR, whether from the
- * submit or from the completion: again after a pause that doubles to 64 ms, for at most two seconds without progress.
+ * submit or from the completion: again after a pause that doubles to 64 ms, for at most a second without progress.
  * Anything else is the request's error: its other blocks are not started, and those with the kernel are waited for. */
 #define _GNU_SOURCE
 #include "core.h"
@@ -30,7 +30,7 @@
 #define POOL_REQUESTS 64            /* requests allocated together; afterwards they are reused */
 #define MAX_BARREN 3                /* transfers in a row that gained nothing */
 #define PAUSE_NS ((int64_t)1000000) /* after EAGAIN, doubled up to 64 times that */
-#define PATIENCE_NS ((int64_t)2000000000)
+#define PATIENCE_NS ((int64_t)1000000000)
 
 static _Atomic(const struct aio_calls *) calls = &aio_kernel;
 

@@ -3,6 +3,7 @@
  * Knows addresses, lengths and IEEE 754. Knows no tensor, tier, rank or file: adam.py checks what is passed in.
  * Addresses are ints; the caller keeps the memory alive. The GIL is dropped while a function works; any number of Python
  * threads may call, one call at a time has the pool. `threads` counts the caller; 0 is as many as the caller may run on.
+ * One file, though long: what it shares, the pool and the rounding mode, is smaller than any split of it would add.
  *
  *   isas() -> tuple[str, ...]
  *       What this CPU has of ("scalar", "avx2", "avx512"), widest last.
@@ -35,9 +36,9 @@
  * testing p finds all.
  *
  * [Note: weight and residual]
- * weight = (bits + 0x8000) >> 16, residual = bits - (weight << 16), which fits an int16 and so is just the low half of bits;
- * bits = (weight << 16) + residual mod 2^32 gives them back. The plain formula would turn the NaN 0x7FFFFFFF into -0.0, so
- * split makes a NaN's weight the quiet NaN of its sign and the residual 0.
+ * weight = (bits + 0x8000) >> 16, residual = bits - (weight << 16), which fits an int16 and so is just the low half of
+ * bits; bits = (weight << 16) + residual mod 2^32 gives them back. The plain formula would turn the NaN 0x7FFFFFFF into
+ * -0.0, so split makes a NaN's weight the quiet NaN of its sign and the residual 0.
  *
  * [Note: sums without an order]
  * A gradient is cut into blocks of 1,024 elements, the last one padded with zeros. A block's sum is float64, in a fixed
@@ -103,9 +104,10 @@ INLINE void scalar_split(const float *v, uint16_t *weight, int16_t *residual)
 
 /* ---- two vectors of eight or sixteen ---- */
 
-/* A 16-bit vector is as wide as two of floats, so they come in pairs. An unpack interleaves within 128-bit lanes only: the
- * 64-bit quarters are put in the order that makes its results contiguous before it, and back after a pack. Joining by
- * interleaving is (weight << 16) | residual: a negative residual borrows from the weight, which is done on the 16-bit words. */
+/* A 16-bit vector is as long as two of floats, so these come in pairs (one at a time: 18 % slower in cache, 7 % out of it). An
+ * unpack interleaves within 128-bit lanes, so 64-bit words are put in the order that makes its results contiguous before
+ * it, and back after a split. Interleaving makes (weight << 16) | residual: what a negative residual borrows from the
+ * weight is settled on the 16-bit words. */
 #if defined(__x86_64__)
 #define AVX2 __attribute__((target("avx2")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
@@ -214,8 +216,8 @@ typedef struct {
     float grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, step_size;
 } Update;
 
-/* UNIT elements are unrolled and ask for the lines that AHEAD elements later are read: 6-9 % on Zen 3; 256 to 1,024 do alike,
- * a unit of 128 is 10 % slower since the compiler no longer unrolls it. Past the end it asks in vain, which is allowed. */
+/* UNIT elements are unrolled and ask for the lines that are read AHEAD elements later: 6-9 % faster on Zen 3, 256 to 1,024
+ * alike; a unit of 128, which gcc no longer unrolls, is 10 % slower. To ask for what lies past the end is allowed. */
 #define UNIT 64
 #define AHEAD 512
 
@@ -227,76 +229,76 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
 
 /* Defines <isa>_adam(update, begin, end): [Note: the fixed arithmetic] on COUNT vectors V of WIDTH floats at a time, for
  * which + - * / are lanewise. The three flags are constants wherever a step is inlined. */
-#define ADAM(isa, TARGET, V, WIDTH, COUNT)                                                                                 \
-    TARGET INLINE void isa##_step(const Update *u, size_t i, int is_split, int grad_is_fp32, int decoupled)                \
-    {                                                                                                                      \
-        V p[COUNT], g[COUNT], m[COUNT], v[COUNT];                                                                          \
-        if (is_split)                                                                                                      \
-            isa##_join((uint16_t *)u->weight + i, u->residual + i, p);                                                     \
-        else                                                                                                               \
-            isa##_load((float *)u->weight + i, p);                                                                         \
-        if (grad_is_fp32)                                                                                                  \
-            isa##_load((const float *)u->grad + i, g);                                                                     \
-        else                                                                                                               \
-            isa##_widen((const uint16_t *)u->grad + i, g);                                                                 \
-        isa##_load(u->momentum + i, m);                                                                                    \
-        isa##_load(u->variance + i, v);                                                                                    \
-        for (int k = 0; k < COUNT; k++) {                                                                                  \
-            g[k] = g[k] * isa##_set(u->grad_scale);                                                                        \
-            if (decoupled)                                                                                                 \
-                p[k] = p[k] * isa##_set(u->decay_or_l2);                                                                   \
-            else                                                                                                           \
-                g[k] = g[k] + isa##_set(u->decay_or_l2) * p[k];                                                            \
-            m[k] = m[k] * isa##_set(u->beta1) + g[k] * isa##_set(u->one_minus_beta1);                                      \
-            v[k] = v[k] * isa##_set(u->beta2) + (g[k] * g[k]) * isa##_set(u->one_minus_beta2);                             \
-            V d = isa##_sqrt(v[k]) * isa##_set(u->inv_sqrt_bias2) + isa##_set(u->eps);                                     \
-            p[k] = p[k] - isa##_set(u->step_size) * (m[k] / d);                                                            \
-        }                                                                                                                  \
-        if (__builtin_expect(isa##_any_nan(p), 0)) {                                                                       \
-            for (int k = 0; k < COUNT; k++) {                                                                              \
-                p[k] = isa##_one_nan(p[k]);                                                                                \
-                m[k] = isa##_one_nan(m[k]);                                                                                \
-                v[k] = isa##_one_nan(v[k]);                                                                                \
-            }                                                                                                              \
-        }                                                                                                                  \
-        isa##_store(u->momentum + i, m);                                                                                   \
-        isa##_store(u->variance + i, v);                                                                                   \
-        if (is_split)                                                                                                      \
-            isa##_split(p, (uint16_t *)u->weight + i, u->residual + i);                                                    \
-        else                                                                                                               \
-            isa##_store((float *)u->weight + i, p);                                                                        \
-    }                                                                                                                      \
-                                                                                                                           \
-    TARGET INLINE void isa##_steps(const Update *update, size_t i, size_t end, int is_split, int fp32, int decoupled)      \
-    {                                                                                                                      \
-        const Update u = *update;   /* no store can change it */                                                           \
-        for (; i + UNIT <= end; i += UNIT) {                                                                               \
-            prefetch(u.weight, is_split ? 2 : 4, i);                                                                       \
-            if (is_split)                                                                                                  \
-                prefetch(u.residual, 2, i);                                                                                \
-            prefetch(u.momentum, 4, i);                                                                                    \
-            prefetch(u.variance, 4, i);                                                                                    \
-            prefetch(u.grad, fp32 ? 4 : 2, i);                                                                             \
-            for (size_t k = 0; k < UNIT; k += COUNT * WIDTH)                                                               \
-                isa##_step(&u, i + k, is_split, fp32, decoupled);                                                          \
-        }                                                                                                                  \
-        for (; i < end; i++)                                                                                               \
-            scalar_step(&u, i, is_split, fp32, decoupled);                                                                 \
-    }                                                                                                                      \
-                                                                                                                           \
-    TARGET static void isa##_adam(const void *update, size_t begin, size_t end)                                            \
-    {                                                                                                                      \
-        const Update *u = update;                                                                                          \
-        switch ((u->residual != NULL) * 4 + u->grad_is_fp32 * 2 + u->decoupled) {                                          \
-        case 0: isa##_steps(u, begin, end, 0, 0, 0); break;                                                                \
-        case 1: isa##_steps(u, begin, end, 0, 0, 1); break;                                                                \
-        case 2: isa##_steps(u, begin, end, 0, 1, 0); break;                                                                \
-        case 3: isa##_steps(u, begin, end, 0, 1, 1); break;                                                                \
-        case 4: isa##_steps(u, begin, end, 1, 0, 0); break;                                                                \
-        case 5: isa##_steps(u, begin, end, 1, 0, 1); break;                                                                \
-        case 6: isa##_steps(u, begin, end, 1, 1, 0); break;                                                                \
-        case 7: isa##_steps(u, begin, end, 1, 1, 1); break;                                                                \
-        }                                                                                                                  \
+#define ADAM(isa, TARGET, V, WIDTH, COUNT)                                                                             \
+    TARGET INLINE void isa##_step(const Update *u, size_t i, int is_split, int grad_is_fp32, int decoupled)            \
+    {                                                                                                                  \
+        V p[COUNT], g[COUNT], m[COUNT], v[COUNT];                                                                      \
+        if (is_split)                                                                                                  \
+            isa##_join((uint16_t *)u->weight + i, u->residual + i, p);                                                 \
+        else                                                                                                           \
+            isa##_load((float *)u->weight + i, p);                                                                     \
+        if (grad_is_fp32)                                                                                              \
+            isa##_load((const float *)u->grad + i, g);                                                                 \
+        else                                                                                                           \
+            isa##_widen((const uint16_t *)u->grad + i, g);                                                             \
+        isa##_load(u->momentum + i, m);                                                                                \
+        isa##_load(u->variance + i, v);                                                                                \
+        for (int k = 0; k < COUNT; k++) {                                                                              \
+            g[k] = g[k] * isa##_set(u->grad_scale);                                                                    \
+            if (decoupled)                                                                                             \
+                p[k] = p[k] * isa##_set(u->decay_or_l2);                                                               \
+            else                                                                                                       \
+                g[k] = g[k] + isa##_set(u->decay_or_l2) * p[k];                                                        \
+            m[k] = m[k] * isa##_set(u->beta1) + g[k] * isa##_set(u->one_minus_beta1);                                  \
+            v[k] = v[k] * isa##_set(u->beta2) + (g[k] * g[k]) * isa##_set(u->one_minus_beta2);                         \
+            V d = isa##_sqrt(v[k]) * isa##_set(u->inv_sqrt_bias2) + isa##_set(u->eps);                                 \
+            p[k] = p[k] - isa##_set(u->step_size) * (m[k] / d);                                                        \
+        }                                                                                                              \
+        if (__builtin_expect(isa##_any_nan(p), 0)) {                                                                   \
+            for (int k = 0; k < COUNT; k++) {                                                                          \
+                p[k] = isa##_one_nan(p[k]);                                                                            \
+                m[k] = isa##_one_nan(m[k]);                                                                            \
+                v[k] = isa##_one_nan(v[k]);                                                                            \
+            }                                                                                                          \
+        }                                                                                                              \
+        isa##_store(u->momentum + i, m);                                                                               \
+        isa##_store(u->variance + i, v);                                                                               \
+        if (is_split)                                                                                                  \
+            isa##_split(p, (uint16_t *)u->weight + i, u->residual + i);                                                \
+        else                                                                                                           \
+            isa##_store((float *)u->weight + i, p);                                                                    \
+    }                                                                                                                  \
+                                                                                                                       \
+    TARGET INLINE void isa##_steps(const Update *update, size_t i, size_t end, int is_split, int fp32, int decoupled)  \
+    {                                                                                                                  \
+        const Update u = *update;   /* no store can change it */                                                       \
+        for (; i + UNIT <= end; i += UNIT) {                                                                           \
+            prefetch(u.weight, is_split ? 2 : 4, i);                                                                   \
+            if (is_split)                                                                                              \
+                prefetch(u.residual, 2, i);                                                                            \
+            prefetch(u.momentum, 4, i);                                                                                \
+            prefetch(u.variance, 4, i);                                                                                \
+            prefetch(u.grad, fp32 ? 4 : 2, i);                                                                         \
+            for (size_t k = 0; k < UNIT; k += COUNT * WIDTH)                                                           \
+                isa##_step(&u, i + k, is_split, fp32, decoupled);                                                      \
+        }                                                                                                              \
+        for (; i < end; i++)                                                                                           \
+            scalar_step(&u, i, is_split, fp32, decoupled);                                                             \
+    }                                                                                                                  \
+                                                                                                                       \
+    TARGET static void isa##_adam(const void *update, size_t begin, size_t end)                                        \
+    {                                                                                                                  \
+        const Update *u = update;                                                                                      \
+        switch ((u->residual != NULL) * 4 + u->grad_is_fp32 * 2 + u->decoupled) {                                      \
+        case 0: isa##_steps(u, begin, end, 0, 0, 0); break;                                                            \
+        case 1: isa##_steps(u, begin, end, 0, 0, 1); break;                                                            \
+        case 2: isa##_steps(u, begin, end, 0, 1, 0); break;                                                            \
+        case 3: isa##_steps(u, begin, end, 0, 1, 1); break;                                                            \
+        case 4: isa##_steps(u, begin, end, 1, 0, 0); break;                                                            \
+        case 5: isa##_steps(u, begin, end, 1, 0, 1); break;                                                            \
+        case 6: isa##_steps(u, begin, end, 1, 1, 0); break;                                                            \
+        case 7: isa##_steps(u, begin, end, 1, 1, 1); break;                                                            \
+        }                                                                                                              \
     }
 
 ADAM(scalar, , float, 1, 1)
@@ -410,10 +412,10 @@ INLINE void sum_squares_body(const void *context, size_t begin, size_t end)
             atomic_fetch_add_explicit((_Atomic int64_t *)s->limbs + k, limbs[k], memory_order_relaxed);
 }
 
-#define PASSES(isa, TARGET)                                                                                                \
-    TARGET static void isa##_split_pass(const void *c, size_t begin, size_t end) { split_body(c, begin, end); }            \
-    TARGET static void isa##_join_pass(const void *c, size_t begin, size_t end) { join_body(c, begin, end); }              \
-    TARGET static void isa##_accumulate(const void *c, size_t begin, size_t end) { accumulate_body(c, begin, end); }       \
+#define PASSES(isa, TARGET)                                                                                            \
+    TARGET static void isa##_split_pass(const void *c, size_t begin, size_t end) { split_body(c, begin, end); }        \
+    TARGET static void isa##_join_pass(const void *c, size_t begin, size_t end) { join_body(c, begin, end); }          \
+    TARGET static void isa##_accumulate(const void *c, size_t begin, size_t end) { accumulate_body(c, begin, end); }   \
     TARGET static void isa##_sum_squares(const void *c, size_t begin, size_t end) { sum_squares_body(c, begin, end); }
 
 PASSES(scalar, )
@@ -541,8 +543,8 @@ static void hire(int wanted)
 
 static int default_threads(void)
 {
-    cpu_set_t cpus;
-    return sched_getaffinity(0, sizeof cpus, &cpus) ? 1 : CPU_COUNT(&cpus);
+    cpu_set_t cpus;     /* too small where there are over 1,024 */
+    return sched_getaffinity(0, sizeof cpus, &cpus) ? MAX_THREADS : CPU_COUNT(&cpus);
 }
 
 /* Runs pass over [0, numel) in tiles. The GIL is not held. */

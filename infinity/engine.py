@@ -703,7 +703,7 @@ class Engine:
         self.pipeline.read_states = self._read_states
         self.pipeline.write_back = self._adopt_values
         per_span = max(1, round(len(chunks) / len(spans)))
-        self.pipeline.read_ahead = max(3, placement.weight_slots // per_span - 2)
+        self.pipeline.read_ahead = max(4, placement.weight_slots // per_span - 2) if keep else 4
         self.pipeline.states_ahead = max(1, placement.state_slots - 2)
         for span in spans:
             span.pinned = placement.pinned

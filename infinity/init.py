@@ -144,9 +144,14 @@ class _Builder(TorchFunctionMode):
             self._modules[id(module)] = weakref.ref(module)
 
     def _notice(self, param: nn.Parameter) -> None:
-        if id(param) not in self._home and id(param) not in self._away and param.is_floating_point() and param.numel():
-            self._home[id(param)] = param
-            self._home_nbytes += param.numel() * param.element_size()
+        if id(param) in self._home or id(param) in self._away or not param.is_floating_point() or not param.numel():
+            return
+        for original, away in list(self._away.values()):
+            if param.data_ptr() == away.placeholder.data_ptr():  # nn.Parameter(another) asks no mode for the other's data
+                self._bring_back([original])
+                param.data = original.data.reshape(param.shape)
+        self._home[id(param)] = param
+        self._home_nbytes += param.numel() * param.element_size()
 
     def _shrink(self, keep: nn.Parameter | None = None) -> None:
         """Send the oldest away until the window holds the rest."""

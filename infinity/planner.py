@@ -169,14 +169,14 @@ def place(
 
 def chunk_numel(num_parameters: int, *, host_budget: int, device_budget: int, world: int, unit: int) -> int:
     """A chunk size for a model: small enough for a full set of slots in half the host budget and for eight chunks on the
-    device, at most 16 MiB and at least 0.25 MiB of 16-bit weights, and at least 16 chunks a model. A multiple of `unit`.
+    device, at most 16 MiB and at least 0.25 MiB of 16-bit weights, and at least 64 chunks a model. A multiple of `unit`.
     """
     slots_nbytes = WEIGHT_SLOTS * 2 + STATE_SLOTS * 10 + GRADIENT_SLOTS * 2
     numel = min(
         8 << 20,
         host_budget * world // (2 * slots_nbytes),
         device_budget // 16,
-        num_parameters // 16,
+        num_parameters // 64,
     )
     return max(numel, 128 << 10, unit) // unit * unit
 
