@@ -104,10 +104,10 @@ INLINE void scalar_split(const float *v, uint16_t *weight, int16_t *residual)
 
 /* ---- two vectors of eight or sixteen ---- */
 
-/* A 16-bit vector is as long as two of floats, so these come in pairs (one at a time: 18 % slower in cache, 7 % out of it). An
- * unpack interleaves within 128-bit lanes, so 64-bit words are put in the order that makes its results contiguous before
- * it, and back after a split. Interleaving makes (weight << 16) | residual: what a negative residual borrows from the
- * weight is settled on the 16-bit words. */
+/* A 16-bit vector is as long as two of floats, so these come in pairs (one at a time: 18 % slower in cache, 7 % out of
+ * it). An unpack interleaves within 128-bit lanes, so 64-bit words are put in the order that makes its results contiguous
+ * before it, and back after a split. Interleaving makes (weight << 16) | residual: what a negative residual borrows from
+ * the weight is settled on the 16-bit words. */
 #if defined(__x86_64__)
 #define AVX2 __attribute__((target("avx2")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))

@@ -250,11 +250,12 @@ class _Run:
 
     def introduce(self):
         stats = self.counters[0]
+        world = dist.get_world_size() if dist.is_initialized() else 1
         print(
             f"GPT of {stats['num_parameters'] / 1e6:,.1f} M parameters in {self.config.dtype} on {self.config.device}: "
             f"states {format_bytes(stats['state_nbytes'])}, "
             f"device budget {format_bytes(stats['device_budget_nbytes'])}, "
-            f"host arena {format_bytes(stats['host_arena_nbytes'])}",
+            f"host arena {format_bytes(stats['host_arena_nbytes'])}{', each a rank' if world > 1 else ''}",
             flush=True,
         )
 

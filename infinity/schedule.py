@@ -109,7 +109,7 @@ def plan(
     spans. keep: leave a span on the device until its room is needed (farthest next use goes first, Belady 1966);
     otherwise evict as soon as no op and no stage needs it. reductions: (position, chunk), in order, of the gradients that
     are complete after that position; updates: those of them that are followed by an update, which makes the device copy
-    stale. `span_of` maps a chunk to its span, states_ahead is how many chunks' states are read before their update.
+    stale; what is complete only after the last use is left to the end of the pass. `span_of` maps a chunk to its span, states_ahead is how many chunks' states are read before their update.
     The device holds nothing at the start but spans of 0 bytes.
 
     A fetch is made ahead only where room can be had without evicting what is needed sooner; what an op itself needs
@@ -224,7 +224,6 @@ def plan(
         while num_states < len(updates) and num_states < num_updated + states_ahead:
             actions.append(ReadStates(updates[num_states][1]))
             num_states += 1
-    actions.extend(Reduce(chunk) for _, chunk in reductions[num_reduced:])
     return actions
 
 

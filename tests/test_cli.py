@@ -191,7 +191,7 @@ def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
     assert 12 <= padded < 14
     passes = 2 * accumulate
     assert report["nvme_write_bytes_per_param"] == pytest.approx(padded, rel=0.01)
-    assert report["nvme_read_bytes_per_param"] == pytest.approx(padded * (1 + (passes - 1) / 3), rel=0.01)
+    assert report["nvme_read_bytes_per_param"] == pytest.approx(padded * (1 + (passes - 1) / 3), rel=0.03)
     assert 0 < report["peak_device_bytes"] <= report["device_budget_bytes"] == 8 * 2**20
     assert 0 < report["host_arena_bytes"] <= 64 * 2**20
     assert report["states_over_device_budget"] == report["state_bytes"] / 2**23
