@@ -18,9 +18,9 @@ C_TESTS := $(wildcard tests/test_aio*.py tests/test_adam*.py)
 .PHONY: train test test-long test-gpu bench sanitize build clean
 .DELETE_ON_ERROR:
 
-# The states neither fit the device budget nor stay in host memory: all of them live in ./infinity-swap.
+# Every state lives in ./infinity-swap: ten times the device budget, four times the host budget.
 train: build
-	$(PY) -m infinity train --weights nvme --states nvme --device-memory 24MiB --host-memory 256MiB $(TRAIN)
+	$(PY) -m infinity train --weights nvme --states nvme --device-memory 12MiB --host-memory 32MiB $(TRAIN)
 
 test: build
 	$(PY) -m pytest $(TESTS)

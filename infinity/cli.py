@@ -113,7 +113,7 @@ def _parser():
     )
     run.add_argument("--batch", type=_whole, default=8, metavar="N", help="sequences in a micro-batch, over all ranks")
     run.add_argument("--accumulate", type=_whole, default=1, metavar="N", help="micro-batches in a step")
-    run.add_argument("--steps", type=_whole, default=80, metavar="N", help="optimizer steps")
+    run.add_argument("--steps", type=_whole, default=70, metavar="N", help="optimizer steps")
     run.add_argument("--lr", type=_positive, default=3e-4, metavar="X", help="learning rate of AdamW")
     run.add_argument("--max-grad-norm", type=_positive, metavar="X", help="clip the gradient's global norm to this")
     run.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the weights and of the data's order")
@@ -303,8 +303,9 @@ class _Run:
         state_nbytes = _over_ranks(last["state_nbytes"]).sum()
         peaks = _over_ranks([last["peak_device_nbytes"], last["host_arena_nbytes"]]).max(0)
         swapped = [[stats["nvme_read_nbytes"], stats["nvme_write_nbytes"]] for stats in self.counters]
-        swapped = np.diff(_over_ranks(swapped).sum(0), axis=0)  # [steps, read and written]
-        per_param = np.median(swapped[WARM_UP_STEPS:], axis=0) / num if skipped else [None, None]
+        swapped = _over_ranks(swapped).sum(0)  # [steps + 1, read and written]
+        # The mean, not the median: what is read ahead in one step is missing in the next, and cancels out.
+        per_param = ((swapped[-1] - swapped[skipped]) / len(seconds) / num).tolist() if skipped else [None, None]
         links = _over_ranks([_link_counters(self.counters[skipped]), _link_counters(last)])  # [world, 2, links, counters]
         links = links[:, 1] - links[:, 0]
         world = len(links)

@@ -54,6 +54,7 @@ from infinity.residency import (
     owner_of,
     set_owner,
 )
+from infinity.schedule import NEVER
 from infinity.tiers import Swap
 from infinity.updater import Hyper, Updater, add_norm, segments
 
@@ -134,6 +135,7 @@ class Engine:
                 self._begin_update(chunk, chunk.pending)
             if chunk.updating is not None:
                 chunk.updating.wait()
+            self._keep_written(chunk.span)
             piece = chunk.whole_pieces[state.index]
             with self._host_segments(chunk) as shard:
                 for segment in chunk.record.segments:
@@ -153,6 +155,8 @@ class Engine:
             raise ConfigError("infinity.gathered: a parameter is not one of this engine's")
         spans = list(dict.fromkeys(self.registry.span_of(state) for state in states))
         self.pipeline.acquire_aside(spans)
+        for span in spans:
+            self._keep_written(span)
         before = {span: span.flat.clone() for span in spans}
         try:
             yield
@@ -219,18 +223,17 @@ class Engine:
     @torch.no_grad()
     def step(self) -> None:
         self._check_open()
+        if self.backward_task is not None:
+            self._abandon_backward()
         if self.torn:
             raise UsageError(
                 "the last backward pass failed after some chunks had been updated: weights are of two steps. Start again from "
                 "a checkpoint; with update='deferred' a failed backward pass can be repeated."
             )
-        if not self.num_backwards:
-            raise UsageError(
-                "step() without a finished backward pass since the last step"
-                + (": the last one raised; call zero_grad() and run it again" if self.backward_task is not None else "")
-            )
-        if self.backward_task is not None:
+        if self.failed:
             raise UsageError("step() after a backward pass that raised; call zero_grad() and run it again")
+        if not self.num_backwards:
+            raise UsageError("step() without a finished backward pass since the last step")
         self.raise_failure()
         hyper = self._hyper()
         if self.early_hyper is not None and self.early_hyper.groups != hyper.groups:
@@ -250,14 +253,15 @@ class Engine:
                 self._begin_update(chunk, hyper)
         for state in self.registry.params:
             state.expected = state.arrived_last
-        updates = () if self.deferred else tuple(self.completed_last)
-        self.pipeline.adopt(tuple(self.completed), updates)
+        self.pipeline.adopt(*self._completions())
         self._reset_step()
         self.pipeline.begin_cycle()
 
     def zero_grad(self) -> None:
         if not self._started:
             return
+        if self.backward_task is not None:
+            self._abandon_backward()
         if any(chunk.updated for chunk in self.registry.chunks) and not self.torn:
             raise UsageError(
                 "zero_grad() between a backward pass that has begun to update and its step(). Call it after step(), or use "
@@ -274,6 +278,11 @@ class Engine:
 
     def begin_forward(self) -> None:
         self._check_open()
+        if torch._C._are_functorch_transforms_active():
+            raise UsageError(
+                "torch.func transforms (grad, vjp, vmap, ...) do not see when weights come and go. Use loss.backward() or "
+                "torch.autograd.grad."
+            )
         if torch.is_autocast_enabled(self.device.type) and self.config.dtype == "fp32":
             raise UsageError(
                 "torch.autocast over an fp32 engine casts weights that come and go, and caches the casts. Use "
@@ -350,7 +359,7 @@ class Engine:
             waiting = torch.tensor([chunk.flat_gradient is not None for chunk in self.registry.chunks], dtype=torch.int32)
             for chunk, waits in zip(self.registry.chunks, self.ranks.max_(waiting).tolist()):
                 if waits:
-                    self.gradients.reduce(chunk, agreed=True)
+                    self.gradients.reduce(chunk)
                     self._sum_squares(chunk)
         self.num_backwards += 1
         for state in self.registry.params:
@@ -367,23 +376,36 @@ class Engine:
     # Gradients and updates.
 
     def _complete(self, chunk: ChunkState) -> None:
-        """All gradients that are expected of a chunk have arrived."""
-        position = max(len(self.pipeline.trace) - 1, 0)
-        self.completed.append((position, chunk.index))
-        if self.early_hyper is not None:
-            self.completed_last.append((position, chunk.index))
+        """All gradients that are expected of a chunk have arrived: no op of this pass wants its weights again."""
+        chunk.copy_expected = False
+        if chunk.span.presence is not Presence.FETCHING:
+            self.records.drop(chunk, WEIGHTS)
+        self.completed.append((self.num_backwards, max(len(self.pipeline.trace) - 1, 0), chunk.index))
         if self.ranks.world == 1:
-            self._gradient_ready(chunk)
-        elif self.pipeline.plan_uses is None:
-            self.gradients.reduce(chunk, agreed=False)
             self._gradient_ready(chunk)
 
     def _reduce(self, chunk: ChunkState) -> None:
         """The plan says that it is the chunk's turn; all ranks are at this point."""
         if self.backward_task is None or chunk.updated:
             return
-        self.gradients.reduce(chunk, agreed=True)
+        self.gradients.reduce(chunk)
         self._gradient_ready(chunk)
+
+    def _reduce_unplanned(self) -> None:
+        """Before there is a plan, all ranks meet at each acquire: reduce what is complete on all of them.
+
+        A gradient that some rank never gets is thus left to the end of the pass, in one order everywhere.
+        """
+        if self.ranks.world == 1 or self.backward_task is None:
+            return
+        chunks = self.registry.chunks
+        complete = torch.tensor([not chunk.missing for chunk in chunks], dtype=torch.int32)
+        empty = torch.tensor([chunk.flat_gradient is None for chunk in chunks], dtype=torch.int32)
+        self.ranks.min_(agreed := torch.stack([complete, empty]))
+        for chunk, is_complete, is_empty in zip(chunks, *agreed.tolist()):
+            if is_complete and not is_empty:
+                self.gradients.reduce(chunk)
+                self._gradient_ready(chunk)
 
     def _gradient_ready(self, chunk: ChunkState) -> None:
         if self.early_hyper is not None:
@@ -411,6 +433,7 @@ class Engine:
     def _begin_update(self, chunk: ChunkState, hyper: Hyper) -> None:
         if chunk.pending is None:
             self._make_stale(chunk)
+        self.pipeline.num_updates_begun += 1
         self.updater.begin(chunk, hyper, urgent=not self.deferred)
 
     def _make_stale(self, chunk: ChunkState) -> None:
@@ -456,12 +479,26 @@ class Engine:
         self._sum_squares(chunk)
         self.num_backwards = backwards
 
+    def _completions(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(position, chunk), in order, of gradients that were complete on every rank, and those of them due for an update."""
+        completed = self.completed
+        if self.ranks.world > 1:
+            positions = torch.full((self.optimizer.accumulation_steps, len(self.registry.chunks)), NEVER)
+            for backward, position, chunk in completed:
+                positions[backward, chunk] = position
+            last = self.ranks.max_(positions).tolist()
+            completed = [(b, p, c) for b, row in enumerate(last) for c, p in reversed([*enumerate(row)]) if p < NEVER]
+            completed.sort(key=lambda entry: entry[1])
+        final = -1 if self.deferred else self.optimizer.accumulation_steps - 1
+        return [(p, c) for _, p, c in completed], [(p, c) for b, p, c in completed if b == final]
+
     def _hyper(self) -> Hyper:
         return Hyper(self.optimizer.snapshot(), self.optimizer.decoupled, 1.0 / self.ranks.world)
 
     def _abandon_backward(self) -> None:
         """The last backward pass raised."""
         self.backward_task = None
+        self.failed = True
         self.hooks.release_all()
         self.torn = self.torn or any(chunk.updated for chunk in self.registry.chunks)
 
@@ -471,10 +508,10 @@ class Engine:
         self.num_backwards = 0
         self.early_hyper: Hyper | None = None
         self.torn = torn
+        self.failed = False  # a backward pass raised
         self.late = False
         self.waiting: list[ChunkState] = []
-        self.completed: list[tuple[int, int]] = []  # (position in the trace, chunk)
-        self.completed_last: list[tuple[int, int]] = []  # those of the last backward pass
+        self.completed: list[tuple[int, int, int]] = []  # (backward pass, position in the trace, chunk)
         if self._started:
             self.first_step = False
             for chunk in self.registry.chunks:
@@ -517,6 +554,14 @@ class Engine:
                 for kind, entry in entries.items():
                     self.records.unpin(chunk, kind, entry)
 
+    def _keep_written(self, span: SpanState) -> None:
+        """Make what forward passes wrote to a span that is still home its value."""
+        written = span.written()
+        if written:
+            self._adopt_values(span)
+            for state in written:
+                state.version = state.param._version
+
     @torch.no_grad()
     def _adopt_values(self, span: SpanState, before: torch.Tensor | None = None) -> None:
         """Make what is in a span's device storage its value; an element that changed loses its residual."""
@@ -556,6 +601,7 @@ class Engine:
             )
         return update == "deferred"
 
+    @torch.inference_mode(False)
     def _start(self) -> None:
         """Lay out, place, reserve and write the initial records; then let the parameters go."""
         if self._started:
@@ -653,9 +699,10 @@ class Engine:
         self.lock = threading.Condition()
         keep = config.residency == "auto"
 
-        def next_use(chunk: int) -> float:
-            return self.pipeline.next_use(self.layout.chunks[chunk].span)
-
+        next_uses = {
+            WEIGHTS: lambda chunk: self.pipeline.next_weights_use(chunks[chunk]),
+            STATES: lambda chunk: self.pipeline.next_states_use(chunks[chunk]),
+        }
         caches = {}
         for kind, count, homes in (
             (WEIGHTS, placement.weight_slots, placement.weights),
@@ -663,7 +710,7 @@ class Engine:
         ):
             sizes = [r.weight_nbytes if kind == WEIGHTS else r.states_nbytes for r in records]
             slots = Slots(self.arena, kind, max(sizes) or 1, count) if count else None
-            caches[kind] = HostCache(kind, slots, self.lock, next_use)
+            caches[kind] = HostCache(kind, slots, self.lock, next_uses[kind])
             for index, area in self._areas({i: n for i, n in enumerate(sizes) if homes[i] == "host"}).items():
                 caches[kind].add_resident(index, area)
         for chunk, weights, states in zip(chunks, placement.weights, placement.states):
@@ -699,7 +746,9 @@ class Engine:
         self.gradients.num_updates_running = lambda: self.updater.num_running
         self.gradients.raise_failure = self.raise_failure
         self.pipeline.begin_update = lambda chunk: self._begin_update(chunk, chunk.pending)
+        self.pipeline.in_backward = lambda: self.backward_task is not None
         self.pipeline.reduce = self._reduce
+        self.pipeline.reduce_unplanned = self._reduce_unplanned
         self.pipeline.read_states = self._read_states
         self.pipeline.write_back = self._adopt_values
         per_span = max(1, round(len(chunks) / len(spans)))

@@ -79,7 +79,6 @@ class Gradients:
         self._changed = threading.Condition()
         self._under_way_nbytes = 0
         self._starving = False
-        self._num_collectives = 0
 
     def dtype(self, chunk: ChunkState) -> torch.dtype:
         return torch.float32 if self.accumulate else TORCH_DTYPES[chunk.chunk.dtype]
@@ -112,8 +111,8 @@ class Gradients:
         if self.ranks.world > 1:
             self._send(-nbytes)
 
-    def reduce(self, chunk: ChunkState, *, agreed: bool) -> None:
-        """Reduce-scatter what has arrived of a chunk, zeros for the rest. Without `agreed` the ranks compare notes first."""
+    def reduce(self, chunk: ChunkState) -> None:
+        """Reduce-scatter what has arrived of a chunk, zeros for the rest. All ranks must call it at the same point."""
         numel = chunk.chunk.shard_numel
         flat = chunk.flat_gradient
         if flat is None:
@@ -125,10 +124,8 @@ class Gradients:
                 view[:, numel + index] = 1
         chunk.flat_gradient = None
         chunk.used = set()
-        self._num_collectives += 1
-        order = None if agreed else (1, self._num_collectives, chunk.index)
         ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
-        scattered = self.gg.push(lambda: self._run_reduce(chunk, flat, order, ready))
+        scattered = self.gg.push(lambda: self._run_reduce(chunk, flat, ready))
         nbytes = flat.numel() * flat.element_size()
         self._send(nbytes)
         self.tier.book(-nbytes)
@@ -274,9 +271,7 @@ class Gradients:
             view[rank, start : start + count] += flat_grad[begin : begin + count]
             done += count
 
-    def _run_reduce(self, chunk: ChunkState, flat: torch.Tensor, order, ready):
-        if order is not None:
-            self.ranks.require_order("the next reduce-scatter", *order)
+    def _run_reduce(self, chunk: ChunkState, flat: torch.Tensor, ready):
         start = now()
         if self.cuda:
             with torch.cuda.stream(self.gather_stream):

@@ -7,6 +7,7 @@ different orders on two ranks do not fail, they deliver each other's data.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 
 import torch
@@ -33,8 +34,8 @@ class Ranks:
         self.data = self.control = self.order = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            self.data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
             timeout = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
+            self.data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
             self.control = dist.new_group(backend="gloo", timeout=timeout)
             self.order = dist.new_group(backend="gloo", timeout=timeout)
 
@@ -42,12 +43,14 @@ class Ranks:
         """All-gather in place: chunk is 1-D [world * shard_numel], this rank's shard already in its place."""
         shard_numel = chunk.numel() // self.world
         shard = chunk[self.rank * shard_numel : (self.rank + 1) * shard_numel]
-        _all_gather(chunk, shard, group=self.data)
+        with self._explained("an all-gather of weights"):
+            _all_gather(chunk, shard, group=self.data)
 
     def reduce_scatter(self, chunk: torch.Tensor) -> torch.Tensor:
         """Sum a 1-D [world * n] tensor over the ranks; returns this rank's [n]."""
         shard = torch.empty(chunk.numel() // self.world, dtype=chunk.dtype, device=chunk.device)
-        _reduce_scatter(shard, chunk, group=self.data)
+        with self._explained("a reduce-scatter of gradients"):
+            _reduce_scatter(shard, chunk, group=self.data)
         return shard
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +90,8 @@ class Ranks:
         if self.world == 1:
             return True
         low = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64)
-        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group or self.control)
+        with self._explained("the exchange of what comes next"):
+            dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group or self.control)
         return all(low[i].item() == -low[len(values) + i].item() for i in range(len(values)))
 
     def require_order(self, what: str, *values: int) -> None:
@@ -97,6 +101,17 @@ class Ranks:
                 f"rank {self.rank} of {self.world}: the ranks disagree about {what} (here: {values}). All ranks must "
                 f"run the same modules in the same order; look for branches that depend on the rank or on its data."
             )
+
+    @contextlib.contextmanager
+    def _explained(self, what: str):
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise RuntimeError(
+                f"rank {self.rank} of {self.world}: {what} failed: another rank has failed, or runs other modules or in another "
+                f"order. See the first error of the other ranks ({reason})"
+            ) from error
 
     def barrier(self) -> None:
         if self.world > 1:

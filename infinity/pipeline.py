@@ -58,7 +58,8 @@ class Part:
 
 class Pipeline:
     """Acquires spans for ops. `begin_update(chunk)` starts the pending update of a chunk that is about to be fetched;
-    `reduce(chunk)` and `read_states(chunk)` are the plan's other actions. All are given after construction."""
+    `reduce(chunk)` and `read_states(chunk)` are the plan's other actions, `reduce_unplanned()` is called at each acquire
+    while there is no plan. All are given after construction."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class Pipeline:
         self.states_ahead = 2
         self.begin_update: Callable[[ChunkState], None] = lambda chunk: None
         self.reduce: Callable[[ChunkState], None] = lambda chunk: None
+        self.reduce_unplanned: Callable[[], None] = lambda: None
         self.read_states: Callable[[ChunkState], None] = lambda chunk: None
         self.cg, self.gg = Lane("cg"), Lane("gg")
         self.cuda = device.type == "cuda"
@@ -92,6 +94,9 @@ class Pipeline:
         self.plan_uses: list[Use] | None = None
         self.plan: list[schedule.Action] = []
         self.num_plans = 0
+        self.num_updates_begun = 0  # in this step
+        self.in_backward: Callable[[], bool] = lambda: False
+        self._update_order: dict[int, tuple[int, int]] = {}
         self.dropped: deque[tuple[SpanState, bool]] = deque()  # handles that died, in whatever thread; did they hold?
         self._runs: list[int] = []  # index in the plan of each Run
         self._pointer = 0
@@ -169,6 +174,7 @@ class Pipeline:
             if span.allocated and not span.pinned and not span.holds:
                 self._evict(span)
         self._pointer = 0
+        self.num_updates_begun = 0
         self._off_plan = self.plan_uses is None
         if self._cursor is not None:
             self._cursor.restart()
@@ -201,6 +207,7 @@ class Pipeline:
             span_of={chunk.index: chunk.span.index for chunk in self.registry.chunks},
             states_ahead=self.states_ahead,
         )
+        self._update_order = {chunk: (index, position) for index, (position, chunk) in enumerate(updates)}
         self.num_plans += 1
         self._runs = [index for index, action in enumerate(self.plan) if isinstance(action, schedule.Run)]
         self._cursor = schedule.Cursor(trace)
@@ -213,13 +220,30 @@ class Pipeline:
             return -self._last_used.get(span, 0)
         return table.cyclic(span, cursor.position, len(cursor.uses))
 
+    def next_weights_use(self, chunk: ChunkState) -> float:
+        """As `next_use`, for the host copy of a chunk's weights: its update needs them, too."""
+        distance = self.next_use(chunk.span.index)
+        if chunk.update_expected and self._cursor is not None and chunk.index in self._update_order:
+            distance = min(distance, max(self._update_order[chunk.index][1], self._cursor.position))
+        return distance
+
+    def next_states_use(self, chunk: ChunkState) -> float:
+        """As `next_use`, for the states of a chunk: how many updates come before its own."""
+        if chunk.index not in self._update_order:  # deferred: updates follow the forward pass
+            if self._cursor is None:
+                return self.next_use(chunk.span.index)
+            first = self._next_use.after(chunk.span.index, -1)
+            return first if first > self._cursor.position else first + len(self._cursor.uses)
+        index = self._update_order[chunk.index][0] - self.num_updates_begun
+        return index if index >= 0 else index + len(self._update_order)
+
     def invalidate(self, span: SpanState) -> None:
         """An update makes the device copy stale; nobody may hold it."""
         assert not span.holds, f"{span} is updated while an op holds it"
         if span.presence is Presence.FETCHING:
             self._settle(span)
         if span.presence is not Presence.AWAY:
-            span.detach()
+            self._detach(span)
             span.become(Presence.AWAY)
         if not span.pinned:
             self.tier.free(span)
@@ -234,6 +258,8 @@ class Pipeline:
 
     def _follow(self, key: Hashable) -> None:
         position = self._cursor.advance(key) if self._cursor is not None else None
+        if self.plan_uses is None:
+            self.reduce_unplanned()
         if position is None:
             self._off_plan = True
             if not self.keep:
@@ -311,10 +337,17 @@ class Pipeline:
             update, request = chunk.updating, None
             if chunk.weights_home != "device":
                 request = self.records.request(chunk, WEIGHTS, urgent=needed)
-            chunk.copy_expected = False
+            chunk.copy_expected = self._copied_again(span)
             job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready))
             chunk.copy_job = job
             span.fetch.append(Part(chunk, request, update, job))
+
+    def _copied_again(self, span: SpanState) -> bool:
+        """Whether this backward pass will want the span once more after the use that it is copied for."""
+        if self._cursor is None or not self.in_backward():
+            return False
+        following = self._next_use.after(span.index, self._cursor.position)
+        return self._next_use.after(span.index, following) != schedule.NEVER
 
     def _gather(self, span: SpanState) -> None:
         if self.ranks.world == 1 or span.presence is not Presence.FETCHING:

@@ -19,7 +19,7 @@ from infinity.config import format_bytes
 from infinity.errors import BudgetError
 
 MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS = 2, 2, 2
-WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS = 40, 6, 6
+WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS = 64, 12, 8
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def place(
     needed = pinned + on_device + (0 if pinned else held_nbytes) + gradient_limit
     if device_budget < needed:
         raise BudgetError(
-            f"device_memory={format_bytes(device_budget)} is too small: this model needs {format_bytes(needed)} to make "
+            f"device_memory={format_bytes(device_budget)} is too small: this model needs {_exact(needed)} to make "
             f"progress (largest op {format_bytes(held_nbytes)}, its gradients {format_bytes(gradient_limit)}"
             f"{', weights ' + format_bytes(pinned) if pinned else ''}{', states ' + format_bytes(on_device) if on_device else ''}"
             f"). Raise device_memory{' or leave more to the host' if pinned else ', or split the largest layer'}."
@@ -128,7 +128,7 @@ def place(
         held = f"{counts[0]} weight, {counts[1]} state and {counts[2]} gradient slots"
         whole = f", all gradients {format_bytes(sum(gradient_nbytes))} (deferred update)" if deferred else ""
         raise BudgetError(
-            f"host_memory={format_bytes(host_budget)} is too small: this model needs {format_bytes(least)} to make progress "
+            f"host_memory={format_bytes(host_budget)} is too small: this model needs {_exact(least)} to make progress "
             f"({held}{whole}, resident {format_bytes(resident_nbytes())}). Raise host_memory or lower chunk_mib."
         )
     low = [MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS]
@@ -184,10 +184,15 @@ def chunk_numel(num_parameters: int, *, host_budget: int, device_budget: int, wo
 def _only_whole(states: str, needed: int, budget: int) -> str:
     if needed > budget:
         raise BudgetError(
-            f"states='device' needs weights, states and gradients on the device: {format_bytes(needed)}, but "
+            f"states='device' needs {_exact(needed)} for weights, states and gradients on the device, but "
             f"device_memory={format_bytes(budget)}. Raise device_memory or choose states='host'."
         )
     return states
+
+
+def _exact(nbytes: int) -> str:
+    """A budget that can be copied from a message to the configuration."""
+    return f"{nbytes} bytes ({format_bytes(nbytes)})"
 
 
 def _page(nbytes: int) -> int:

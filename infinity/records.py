@@ -68,6 +68,8 @@ class Records:
         """Ask for a chunk's weights or states. `pin=False` reads ahead: the copy may be taken back while unused."""
         request = Request(chunk, kind, urgent, pin)
         with self.lock:
+            if pin:  # what was to be read ahead is needed now; read later, it would be read once more for nobody
+                self._requests = [r for r in self._requests if r.pin or (r.chunk, r.kind) != (chunk, kind)]
             if self._requests or self.on_read is not None or not self._grant(request):
                 self._requests.append(request)
                 self.lock.notify_all()
@@ -76,9 +78,10 @@ class Records:
     def hurry(self, request: Request) -> None:
         """An op waits for it: let it, and the weights asked for before it, pass whatever is read ahead."""
         with self.lock:
-            for other in self._requests:
-                if other.kind == request.kind and other.pin:
-                    other.urgent = True
+            if request in self._requests:
+                for other in self._requests[: self._requests.index(request) + 1]:
+                    if other.kind == request.kind and other.pin:
+                        other.urgent = True
             self.lock.notify_all()
         if request.done and request.result is not None and hasattr(request.result.source, "promote"):
             request.result.source.promote()
@@ -138,10 +141,10 @@ class Records:
             self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
 
     def drop(self, chunk: ChunkState, kind: str) -> None:
-        """Forget a copy that was read ahead and is not needed after all, unless copies are kept anyway."""
+        """Give up a copy that is not needed after all, unless it is kept anyway."""
         with self.lock:
             entry = self.caches[kind].find(chunk.index)
-            if entry is not None and not self.keep:
+            if entry is not None and not self._keeps(chunk, kind):
                 self.caches[kind].drop(entry)
 
     def flush(self) -> None:

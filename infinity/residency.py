@@ -102,6 +102,8 @@ class ParameterState:
             if element != element:
                 return
         placeholder.as_strided((), ()).fill_(float("nan"))
+        param.data = placeholder
+        self.version = param._version
         raise UsageError(
             f"{self.name} was {'replaced' if replaced else 'written to'} while it was not on the device, where it is only "
             f"a placeholder. Change values inside `with infinity.gathered([parameter]):`."
@@ -140,28 +142,30 @@ class SpanState:
         if self.attached:
             return
         for state in self.params:
+            state.check_untouched()
+        for state in self.params:
             if state.view is None:
                 offset = layout.homes[state.index].offset
-                state.view = self.flat.as_strided(state.shape, state.stride, offset)
+                with torch.inference_mode(False):  # an evaluation may be the first to need it
+                    state.view = self.flat.as_strided(state.shape, state.stride, offset)
             param = state.param
-            state.check_untouched()
             param.data = state.view
             state.version = param._version
         self.attached = True
 
     def detach(self) -> list[ParameterState]:
         """Let the parameters be placeholders; returns those that were written to in place while they were home."""
-        if not self.attached:
-            return []
-        written = []
-        for state in self.params:
-            param = state.param
-            if param._version != state.version:
-                written.append(state)
-            param.data = state.placeholder
-            state.version = param._version
+        written = self.written()
+        if self.attached:
+            for state in self.params:
+                state.param.data = state.placeholder
+                state.version = state.param._version
         self.attached = False
         return written
+
+    def written(self) -> list[ParameterState]:
+        """The parameters that were written to in place while they were home, such as by an embedding with max_norm."""
+        return [state for state in self.params if self.attached and state.param._version != state.version]
 
     def __repr__(self):
         first = self.params[0].name if self.params else "-"
@@ -185,9 +189,10 @@ class DeviceTier:
             return
         span.storage.resize_(span.nbytes)
         if span.flat is None:
-            span.flat = torch.empty(0, dtype=span.dtype, device=span.storage.device).set_(
-                span.storage, 0, (span.span.numel,), (1,)
-            )
+            with torch.inference_mode(False):
+                span.flat = torch.empty(0, dtype=span.dtype, device=span.storage.device).set_(
+                    span.storage, 0, (span.span.numel,), (1,)
+                )
         span.allocated = True
         if not span.pinned:
             self.used_nbytes += span.nbytes

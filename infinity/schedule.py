@@ -6,7 +6,7 @@ decide what an action means on their machine. A plan is a value: tests compare i
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -91,6 +91,24 @@ class NextUse:
         return first if first == NEVER else first + period
 
 
+class _Ordered:
+    """Spans in the order of a key that each has; a key ends with its span."""
+
+    def __init__(self):
+        self.keys: list[tuple[int, ...]] = []
+        self._key_of: dict[int, tuple[int, ...]] = {}
+
+    def put(self, key: tuple[int, ...]) -> None:
+        self.discard(key[-1])
+        self._key_of[key[-1]] = key
+        insort(self.keys, key)
+
+    def discard(self, span: int) -> None:
+        key = self._key_of.pop(span, None)
+        if key is not None:
+            del self.keys[bisect_left(self.keys, key)]
+
+
 def plan(
     uses: Sequence[Use],
     *,
@@ -116,6 +134,10 @@ def plan(
     is fetched even when that exceeds the budget (the executor waits for memory, or says how much is missing).
     """
     next_use = NextUse(uses)
+    fetches: dict[int, list[tuple[int, int, int]]] = {}  # a span's uses by ops of its own: (position, place in the op, span)
+    for position, use in enumerate(uses):
+        for place, span in enumerate(dict.fromkeys(use.spans)):
+            fetches.setdefault(span, []).append((position, place, span))
     span_of = span_of or {}
     resident: set[int] = set()
     reads: set[int] = set()  # read, not yet copied
@@ -125,17 +147,32 @@ def plan(
     num_stale = num_states = num_updated = num_reduced = 0
     actions: list[Action] = []
     used = 0
+    coming = _Ordered()  # by the next fetch: spans that are away, or copied and not yet used
+    leaving = _Ordered()  # by the next use, farthest first: spans that are resident
+    for first, *_ in fetches.values():
+        coming.put(first)
 
-    def evict(span: int) -> None:
+    def expect(span: int, position: int) -> None:
+        later = fetches.get(span, ())
+        index = bisect_left(later, (position + 1,))
+        if index < len(later):
+            coming.put(later[index])
+        else:
+            coming.discard(span)
+
+    def evict(span: int, position: int) -> None:
         nonlocal used
+        leaving.discard(span)
+        expect(span, position)
         resident.discard(span)
         gathered.discard(span)
         ahead.discard(span)
         used -= nbytes[span]
         actions.append(Evict(span))
 
-    def copy(span: int) -> None:
+    def copy(span: int, position: int) -> None:
         nonlocal used
+        leaving.put((-next_use.after(span, position), span))
         if span not in reads:
             actions.append(Read(span))
         reads.discard(span)
@@ -154,34 +191,22 @@ def plan(
         missing = used + nbytes[span] - budget
         if missing <= 0:
             return True
-        candidates = sorted(
-            (s for s in resident if nbytes[s] and s not in needed and next_use.after(s, position) > before),
-            key=lambda s: (-next_use.after(s, position), s),
-        )
         victims = []
-        for victim in candidates:
-            if missing <= 0:
+        for minus_later, victim in leaving.keys:
+            if missing <= 0 or -minus_later <= before:
                 break
-            victims.append(victim)
-            missing -= nbytes[victim]
+            if nbytes[victim] and victim not in needed:
+                victims.append(victim)
+                missing -= nbytes[victim]
         if missing > 0:
             return False
         for victim in victims:
-            evict(victim)
+            evict(victim, position)
         return True
 
-    def upcoming(position: int, count: int) -> list[tuple[int, int]]:
-        """The next `count` fetches after `position`, as (position, span): uses of spans that are away or only just coming."""
-        fetches: list[tuple[int, int]] = []
-        seen: set[int] = set()
-        for later in range(position + 1, len(uses)):
-            for span in uses[later].spans:
-                if span not in seen and (span not in resident or span in ahead):
-                    seen.add(span)
-                    fetches.append((later, span))
-                    if len(fetches) == count:
-                        return fetches
-        return fetches
+    def upcoming(count: int) -> list[tuple[int, int]]:
+        """The next `count` fetches, as (position, span): uses of spans that are away or only just coming."""
+        return [(later, span) for later, _, span in coming.keys[:count]]
 
     for position in range(-1, len(uses)):
         needed: set[int] = set()
@@ -189,6 +214,12 @@ def plan(
             actions.append(Run(position))
             needed = {*uses[position].spans, *uses[position].held}
             ahead -= needed
+            for span in needed:
+                if span in resident:
+                    leaving.put((-next_use.after(span, position), span))
+                    coming.discard(span)
+                else:
+                    expect(span, position)
         while num_reduced < len(reductions) and reductions[num_reduced][0] < position:
             actions.append(Reduce(reductions[num_reduced][1]))
             num_reduced += 1
@@ -198,26 +229,27 @@ def plan(
             span = stale[num_stale][1]
             num_stale += 1
             if span in resident and nbytes[span] and span not in needed:
-                evict(span)
+                evict(span, position)
         if not keep:
-            horizon = [later for later, _ in upcoming(position, 3)] or [position]
-            for span in sorted(resident):
-                if nbytes[span] and span not in needed and next_use.after(span, position) > horizon[-1]:
-                    evict(span)
+            horizon = max((later for later, _ in upcoming(3)), default=position)
+            beyond = leaving.keys[: bisect_left(leaving.keys, (-horizon,))]
+            for span in sorted(span for _, span in beyond if nbytes[span] and span not in needed):
+                evict(span, position)
         for span in uses[position].spans if position >= 0 else ():
             if span not in resident:
                 make_room(span, position, position, needed)
-                copy(span)
+                copy(span, position)
                 ahead.discard(span)
+                coming.discard(span)
             gather(span)
-        for distance, (later, span) in enumerate(upcoming(position, 2), start=1):
+        for distance, (later, span) in enumerate(upcoming(2), start=1):
             if span not in resident:
                 if not make_room(span, position, later, needed):
                     break
-                copy(span)
+                copy(span, position)
             if distance == 1:
                 gather(span)
-        for _, span in upcoming(position, read_ahead):
+        for _, span in upcoming(read_ahead):
             if span not in resident and span not in reads:
                 reads.add(span)
                 actions.append(Read(span))

@@ -216,9 +216,25 @@ def test_a_fault_ends_in_correct_bytes_or_in_one_typed_error(direct, fault, op, 
 def test_of_several_failures_the_lowest_offset_is_told(direct):
     fd, _ = direct(8 * BLOCK)
     with aio_ext.Queue(block_nbytes=BLOCK, inflight_nbytes=8 * BLOCK) as queue:
-        _aio._inject("read", 3, -1, -errno.EIO)
+        _aio._inject("read", 3, 1, -errno.EIO, delay=0.05)  # comes back last
+        _aio._inject("read", 4, -1, -errno.EINVAL)
         with pytest.raises(OSError, match=f"file offset {3 * BLOCK}: asked for {BLOCK} bytes, got 0"):
             queue.read(fd, memory(8 * BLOCK), 0).wait()
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("missing", [1, 100, 511, 513, 4097, BLOCK - 1])
+def test_a_direct_transfer_goes_on_from_an_aligned_offset(direct, op, missing):
+    fd, before = direct(NUM_BLOCKS * BLOCK)
+    buffer = memory(NUM_BLOCKS * BLOCK)
+    asked = bytes(buffer)
+    with aio_ext.Queue(block_nbytes=BLOCK) as queue:
+        _aio._inject(op, 0, NUM_BLOCKS, missing)
+        ticket = queue.read(fd, buffer, 0) if op == "read" else queue.write(fd, buffer, 0)
+        assert ticket.wait()
+        assert (bytes(buffer) == before) if op == "read" else (content(fd, len(before)) == asked)
+        stats = queue.stats()
+    assert stats[f"{op}_nbytes"] == len(before) and stats["num_repeats"] >= NUM_BLOCKS
 
 
 def test_a_failed_request_does_not_poison_its_neighbours(direct):
@@ -547,6 +563,19 @@ def test_priorities_go_first_and_fifo_inside(direct):
             _aio._inject()
 
 
+def test_promote_never_lowers(direct):
+    fd, _ = direct(64 * 4096)
+    with aio_ext.Queue(block_nbytes=4096, inflight_nbytes=1) as queue:
+        plugged = plug(queue, fd)
+
+        def submit():
+            tickets = [queue.read(fd, memory(4096), 4096 * i) for i in range(3)]
+            tickets[0].promote(aio_ext.WRITE)
+            return tickets
+
+        assert first_served(queue, submit) == [0] and plugged.wait()
+
+
 def test_promote_passes_a_flood_of_prefetches(direct):
     fd, _ = direct(256 * 4096)
     with aio_ext.Queue(block_nbytes=4096, inflight_nbytes=1) as queue:
@@ -555,7 +584,6 @@ def test_promote_passes_a_flood_of_prefetches(direct):
         def flood():
             tickets = [queue.read(fd, memory(8192), 4096 * i) for i in range(200)]
             tickets[150].promote()
-            tickets[151].promote(aio_ext.WRITE)  # never lowers
             return tickets
 
         assert first_served(queue, flood) == [150] and plugged.wait()
@@ -682,6 +710,7 @@ KEEP = {  # who still refers to what when the interpreter exits
     "queue": "keep.append(queue)",
     "cycle": "me = [queue, ticket, pages]; me.append(me); del queue, ticket, pages",
     "daemon": "threading.Thread(target=ticket.wait, daemon=True).start(); keep.append(queue)",
+    "leak": "import ctypes; ctypes.pythonapi.Py_IncRef(ctypes.py_object(queue))",
     "module": "sys.modules['aio_ext'].leaked = (queue, ticket, keep); keep.append(ticket)",
 }
 

@@ -1,0 +1,173 @@
+"""What the engine's tests share: the reference that it must equal bit by bit, and ways to build, tighten and compare."""
+
+import contextlib
+import re
+
+import torch
+
+import infinity
+
+NVME = {"weights": "nvme", "states": "nvme", "residency": "none"}
+
+
+class ReferenceAdamW(torch.optim.Optimizer):
+    """The update as it is stated ([Note: the fixed arithmetic] in _adam.c), op by op, over plain PyTorch parameters.
+
+    dtype: bf16 keeps fp32 masters and gives the model their rounded weights; fp32 updates the model itself.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, dtype="fp32", decoupled=True):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.dtype, self.decoupled = dtype, decoupled
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"step": 0, "master": p.detach().float().clone()}
+                self.state[p] |= {"m": torch.zeros_like(self.state[p]["master"]), "v": torch.zeros_like(self.state[p]["master"])}
+
+    @torch.no_grad()
+    def step(self, grad_scale=1.0):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, self.state[p], group, grad_scale)
+
+    def _update(self, param, s, group, grad_scale):
+        def fp32(number):
+            return torch.tensor(number, dtype=torch.float64).float()
+
+        s["step"] += 1
+        written = param if self.dtype == "fp32" else torch.where(param == split(s["master"])[0], s["master"], param.float())
+        s["master"] = written.detach().clone()  # an embedding with max_norm writes in forward
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        p, g = s["master"], param.grad.float() * fp32(grad_scale)
+        if self.decoupled:
+            p = p * fp32(1 - lr * decay)
+        else:
+            g = g + fp32(decay) * p
+        m = s["m"] = s["m"] * fp32(beta1) + g * fp32(1 - beta1)
+        v = s["v"] = s["v"] * fp32(beta2) + (g * g) * fp32(1 - beta2)
+        root = v.double().sqrt().float()  # torch's own fp32 square root is not correctly rounded on the CPU
+        d = root * fp32((1 - beta2 ** s["step"]) ** -0.5) + fp32(group["eps"])
+        quotient = (m.double() / d.double()).float()
+        s["master"] = p - fp32(lr / (1 - beta1 ** s["step"])) * quotient
+        param.copy_(split(s["master"])[0] if self.dtype == "bf16" else s["master"])
+
+
+def split(master):
+    """fp32 -> (weight bf16, residual int16): weight = (bits + 0x8000) >> 16, residual = bits - (weight << 16)."""
+    bits = master.contiguous().view(torch.int32)
+    weight = (bits + 0x8000) >> 16
+    return weight.to(torch.int16).view(torch.bfloat16), (bits - (weight << 16)).to(torch.int16)
+
+
+def to_bf16(model):
+    for p in model.parameters():
+        p.data = split(p.data)[0]
+
+
+def bits(tensor):
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def assert_same_bits(got, expected, what):
+    assert got.dtype == expected.dtype and got.shape == expected.shape, (what, got.dtype, expected.dtype, got.shape)
+    wrong = (bits(got) != bits(expected)).sum().item()
+    assert not wrong, f"{what}: {wrong} of {got.numel()} elements differ"
+
+
+def assert_equals_reference(engine, model, reference_model, reference):
+    """Every segment of every parameter, bit by bit."""
+    theirs = dict(reference_model.named_parameters())
+    for name, param in model.named_parameters():
+        state, expected = engine.read_state(param), reference.state.get(theirs[name])
+        if not expected:
+            assert_same_bits(state["weight"], theirs[name].detach(), f"{name} weight")
+            continue
+        if reference.dtype == "bf16":
+            weight, residual = split(expected["master"])
+            assert_same_bits(state["weight"], weight, f"{name} weight")
+            assert_same_bits(state["residual"], residual, f"{name} residual")
+        else:
+            assert_same_bits(state["weight"], expected["master"], f"{name} weight")
+        if "momentum" in state:
+            assert_same_bits(state["momentum"], expected["m"], f"{name} momentum")
+            assert_same_bits(state["variance"], expected["v"], f"{name} variance")
+        registered = engine.registry.find(param)
+        for chunk in engine.registry.chunks_of(registered):
+            assert chunk.steps.get(registered.index, 0) == expected["step"], f"{name} step"
+
+
+def states_of(engine, model):
+    return {name: engine.read_state(param) for name, param in model.named_parameters()}
+
+
+def assert_same_states(got, expected, what=""):
+    assert got.keys() == expected.keys()
+    for name, segments in got.items():
+        for segment, tensor in segments.items():
+            assert_same_bits(tensor, expected[name][segment], f"{what} {name} {segment}")
+
+
+def assert_nothing_held(engine):
+    engine.pipeline.drain_dropped()
+    assert engine.pipeline._held == {}, engine.pipeline._held
+    assert all(span.holds == 0 for span in engine.registry.spans)
+    assert engine.hooks.frames == []
+
+
+@contextlib.contextmanager
+def training(make, directory, *, seed=0, optimizer=infinity.AdamW, groups=None, options=None, **config):
+    """(model, engine, optimizer) of a model made with a seed; closed at the end, with nothing held."""
+    torch.manual_seed(seed)
+    model = make()
+    directory.mkdir(exist_ok=True)
+    config = {"nvme": directory, "device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 512, "host_memory": "64MiB"} | config
+    engine = infinity.offload(model, infinity.Config(**config))
+    try:
+        params = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
+        optimizer = optimizer(params, **({"lr": 1e-2} | (options or {})))
+        yield model, engine, optimizer
+        assert_nothing_held(engine)
+    finally:
+        engine.close()
+
+
+def plain(make, *, seed=0, dtype="fp32", groups=None, options=None):
+    """(model, optimizer) of plain PyTorch with the stated arithmetic."""
+    torch.manual_seed(seed)
+    model = make()
+    masters = {p: p.detach().clone() for p in model.parameters()}
+    if dtype == "bf16":
+        to_bf16(model)
+    params = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
+    optimizer = ReferenceAdamW(params, dtype=dtype, **({"lr": 1e-2} | (options or {})))
+    for p, state in optimizer.state.items():
+        state["master"] = masters[p].float()
+    return model, optimizer
+
+
+def least_device_memory(make, directory, *, trained=True, **config):
+    """The number that the refusal of a tiny budget names; that number is enough and one byte less is not."""
+    return _least(make, directory, "device_memory", config, trained)
+
+
+def least_host_memory(make, directory, *, trained=True, **config):
+    return _least(make, directory, "host_memory", config, trained)
+
+
+def _least(make, directory, field, config, trained):
+    options = config.pop("options", None)
+    groups = config.pop("groups", None)
+    try:
+        with training(make, directory, groups=groups, options=options, **config | {field: 1}):
+            return 1
+    except infinity.BudgetError as error:
+        match = re.search(r"needs (\d+) bytes", str(error))
+        assert match, f"the message names no exact number: {error}"
+    nbytes = int(match[1])
+    try:
+        with training(make, directory, groups=groups, options=options, **config | {field: nbytes - 1}):
+            raise AssertionError(f"{field}={nbytes - 1} was accepted, one byte below {nbytes}")
+    except infinity.BudgetError as error:
+        assert f"needs {nbytes} bytes" in str(error)
+    return nbytes

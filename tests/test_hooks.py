@@ -1,0 +1,428 @@
+"""Any nn.Module with a plain `loss.backward()`: every trait of models.py trains to the bits of plain PyTorch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import UsageError
+import helpers
+from helpers import NVME, assert_equals_reference, assert_nothing_held, plain, training
+from models import TRAITS, H, Model, attention, inputs, loss_of, max_norm, mlp, stashing
+
+# Where states live, when they are updated, and whether the device has only the least that it needs.
+SETTINGS = {
+    "backward": NVME | {"update": "backward"},
+    "deferred": NVME | {"update": "deferred"},
+    "resident": {"update": "auto"},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def forward_backward(model, step):
+    torch.manual_seed(step)
+    loss = loss_of(model(inputs(model, step)))
+    loss.backward()
+    return loss.detach()
+
+
+def plain_step(model, optimizer, step):
+    loss = forward_backward(model, step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("trait", TRAITS)
+def test_a_model_with_this_trait_trains_to_the_bits_of_plain_pytorch(trait, setting, tmp_path):
+    make, config = TRAITS[trait], SETTINGS[setting]
+    if setting != "resident":
+        config = config | {"device_memory": helpers.least_device_memory(make, tmp_path, **config)}
+    reference_model, reference = plain(make)
+    with training(make, tmp_path, **config) as (model, engine, optimizer):
+        for step in range(5):
+            expected = plain_step(reference_model, reference, step)
+            loss = forward_backward(model, step)
+            helpers.assert_same_bits(loss, expected, f"loss of step {step}")
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_nothing_held(engine)
+        assert_equals_reference(engine, model, reference_model, reference)
+        for (name, buffer), expected in zip(model.named_buffers(), reference_model.buffers(), strict=True):
+            assert torch.equal(buffer, expected), name
+        if setting != "resident":
+            assert engine.stats()["peak_device_nbytes"] <= config["device_memory"]
+
+
+def test_a_model_that_reads_a_parameter_by_name_keeps_it_only_while_it_must(tmp_path):
+    """The child's weight that nn.MultiheadAttention reads is fetched on access, and gone after the step."""
+    with training(attention, tmp_path, **NVME) as (model, engine, optimizer):
+        weight = model.attention.out_proj.weight
+        forward_backward(model, 0)
+        optimizer.step()
+        assert weight.isnan().all() and weight.shape == (H, H)
+        assert model.attention.out_proj.weight.isnan().all()  # outside of an op nothing is fetched
+
+
+# Passes
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_several_forward_passes_before_one_backward(setting, tmp_path):
+    reference_model, reference = plain(mlp)
+    with training(mlp, tmp_path, **SETTINGS[setting]) as (model, engine, optimizer):
+        for step in range(4):
+            losses = []
+            for m, o in ((reference_model, reference), (model, optimizer)):
+                loss = loss_of(m(inputs(m, step))) + 2 * loss_of(m(inputs(m, step + 100)))
+                loss.backward()
+                o.step()
+                o.zero_grad()
+                losses.append(loss.detach())
+            helpers.assert_same_bits(losses[1], losses[0], f"loss of step {step}")
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_evaluation_between_steps_sees_the_updated_weights(setting, mode, tmp_path):
+    reference_model, reference = plain(mlp)
+    with training(mlp, tmp_path, **SETTINGS[setting]) as (model, engine, optimizer):
+        x = inputs(model, 50)
+        for step in range(4):
+            with mode():
+                helpers.assert_same_bits(model(x).clone(), reference_model(x).clone(), "before the step")
+            expected = plain_step(reference_model, reference, step)
+            helpers.assert_same_bits(forward_backward(model, step), expected, f"loss of step {step}")
+            optimizer.step()
+            with mode():
+                helpers.assert_same_bits(model(x).clone(), reference_model(x).clone(), "right after the step")
+            optimizer.zero_grad()
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+def test_evaluation_between_forward_and_backward_leaves_the_graph_alone(tmp_path):
+    reference_model, reference = plain(mlp)
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        for step in range(3):
+            for m, o in ((reference_model, reference), (model, optimizer)):
+                loss = loss_of(m(inputs(m, step)))
+                with torch.no_grad():
+                    m(inputs(m, 9))
+                loss.backward()
+                o.step()
+                o.zero_grad()
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_training_after_evaluation_mode_is_what_it_was(setting, tmp_path):
+    """model.eval() and a forward without a backward pass in a step of their own change nothing."""
+    reference_model, reference = plain(TRAITS["convolution"])
+    with training(TRAITS["convolution"], tmp_path, **SETTINGS[setting]) as (model, engine, optimizer):
+        for step in range(4):
+            plain_step(reference_model, reference, step)
+            forward_backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            for m in (model, reference_model):
+                m.eval()
+                m(inputs(m, 30))  # with a graph that is thrown away
+                m.train()
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+def test_inference_needs_no_optimizer(tmp_path):
+    reference_model, _ = plain(mlp)
+    torch.manual_seed(0)
+    model = mlp()
+    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **NVME)
+    with infinity.offload(model, config) as engine:
+        for step in range(3):
+            with torch.no_grad():
+                helpers.assert_same_bits(model(inputs(model, step)), reference_model(inputs(model, step)), "output")
+            assert_nothing_held(engine)
+        with pytest.raises(UsageError, match="needs an optimizer"):
+            loss_of(model(inputs(model, 0))).backward()
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_gradients_of_inputs_come_through_the_weights(retain, tmp_path):
+    reference_model, _ = plain(mlp)
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        x, y = (inputs(model, 1).requires_grad_() for _ in range(2))
+        for _ in range(2):
+            (got,) = torch.autograd.grad(loss_of(model(x)), x, retain_graph=retain)
+            (expected,) = torch.autograd.grad(loss_of(reference_model(y)), y)
+            helpers.assert_same_bits(got, expected, "gradient of the input")
+            optimizer.zero_grad()
+            assert_nothing_held(engine)
+
+
+def test_double_backward_through_the_weights(tmp_path):
+    """A gradient penalty: the gradient of the input is differentiated again."""
+    reference_model, reference = plain(mlp)
+    with training(mlp, tmp_path, update="deferred", options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
+        reference_model, reference = plain(mlp)
+        for m, o in ((reference_model, reference), (model, optimizer)):
+            x = inputs(m, 1).requires_grad_()
+            (gradient,) = torch.autograd.grad(loss_of(m(x)), x, create_graph=True)
+            gradient.square().sum().backward()
+            o.step()
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_retained_graph_gives_its_gradient_twice(setting, use_reentrant, tmp_path):
+    make = TRAITS["checkpoint_reentrant" if use_reentrant else "mlp"]
+    config = SETTINGS[setting] | {"options": {"accumulation_steps": 2}}
+    if setting != "resident":
+        config |= {"device_memory": helpers.least_device_memory(make, tmp_path, **config)}
+    reference_model, reference = plain(make)
+    with training(make, tmp_path, **config) as (model, engine, optimizer):
+        for step in range(3):
+            for m, o in ((reference_model, reference), (model, optimizer)):
+                loss = loss_of(m(inputs(m, step)))
+                loss.backward(retain_graph=True)
+                loss.backward()
+                o.step()
+                o.zero_grad()
+                del loss
+            assert_nothing_held(engine)
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+def test_a_backward_pass_over_a_graph_older_than_the_step_raises(tmp_path):
+    for name, setting in SETTINGS.items():
+        with training(mlp, tmp_path / name, options={"accumulation_steps": 1}, **setting) as (model, engine, optimizer):
+            loss = loss_of(model(inputs(model, 0)))
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            optimizer.zero_grad()
+            forward_backward(model, 1)
+            optimizer.step()
+
+
+def test_a_saved_activation_changed_in_place_raises(tmp_path):
+    def run(self, x):
+        y = self.first(x).exp()
+        z = y * y
+        y.add_(1)
+        return self.last(z)
+
+    def build(self):
+        self.first, self.last = nn.Linear(H, H), nn.Linear(H, H)
+
+    class Inner(nn.Module):
+        """In an op, so that the engine's saved-tensor hooks are in force."""
+
+        def __init__(self):
+            super().__init__()
+            build(self)
+
+        def forward(self, x):
+            return run(self, x)
+
+    with training(Inner, tmp_path, **NVME) as (model, engine, optimizer):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(torch.randn(3, H)).sum().backward()
+
+
+# Failures
+
+
+class Boom(Exception):
+    pass
+
+
+class Bomb(torch.autograd.Function):
+    armed = None
+
+    @staticmethod
+    def forward(ctx, x):
+        if Bomb.armed == "forward":
+            raise Boom
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Bomb.armed == "backward":
+            raise Boom
+        return grad
+
+
+def mined(depth=6):
+    """Raises where Bomb is armed, in the middle of its layers."""
+
+    def build(self):
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(depth))
+
+    def run(self, x):
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if i == depth // 2:
+                x = Bomb.apply(x)
+        return x
+
+    return Model(build, run)
+
+
+@pytest.fixture
+def bomb():
+    yield Bomb
+    Bomb.armed = None
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("setting", ["deferred", "resident"])
+def test_an_exception_is_followed_by_a_clean_retry(setting, where, checkpoint, tmp_path, bomb):
+    if checkpoint:
+        make = lambda: Model(
+            lambda m: m.add_module("inner", mined()),
+            lambda m, x: torch.utils.checkpoint.checkpoint(m.inner, x, use_reentrant=False),
+        )
+    else:
+        make = mined
+    config = SETTINGS[setting] | {"update": "deferred"}
+    reference_model, reference = plain(make)
+    with training(make, tmp_path, **config) as (model, engine, optimizer):
+        for step in range(4):
+            plain_step(reference_model, reference, step)
+            if step in (0, 2):
+                bomb.armed = where
+                with pytest.raises(Boom):
+                    forward_backward(model, step)
+                bomb.armed = None
+                if where == "backward":
+                    with pytest.raises(UsageError, match="raised; call zero_grad"):
+                        optimizer.step()
+                optimizer.zero_grad()
+                assert_nothing_held(engine)
+            forward_backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_nothing_held(engine)
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+def test_a_backward_pass_that_fails_half_updated_is_torn(tmp_path, bomb):
+    with training(mined, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
+        forward_backward(model, 0)
+        optimizer.step()
+        bomb.armed = "backward"
+        with pytest.raises(Boom):
+            forward_backward(model, 1)
+        bomb.armed = None
+        with pytest.raises(UsageError, match="raised; call zero_grad|weights are of two steps"):
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match="failed half-way and had begun to update"):
+            forward_backward(model, 1)
+        with pytest.raises(UsageError, match="weights are of two steps"):
+            optimizer.step()
+        with torch.no_grad():
+            model(inputs(model, 0))
+
+
+def test_a_backward_pass_that_fails_before_any_update_is_not_torn(tmp_path, bomb):
+    """The last layer's gradient is the first to come, so a bomb behind it leaves nothing updated."""
+
+    def make():
+        def build(self):
+            self.first, self.last = nn.Linear(H, H), nn.Linear(H, H)
+
+        return Model(build, lambda self, x: Bomb.apply(self.last(self.first(x))))
+
+    reference_model, reference = plain(make)
+    with training(make, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
+        bomb.armed = "backward"
+        with pytest.raises(Boom):
+            forward_backward(model, 0)
+        bomb.armed = None
+        optimizer.zero_grad()
+        forward_backward(model, 0)
+        optimizer.step()
+        plain_step(reference_model, reference, 0)
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+# What is refused, or noticed
+
+
+def test_autocast_over_fp32_is_refused(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UsageError, match='dtype="bf16"'):
+            model(inputs(model, 0))
+
+
+def test_functional_gradients_over_parameters_are_refused_or_right(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        x = inputs(model, 0)
+        params = dict(model.named_parameters())
+        with pytest.raises(UsageError, match="torch.func"):
+            torch.func.grad(lambda p: loss_of(torch.func.functional_call(model, p, (x,))))(params)
+
+
+@pytest.mark.parametrize("write", ["fill_", "zeros_", "index", "replace"])
+def test_a_write_to_an_absent_parameter_is_noticed(write, tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        forward_backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        weight = model.layers[1].weight
+        with torch.no_grad():
+            match write:
+                case "fill_":
+                    weight.fill_(1.0)
+                case "zeros_":
+                    nn.init.zeros_(weight)
+                case "index":
+                    weight[0, 0] = 2.0
+                case "replace":
+                    weight.data = torch.ones(H, H)
+        with pytest.raises(UsageError, match=r"layers\.1\.weight was .*infinity.gathered"):
+            model(inputs(model, 0))
+        model(inputs(model, 0))  # said once; the stored value was never touched
+        assert_nothing_held(engine)
+
+
+def test_hooks_leave_the_modules_as_they_were(tmp_path):
+    model = mlp()
+    with training(lambda: model, tmp_path, **NVME) as (_, engine, optimizer):
+        forward_backward(model, 0)
+        optimizer.step()
+    for module in model.modules():
+        assert type(module._parameters) is dict
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_an_embedding_that_renormalises_in_forward_keeps_what_it_wrote(tmp_path):
+    """Evaluation alone writes, too."""
+    reference_model, _ = plain(max_norm)
+    with training(max_norm, tmp_path, **NVME) as (model, engine, optimizer):
+        with torch.no_grad():
+            for step in range(3):
+                helpers.assert_same_bits(model(inputs(model, step)), reference_model(inputs(model, step)), "output")
+        helpers.assert_same_bits(engine.read_state(model.token.weight)["weight"], reference_model.token.weight.detach(), "weight")
+
+
+def test_a_deep_copy_of_an_offloaded_layer_is_refused_or_whole(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        with infinity.gathered(model.layers[0].parameters()):
+            layer = copy.deepcopy(nn.Linear(H, H)).requires_grad_(False)
+            layer.weight.copy_(model.layers[0].weight)
+        helpers.assert_same_bits(layer.weight.detach(), engine.read_state(model.layers[0].weight)["weight"], "weight")

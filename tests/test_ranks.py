@@ -1,0 +1,515 @@
+"""Ranks: the same mathematics on one, two and four, each holding, reading and updating its part of every chunk.
+
+The ranks are processes that live as long as this file's tests and run functions of it, all at once.
+"""
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import infinity
+from infinity.gpt import GPT
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 40  # after which ranks that do not answer are taken to hang
+KINDS = [(1, "weights"), (2, "states")]
+ON_NVME = {"weights": "nvme", "states": "nvme", "residency": "none", "chunk_mib": 1 / 64}
+
+
+class World:
+    """`size` ranks. `run` calls a function of this file in each and returns what each returned."""
+
+    def __init__(self, size, folder):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "infinity"])
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, f"file://{folder}/store", theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function, *arguments, **options):
+        answers = self.attempt(function, *arguments, **options)
+        errors = [f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]
+        assert not errors, "\n".join(errors)
+        return [answer for _, answer in answers]
+
+    def attempt(self, function, *arguments, **options):
+        """As `run`, but (True, result) or (False, error as text) of each."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments, options))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(SECONDS):
+                self.close()
+                pytest.fail(f"rank {rank} does not answer for {SECONDS} s; those before it: {answers}")
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                answers.append((False, "the process is gone"))
+        return answers
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.pipes = []
+
+
+def _serve(rank, size, store, pipe):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    while True:
+        try:
+            function, arguments, options = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*arguments, **options)))
+        except Exception as error:
+            pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """A function size -> World, each made once."""
+    made = {}
+
+    def get(size):
+        if size not in made or not made[size].pipes:
+            made[size] = World(size, tmp_path_factory.mktemp(f"world{size}-"))
+        return made[size]
+
+    yield get
+    for world in made.values():
+        world.close()
+
+
+# ---- what the ranks run ----
+
+
+def gpt(checkpoint=False, tie=False):
+    return GPT(hidden=48, layers=2, heads=2, vocab=61, seq=16, checkpoint_activations=checkpoint, tie=tie)
+
+
+class Branches(nn.Module):
+    """`bias` gets a gradient where `flags` say so, `never` nowhere; all ranks run the same modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 64)
+        self.side = nn.Linear(16, 64)
+        self.bias = nn.Parameter(torch.randn(64))
+        self.never = nn.Parameter(torch.randn(3000))
+        self.second = nn.Linear(64, 16)
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x, with_bias, with_side):
+        side, bias = self.side(x), self.bias
+        h = self.first(x) + (side if with_side else side.detach()) + (bias if with_bias else bias.detach())
+        return self.last(torch.tanh(self.second(torch.tanh(h))))
+
+
+def ranks():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def tokens(step, micro, batch=4):
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(1000 * step + micro)
+    x = torch.randint(61, (batch, 16), generator=generator)
+    return x, (3 * x + 1) % 61
+
+
+def share(rows):
+    rank, world = ranks()
+    count = len(rows) // world
+    return rows[rank * count : (rank + 1) * count]
+
+
+def settings(folder, **changes):
+    options = {"nvme": folder, "dtype": "fp32", "device": "cpu", "host_memory": "16MiB", "device_memory": "4MiB", "trace": True}
+    return infinity.Config(**{**options, **changes})
+
+
+def total(value):
+    """The mean over the ranks, as a number."""
+    value = torch.tensor(float(value), dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value.item() / ranks()[1]
+
+
+def states_of(engine, model):
+    """Every segment of every parameter as bytes, the same on all ranks; numbers hide the last bit."""
+    return {
+        f"{name}.{kind}": bytes(value.contiguous().view(-1).view(torch.uint8).numpy())
+        for name, param in model.named_parameters()
+        for kind, value in engine.read_state(param).items()
+    }
+
+
+def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, optimizer=None, **changes):
+    """Train the GPT; losses over all ranks, norms, states, the order of collectives and what was read."""
+    optimizer = {"lr": 1e-2, **(optimizer or {})}
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, **changes), **({} if window is None else {"window": window})):
+        model = gpt(checkpoint)
+    adam = infinity.AdamW(model.parameters(), **optimizer)
+    engine = infinity.engine_of(model)
+    micros = optimizer.get("accumulation_steps", 1)
+    losses, norms, evaluations = [], [], []
+    with engine:
+        for step in range(steps):
+            loss = 0.0
+            for micro in range(micros):
+                x, y = map(share, tokens(step, micro))
+                part = model(x, y) / micros
+                part.backward()
+                loss += part.item()
+            adam.step()
+            adam.zero_grad()
+            losses.append(total(loss))
+            norms.append(adam.grad_norm)
+            if evaluate:
+                with torch.no_grad():
+                    evaluations.append(total(model(*map(share, tokens(99, 0)))))
+        engine.flush()
+        records = [(c.record.numel, c.record.weight_nbytes, c.record.states_nbytes) for c in engine.registry.chunks]
+        return {
+            "losses": losses,
+            "norms": norms,
+            "evaluations": evaluations,
+            "states": states_of(engine, model),
+            "collectives": [(e.lane, e.what) for e in engine.events.trace if e.lane in ("gg", "rs")],
+            "reads": [e.what for e in engine.events.trace if e.lane == "nc"],
+            "copies": [e.what for e in engine.events.trace if e.lane == "cg"],
+            "records": records,
+            "nbytes": {"read": engine.stats()["links"]["nc"]["nbytes"], "written": engine.stats()["nvme_write_nbytes"]},
+            "chunks": [(c.numel, c.used) for c in engine.layout.chunks],
+            "num_plans": engine.stats()["num_plans"],
+        }
+
+
+def reference(*, steps=3, micros=1, max_grad_norm=None, lr=1e-2):
+    """Plain PyTorch over the global batch."""
+    torch.manual_seed(0)
+    model = gpt()
+    adam = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses, norms = [], []
+    for step in range(steps):
+        loss = 0.0
+        for micro in range(micros):
+            part = model(*tokens(step, micro)) / micros
+            part.backward()
+            loss += part.item()
+        if max_grad_norm:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item())
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss)
+    return losses, norms
+
+
+# ---- the same mathematics ----
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+def test_losses_are_those_of_one_process(worlds, tmp_path, size, update):
+    found = worlds(size).run(train, tmp_path, steps=5, update=update, **ON_NVME)
+    losses, _ = reference(steps=5)
+    for rank in found:
+        assert rank["losses"] == pytest.approx(losses, rel=1e-5)
+        assert rank["states"] == found[0]["states"]
+
+
+def test_three_micro_batches_and_clipping_are_those_of_one_process(worlds, tmp_path):
+    options = {"accumulation_steps": 3, "max_grad_norm": 0.5}
+    losses, norms = reference(micros=3, max_grad_norm=0.5)
+    for rank in worlds(2).run(train, tmp_path, optimizer=options, **ON_NVME):
+        assert rank["losses"] == pytest.approx(losses, rel=1e-5)
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+
+
+PLACEMENTS = [
+    {"weights": "nvme", "states": "nvme", "residency": "none"},
+    {"weights": "host", "states": "nvme"},
+    {"weights": "host", "states": "host"},
+    {"weights": "device", "states": "host"},
+    {"weights": "device", "states": "nvme"},
+    {"weights": "device", "states": "device"},
+    {"weights": "nvme", "states": "nvme", "device_memory": "400KiB"},
+    {"weights": "nvme", "states": "nvme", "host_memory": "700KiB", "update": "backward"},
+    {"weights": "nvme", "states": "nvme", "chunk_mib": 1 / 256},
+    {"weights": "nvme", "states": "host", "chunk_mib": 1 / 32, "update": "deferred"},
+    {"update": "backward"},
+]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_placement_changes_no_bit(worlds, tmp_path, dtype):
+    results = {}
+    for index, placement in enumerate(PLACEMENTS):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        options = {"chunk_mib": 1 / 64, "update": "deferred", **placement}
+        results[index] = worlds(2).run(train, folder, dtype=dtype, evaluate=index % 2 == 0, **options)[0]
+    for index, placement in enumerate(PLACEMENTS):
+        assert results[index]["losses"] == results[0]["losses"], placement
+        assert results[index]["states"] == results[0]["states"], placement
+        assert results[index]["evaluations"] in ([], results[0]["evaluations"]), placement
+
+
+def test_the_norm_has_the_same_bits_for_every_chunk_size(worlds, tmp_path):
+    norms = set()
+    for chunk_mib in (1 / 256, 1 / 64, 1 / 16):
+        options = {**ON_NVME, "chunk_mib": chunk_mib}
+        for rank in worlds(2).run(train, tmp_path, optimizer={"max_grad_norm": 0.5}, **options):
+            norms.add(tuple(rank["norms"]))
+    assert len(norms) == 1
+
+
+def test_checkpointed_activations_change_no_bit(worlds, tmp_path):
+    plain, checkpointed = (worlds(2).run(train, tmp_path, checkpoint=on, **ON_NVME)[0] for on in (False, True))
+    assert plain["losses"] == checkpointed["losses"]
+    assert plain["states"] == checkpointed["states"]
+
+
+# ---- each rank's part ----
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_holds_and_reads_its_part_of_every_chunk(worlds, tmp_path, size):
+    found = worlds(size).run(train, tmp_path, steps=5, **ON_NVME)
+    chunks = found[0]["chunks"]
+    assert len(chunks) > 8
+    for index, (numel, used) in enumerate(chunks):
+        parts = [rank["records"][index][0] for rank in found]
+        assert sum(parts) == used
+        assert parts == [min(max(used - r * numel // size, 0), numel // size) for r in range(size)]
+    for rank in found:
+        holds = {index for index, (numel, _, _) in enumerate(rank["records"]) if numel}
+        assert {index for index, _ in rank["reads"]} == holds
+        assert set(rank["copies"]) >= holds
+        # Every read is of this rank's own record, and each step writes all of it once, as the start did.
+        sizes = {(index, kind): record[i] for index, record in enumerate(rank["records"]) for i, kind in KINDS}
+        assert rank["nbytes"]["read"] == sum(sizes[what] for what in rank["reads"])
+        assert rank["nbytes"]["written"] == (5 + 1) * sum(sizes.values())
+    whole = sum(12 * used for _, used in chunks)
+    parts = [sum(sum(record[1:]) for record in rank["records"]) for rank in found]
+    assert max(parts) <= whole / size + 3 * 4096 * len(chunks)  # each segment is rounded up to 4096
+
+
+def test_collectives_have_one_order_on_all_ranks(worlds, tmp_path):
+    for size in (2, 4):
+        for update in ("backward", "deferred"):
+            found = worlds(size).run(train, tmp_path, checkpoint=True, update=update, **ON_NVME)
+            assert {lane for lane, _ in found[0]["collectives"]} == {"gg", "rs"}
+            assert all(rank["collectives"] == found[0]["collectives"] for rank in found)
+            assert all(rank["num_plans"] >= 1 for rank in found)
+
+
+# ---- parameters that not every rank uses ----
+
+
+def train_branches(folder, bias_on, side_on, *, steps=4, **changes):
+    """Train Branches with a gradient of `bias` and `side` only on the ranks named; states and losses."""
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, **changes)):
+        model = Branches()
+    adam = infinity.AdamW(model.parameters(), lr=1e-2)
+    engine = infinity.engine_of(model)
+    rank, world = ranks()
+    with engine:
+        for step in range(steps):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            model(share(x), rank in bias_on, rank in side_on).square().mean().backward()
+            adam.step()
+            adam.zero_grad()
+        values = {name: engine.read_state(p) for name, p in model.named_parameters()}
+        return {"values": values, "num_plans": engine.stats()["num_plans"]}
+
+
+def branches_reference(bias_on, side_on, world, steps=4):
+    """Plain PyTorch; a rank without a gradient contributes zero, and what nobody uses is skipped."""
+    torch.manual_seed(0)
+    model = Branches()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        for rank, rows in enumerate(x.chunk(world)):
+            (model(rows, rank in bias_on, rank in side_on).square().mean() / world).backward()
+        adam.step()
+        adam.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("bias_on, side_on", [((0,), (1,)), ((0, 1), ()), ((1,), (0, 1)), ((), ())])
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+def test_a_gradient_that_some_rank_lacks_counts_as_zero_there(worlds, tmp_path, bias_on, side_on, update):
+    found = worlds(2).run(train_branches, tmp_path, bias_on, side_on, update=update, **{**ON_NVME, "chunk_mib": 1 / 256})
+    expected = branches_reference(bias_on, side_on, 2)
+    torch.manual_seed(0)
+    initial = dict(Branches().named_parameters())
+    for rank in found:
+        for name, state in rank["values"].items():
+            torch.testing.assert_close(state["weight"], expected[name], rtol=1e-4, atol=1e-6)
+            assert all(torch.equal(state[kind], found[0]["values"][name][kind]) for kind in state)
+        unused = ["never"] + ["bias"] * (not bias_on) + ["side.weight", "side.bias"] * (not side_on)
+        for name in unused:
+            assert torch.equal(rank["values"][name]["weight"], initial[name])
+            assert not rank["values"][name]["momentum"].any()
+        assert rank["num_plans"] >= 1
+
+
+# ---- building and changing ----
+
+
+def test_models_built_under_init_are_those_of_a_plain_construction(worlds, tmp_path):
+    torch.manual_seed(0)
+    plain = {name: param.detach().clone() for name, param in gpt().named_parameters()}
+    for rank in worlds(2).run(built, tmp_path):
+        assert rank.keys() == plain.keys()
+        assert all(torch.equal(rank[name], plain[name]) for name in plain)
+
+
+def built(folder):
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, **ON_NVME), window=0):
+        model = gpt()
+    with infinity.engine_of(model) as engine:
+        return {name: engine.read_state(param)["weight"] for name, param in model.named_parameters()}
+
+
+def test_rank_0s_changes_inside_gathered_reach_all_ranks(worlds, tmp_path):
+    for size in (2, 4):
+        for rank in worlds(size).run(changed, tmp_path):
+            assert torch.equal(rank["token"], torch.full((61, 48), 0.5))
+            assert torch.equal(rank["norm"], torch.arange(48.0))
+            assert rank["seen"] == rank["token"].sum() and rank["output"] == rank["expected"]
+
+
+def changed(folder):
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, **ON_NVME)):
+        model = gpt()
+    adam = infinity.AdamW(model.parameters(), lr=1e-2)
+    with infinity.engine_of(model) as engine:
+        for step in range(2):
+            model(*map(share, tokens(step, 0))).backward()
+            adam.step()
+        with infinity.gathered([model.token.weight, model.norm.weight]), torch.no_grad():
+            if dist.get_rank() == 0:
+                model.token.weight.fill_(0.5)
+                model.norm.weight.copy_(torch.arange(48.0))
+            else:
+                model.token.weight.fill_(7.0)
+        with infinity.gathered(model.token.weight):
+            seen = model.token.weight.detach().sum()
+        weights = {name: engine.read_state(param)["weight"] for name, param in model.named_parameters()}
+        plain = gpt()
+        plain.load_state_dict(weights)
+        with torch.no_grad():
+            output, expected = (m(*tokens(7, 0)).item() for m in (model, plain))
+        model(*map(share, tokens(3, 0))).backward()
+        adam.step()
+        return {
+            "token": weights["token.weight"],
+            "norm": weights["norm.weight"],
+            "seen": seen,
+            "output": output,
+            "expected": expected,
+        }
+
+
+# ---- launchers, and ranks that part ----
+
+
+def launch(folder, source, *, nodes=1, per_node=2, environment=None):
+    """Run a script under torchrun on localhost; (exit status, output) of each node."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(source))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(node)]
+            + ["--nproc-per-node", str(per_node), "--master-addr", "127.0.0.1", "--master-port", str(port), str(script), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )
+        for node in range(nodes)
+    ]
+    try:
+        return [(process.communicate(timeout=SECONDS)[0], process.returncode)[::-1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_two_torchrun_nodes_train_as_one_process(tmp_path):
+    source = """
+        import json, sys
+        from pathlib import Path
+        import torch.distributed as dist
+        import test_ranks
+
+        folder = Path(sys.argv[1])
+        dist.init_process_group("gloo")
+        mine = folder / f"node{dist.get_rank()}"  # a node's swap is its own
+        mine.mkdir()
+        found = test_ranks.train(mine, steps=4, **test_ranks.ON_NVME)
+        (folder / f"losses{dist.get_rank()}").write_text(json.dumps(found["losses"]))
+        dist.destroy_process_group()
+    """
+    nodes = launch(tmp_path, source, nodes=2, per_node=1)
+    assert [status for status, _ in nodes] == [0, 0], nodes
+    losses, _ = reference(steps=4)
+    for rank in range(2):
+        assert eval((tmp_path / f"losses{rank}").read_text()) == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("update, when", [("backward", 0), ("deferred", 1), ("backward", 4)])
+def test_ranks_that_run_modules_in_other_orders_end_in_errors(tmp_path, update, when):
+    world = World(2, tmp_path)  # of its own: its groups are lost
+    try:
+        for good, answer in world.attempt(parted, tmp_path, when, update):
+            assert not good and "of 2" in answer, answer
+            assert "the same modules in the same order" in answer or "runs other modules or in another order" in answer, answer
+    finally:
+        world.close()
+
+
+def parted(folder, when, update):
+    """In step `when`, rank 1 runs the layers the other way round."""
+    infinity.partition.CONTROL_TIMEOUT_S = 2
+    with infinity.init(settings(folder, update=update, **ON_NVME)):
+        layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+    adam = infinity.AdamW(layers.parameters())
+    for step in range(when + 3):
+        x = torch.ones(2, 128)
+        for layer in reversed(layers) if step == when and dist.get_rank() else layers:
+            x = layer(x)
+        x.sum().backward()
+        adam.step()
+        adam.zero_grad()
