@@ -1,6 +1,6 @@
 """Read, update and write back a swap file of records, against what the drive moves without an engine.
 
-    python bench/pipeline.py --nvme DIR [--gigabytes 4] [--rounds 5] [--json FILE]
+    python bench/pipeline.py [--nvme DIR] [--gigabytes 4] [--rounds 5] [--json FILE]
 
 Ceiling: aio_ext alone, from huge pages, on the very extents of the records, already written: the same bytes read and
 written with the same number of requests under way, best over block and in-flight sizes. Pipeline: one optimizer step in
@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,13 +24,14 @@ from infinity.arena import Arena, Slots
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme", required=True)
+    parser.add_argument("--nvme", default="infinity-swap", help="made if it does not exist")
     parser.add_argument("--gigabytes", type=float, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chunk-mib", type=float)
     parser.add_argument("--host-memory", default="1GiB")
     parser.add_argument("--json")
     options = parser.parse_args()
+    Path(options.nvme).mkdir(exist_ok=True)
 
     num_layers = max(1, round(options.gigabytes * 1e9 / 12 / (1 << 21)))
     model = nn.ModuleList(nn.Linear(1 << 11, 1 << 10, bias=False) for _ in range(num_layers))

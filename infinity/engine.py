@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ctypes.util
 import math
 import os
 import threading
@@ -58,6 +57,7 @@ from infinity.schedule import NEVER
 from infinity.tiers import Swap
 from infinity.updater import Hyper, Updater, add_norm, segments
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -243,6 +243,8 @@ class Engine:
             )
         ready = [chunk for chunk in self.registry.chunks if chunk.gradient_job is not None and not chunk.updated]
         ready = [chunk for chunk in ready if chunk.pending is None]
+        if not self.deferred:
+            ready.sort(key=lambda chunk: chunk.gradient_number)  # others may wait for the memory of what came first
         if self.optimizer.max_grad_norm is not None:
             self.optimizer.grad_norm = norm = self._norm(ready) / self.ranks.world
             hyper.grad_scale *= min(1.0, self.optimizer.max_grad_norm / (norm + _EPS_OF_CLIPPING))
@@ -250,6 +252,7 @@ class Engine:
             if self.deferred:
                 self._announce(chunk, hyper)
             else:
+                self.gradients.wait_for(chunk)
                 self._begin_update(chunk, hyper)
         for state in self.registry.params:
             state.expected = state.arrived_last
@@ -267,10 +270,16 @@ class Engine:
                 "zero_grad() between a backward pass that has begun to update and its step(). Call it after step(), or use "
                 "update='deferred'."
             )
-        for chunk in self.registry.chunks:
-            if chunk.pending is None and not chunk.updated and (chunk.gradient_job or chunk.flat_gradient is not None):
-                if chunk.updating is None or chunk.updating.done:
-                    self.gradients.drop(chunk)
+        dropped = [
+            chunk
+            for chunk in self.registry.chunks
+            if chunk.pending is None and not chunk.updated and (chunk.gradient_job or chunk.flat_gradient is not None)
+            if chunk.updating is None or chunk.updating.done
+        ]
+        if dropped:
+            self.gradients.abandon()
+        for chunk in dropped:
+            self.gradients.drop(chunk)
         self.pipeline.trace.clear()
         self._reset_step(torn=self.torn)
 
@@ -634,7 +643,7 @@ class Engine:
             weights=config.weights,
             states=config.states,
             keep=config.residency == "auto",
-            deferred=self.deferred,
+            deferred=self.deferred or self.accumulating,
             gradient_itemsize=4 if self.accumulating else None,
             device_budget=self.device_budget,
             host_budget=host_budget,
@@ -743,7 +752,7 @@ class Engine:
             limit_nbytes=placement.gradient_limit_nbytes - max((p.numel * itemsize for p in params if p.trainable), default=0),
         )
         self.updater = Updater(self.records, self.gradients, params, ranks.rank, self.events, threads=0)
-        self.gradients.num_updates_running = lambda: self.updater.num_running
+        self.gradients.updates_will_free = self.updater.will_free_gradients
         self.gradients.raise_failure = self.raise_failure
         self.pipeline.begin_update = lambda chunk: self._begin_update(chunk, chunk.pending)
         self.pipeline.in_backward = lambda: self.backward_task is not None
@@ -930,8 +939,7 @@ def _disarm_guard(model: nn.Module) -> None:
 
 def _keep_freed_memory() -> None:
     """Let the C library keep large freed blocks: spans come and go, and the kernel would zero their pages each time."""
-    libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
-    m_trim_threshold, m_mmap_threshold = -1, -3
-    with contextlib.suppress(AttributeError):
-        libc.mallopt(m_mmap_threshold, 1 << 30)
-        libc.mallopt(m_trim_threshold, 1 << 30)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)

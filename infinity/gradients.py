@@ -19,7 +19,7 @@ import torch
 
 from infinity.adam import accumulate_
 from infinity.chunks import Piece
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, UsageError
 from infinity.events import Events, now
 from infinity.lanes import Lane
 from infinity.partition import Ranks
@@ -74,11 +74,13 @@ class Gradients:
         self.gc = Lane("gc")
         self.cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.cuda else None
-        self.num_updates_running: Callable[[], int] = lambda: 0
+        self.updates_will_free: Callable[[], bool] = lambda: False
         self.raise_failure: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._under_way_nbytes = 0
         self._starving = False
+        self._abandoning = False
+        self._num_arrivals = 0
 
     def dtype(self, chunk: ChunkState) -> torch.dtype:
         return torch.float32 if self.accumulate else TORCH_DTYPES[chunk.chunk.dtype]
@@ -108,6 +110,7 @@ class Gradients:
                 self._insert(chunk, piece, flat)
                 chunk.used.add(state.index)
             chunk.norm_job = None
+            chunk.gradient_number = self._num_arrivals = self._num_arrivals + 1
         if self.ranks.world > 1:
             self._send(-nbytes)
 
@@ -133,9 +136,7 @@ class Gradients:
         chunk.norm_job = None
 
     def drop(self, chunk: ChunkState) -> None:
-        """Forget what has arrived of a chunk."""
-        if chunk.gradient_job is not None:
-            chunk.gradient_job.wait()
+        """Forget what has arrived of a chunk; nothing of it may be under way."""
         self.release(chunk)
         if chunk.flat_gradient is not None:
             self.tier.book(-chunk.flat_gradient.numel() * chunk.flat_gradient.element_size())
@@ -164,17 +165,36 @@ class Gradients:
                 return
             start = now()
             while self._under_way_nbytes > self.limit_nbytes:
-                self.raise_failure()
-                if self._starving and not self.num_updates_running():
-                    raise BudgetError(
-                        f"host_memory: all {self.slots.count} gradient slots hold chunks whose other gradients come later "
-                        f"in this backward pass. Raise host_memory, lower chunk_mib, or use update='deferred'."
-                    )
-                self._changed.wait(1.0)
+                self._wait_unless_stuck()
             self.events.stalled("gc", now() - start)
 
+    def wait_for(self, chunk: ChunkState) -> None:
+        """Wait until all that was sent of a chunk has arrived."""
+        with self._changed:
+            while not chunk.gradient_job.done:
+                self._wait_unless_stuck()
+
+    def abandon(self) -> None:
+        """What still waits for memory is lost; returns when nothing is under way."""
+        with self._changed:
+            self._abandoning = True
+            self._changed.notify_all()
+        self.gc.drain()
+        self._abandoning = False
+
     def close(self) -> None:
+        self.abandon()
         self.gc.close()
+
+    def _wait_unless_stuck(self) -> None:
+        """Wait for news; raise if none can come. Called with the condition held."""
+        self.raise_failure()
+        if self._starving and not self.slots.num_free and not self.updates_will_free():
+            raise BudgetError(
+                f"host_memory: all {self.slots.count} gradient slots hold chunks whose other gradients come later in this "
+                f"backward pass. Raise host_memory, lower chunk_mib, or use update='deferred'."
+            )
+        self._changed.wait(1.0)
 
     def _send(self, nbytes: int) -> None:
         """Count device bytes that are on their way to the host, and again when they have left."""
@@ -204,6 +224,8 @@ class Gradients:
         while slot is None:
             self.raise_failure()
             with self._changed:
+                if self._abandoning:
+                    raise UsageError("the gradient was given up before there was host memory for it")
                 self._starving = True
                 self._changed.notify_all()
                 self._changed.wait(1.0)

@@ -68,7 +68,7 @@ class Frame:
 class Handle:
     """A view of an engine storage that autograd saved."""
 
-    __slots__ = ("__weakref__", "holding", "hooks", "op", "span", "tensor", "version")
+    __slots__ = ("__weakref__", "holding", "hooks", "node", "op", "span", "tensor", "version")
 
     def __init__(self, hooks: Hooks, op: int, span: SpanState, tensor: torch.Tensor):
         self.hooks = hooks
@@ -77,6 +77,7 @@ class Handle:
         self.tensor = tensor.detach()
         self.version = tensor._version
         self.holding = False
+        self.node: tuple[int, int] | None = None  # (backward pass, node of the graph) that unpacked it last
         span.handles += 1
 
     def __del__(self):
@@ -242,11 +243,14 @@ class Hooks:
     def restore(self, handle: Handle) -> torch.Tensor:
         if handle.tensor._version != handle.version:
             raise _modified(f"a weight of {handle.span.params[0].name}'s span", handle.version, handle.tensor._version)
+        node = (_current_graph_task_id(), _current_node())
         if not handle.holding:
             self.release_loose()
+            self._release_earlier(*node)
             self.pipeline.acquire((BACKWARD, handle.op, handle.span.index), (handle.span,), record=self.recording)
             handle.holding = True
             self._holding.add(handle)
+        handle.node = node
         return handle.tensor
 
     def release_all(self) -> None:
@@ -258,6 +262,14 @@ class Hooks:
                 self.pipeline.release(handle.span)
         self._holding.clear()
 
+    def _release_earlier(self, task: int, node: int) -> None:
+        """What earlier nodes of this backward pass unpacked and a retained graph keeps alive is needed no longer."""
+        for handle in list(self._holding):
+            if handle.holding and handle.node[0] == task and handle.node[1] != node:
+                handle.holding = False
+                self._holding.discard(handle)
+                self.pipeline.release(handle.span)
+
     def release_loose(self) -> None:
         while self._loose:
             self.pipeline.release(self._loose.pop())
@@ -268,6 +280,11 @@ class Hooks:
         self._loose.extend(op.spans)
 
     def _backward_begins(self, grad) -> None:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "create_graph=True: a graph of the backward pass would keep weights that leave the device. Gradients of gradients "
+                "are not supported."
+            )
         self.engine.begin_backward()
 
     @torch._dynamo.disable
@@ -289,6 +306,12 @@ def tensors_in(value) -> list[torch.Tensor]:
     elif not isinstance(value, (tuple, list)):
         return []
     return [tensor for item in value for tensor in tensors_in(item)]
+
+
+def _current_node() -> int:
+    """A number of the graph's node that autograd runs in this thread, -1 outside of backward passes."""
+    node = torch._C._current_autograd_node()
+    return node._sequence_nr() if node is not None else -1
 
 
 def _modified(what: str, expected: int, got: int) -> RuntimeError:

@@ -75,7 +75,7 @@ def place(
     buffers = 0 if layout.world == 1 else 2 * max(c.numel * itemsize[c.dtype] for c in chunks)
     gradient_limit = op_gradient_nbytes + buffers
 
-    whole_nbytes = span_nbytes + states_nbytes + (sum(gradient_nbytes) if deferred else 0) + gradient_limit
+    whole_nbytes = span_nbytes + states_nbytes + sum(gradient_nbytes) + gradient_limit
     if weights == "auto" and states in ("auto", "device") and keep and whole_nbytes <= device_budget:
         weights = states = "device"
     if states == "device" and weights != "device":

@@ -325,6 +325,7 @@ class ChunkState:
         self.steps: dict[int, int] = {piece.param: 0 for piece in chunk.pieces}
         self.gradient = None  # memory of the gradient shard, from the first arrival until the update
         self.gradient_job = None  # the last transfer into it
+        self.gradient_number = 0  # of the last gradient that arrived, counted over all chunks
         self.norm_job = None  # the sum of its squares, if that is asked for
         self.flat_gradient: torch.Tensor | None = None  # device buffer of the whole chunk, more than one rank
         self.used: set[int] = set()  # parameters with a gradient on this rank

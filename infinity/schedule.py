@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 NEVER = 1 << 62  # the next use of what is not used again
@@ -22,43 +23,50 @@ class Use(NamedTuple):
     held: frozenset[int] = frozenset()
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Run:
     """Op number `position` begins. What follows in the plan, up to the next Run, is issued at this moment."""
 
     position: int
 
 
-class Read(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Read:
     """nc: bring the weights of a span to host memory."""
 
     span: int
 
 
-class Copy(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Copy:
     """cg: allocate a span on the device and copy this rank's shards into their places."""
 
     span: int
 
 
-class Gather(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Gather:
     """gg: all-gather a span in place."""
 
     span: int
 
 
-class Evict(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Evict:
     """Free a span's device memory."""
 
     span: int
 
 
-class ReadStates(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReadStates:
     """nc: bring the optimizer segments of a chunk to host memory."""
 
     chunk: int
 
 
-class Reduce(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Reduce:
     """rs: reduce-scatter the gradient of a chunk."""
 
     chunk: int
@@ -242,7 +250,11 @@ def plan(
                 ahead.discard(span)
                 coming.discard(span)
             gather(span)
-        for distance, (later, span) in enumerate(upcoming(2), start=1):
+        for distance in (1, 2):
+            following = upcoming(distance)  # anew: what made room for the first may now be the second
+            if len(following) < distance:
+                break
+            later, span = following[-1]
             if span not in resident:
                 if not make_room(span, position, later, needed):
                     break

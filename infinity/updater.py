@@ -60,7 +60,7 @@ class Updater:
         self.events = events
         self.threads = threads
         self.lane = Lane("update")
-        self.num_running = 0
+        self._awaited: set[Job] = set()  # the last gradient job of each update that was begun and is not over
         self.failure: BaseException | None = None
 
     def begin(self, chunk: ChunkState, hyper: Hyper, *, urgent: bool) -> Job:
@@ -82,22 +82,26 @@ class Updater:
             weights = self.records.request(chunk, WEIGHTS, urgent=urgent)
             states = self.records.request(chunk, STATES, urgent=True)
             work = lambda: self._update_on_host(chunk, weights, states, gradient_job, copy_job, hyper)
-        self.num_running += 1
+        self._awaited.add(gradient_job)
         chunk.update_expected = False
-        chunk.updating = self.lane.push(lambda: self._run(work))
+        chunk.updating = self.lane.push(lambda: self._run(work, gradient_job))
         return chunk.updating
+
+    def will_free_gradients(self) -> bool:
+        """Whether an update is under way that waits for no more of its gradient."""
+        return any(job.done for job in list(self._awaited))
 
     def close(self) -> None:
         self.lane.close()
 
-    def _run(self, work) -> None:
+    def _run(self, work, gradient_job: Job) -> None:
         try:
             work()
         except BaseException as error:
             self.failure = self.failure or error
             raise
         finally:
-            self.num_running -= 1
+            self._awaited.discard(gradient_job)
             self.gradients.note_progress()
 
     def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:

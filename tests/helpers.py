@@ -31,7 +31,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
                 if p.grad is not None:
                     self._update(p, self.state[p], group, grad_scale)
 
-    def _update(self, param, s, group, grad_scale):
+    def _update(self, param, s, group, grad_scale=1.0, grad=None):
         def fp32(number):
             return torch.tensor(number, dtype=torch.float64).float()
 
@@ -39,7 +39,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
         written = param if self.dtype == "fp32" else torch.where(param == split(s["master"])[0], s["master"], param.float())
         s["master"] = written.detach().clone()  # an embedding with max_norm writes in forward
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-        p, g = s["master"], param.grad.float() * fp32(grad_scale)
+        p, g = s["master"], (param.grad if grad is None else grad).float() * fp32(grad_scale)
         if self.decoupled:
             p = p * fp32(1 - lr * decay)
         else:

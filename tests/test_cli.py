@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.cli import LINKS, _parser, _Progress, _write_json, main
+from infinity.cli import LINKS, _parser, _Progress, _Run, _table, _write_json, main
+from infinity.config import Config
 from infinity.gpt import GPT, Batches
 
 ROOT = Path(__file__).parent.parent
@@ -172,6 +173,40 @@ def plain_losses(steps, seed=0, accumulate=1, lr=3e-4):
     return losses
 
 
+def test_a_report_is_of_the_steps_after_the_second():
+    run = _Run.__new__(_Run)  # what a run of four steps would have measured
+    run.arguments = parse(*"--batch 3 --accumulate 2 --seq 10".split())
+    run.config = Config(device="cpu", dtype="fp32")
+    run.losses = [4.0, 3.0, 2.0, 1.0]
+    run.seconds = [9.0, 8.0, 1.0, 3.0]
+    total = [0, 1000, 2000, 2300, 2500]  # bytes before the first step and after each
+    run.counters = [
+        {
+            "num_parameters": 100,
+            "state_nbytes": 1200,
+            "device_budget_nbytes": 400,
+            "peak_device_nbytes": 300 + step,
+            "host_arena_nbytes": 77,
+            "nvme_read_nbytes": total[step],
+            "nvme_write_nbytes": 2 * total[step],
+            "links": {
+                link: {"nbytes": 10 * total[step], "busy_seconds": step * 1e-6, "stall_seconds": step * 0.5} for link in LINKS
+            },
+        }
+        for step in range(5)
+    ]
+    report = run.report()
+    assert (report["losses"], report["step_seconds"]) == ([4.0, 3.0, 2.0, 1.0], [9.0, 8.0, 1.0, 3.0])
+    assert (report["measured_steps"], report["median_step_seconds"], report["tokens_per_second"]) == (2, 2.0, 30.0)
+    assert (report["nvme_read_bytes_per_param"], report["nvme_write_bytes_per_param"]) == (2.5, 5.0)
+    assert (report["states_over_device_budget"], report["peak_device_bytes"], report["host_arena_bytes"]) == (3.0, 304, 77)
+    assert report["stall_seconds"] == {link: 1.0 for link in LINKS}
+    assert report["links"]["cn"]["bytes_per_step"] == 2500
+    assert report["links"]["cn"]["gbps"] == pytest.approx(2.5)  # 5000 bytes in two microseconds
+    assert report["links"]["cn"]["stall_share"] == 0.25
+    assert "NVMe        2.50 bytes read, 5.00 written" in _table(report)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
     options = ["train", *SMALL, *ON_NVME, "--steps", "12", "--accumulate", str(accumulate), "--json", "out.json"]
@@ -185,14 +220,12 @@ def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
     assert report["median_step_seconds"] == statistics.median(report["step_seconds"][2:])
     tokens = 4 * 32 * accumulate
     assert math.isclose(report["tokens_per_second"] * report["median_step_seconds"], tokens)
-    # fp32: the weight is read in each pass, in one of them with the states, and all of it is written. Small parameters
-    # leave gaps, which travel with their records. What is under way when a step ends counts for the next, much of so small
-    # a model. (How much traffic the engine may cause is bounded by its own tests; here the report's arithmetic is tested.)
+    # fp32: the weight is read in each pass, in one of them with the states, and all of it is written. So small a model may
+    # find much of it in buffers still; how much traffic the engine may cause is bounded by its own tests.
     padded = report["state_bytes"] / report["num_parameters"]
     assert 12 <= padded < 14
-    passes = 2 * accumulate
-    assert report["nvme_write_bytes_per_param"] == pytest.approx(padded, rel=0.1)
-    assert report["nvme_read_bytes_per_param"] == pytest.approx(padded * (1 + (passes - 1) / 3), rel=0.1)
+    assert 0 < report["nvme_write_bytes_per_param"] < 1.2 * padded
+    assert 0 < report["nvme_read_bytes_per_param"] < 1.2 * padded * (1 + (2 * accumulate - 1) / 3)
     assert 0 < report["peak_device_bytes"] <= report["device_budget_bytes"] == 8 * 2**20
     assert 0 < report["host_arena_bytes"] <= 64 * 2**20
     assert report["states_over_device_budget"] == report["state_bytes"] / 2**23
@@ -245,14 +278,12 @@ def test_two_ranks_see_the_same_losses_under_torchrun(directory):
         *"-m torch.distributed.run --standalone --nproc-per-node 2 -m infinity train".split(),
         *SMALL,
         *ON_NVME,
-        *"--steps 12 --json out.json".split(),
+        *"--json out.json".split(),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((directory / "out.json").read_text())
     assert report["world"] == 2
-    assert report["losses"] == pytest.approx(plain_losses(12), rel=1e-5)
-    padded = report["state_bytes"] / report["num_parameters"]
-    assert report["nvme_write_bytes_per_param"] == pytest.approx(padded, rel=0.1)
+    assert report["losses"] == pytest.approx(plain_losses(5), rel=1e-5)
     assert report["links"]["gg"]["bytes_per_step"] > 0 and report["links"]["rs"]["bytes_per_step"] > 0
     assert done.stdout.count("first, ") == 1  # only rank 0 prints
 

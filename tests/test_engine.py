@@ -1,0 +1,515 @@
+"""The engine as a whole: the numbers of plain PyTorch, from whatever tier, at whatever budget."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import helpers
+import infinity
+from helpers import (
+    NVME,
+    assert_equals_reference,
+    assert_nothing_held,
+    assert_same_bits,
+    assert_same_states,
+    plain,
+    states_of,
+    training,
+)
+from infinity.errors import BudgetError, ConfigError, UsageError
+from infinity.gpt import GPT
+from models import TRAITS, H, Model, inputs, loss_of, mlp, tiny_gpt
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tokens(step, micro=0, vocab=61, batch=3, seq=12):
+    generator = torch.Generator().manual_seed(1000 * step + micro)
+    rows = torch.randint(vocab, (batch, seq + 1), generator=generator)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def gpt_step(model, optimizer, step, accumulate=1):
+    for micro in range(accumulate):
+        loss = model(*tokens(step, micro)) / accumulate
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+class ReentrantGPT(GPT):
+    """Every block in a reentrant checkpoint."""
+
+    def forward(self, tokens, targets):
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+MODELS = {
+    "plain": tiny_gpt,
+    "checkpointed": lambda: tiny_gpt(checkpoint_activations=True),
+    "reentrant": lambda: ReentrantGPT(hidden=32, layers=3, heads=4, vocab=61, seq=12),
+    "tied": lambda: tiny_gpt(tie=True),
+}
+
+# Parity
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+@pytest.mark.parametrize("name", MODELS)
+def test_fp32_losses_are_those_of_torch_optim(name, kind, tmp_path):
+    options = {"lr": 3e-3, "weight_decay": 0.1}
+    torch.manual_seed(0)
+    plain_model = MODELS[name]()
+    torch_optimizer = getattr(torch.optim, kind)(plain_model.parameters(), **options)
+    expected = [gpt_step(plain_model, torch_optimizer, step) for step in range(20)]
+    kind = getattr(infinity, kind)
+    with training(MODELS[name], tmp_path, optimizer=kind, options=options, **NVME) as (model, engine, optimizer):
+        got = [gpt_step(model, optimizer, step) for step in range(20)]
+    assert got == pytest.approx(expected, rel=1e-6)
+    assert got[-1] < got[0] - 0.1
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_bf16_has_the_bits_of_the_reference_loop_after_50_steps(update, tmp_path):
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    reference_model, reference = plain(tiny_gpt, dtype="bf16", options=options)
+    with training(tiny_gpt, tmp_path, dtype="bf16", options=options, update=update, **NVME) as (model, engine, optimizer):
+        for step in range(50):
+            expected = gpt_step(reference_model, reference, step)
+            assert gpt_step(model, optimizer, step) == expected
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_coupled_weight_decay_has_the_bits_of_the_reference(dtype, tmp_path):
+    options = {"weight_decay": 0.3}
+    reference_model, reference = plain(tiny_gpt, dtype=dtype, options=options | {"decoupled": False})
+    with training(tiny_gpt, tmp_path, dtype=dtype, optimizer=infinity.Adam, options=options) as (model, engine, optimizer):
+        for step in range(5):
+            assert gpt_step(model, optimizer, step) == gpt_step(reference_model, reference, step)
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+# Placement (RELIABILITY 13 and 20)
+
+TRAININGS = {  # what changes the mathematics
+    "plain": {},
+    "clip": {"max_grad_norm": 0.5},
+    "accumulate": {"accumulation_steps": 3},
+    "clip, accumulate": {"max_grad_norm": 0.5, "accumulation_steps": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """States after 20 steps with everything on the device, by (training, dtype)."""
+    found = {}
+
+    def of(name, dtype):
+        if (name, dtype) not in found:
+            found[name, dtype] = run(TRAININGS[name], tmp_path_factory.mktemp("expected"), dtype=dtype)
+        return found[name, dtype]
+
+    return of
+
+
+def run(options, directory, **config):
+    """States and losses of 20 steps; budgets and their peaks are checked on the way."""
+    make = MODELS["plain"]
+    with training(make, directory, options=options, **config) as (model, engine, optimizer):
+        losses = [gpt_step(model, optimizer, step, optimizer.accumulation_steps) for step in range(20)]
+        norm = optimizer.grad_norm
+        states = states_of(engine, model)
+        stats = engine.stats()
+        if isinstance(config.get("device_memory"), int):
+            assert stats["peak_device_nbytes"] <= config["device_memory"]
+        if isinstance(config.get("host_memory"), int):
+            assert stats["host_arena_nbytes"] <= config["host_memory"]
+    return losses, norm, states
+
+
+def cases():
+    """(training, dtype, weights, states, residency, update, chunk_mib, budget)."""
+    for name, dtype, tiers, residency, update, chunk_mib, budget in itertools.product(
+        TRAININGS,
+        ("bf16", "fp32"),
+        (("auto", "auto"), ("nvme", "nvme"), ("host", "nvme"), ("nvme", "host"), ("host", "host"), ("device", "nvme"))
+        + (("device", "host"), ("device", "device"), ("auto", "nvme"), ("nvme", "auto")),
+        ("auto", "none"),
+        ("deferred", "backward"),
+        (1 / 512, 1 / 64, 1),
+        ("ample", "device", "host", "both"),
+    ):
+        if update == "backward" and "clip" in name:
+            continue
+        yield name, dtype, *tiers, residency, update, chunk_mib, budget
+
+
+CASES = list(cases())
+SAMPLE = CASES[:: len(CASES) // 40]
+
+
+def check_placement(case, directory, expected):
+    name, dtype, weights, states, residency, update, chunk_mib, budget = case
+    config = {"dtype": dtype, "weights": weights, "states": states, "residency": residency, "update": update}
+    config |= {"chunk_mib": chunk_mib}
+    for field, least in (("device_memory", helpers.least_device_memory), ("host_memory", helpers.least_host_memory)):
+        if budget in (field.split("_")[0], "both"):
+            config[field] = least(MODELS["plain"], directory, options=TRAININGS[name], **config)
+    losses, norm, got = run(TRAININGS[name], directory, **config)
+    expected_losses, expected_norm, expected_states = expected(name, dtype)
+    assert losses == expected_losses
+    assert norm == expected_norm
+    assert_same_states(got, expected_states)
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: "-".join(map(str, case)))
+def test_placement_never_changes_a_bit(case, tmp_path, expected):
+    check_placement(case, tmp_path, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_placement_never_changes_a_bit_in_all_mixes(case, tmp_path, expected):
+    check_placement(case, tmp_path, expected)
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("divisor", [1, 2, 5, 20])
+def test_peaks_stay_within_budgets(divisor, update, tmp_path):
+    config = NVME | {"update": update}
+    least_device = helpers.least_device_memory(tiny_gpt, tmp_path, **config)
+    least_host = helpers.least_host_memory(tiny_gpt, tmp_path, **config)
+    config |= {"device_memory": least_device * 20 // divisor, "host_memory": least_host * 20 // divisor}
+    for residency in ("auto", "none"):
+        for tier in ("auto", "nvme"):
+            run({}, tmp_path, **config | {"residency": residency, "weights": tier, "states": tier})
+
+
+def test_accumulation_sums_in_fp32(tmp_path):
+    """Three micro-batches in bf16 have the bits of gradients summed in fp32 and rounded nowhere."""
+    options = {"accumulation_steps": 3}
+    reference_model, reference = plain(tiny_gpt, dtype="bf16")
+    with training(tiny_gpt, tmp_path, dtype="bf16", options=options, **NVME) as (model, engine, optimizer):
+        for step in range(6):
+            sums = {}
+            for micro in range(3):
+                loss = reference_model(*tokens(step, micro)) / 3
+                loss.backward()
+                for p in reference_model.parameters():
+                    sums[p] = sums[p] + p.grad.float() if p in sums else p.grad.float()
+                    p.grad = None
+            with torch.no_grad():
+                for p, total in sums.items():
+                    reference._update(p, reference.state[p], reference.param_groups[0], grad=total)
+            gpt_step(model, optimizer, step, 3)
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+# Groups, schedulers, skipped parameters
+
+
+def two_groups(model):
+    decayed = [p for n, p in model.named_parameters() if p.ndim > 1]
+    rest = [p for n, p in model.named_parameters() if p.ndim <= 1]
+    return [{"params": decayed, "weight_decay": 0.2, "lr": 3e-3}, {"params": rest, "weight_decay": 0.0, "betas": (0.8, 0.99)}]
+
+
+@pytest.mark.parametrize("chunk_mib", [1 / 512, 1])
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_groups_that_cut_through_chunks_and_a_scheduler(update, chunk_mib, tmp_path):
+    """Biases and matrices alternate in every chunk; the learning rate changes after every step."""
+    reference_model, reference = plain(tiny_gpt, groups=two_groups)
+    config = NVME | {"groups": two_groups, "update": update, "chunk_mib": chunk_mib}
+    with training(tiny_gpt, tmp_path, **config) as (model, engine, optimizer):
+        schedulers = [
+            torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[1e-2, 3e-2], total_steps=20, cycle_momentum=False)
+            for o in (reference, optimizer)
+        ]
+        for step in range(6):
+            assert gpt_step(model, optimizer, step) == gpt_step(reference_model, reference, step)
+            for scheduler in schedulers:
+                scheduler.step()
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_frozen_parameters_and_parameters_of_no_group_keep_their_values(update, tmp_path):
+    def make():
+        model = tiny_gpt()
+        model.token.requires_grad_(False)
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    def groups(model):
+        in_a_group = [p for n, p in model.named_parameters() if "blocks.0" not in n and p.requires_grad]
+        return [{"params": in_a_group + list(model.blocks[1].parameters())}]
+
+    torch.manual_seed(0)
+    before = {name: p.detach().clone() for name, p in make().named_parameters()}
+    reference_model, reference = plain(make, groups=groups)
+    with training(make, tmp_path, groups=groups, update=update, **NVME) as (model, engine, optimizer):
+        for step in range(4):
+            assert gpt_step(model, optimizer, step) == gpt_step(reference_model, reference, step)
+            for p in reference_model.parameters():
+                p.grad = None
+        assert_equals_reference_weights(engine, model, reference_model)
+        for name in ("token.weight", "blocks.1.mlp.0.weight", "blocks.0.mlp.0.weight"):
+            assert_same_bits(engine.read_state(dict(model.named_parameters())[name])["weight"], before[name], name)
+        assert set(engine.read_state(model.token.weight)) == {"weight"}
+
+
+def assert_equals_reference_weights(engine, model, reference_model):
+    for (name, p), theirs in zip(model.named_parameters(), reference_model.parameters(), strict=True):
+        assert_same_bits(engine.read_state(p)["weight"], theirs.detach(), name)
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_a_parameter_without_a_gradient_is_skipped(update, tmp_path):
+    """As torch.optim does: no decay, no decay of the moments, and its step count stays."""
+    options = {"weight_decay": 0.5}
+    torch.manual_seed(0)
+    torch_model = TRAITS["unused"]()
+    torch_optimizer = torch.optim.AdamW(torch_model.parameters(), lr=1e-2, **options)
+    with training(TRAITS["unused"], tmp_path, options=options, update=update, **NVME) as (model, engine, optimizer):
+        for step in range(7):
+            for m, o in ((torch_model, torch_optimizer), (model, optimizer)):
+                loss_of(m(inputs(m, step))).backward()
+                o.step()
+                o.zero_grad()
+        registry = engine.registry
+        for (name, p), theirs in zip(model.named_parameters(), torch_model.parameters(), strict=True):
+            state, kept = registry.find(p), torch_optimizer.state.get(theirs)
+            steps = {chunk.steps[state.index] for chunk in registry.chunks_of(state)}
+            assert steps == {int(kept["step"]) if kept else 0}, name
+            assert steps == {0 if "never" in name else 3 if "sometimes" in name else 7}, name
+            torch.testing.assert_close(engine.read_state(p)["weight"], theirs.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_the_norm_is_torchs(tmp_path):
+    torch.manual_seed(0)
+    torch_model = tiny_gpt()
+    options = {"max_grad_norm": 0.25}
+    torch_optimizer = torch.optim.AdamW(torch_model.parameters(), lr=1e-2)
+    with training(tiny_gpt, tmp_path, options=options, **NVME) as (model, engine, optimizer):
+        for step in range(10):
+            loss = torch_model(*tokens(step))
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(torch_model.parameters(), 0.25)
+            torch_optimizer.step()
+            torch_optimizer.zero_grad()
+            assert gpt_step(model, optimizer, step) == pytest.approx(loss.item(), rel=1e-6)
+            assert optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+            assert optimizer.grad_norm > 0.25
+
+
+# The order of calls
+
+
+def test_step_without_backward_is_refused(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        with pytest.raises(UsageError, match="without a finished backward"):
+            optimizer.step()
+        model(inputs(model, 0))
+        with pytest.raises(UsageError, match="without a finished backward"):
+            optimizer.step()
+        loss_of(model(inputs(model, 0))).backward()
+        optimizer.step()
+        with pytest.raises(UsageError, match="without a finished backward"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_two_backward_passes_where_one_was_declared_are_refused(update, tmp_path):
+    with training(mlp, tmp_path, update=update, **NVME) as (model, engine, optimizer):
+        loss_of(model(inputs(model, 0))).backward()
+        loss = loss_of(model(inputs(model, 1))) if update == "deferred" else None
+        if loss is not None:
+            with pytest.raises(UsageError, match="accumulation_steps=1. Declare it"):
+                loss.backward()
+        optimizer.step()
+
+
+def test_hyper_parameters_changed_between_backward_and_step(tmp_path):
+    """Refused once updates have begun; deferred, the new ones count."""
+    with training(mlp, tmp_path / "backward", update="backward", **NVME) as (model, engine, optimizer):
+        loss_of(model(inputs(model, 0))).backward()
+        optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(UsageError, match="hyper-parameters changed"):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e-2
+        optimizer.step()
+    reference_model, reference = plain(mlp)
+    with training(mlp, tmp_path / "deferred", update="deferred", **NVME) as (model, engine, optimizer):
+        for m, o in ((reference_model, reference), (model, optimizer)):
+            loss_of(m(inputs(m, 0))).backward()
+            o.param_groups[0]["lr"] = 0.5
+            o.step()
+            o.param_groups[0]["lr"] = 0.25  # of the next step, however late the update is
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+def test_zero_grad_drops_what_no_step_used_and_nothing_else(tmp_path):
+    reference_model, reference = plain(mlp)
+    with training(mlp, tmp_path, update="deferred", **NVME) as (model, engine, optimizer):
+        for m, o in ((reference_model, reference), (model, optimizer)):
+            loss_of(m(inputs(m, 0))).backward()
+            o.zero_grad()  # gone
+            loss_of(m(inputs(m, 1))).backward()
+            o.step()
+            o.zero_grad()  # pending, and stays
+            o.zero_grad()
+            loss_of(m(inputs(m, 2))).backward()
+            o.step()
+        assert_equals_reference(engine, model, reference_model, reference)
+    with training(mlp, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
+        loss_of(model(inputs(model, 0))).backward()
+        with pytest.raises(UsageError, match="has begun to update"):
+            optimizer.zero_grad()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_gradients_never_appear_on_the_parameters(update, tmp_path):
+    with training(mlp, tmp_path, update=update, **NVME) as (model, engine, optimizer):
+        loss_of(model(inputs(model, 0))).backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+
+
+# Values
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gathered_reads_and_writes(dtype, update, tmp_path):
+    """Also while updates are pending. A changed element's master is its new weight; the others keep their residuals."""
+    reference_model, reference = plain(tiny_gpt, dtype=dtype)
+    with training(tiny_gpt, tmp_path, dtype=dtype, update=update, **NVME) as (model, engine, optimizer):
+        gpt_step(model, optimizer, 0)
+        gpt_step(reference_model, reference, 0)
+        with infinity.gathered(model.parameters()):
+            for p, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
+                assert_same_bits(p.detach(), theirs.detach(), "gathered")
+        weight, theirs = model.blocks[1].mlp[0].weight, reference_model.blocks[1].mlp[0].weight
+        gpt_step(model, optimizer, 1)
+        gpt_step(reference_model, reference, 1)
+        for w in (weight, theirs):
+            with infinity.gathered(w) if w is weight else torch.no_grad(), torch.no_grad():
+                w[3, 5:7] = 0.125
+        reference.state[theirs]["master"][3, 5:7] = 0.125
+        assert_equals_reference(engine, model, reference_model, reference)
+        for step in (2, 3):
+            assert gpt_step(model, optimizer, step) == gpt_step(reference_model, reference, step)
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+def test_gathered_leaves_what_it_only_read(tmp_path):
+    with training(tiny_gpt, tmp_path, dtype="bf16", **NVME) as (model, engine, optimizer):
+        gpt_step(model, optimizer, 0)
+        before = states_of(engine, model)
+        written = engine.stats()["nvme_write_nbytes"]
+        with infinity.gathered(model.parameters()):
+            pass
+        engine.flush()
+        assert engine.stats()["nvme_write_nbytes"] == written
+        assert_same_states(states_of(engine, model), before)
+
+
+def test_gathered_values_are_kept_when_the_block_raises(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        with pytest.raises(KeyError), infinity.gathered(model.layers[0].weight), torch.no_grad():
+            model.layers[0].weight.fill_(3.0)
+            raise KeyError
+        assert_nothing_held(engine)
+        assert (engine.read_state(model.layers[0].weight)["weight"] == 3.0).all()
+
+
+# Budgets
+
+
+def test_a_budget_below_the_minimum_leaves_nothing_behind(tmp_path):
+    with pytest.raises(BudgetError, match="host_memory=.* is too small: this model needs"):
+        with training(mlp, tmp_path, host_memory=4096, **NVME):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        assert list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradients_that_cannot_all_wait_are_refused_not_waited_for(tmp_path):
+    """A chain of shared layers gives every chunk its last gradient late; with two gradient slots there is no way."""
+
+    def make():
+        def build(self):
+            self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(12))
+
+        def run(self, x):
+            for _ in range(2):
+                for layer in self.layers:
+                    x = torch.utils.checkpoint.checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=True)
+            return x
+
+        return Model(build, lambda self, x: run(self, x.requires_grad_()))
+
+    config = NVME | {"update": "backward"}
+    config["host_memory"] = helpers.least_host_memory(make, tmp_path, **config)
+    with training(make, tmp_path, **config) as (model, engine, optimizer):
+        with pytest.raises(BudgetError, match="gradient slots hold chunks"):
+            loss_of(model(inputs(model, 0))).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+# Traffic, by the engine's counter and by the kernel's
+
+
+def kernel_bytes():
+    text = open("/proc/self/io").read()
+    return tuple(int(re.search(rf"^{field}: (\d+)", text, re.M)[1]) for field in ("read_bytes", "write_bytes"))
+
+
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+def test_a_step_moves_26_bytes_a_parameter(update, tmp_path):
+    make = lambda: GPT(hidden=256, layers=8, heads=4, vocab=256, seq=16)
+    with training(make, tmp_path, dtype="bf16", update=update, chunk_mib=1 / 8, **NVME) as (model, engine, optimizer):
+        assert len(engine.registry.chunks) >= 80
+
+        def steps(first, count):
+            for step in range(first, first + count):
+                model(*tokens(step, vocab=256, batch=1, seq=16)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def counters():
+            engine.records.flush()
+            stats = engine.stats()
+            return [stats["nvme_read_nbytes"], stats["nvme_write_nbytes"], *kernel_bytes()]
+
+        steps(0, 3)
+        before = counters()
+        steps(3, 4)
+        read, written, kernel_read, kernel_written = (b - a for a, b in zip(before, counters(), strict=True))
+        num_parameters = engine.stats()["num_parameters"]
+        print(f"{update}: {read / num_parameters / 4:.3f} read, {written / num_parameters / 4:.3f} written a parameter and step")
+        if kernel_read or kernel_written:
+            assert read == pytest.approx(kernel_read, rel=0.01)
+            assert written == pytest.approx(kernel_written, rel=0.01)
+        assert read / num_parameters / 4 == pytest.approx(14.0, rel=0.03)
+        assert written / num_parameters / 4 == pytest.approx(12.0, rel=0.03)

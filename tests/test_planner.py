@@ -1,0 +1,229 @@
+"""Placement: what goes where under which budget, the least that works, and that the engine then holds just that."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity import planner
+from infinity.chunks import ParameterSpec, layout, record_layout
+from infinity.errors import BudgetError
+from infinity.planner import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS, chunk_numel, place
+
+# Eight chunks of one parameter of 4096 elements each: a bf16 weight is 8 KiB, the states are 40 KiB, a gradient is 8 KiB.
+NUM, WEIGHT, STATES, GRADIENT = 8, 8 << 10, 40 << 10, 8 << 10
+AMPLE = 1 << 30
+
+
+def placed(*, num=NUM, world=1, dtype="bf16", frozen=(), **changes):
+    specs = [ParameterSpec(f"p{i}", 4096, dtype, i not in frozen) for i in range(num)]
+    whole = layout(specs, chunk_numel=4096, world=world)
+    records = [record_layout(chunk.shard_used(0), dtype, chunk.trainable) for chunk in whole.chunks]
+    options = {
+        "weights": "auto",
+        "states": "auto",
+        "keep": True,
+        "deferred": False,
+        "gradient_itemsize": None,
+        "device_budget": AMPLE,
+        "host_budget": AMPLE,
+        "held_nbytes": 2 * WEIGHT,
+        "op_gradient_nbytes": WEIGHT,
+    }
+    return place(whole, records, **{**options, **changes})
+
+
+def needed(error) -> int:
+    """The number of bytes that a message asks for."""
+    return int(re.search(r"needs (\d+) bytes", str(error.value))[1])
+
+
+# ---- the order of residency ----
+
+
+def test_what_fits_on_the_device_lives_there_and_needs_no_host_memory():
+    found = placed()
+    assert found.weights == found.states == ("device",) * NUM
+    assert (found.pinned, found.host_nbytes, found.nvme_nbytes) == (True, 0, 0)
+
+
+def test_on_a_small_device_all_goes_to_an_ample_host():
+    found = placed(device_budget=100 << 10)
+    assert found.weights == found.states == ("host",) * NUM
+    assert found.nvme_nbytes == 0
+
+
+def slots_nbytes(found, *, gradients=None):
+    areas = NUM * GRADIENT if found.gradient_areas else found.gradient_slots * GRADIENT
+    return found.weight_slots * WEIGHT + found.state_slots * STATES + areas
+
+
+def test_host_memory_left_over_keeps_weights_before_states_and_last_chunks_first():
+    full = slots_nbytes(placed(device_budget=100 << 10, keep=False))
+    homes = []
+    for spare in (0, WEIGHT, 3 * WEIGHT, NUM * WEIGHT, NUM * WEIGHT + STATES, NUM * WEIGHT + 3 * STATES):
+        found = placed(device_budget=100 << 10, host_budget=full + spare)
+        homes.append((found.weights.count("host"), found.states.count("host")))
+        assert found.weights == ("nvme",) * found.weights.count("nvme") + ("host",) * found.weights.count("host")
+        assert found.states == ("nvme",) * found.states.count("nvme") + ("host",) * found.states.count("host")
+        assert found.host_nbytes <= full + spare
+    assert homes == [(0, 0), (1, 0), (3, 0), (8, 0), (8, 1), (8, 3)]
+
+
+def test_residency_none_keeps_nothing():
+    found = placed(device_budget=100 << 10, keep=False)
+    assert found.weights == found.states == ("nvme",) * NUM
+    assert found.nvme_nbytes == NUM * (WEIGHT + STATES)
+
+
+@pytest.mark.parametrize(
+    "weights, states, expected",
+    [
+        ("host", "nvme", ("host", "nvme", False)),
+        ("nvme", "host", ("nvme", "host", False)),
+        ("host", "host", ("host", "host", False)),
+        ("device", "nvme", ("nvme", "nvme", True)),  # the record keeps its weights beside the states
+        ("device", "host", ("host", "host", True)),
+        ("device", "device", ("device", "device", True)),
+    ],
+)
+def test_what_is_asked_for_is_done(weights, states, expected):
+    found = placed(weights=weights, states=states)
+    assert (found.weights[0], found.states[0], found.pinned) == expected
+    assert len({*found.weights}) == len({*found.states}) == 1
+
+
+def test_frozen_chunks_have_no_states():
+    found = placed(frozen=range(4), weights="nvme", states="nvme", keep=False)
+    assert found.nvme_nbytes == NUM * WEIGHT + 4 * STATES
+    assert found.state_slots <= 4 and found.gradient_slots <= 4
+
+
+def test_each_of_two_ranks_holds_half():
+    one, two = (placed(world=world, weights="nvme", states="nvme", keep=False) for world in (1, 2))
+    assert two.nvme_nbytes == one.nvme_nbytes / 2
+    assert slots_nbytes(one) == one.host_nbytes == 2 * two.host_nbytes
+
+
+# ---- the least that works ----
+
+
+def test_the_least_host_memory_is_the_fewest_slots():
+    least = MIN_WEIGHT_SLOTS * WEIGHT + MIN_STATE_SLOTS * STATES + MIN_GRADIENT_SLOTS * GRADIENT
+    small = {"device_budget": 100 << 10}
+    found = placed(host_budget=least, **small)
+    assert (found.weight_slots, found.state_slots, found.gradient_slots) == (2, 2, 2)
+    assert found.host_nbytes == least
+    with pytest.raises(BudgetError, match=rf"host_memory=\S+ KiB is too small: .* needs {least} bytes .*Raise host_memory"):
+        placed(host_budget=least - 1, **small)
+
+
+def test_deferred_updates_need_room_for_all_gradients():
+    least = MIN_WEIGHT_SLOTS * WEIGHT + MIN_STATE_SLOTS * STATES + NUM * GRADIENT
+    options = {"device_budget": 100 << 10, "deferred": True}
+    assert placed(host_budget=least, **options).gradient_areas
+    with pytest.raises(BudgetError, match=f"needs {least} bytes .*all gradients 64.0 KiB .deferred update"):
+        placed(host_budget=least - 1, **options)
+    accumulated = least + NUM * GRADIENT  # in fp32
+    with pytest.raises(BudgetError, match=f"needs {accumulated} bytes"):
+        placed(host_budget=accumulated - 1, gradient_itemsize=4, **options)
+
+
+def test_the_least_device_memory_is_the_largest_op_and_its_gradient():
+    least = 2 * WEIGHT + WEIGHT
+    assert placed(device_budget=least).span_budget_nbytes == 2 * WEIGHT
+    with pytest.raises(BudgetError, match=f"device_memory=.* needs {least} bytes .*largest op 16.0 KiB.*split the largest layer"):
+        placed(device_budget=least - 1)
+
+
+def test_auto_leaves_the_device_where_gradients_would_not_fit():
+    whole = NUM * (WEIGHT + STATES + GRADIENT) + WEIGHT
+    assert placed(device_budget=whole).states == ("device",) * NUM
+    assert placed(device_budget=whole - 1).states == ("host",) * NUM
+
+
+def test_weights_on_the_device_need_room_for_all_of_them():
+    least = NUM * WEIGHT + WEIGHT
+    assert placed(weights="device", states="host", device_budget=least).pinned
+    with pytest.raises(BudgetError, match=f"needs {least} bytes .*weights 64.0 KiB.*Raise device_memory"):
+        placed(weights="device", states="host", device_budget=least - 1)
+
+
+def test_states_on_the_device_need_room_for_everything():
+    with pytest.raises(BudgetError, match="states='device' needs .* Raise device_memory or choose states='host'") as error:
+        placed(states="device", device_budget=100 << 10)
+    assert placed(states="device", device_budget=needed(error)).states == ("device",) * NUM
+
+
+@pytest.mark.parametrize("weights, states", [*itertools.product(("auto", "host", "nvme"), repeat=2)])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_every_budget_from_the_least_on_is_kept(weights, states, deferred):
+    options = {"weights": weights, "states": states, "deferred": deferred, "device_budget": 100 << 10}
+    with pytest.raises(BudgetError) as error:
+        placed(host_budget=1, **options)
+    least = needed(error)
+    for budget in (least, least + 1, least + 50_000, 2 * least, 10 * least):
+        found = placed(host_budget=budget, **options)
+        assert found.host_nbytes <= budget
+        assert found.span_budget_nbytes + found.gradient_limit_nbytes <= 100 << 10
+
+
+# ---- the size of chunks ----
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_chunks_fit_the_budgets_and_divide_over_the_ranks(world):
+    unit = 1024 * world
+    for num, host, device in itertools.product((1, 10**6, 10**9), (1 << 20, 1 << 30, 1 << 36), (1 << 20, 1 << 30, 1 << 36)):
+        numel = chunk_numel(num, host_budget=host, device_budget=device, world=world, unit=unit)
+        assert numel % unit == 0 and 0 < numel <= 8 << 20
+        assert numel * 16 <= device or numel <= max(128 << 10, unit)
+
+
+# ---- the engine holds what was planned ----
+
+MODES = [
+    {"weights": "nvme", "states": "nvme", "residency": "none"},
+    {"weights": "nvme", "states": "nvme"},
+    {"weights": "host", "states": "nvme"},
+    {"weights": "nvme", "states": "host"},
+    {"weights": "host", "states": "host"},
+    {"weights": "device", "states": "nvme"},
+    {"weights": "device", "states": "host"},
+    {"weights": "device", "states": "device"},
+    {"host_memory": "600KiB", "device_memory": "400KiB"},
+    {"host_memory": "1500KiB", "device_memory": "400KiB"},
+    {},
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_the_engine_holds_what_was_planned(tmp_path, mode, update, accumulation_steps):
+    budgets = {"host_memory": "16MiB", "device_memory": "2MiB", **mode}
+    config = infinity.Config(nvme=tmp_path, dtype="bf16", device="cpu", chunk_mib=1 / 64, update=update, **budgets)
+    with infinity.init(config):
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 16))
+    adam = infinity.AdamW(model.parameters(), accumulation_steps=accumulation_steps)
+    engine = infinity.engine_of(model)
+    with engine:
+        for _ in range(2):
+            for _ in range(accumulation_steps):
+                model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+            adam.step()
+        engine.flush()
+        stats, placement = engine.stats(), engine.placement
+        assert placement.host_nbytes <= config.host_memory
+        assert placement.host_nbytes <= stats["host_arena_nbytes"] <= 1.02 * placement.host_nbytes + 4096 * 4
+        assert stats["peak_device_nbytes"] <= config.device_memory
+        assert (engine.swap is None) == (placement.nvme_nbytes == 0)
+
+
+def test_planner_names_no_more_slots_than_there_are_chunks():
+    found = placed(num=3, weights="nvme", states="nvme", keep=False)
+    assert (found.weight_slots, found.state_slots, found.gradient_slots) == (3, 3, 3)
+    assert planner.WEIGHT_SLOTS > 3
