@@ -1,7 +1,8 @@
 """Builds the two C extensions; all metadata is in pyproject.toml.
 
-INFINITY_SANITIZE=1 builds them with ASan and UBSan. Run the tests then with
-`LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 python -m pytest`.
+INFINITY_SANITIZE=1 builds them with ASan and UBSan (into another place: `build_ext --build-lib build/asan --build-temp
+build/asan-temp`). Run the tests then with that place first on PYTHONPATH, ASAN_OPTIONS=detect_leaks=0 and
+LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)".
 """
 
 import os
@@ -20,10 +21,10 @@ class BuildWithChecks(build_ext):
     """Says what to install before a compiler says that it misses it."""
 
     def build_extensions(self):
-        compiler = self.compiler.compiler_so[0]
-        if shutil.which(compiler) is None:
-            raise SystemExit(f"infinity needs a C compiler and found no `{compiler}`: apt install gcc (or set CC)")
-        probe = subprocess.run([compiler, "-E", "-x", "c", "-"], input="#include <libaio.h>\n", text=True, capture_output=True)
+        compiler = self.compiler.compiler_so  # with CFLAGS
+        if shutil.which(compiler[0]) is None:
+            raise SystemExit(f"infinity needs a C compiler and found no `{compiler[0]}`: apt install gcc (or set CC)")
+        probe = subprocess.run([*compiler, "-E", "-x", "c", "-"], input="#include <libaio.h>\n", text=True, capture_output=True)
         if probe.returncode:
             raise SystemExit(
                 "infinity needs the header <libaio.h> and the library libaio: Debian and Ubuntu: apt install libaio-dev; "

@@ -38,7 +38,6 @@
  * Longer than other files here for the type tables. The order: the Core and its references, Queue, Ticket, module.
  */
 #define PY_SSIZE_T_CLEAN
-#define _GNU_SOURCE
 #include <Python.h>
 
 #include <errno.h>
@@ -628,10 +627,10 @@ static PyMethodDef module_methods[] = {
      "direct_alignment(fd) -> (memory, offset)\n--\n\nBytes that O_DIRECT needs: 4096 where unknown, 0 where it is refused."},
     {"_inject", (PyCFunction)(void (*)(void))inject, METH_VARARGS | METH_KEYWORDS,
      "_inject(call=None, nth=0, times=1, result=None, *, every=1, delay=0.0)\n--\n\n"
-     "Tests only. call: io_setup, io_submit, io_getevents, io_destroy, or read, write for a block of that kind; those from the\n"
-     "nth on, each `every`-th, `times` of them (-1: all). result: -errno; for io_submit also how many are accepted; for a block an\n"
-     "int is bytes fewer than asked, a float the fraction moved. delay: seconds until a block reaches the kernel. Without call:\n"
-     "forget all and return how many were met."},
+     "Tests only. call: io_setup, io_submit, io_getevents, io_destroy, or read, write for a block of that kind; those from\n"
+     "the nth on, each `every`-th, `times` of them (-1: all). result: -errno; for io_submit also how many are accepted; for a\n"
+     "block an int is bytes fewer than asked, a float the fraction moved. delay: seconds until a block reaches the kernel.\n"
+     "Without call: forget all and return how many were met."},
     {"_close_all", close_all, METH_NOARGS, "Finish and close every queue; registered with atexit."},
     {NULL, NULL, 0, NULL},
 };

@@ -302,7 +302,7 @@ static Request *most_urgent(const Core *core)
  * it is none (below 0: until woken). With the lock held. */
 static int gather(Core *core, int64_t *sleep_ns)
 {
-    int count = 0, repeat = core->first_repeat;
+    int count = 0, waiting = 0, repeat = core->first_repeat;
     int64_t now = repeat >= 0 ? aio_now_ns() : 0;
     *sleep_ns = -1;
     core->first_repeat = -1;
@@ -316,12 +316,13 @@ static int gather(Core *core, int64_t *sleep_ns)
         } else {
             block->next = core->first_repeat;
             core->first_repeat = (int)(block - core->blocks);
+            waiting |= block->due_ns <= now; /* for room: nothing smaller may take that */
             if (block->due_ns > now && (*sleep_ns < 0 || block->due_ns - now < *sleep_ns))
                 *sleep_ns = block->due_ns - now;
         }
     }
     Request *request;
-    while (core->free_block >= 0 && (request = most_urgent(core))) {
+    while (!waiting && core->free_block >= 0 && (request = most_urgent(core))) {
         size_t left = request->nbytes - request->issued_nbytes;
         size_t nbytes = left < core->block_nbytes ? left : core->block_nbytes;
         if (!fits(core, nbytes))

@@ -111,13 +111,13 @@ class Engine:
 
     def flush(self) -> None:
         """Begin and finish every update that step() has announced, and its writes."""
+        self._check_open()
         self._start()
         for chunk in self.registry.chunks:
             if chunk.pending is not None:
                 self._begin_update(chunk, chunk.pending)
         for chunk in self.registry.chunks:
-            if chunk.updating is not None:
-                chunk.updating.wait()
+            self._finish_announced(chunk)
         self.records.flush()
 
     def read_state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -125,16 +125,14 @@ class Engine:
 
         Every rank must call it. Raises ConfigError for a parameter that is not the engine's.
         """
+        self._check_open()
         self._start()
         state = self.registry.find(param)
         if state is None:
             raise ConfigError("the parameter is not one of this engine's")
         found: dict[str, list[torch.Tensor]] = {}
         for chunk in self.registry.chunks_of(state):
-            if chunk.pending is not None:
-                self._begin_update(chunk, chunk.pending)
-            if chunk.updating is not None:
-                chunk.updating.wait()
+            self._finish_announced(chunk)
             self._keep_written(chunk.span)
             piece = chunk.whole_pieces[state.index]
             with self._host_segments(chunk) as shard:
@@ -149,6 +147,7 @@ class Engine:
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor]):
         """The parameters are whole on the device inside the block; what it changes is kept, on every rank as on rank 0."""
+        self._check_open()
         self._start()
         states = [self.registry.find(param) for param in params]
         if None in states:
@@ -187,6 +186,7 @@ class Engine:
                 self.swap.close()
             self.hooks.remove()
             self.arena.close()
+            _guard_after_close(self._model(), self.registry.params)
 
     def __enter__(self) -> Engine:
         return self
@@ -249,7 +249,7 @@ class Engine:
             self.optimizer.grad_norm = norm = self._norm(ready) / self.ranks.world
             hyper.grad_scale *= min(1.0, self.optimizer.max_grad_norm / (norm + _EPS_OF_CLIPPING))
         for chunk in ready:
-            if self.deferred:
+            if self.deferred and not chunk.on_device:
                 self._announce(chunk, hyper)
             else:
                 self.gradients.wait_for(chunk)
@@ -417,7 +417,7 @@ class Engine:
                 self._gradient_ready(chunk)
 
     def _gradient_ready(self, chunk: ChunkState) -> None:
-        if self.early_hyper is not None:
+        if self.early_hyper is not None and not chunk.on_device:
             self.waiting.append(chunk)
             self._update_waiting()
         else:
@@ -453,10 +453,12 @@ class Engine:
             state.version = state.param._version
 
     def _finish_announced(self, chunk: ChunkState) -> None:
-        """The chunk's last gradient must be used up before the next one arrives."""
+        """Wait for the chunk's update: before its next gradient arrives, or its record is read."""
         if chunk.pending is not None:
             self._begin_update(chunk, chunk.pending)
-        if chunk.updating is not None and not chunk.updating.done:
+        if chunk.updating is not None:
+            if not chunk.updating.done:
+                self.records.hurry_all()
             chunk.updating.wait()
 
     def _sum_squares(self, chunk: ChunkState) -> None:
@@ -541,7 +543,7 @@ class Engine:
     def _host_segments(self, chunk: ChunkState, *, change: bool = False):
         """The shard's segments as host tensors; with `change` they are written back."""
         if chunk.on_device:
-            state = self.updater._device_state(chunk)
+            state = self.updater.device_state(chunk)
             yield {name: tensor if change else tensor.cpu() for name, tensor in state.items()}
             return
         kinds = (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,)
@@ -582,8 +584,7 @@ class Engine:
             return
         for index in span.span.chunks:
             chunk = self.registry.chunks[index]
-            if chunk.updating is not None:
-                chunk.updating.wait()
+            self._finish_announced(chunk)
             begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
             here = slice(begin, begin + chunk.record.numel)
             new = span.flat[here]
@@ -683,7 +684,11 @@ class Engine:
             for home, nbytes in ((weights, record.weight_nbytes), (states, record.states_nbytes)):
                 pair.append(swap.allocate(nbytes) if home == "nvme" and nbytes else None)
             self.extents.append(pair)
-        swap.reserve()
+        try:
+            swap.reserve()
+        except BaseException:
+            swap.close()
+            raise
         return swap
 
     def _build(self, model: nn.Module, records) -> None:
@@ -929,6 +934,19 @@ def _guard_before_start(engine: Engine, model: nn.Module) -> None:
         engine.hooks._before(module, args)
 
     model.__dict__["_infinity_start"] = model.register_forward_pre_hook(begin, prepend=True)
+
+
+def _guard_after_close(model: nn.Module | None, params: list[ParameterState]) -> None:
+    """Refuse to run a model whose parameters are placeholders; it runs again once the user has given them values."""
+    away = [(state.name, state.param, state.placeholder.data_ptr()) for state in params]
+
+    def refuse(module, args):
+        for name, param, address in away:
+            if param.data_ptr() == address:
+                raise UsageError(f"the engine is closed and {name} is only a placeholder; read what is to be kept before close()")
+
+    if model is not None:
+        model.register_forward_pre_hook(refuse, prepend=True)
 
 
 def _disarm_guard(model: nn.Module) -> None:

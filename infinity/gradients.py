@@ -27,7 +27,7 @@ from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterSt
 
 
 class DeviceMemory:
-    """A gradient shard of a chunk whose states live on the device; has the face of a slot."""
+    """The gradient shard of a chunk whose states live on the device; has the face of a slot, but stays."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor
@@ -36,7 +36,7 @@ class DeviceMemory:
         return self._tensor
 
     def release(self) -> None:
-        """Freed with the last reference."""
+        """It stays where it is."""
 
 
 class Gradients:
@@ -206,17 +206,13 @@ class Gradients:
     def _memory(self, chunk: ChunkState) -> torch.Tensor:
         """The chunk's gradient shard, its gaps zero; waits for a slot."""
         if chunk.gradient is None:
-            if chunk.on_device:
-                memory = DeviceMemory(torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device))
-            elif chunk.index in self.areas:
-                memory = self.areas[chunk.index]
-            else:
-                memory = self._acquire_slot()
-            chunk.gradient = memory
-            if not chunk.on_device:
-                tensor = self.tensor(chunk)
-                for start, end in chunk.gaps:
-                    tensor[start:end].zero_()
+            if chunk.index not in self.areas and chunk.on_device:
+                zeros = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
+                self.areas[chunk.index] = DeviceMemory(zeros)
+            chunk.gradient = self.areas[chunk.index] if chunk.index in self.areas else self._acquire_slot()
+            tensor = self.tensor(chunk)
+            for start, end in chunk.gaps:
+                tensor[start:end].zero_()
         return self.tensor(chunk)
 
     def _acquire_slot(self):

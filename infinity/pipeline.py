@@ -401,14 +401,14 @@ class Pipeline:
             self._copy(span, needed=True)
         if span.presence is Presence.FETCHING:
             self._gather(span)
-            for part in span.fetch:
-                if part.request is not None and not part.copy.done:
-                    self.records.hurry(part.request)
             self._settle(span)
         span.attach(self.registry.layout)
 
     def _settle(self, span: SpanState) -> None:
         """Wait until nothing is under way to the span; what it waits for is charged to the link at fault."""
+        for part in span.fetch:
+            if part.request is not None and not part.copy.done:
+                self.records.hurry(part.request)
         try:
             for part in span.fetch:
                 if not part.copy.done:

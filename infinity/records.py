@@ -10,6 +10,11 @@ know the device, plans or arithmetic.
 # is clean. So whoever asks for a chunk with an update under way is given that very entry and waits for the update;
 # whoever finds no entry reads what a completed write left. (aio_ext keeps overlapping reads and writes in order, too.)
 
+# [Note: order of grants]
+# Who is granted an entry keeps its slot until done, and the lanes that wait for grants work first in, first out. So
+# pinned requests of one kind are granted in their order: were a later one served first because its copy happens to be
+# there, it could hold the last slot while the one before it, which its lane waits for, gets none.
+
 from __future__ import annotations
 
 import threading
@@ -86,6 +91,13 @@ class Records:
         if request.done and request.result is not None and hasattr(request.result.source, "promote"):
             request.result.source.promote()
 
+    def hurry_all(self) -> None:
+        """The training thread waits for updates: let all that was asked for, in its order, pass what is read ahead."""
+        with self.lock:
+            for request in self._requests:
+                request.urgent = request.urgent or request.pin
+            self.lock.notify_all()
+
     def settle(self, entry: Entry) -> None:
         """Wait until the entry's bytes are there."""
         source = entry.source
@@ -117,6 +129,7 @@ class Records:
         with self.lock:
             for entry in entries:
                 while entry.state is HostState.WRITING:
+                    self._raise_failure()
                     self.lock.wait()
                 entry.become(HostState.DIRTY)
 
@@ -177,11 +190,11 @@ class Records:
                     entry.become(HostState.CLEAN)
                     self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
 
-    def _fail(self, error: BaseException) -> None:
-        """A write was lost: whatever waits for a slot must learn of it instead of waiting for ever."""
+    def fail(self, error: BaseException) -> None:
+        """A write or an update was lost, its slots with it: who waits for one must learn of it instead of waiting for ever."""
         with self.lock:
             self.failure = self.failure or error
             self.lock.notify_all()
@@ -229,12 +242,17 @@ class Records:
         with self.lock:
             while True:
                 granted = None
+                blocked: set[str] = set()  # kinds whose first pinned request waits; see [Note: order of grants]
                 for request in sorted(self._requests, key=lambda r: not r.urgent):
                     if self.failure is not None:
                         request.refuse(self.failure)
                         granted = request
+                    elif request.kind in blocked:
+                        continue
                     elif self._try(request):
                         granted = request
+                    elif request.pin:
+                        blocked.add(request.kind)
                     if granted is not None:
                         break
                 if granted is not None:

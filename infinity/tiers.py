@@ -3,8 +3,11 @@
 Knows paths, files, locks and extents. Must not know records, chunks, tensors, devices or torch.distributed: buffers are
 anything contiguous, and how many ranks share the directories is told.
 
+Longer than other files here because a directory's claim and its use have one life. The order: what callers use (Extent,
+Transfer, Swap), one directory, helpers, exit and fork.
+
 # [Note: whose directory it is]
-# In each directory a rank holds `infinity-rank<rank>.lock` with flock for as long as it lives; the file says its pid and its run.
+# In each directory a rank holds `infinity-rank<rank>.lock` with flock for as long as it lives; the file says its pid and run.
 # Swap files are `infinity-<run>/rank<rank>.swap`. Whoever looks at these names or changes them holds a short flock on the
 # directory itself, so there are no half-made states to see. A rank that arrives
 #   - is refused if a living rank holds its number, or belongs to another run;
@@ -279,8 +282,8 @@ class Swap:
                 ranks = f" ({self.world} ranks)" if self.world > 1 else ""
                 raise SwapError(
                     errno.ENOSPC,
-                    f"swap needs {_gib(needed)}{ranks} on this filesystem and {_gib(available)} are available: free space there, name "
-                    "another directory in `nvme`, or raise host_memory",
+                    f"swap needs {_gib(needed)}{ranks} on this filesystem and {_gib(available)} are available: free space "
+                    "there, name another directory in `nvme`, or raise host_memory",
                     ", ".join(str(directory.path) for directory in directories),
                 )
 
@@ -388,8 +391,8 @@ class _Directory:
                 if int(match[1]) == rank or holder != run:
                     raise SwapError(
                         errno.EBUSY,
-                        f"the swap directory is in use by rank {int(match[1])} of a run with process {pid}: end that run, or name another "
-                        "directory in `nvme`",
+                        f"the swap directory is in use by rank {int(match[1])} of a run with process {pid}: end that run, "
+                        "or name another directory in `nvme`",
                         str(self.path),
                     ) from None
                 runs.add(holder)
@@ -439,8 +442,8 @@ class _Directory:
                 self.file = direct if refusal is None else self.file
         if refusal:
             warnings.warn(
-                f"swap in {self.path}: {refusal}; it works through the page cache, slower and with more memory. Name a directory on a "
-                "local ext4 or xfs drive.",
+                f"swap in {self.path}: {refusal}; it works through the page cache, slower and with more memory. Name a "
+                "directory on a local ext4 or xfs drive.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -526,8 +529,10 @@ def _open_direct(name: str, folder_fd: int) -> int:
 def _direct_refusal(fd: int, filesystem: str) -> str | None:
     """Why direct I/O does not work on this file, which is still empty of data; None if it does."""
     memory, offset = aio_ext.direct_alignment(fd)
-    if not memory or ALIGNMENT % memory or ALIGNMENT % offset:
-        return f"{filesystem} wants O_DIRECT aligned to {memory} and {offset} bytes" if memory else f"{filesystem} has no O_DIRECT"
+    if not memory:
+        return f"{filesystem} has no O_DIRECT"
+    if ALIGNMENT % memory or ALIGNMENT % offset:
+        return f"{filesystem} wants O_DIRECT aligned to {memory} and {offset} bytes"
     with mmap.mmap(-1, ALIGNMENT) as page:
         try:
             os.pwrite(fd, page, 0)

@@ -63,29 +63,26 @@ class Updater:
         self._awaited: set[Job] = set()  # the last gradient job of each update that was begun and is not over
         self.failure: BaseException | None = None
 
-    def begin(self, chunk: ChunkState, hyper: Hyper, *, urgent: bool) -> Job:
+    def begin(self, chunk: ChunkState, hyper: Hyper, *, urgent: bool) -> None:
         """Update a chunk once its record and gradient are in host memory; nobody holds its device copy.
 
         urgent: its record may take the slot of what is needed sooner, because gradients wait for this update.
         """
         gradient_job, copy_job = chunk.gradient_job, chunk.copy_job
         chunk.pending = None
-        if chunk.on_device and chunk.span.storage.device.type != "cpu":
-            chunk.updating = None  # on the compute stream, in its order
-            gradient_job.wait()
-            self._compute(chunk, self._device_state(chunk), hyper)
-            chunk.update_expected = False
-            return chunk.updating
-        if chunk.on_device:
-            work = lambda: self._update_on_device(chunk, gradient_job, hyper)
-        else:
-            weights = self.records.request(chunk, WEIGHTS, urgent=urgent)
-            states = self.records.request(chunk, STATES, urgent=True)
-            work = lambda: self._update_on_host(chunk, weights, states, gradient_job, copy_job, hyper)
-        self._awaited.add(gradient_job)
         chunk.update_expected = False
+        if chunk.on_device:  # in the training thread: on CUDA the compute stream orders it, on the CPU it has all cores
+            gradient_job.wait()
+            self._compute(chunk, self.device_state(chunk), hyper)
+            return
+        weights = self.records.request(chunk, WEIGHTS, urgent=urgent)
+        states = self.records.request(chunk, STATES, urgent=True)
+
+        def work() -> None:
+            self._update_on_host(chunk, weights, states, gradient_job, copy_job, hyper)
+
+        self._awaited.add(gradient_job)
         chunk.updating = self.lane.push(lambda: self._run(work, gradient_job))
-        return chunk.updating
 
     def will_free_gradients(self) -> bool:
         """Whether an update is under way that waits for no more of its gradient."""
@@ -99,6 +96,7 @@ class Updater:
             work()
         except BaseException as error:
             self.failure = self.failure or error
+            self.records.fail(error)
             raise
         finally:
             self._awaited.discard(gradient_job)
@@ -117,11 +115,7 @@ class Updater:
         self._compute(chunk, segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory), hyper)
         self.records.write_back(chunk, entries)
 
-    def _update_on_device(self, chunk, gradient_job, hyper) -> None:
-        gradient_job.wait()
-        self._compute(chunk, self._device_state(chunk), hyper)
-
-    def _device_state(self, chunk: ChunkState) -> dict[str, torch.Tensor]:
+    def device_state(self, chunk: ChunkState) -> dict[str, torch.Tensor]:
         begin = chunk.chunk.offset + self.rank * chunk.chunk.shard_numel
         weight = chunk.span.flat[begin : begin + chunk.record.numel]
         return {"weight": weight, **chunk.device_states}

@@ -454,7 +454,7 @@ def test_a_second_run_is_refused_and_harms_nothing(paths):
         data = memory(MIB)
         swap.write(extent, data).wait()
         for second in (paths[:1], [paths[1], paths[0]]):
-            with pytest.raises(SwapError, match=f"in use by rank 0 of a run with process {os.getpid()}: end that run") as caught:
+            with pytest.raises(SwapError, match=f"by rank 0 of a run with process {os.getpid()}: end that run") as caught:
                 Swap(second)
             assert caught.value.errno == errno.EBUSY and caught.value.filename == str(paths[0])
         assert everything_in(paths[1]) == []

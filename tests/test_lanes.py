@@ -1,0 +1,102 @@
+"""Lanes: order, results and errors reach whoever waits; nothing is kept alive; closing finishes the work."""
+
+import threading
+import weakref
+
+import pytest
+
+from infinity.lanes import Job, Lane
+
+SECONDS = 20  # after which a thread is taken to hang
+
+
+@pytest.fixture
+def lane():
+    lane = Lane("test")
+    yield lane
+    lane.close()
+
+
+def test_jobs_run_one_at_a_time_in_order_in_the_lanes_thread(lane):
+    done, threads, running = [], set(), []
+
+    def work(number):
+        running.append(number)
+        assert len(running) == 1
+        threads.add(threading.current_thread().name)
+        done.append(number)
+        running.pop()
+        return number
+
+    jobs = [lane.push(lambda number=number: work(number)) for number in range(200)]
+    assert [job.wait() for job in jobs] == done == list(range(200))
+    assert threads == {"infinity-test"}
+
+
+def test_push_does_not_wait(lane):
+    gate = threading.Event()
+    first, second = lane.push(gate.wait), lane.push(lambda: "second")
+    assert not first.done and not second.done
+    gate.set()
+    assert second.wait() == "second" and first.done
+
+
+def test_an_error_is_raised_at_every_wait_and_stops_no_other_job(lane):
+    failing, following = lane.push(lambda: 1 / 0), lane.push(lambda: 3)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            failing.wait()
+    assert failing.done and following.wait() == 3
+
+
+def test_drain_waits_for_all_whether_it_succeeds_or_not(lane):
+    done = []
+    for number in range(5):
+        lane.push(lambda number=number: done.append(number) or 1 / (number - 2))
+    lane.drain()
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_what_a_job_held_is_let_go_when_it_is_over(lane):
+    class Gradient:
+        pass
+
+    gradient = Gradient()
+    gone = threading.Event()
+    weakref.finalize(gradient, gone.set)
+    job = lane.push(lambda g=gradient: None)
+    del gradient
+    job.wait()
+    assert gone.wait(SECONDS)
+
+
+def test_close_finishes_what_was_pushed_and_may_be_repeated(lane):
+    done = []
+    for number in range(50):
+        lane.push(lambda number=number: done.append(number))
+    lane.close()
+    assert done == list(range(50))
+    lane.close()
+
+
+def test_on_job_runs_before_each_job_in_the_lane(lane):
+    seen = []
+    lane.on_job = lambda: seen.append("before")
+    lane.push(lambda: seen.append("job"))
+    lane.push(lambda: seen.append("job"))
+    lane.drain()
+    assert seen[:4] == ["before", "job", "before", "job"]
+
+
+def test_many_threads_wait_for_one_job():
+    gate, results = threading.Event(), []
+    job = Job(lambda: gate.wait() and "result")
+    threads = [threading.Thread(target=lambda: results.append(job.wait())) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    runner = threading.Thread(target=job.run)
+    runner.start()
+    gate.set()
+    for thread in (*threads, runner):
+        thread.join(SECONDS)
+    assert results == ["result"] * 16
