@@ -103,7 +103,8 @@ def raw_seconds(engine, block_nbytes: int, inflight_nbytes: int) -> float:
     """Read every record and write it back, six under way, without an update. The bytes stay what they are."""
     swap = engine.swap
     (directory,) = swap._directories
-    extents = [extent for pair in engine.extents for extent in pair if extent is not None]
+    chunks = engine.registry.chunks
+    extents = [e for chunk in chunks for e in (chunk.weights_extent, chunk.states_extent) if e is not None]
     arena = Arena()
     slots = Slots(arena, "raw", max(extent.nbytes for extent in extents), 16)
     with aio_ext.Queue(block_nbytes=block_nbytes, inflight_nbytes=inflight_nbytes) as queue:

@@ -17,47 +17,33 @@ Knows every other part by its face. The user meets it through `infinity.init`, `
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
-import threading
 import weakref
 from collections.abc import Iterable
 
-import psutil
 import torch
 from torch import nn
 
-from infinity import planner
-from infinity.adam import NormAccumulator, split_master
-from infinity.arena import Arena, Slots
-from infinity.chunks import BLOCK_NUMEL, ParameterSpec, default_chunk_numel, layout, record_layout
-from infinity.config import Config, format_bytes
-from infinity.errors import BudgetError, ConfigError, UsageError
+from infinity.adam import NormAccumulator
+from infinity.assembly import assemble
+from infinity.config import Config
+from infinity.errors import ConfigError, UsageError
 from infinity.events import Events
-from infinity.gradients import Gradients
 from infinity.hooks import Hooks
 from infinity.partition import Ranks
-from infinity.pipeline import Pipeline
-from infinity.records import STATES, WEIGHTS, Records
+from infinity.records import STATES, WEIGHTS
 from infinity.residency import (
-    TORCH_DTYPES,
-    Area,
     ChunkState,
-    DeviceTier,
-    HostCache,
     ParameterState,
     Presence,
-    Registry,
-    SpanState,
     owner_of,
     set_owner,
 )
 from infinity.schedule import NEVER
-from infinity.tiers import Swap
-from infinity.updater import Hyper, Updater, add_norm, segments
+from infinity.updater import Hyper, add_norm
+from infinity.values import Values
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -130,19 +116,7 @@ class Engine:
         state = self.registry.find(param)
         if state is None:
             raise ConfigError("the parameter is not one of this engine's")
-        found: dict[str, list[torch.Tensor]] = {}
-        for chunk in self.registry.chunks_of(state):
-            self._finish_announced(chunk)
-            self._keep_written(chunk.span)
-            piece = chunk.whole_pieces[state.index]
-            with self._host_segments(chunk) as shard:
-                for segment in chunk.record.segments:
-                    dtype = TORCH_DTYPES[segment.dtype]
-                    part = torch.zeros(chunk.chunk.shard_numel, dtype=dtype)
-                    part[: chunk.record.numel] = shard[segment.name]
-                    whole = self.ranks.all_gather_slices(part.view(torch.uint8)).view(dtype)
-                    found.setdefault(segment.name, []).append(whole[piece.start : piece.start + piece.numel].clone())
-        return {name: torch.cat(parts).reshape(state.shape) for name, parts in found.items()}
+        return self.values.read(state)
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor]):
@@ -155,7 +129,7 @@ class Engine:
         spans = list(dict.fromkeys(self.registry.span_of(state) for state in states))
         self.pipeline.acquire_aside(spans)
         for span in spans:
-            self._keep_written(span)
+            self.values.keep_written(span)
         before = {span: span.flat.clone() for span in spans}
         try:
             yield
@@ -163,7 +137,7 @@ class Engine:
             for span in spans:
                 for state in span.params:
                     state.version = state.param._version
-                self._adopt_values(span, before[span])
+                self.values.adopt(span, before[span])
                 self.pipeline.release(span)
 
     def close(self) -> None:
@@ -537,67 +511,6 @@ class Engine:
         if self._closed:
             raise UsageError("the engine is closed")
 
-    # Values.
-
-    @contextlib.contextmanager
-    def _host_segments(self, chunk: ChunkState, *, change: bool = False):
-        """The shard's segments as host tensors; with `change` they are written back."""
-        if chunk.on_device:
-            state = self.updater.device_state(chunk)
-            yield {name: tensor if change else tensor.cpu() for name, tensor in state.items()}
-            return
-        kinds = (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,)
-        entries = {}
-        for kind in kinds:
-            request = self.records.request(chunk, kind, urgent=True)
-            self.records.hurry(request)
-            entries[kind] = request.wait()
-            self.records.settle(entries[kind])
-        if change:
-            self.records.begin_update(*entries.values())
-        memory = [entry.memory for entry in entries.values()]
-        try:
-            yield segments(chunk, memory[0], memory[1] if len(memory) > 1 else None)
-        finally:
-            if change:
-                self.records.write_back(chunk, entries)
-            else:
-                for kind, entry in entries.items():
-                    self.records.unpin(chunk, kind, entry)
-
-    def _keep_written(self, span: SpanState) -> None:
-        """Make what forward passes wrote to a span that is still home its value."""
-        written = span.written()
-        if written:
-            self._adopt_values(span)
-            for state in written:
-                state.version = state.param._version
-
-    @torch.no_grad()
-    def _adopt_values(self, span: SpanState, before: torch.Tensor | None = None) -> None:
-        """Make what is in a span's device storage its value; an element that changed loses its residual."""
-        if self.ranks.world > 1:
-            values = span.flat.cpu()
-            self.ranks.broadcast_(values)
-            span.flat.copy_(values)
-        if before is not None and torch.equal(before.view(torch.uint8), span.flat.view(torch.uint8)):
-            return
-        for index in span.span.chunks:
-            chunk = self.registry.chunks[index]
-            self._finish_announced(chunk)
-            begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
-            here = slice(begin, begin + chunk.record.numel)
-            new = span.flat[here]
-            with self._host_segments(chunk, change=True) as shard:
-                old = before[here] if before is not None else shard["weight"].to(new.device)
-                changed = new.view(torch.int16 if new.element_size() == 2 else torch.int32) != old.view(
-                    torch.int16 if new.element_size() == 2 else torch.int32
-                )
-                if shard["weight"].data_ptr() != new.data_ptr():
-                    shard["weight"].copy_(new)
-                if "residual" in shard:
-                    shard["residual"].masked_fill_(changed.to(shard["residual"].device), 0)
-
     # Start.
 
     def _deferred(self) -> bool:
@@ -618,222 +531,44 @@ class Engine:
             return
         self._check_open()
         model = self._model()
-        config, device, ranks = self.config, self.device, self.ranks
         self.deferred = self._deferred()
         self.accumulating = self.optimizer is not None and self.optimizer.accumulation_steps > 1
-        self.device_budget, host_budget = _budgets(config, device, ranks)
-        specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in self._named]
-        unit = ranks.world * BLOCK_NUMEL
-        if config.chunk_mib is None:
-            numel = planner.chunk_numel(
-                sum(spec.numel for spec in specs),
-                host_budget=host_budget,
-                device_budget=self.device_budget,
-                world=ranks.world,
-                unit=unit,
-            )
-        else:
-            numel = default_chunk_numel(config.chunk_mib, ranks.world)
-        self.layout = layout(specs, chunk_numel=numel, world=ranks.world)
-        records = [record_layout(c.shard_used(ranks.rank), config.dtype, c.trainable) for c in self.layout.chunks]
-        itemsize = TORCH_DTYPES[config.dtype].itemsize
-        trainable = [spec.numel * itemsize for spec in specs if spec.trainable]
-        self.placement = planner.place(
-            self.layout,
-            records,
-            weights=config.weights,
-            states=config.states,
-            keep=config.residency == "auto",
-            deferred=self.deferred or self.accumulating,
-            gradient_itemsize=4 if self.accumulating else None,
-            device_budget=self.device_budget,
-            host_budget=host_budget,
-            held_nbytes=_held_nbytes(model, [p for _, p in self._named], self.layout, itemsize),
-            op_gradient_nbytes=max(trainable, default=0),
-        )
-        self.swap = self._make_swap(records)
-        try:
-            self._build(model, records)
-        except BaseException:
-            if self.swap is not None:
-                self.swap.close()
-            raise
-        self._started = True
-        self.first_step = True
-        self._reset_step()
-        self.first_step = True
-
-    def _make_swap(self, records) -> Swap | None:
-        placement, ranks = self.placement, self.ranks
-        total = int(ranks.max_(torch.tensor([placement.nvme_nbytes])).item())
-        if not total:
-            return None
-        if self.config.creates_nvme:
-            for path in self.config.nvme:
-                path.mkdir(exist_ok=True)
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
-        local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank % local_world))
-        run = None
-        if ranks.world > 1:
-            token = torch.tensor(list(os.urandom(8)), dtype=torch.int64)
-            run = bytes(ranks.broadcast_(token).tolist()).hex()
-        swap = Swap(self.config.nvme, rank=local_rank, world=local_world, run=run)
-        self.extents = []
-        for record, weights, states in zip(records, placement.weights, placement.states):
-            pair = []
-            for home, nbytes in ((weights, record.weight_nbytes), (states, record.states_nbytes)):
-                pair.append(swap.allocate(nbytes) if home == "nvme" and nbytes else None)
-            self.extents.append(pair)
-        try:
-            swap.reserve()
-        except BaseException:
-            swap.close()
-            raise
-        return swap
-
-    def _build(self, model: nn.Module, records) -> None:
-        config, device, ranks, placement = self.config, self.device, self.ranks, self.placement
-        cuda = device.type == "cuda"
-        if not cuda:
-            _keep_freed_memory()
-        bank = torch.full((len(self._named),), float("nan"), dtype=TORCH_DTYPES[config.dtype], device=device)
-        params = [
-            ParameterState(index, name, param, bank[index].expand(param.shape))
-            for index, (name, param) in enumerate(self._named)
-        ]
-        itemsize = TORCH_DTYPES[config.dtype].itemsize
-        spans = [SpanState(s, [params[i] for i in s.params], device, s.numel * itemsize) for s in self.layout.spans]
-        chunks = [
-            ChunkState(chunk, record, chunk.shard_pieces(ranks.rank), spans[chunk.span])
-            for chunk, record in zip(self.layout.chunks, records)
-        ]
-        self.registry = Registry(self.layout, params, spans, chunks)
-        self.tier = DeviceTier(placement.span_budget_nbytes)
-        self.arena = Arena(pin=cuda)
-        self.lock = threading.Condition()
-        keep = config.residency == "auto"
-
-        next_uses = {
-            WEIGHTS: lambda chunk: self.pipeline.next_weights_use(chunks[chunk]),
-            STATES: lambda chunk: self.pipeline.next_states_use(chunks[chunk]),
-        }
-        caches = {}
-        for kind, count, homes in (
-            (WEIGHTS, placement.weight_slots, placement.weights),
-            (STATES, placement.state_slots, placement.states),
-        ):
-            sizes = [r.weight_nbytes if kind == WEIGHTS else r.states_nbytes for r in records]
-            slots = Slots(self.arena, kind, max(sizes) or 1, count) if count else None
-            caches[kind] = HostCache(kind, slots, self.lock, next_uses[kind])
-            for index, area in self._areas({i: n for i, n in enumerate(sizes) if homes[i] == "host"}).items():
-                caches[kind].add_resident(index, area)
-        for chunk, weights, states in zip(chunks, placement.weights, placement.states):
-            chunk.weights_home, chunk.states_home = weights, states if chunk.trainable else weights
-            if self.swap is not None:
-                chunk.weights_extent, chunk.states_extent = self.extents[chunk.index]
-        self.records = Records(self.swap, caches, self.lock, self.events, keep)
-        self.pipeline = Pipeline(self.registry, self.tier, self.records, ranks, device, self.events, keep=keep)
-        gradient_itemsize = 4 if self.accumulating else itemsize
-        gradient_nbytes = {c.index: c.record.numel * gradient_itemsize for c in chunks if c.trainable and not c.on_device}
-        pool = None
-        if gradient_nbytes and not placement.gradient_areas:
-            pool = Slots(self.arena, "gradient", max(gradient_nbytes.values()) or 1, placement.gradient_slots)
-        staging = None
-        if cuda:
-            largest = max(chunk.record.numel for chunk in chunks) * itemsize
-            staging = self.arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
-        self.gradients = Gradients(
-            self.registry,
-            ranks,
-            self.tier,
-            self.pipeline.gg,
-            self.pipeline.gather_stream if cuda else None,
-            device,
+        parts = assemble(
+            model,
+            self._named,
+            self.config,
+            self.device,
+            self.ranks,
             self.events,
-            slots=pool,
-            areas=self._areas(gradient_nbytes) if placement.gradient_areas else {},
-            staging=staging,
-            accumulate=self.accumulating,
-            limit_nbytes=placement.gradient_limit_nbytes - max((p.numel * itemsize for p in params if p.trainable), default=0),
+            deferred=self.deferred,
+            accumulating=self.accumulating,
         )
-        self.updater = Updater(self.records, self.gradients, params, ranks.rank, self.events, threads=0)
-        self.gradients.updates_will_free = self.updater.will_free_gradients
+        self.layout, self.placement, self.device_budget = parts.layout, parts.placement, parts.device_budget
+        self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
+        self.records, self.pipeline, self.gradients, self.updater = parts.records, parts.pipeline, parts.gradients, parts.updater
+        self.values = Values(self.registry, self.records, self.updater, self.tier, self.ranks, self._finish_announced)
         self.gradients.raise_failure = self.raise_failure
         self.pipeline.begin_update = lambda chunk: self._begin_update(chunk, chunk.pending)
         self.pipeline.in_backward = lambda: self.backward_task is not None
         self.pipeline.reduce = self._reduce
         self.pipeline.reduce_unplanned = self._reduce_unplanned
         self.pipeline.read_states = self._read_states
-        self.pipeline.write_back = self._adopt_values
-        per_span = max(1, round(len(chunks) / len(spans)))
-        self.pipeline.read_ahead = max(4, placement.weight_slots // per_span - 2) if keep else 4
-        self.pipeline.states_ahead = max(1, placement.state_slots - 2)
-        for span in spans:
-            span.pinned = placement.pinned
-            if placement.pinned:
-                self.tier.book(span.nbytes)
-                self.tier.allocate(span)
-        self._write_initial()
+        self.pipeline.write_back = self.values.adopt
+        try:
+            self.values.write_initial(self._initial)
+        except BaseException:
+            if self.swap is not None:
+                self.swap.close()
+            raise
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+                    module._buffers[name] = buffer.to(self.device)
         self.hooks = Hooks(self, model, self.registry, self.pipeline)
         _disarm_guard(model)
-
-    def _areas(self, nbytes: dict[int, int]) -> dict[int, Area]:
-        """Fixed places, page-aligned, of one region."""
-        offsets, total = {}, 0
-        for index, size in nbytes.items():
-            offsets[index] = total
-            total += -(-size // 4096) * 4096
-        if not total:
-            return {index: Area(self.arena.region(1), 0, 0) for index in nbytes}
-        region = self.arena.region(total)
-        return {index: Area(region, offset, nbytes[index]) for index, offset in offsets.items()}
-
-    @torch.no_grad()
-    def _write_initial(self) -> None:
-        """Write every chunk's first record, one span's parameters at a time, and let these go."""
-        for span in self.registry.spans:
-            values = {state.index: self._initial(state.index, state.param) for state in span.params}
-            for index in span.span.chunks:
-                chunk = self.registry.chunks[index]
-                if chunk.on_device:
-                    self._fill_on_device(chunk, values)
-                    continue
-                kinds = (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,)
-                entries = {kind: self.records.fresh(chunk, kind) for kind in kinds}
-                self.records.begin_update(*entries.values())
-                memory = [entry.memory for entry in entries.values()]
-                self._fill(chunk, segments(chunk, memory[0], memory[1] if len(memory) > 1 else None), values)
-                self.records.write_back(chunk, entries)
-            del values
-            for state in span.params:
-                state.param.data = state.placeholder
-                state.version = state.param._version
-        self.records.flush()
-
-    def _fill(self, chunk: ChunkState, shard: dict[str, torch.Tensor], values: dict[int, torch.Tensor]) -> None:
-        """A shard's first record: weights, their residuals, and moments of zero."""
-        for tensor in shard.values():
-            tensor.zero_()
-        for piece in chunk.pieces:
-            part = slice(piece.start, piece.start + piece.numel)
-            value = values[piece.param][piece.param_start : piece.param_start + piece.numel]
-            if "residual" in shard:
-                split_master(value.float().contiguous(), out=(shard["weight"][part], shard["residual"][part]))
-            else:
-                shard["weight"][part].copy_(value)
-
-    def _fill_on_device(self, chunk: ChunkState, values) -> None:
-        numel = chunk.record.numel
-        segments_ = {s.name: torch.zeros(numel, dtype=TORCH_DTYPES[s.dtype]) for s in chunk.record.segments}
-        self._fill(chunk, segments_, values)
-        begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
-        chunk.span.flat[begin : begin + numel].copy_(segments_.pop("weight"))
-        chunk.device_states = {name: tensor.to(self.device) for name, tensor in segments_.items()}
-        self.tier.book(chunk.record.states_nbytes)
+        self._started = True
+        self._reset_step()
+        self.first_step = True
 
     def _read_states(self, chunk: ChunkState) -> None:
         if chunk.states_home == "nvme" and chunk.trainable and not chunk.updated and chunk.pending is None:
@@ -893,39 +628,6 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.is_floating_point() and p.numel()]
 
 
-def _budgets(config: Config, device: torch.device, ranks: Ranks) -> tuple[int, int]:
-    """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks."""
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
-    free_host = psutil.virtual_memory().available // local_world
-    if device.type == "cuda":
-        free_device = torch.cuda.mem_get_info(device)[0]
-        device_share, host_share = free_device // 2, int(free_host * 0.8)
-    else:
-        device_share, host_share = free_host // 4, free_host // 2
-    auto = ranks.min_(torch.tensor([device_share, host_share], dtype=torch.int64)).tolist()
-    given = (config.device_memory, config.host_memory)
-    return tuple(share if value == "auto" else value for value, share in zip(given, auto))
-
-
-def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
-    """The most that an op and the ops around it hold: spans of a module's own parameters and of its ancestors'."""
-    index = {id(param): i for i, param in enumerate(params)}
-    nbytes = {span.index: span.numel * itemsize for span in layout_.spans}
-    most = 0
-
-    def visit(module: nn.Module, held: frozenset[int]) -> None:
-        nonlocal most
-        own = {layout_.homes[index[id(p)]].span for p in module._parameters.values() if p is not None and id(p) in index}
-        held = held | own
-        most = max(most, sum(nbytes[span] for span in held))
-        for child in module._modules.values():
-            if child is not None:
-                visit(child, held)
-
-    visit(model, frozenset())
-    return most
-
-
 def _guard_before_start(engine: Engine, model: nn.Module) -> None:
     """Start the engine when the model runs before an optimizer was made."""
 
@@ -954,10 +656,3 @@ def _disarm_guard(model: nn.Module) -> None:
     if handle is not None:
         handle.remove()
 
-
-def _keep_freed_memory() -> None:
-    """Let the C library keep large freed blocks: spans come and go, and the kernel would zero their pages each time."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
-        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)

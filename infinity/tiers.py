@@ -38,6 +38,7 @@ from infinity.errors import ConfigError, SwapError, UsageError
 
 ALIGNMENT = 4096  # of extents, offsets and sizes: what every drive in use accepts, see aio_ext.direct_alignment
 STRIPE_UNIT = 1 << 20
+INFLIGHT_NBYTES = 16 << 20  # in the kernel, a path: below, mixed reads and writes were up to 8 % slower
 
 LOCK_NAME = re.compile(r"infinity-rank(\d+)\.lock")
 FOLDER_NAME = re.compile(r"infinity-[0-9a-f]{12}")
@@ -323,7 +324,7 @@ class _Directory:
             os.fchmod(self.file, 0o600)
             os.posix_fallocate(self.file, 0, self.nbytes)
             self._go_direct()
-            self.queue = aio_ext.Queue()
+            self.queue = aio_ext.Queue(inflight_nbytes=INFLIGHT_NBYTES)
         except OSError as error:
             text = f"the swap file of {_gib(self.nbytes)} cannot be made ({error.strerror})"
             raise _swap_error(error.errno, text, self.file_path) from error

@@ -1,0 +1,290 @@
+"""Building an engine's parts: from a model, a configuration and the machine's memory to tiers, lanes and slots.
+
+Knows every part's constructor and nothing of what happens afterwards. Nothing is written before all budgets, directories
+and the space on them have been found sufficient.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import nn
+
+from infinity import planner
+from infinity.arena import Arena, Slots
+from infinity.chunks import BLOCK_NUMEL, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
+from infinity.config import Config
+from infinity.events import Events
+from infinity.gradients import Gradients
+from infinity.partition import Ranks
+from infinity.pipeline import Pipeline
+from infinity.records import STATES, WEIGHTS, Records
+from infinity.residency import TORCH_DTYPES, Area, ChunkState, DeviceTier, HostCache, ParameterState, Registry, SpanState
+from infinity.tiers import Swap
+from infinity.updater import Updater
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+@dataclass
+class Assembly:
+    """The parts of one engine. swap is None where nothing lives on NVMe."""
+
+    layout: Layout
+    placement: planner.Placement
+    device_budget: int
+    swap: Swap | None
+    arena: Arena
+    registry: Registry
+    tier: DeviceTier
+    records: Records
+    pipeline: Pipeline
+    gradients: Gradients
+    updater: Updater
+
+
+def assemble(
+    model: nn.Module,
+    named: Named,
+    config: Config,
+    device: torch.device,
+    ranks: Ranks,
+    events: Events,
+    *,
+    deferred: bool,
+    accumulating: bool,
+) -> Assembly:
+    """named: the parameters to manage, in registration order. deferred, accumulating: what their gradients' memory must do.
+
+    Raises BudgetError, ConfigError or SwapError where something does not fit.
+    """
+    device_budget, host_budget = _budgets(config, device, ranks)
+    layout_ = _layout(named, config, ranks, device_budget, host_budget)
+    records = [record_layout(c.shard_used(ranks.rank), config.dtype, c.trainable) for c in layout_.chunks]
+    itemsize = TORCH_DTYPES[config.dtype].itemsize
+    largest_gradient = max((p.numel() * itemsize for _, p in named if p.requires_grad), default=0)
+    placement = planner.place(
+        layout_,
+        records,
+        weights=config.weights,
+        states=config.states,
+        keep=config.residency == "auto",
+        deferred=deferred or accumulating,
+        gradient_itemsize=4 if accumulating else None,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
+        op_gradient_nbytes=largest_gradient,
+    )
+    swap, extents = _make_swap(config, ranks, placement, records)
+    try:
+        return _connect(
+            named, config, device, ranks, events, accumulating, device_budget, layout_, records, placement, swap, extents
+        )
+    except BaseException:
+        if swap is not None:
+            swap.close()
+        raise
+
+
+def _layout(named: Named, config: Config, ranks: Ranks, device_budget: int, host_budget: int) -> Layout:
+    specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
+    if config.chunk_mib is not None:
+        numel = default_chunk_numel(config.chunk_mib, ranks.world)
+    else:
+        numel = planner.chunk_numel(
+            sum(spec.numel for spec in specs),
+            host_budget=host_budget,
+            device_budget=device_budget,
+            world=ranks.world,
+            unit=ranks.world * BLOCK_NUMEL,
+        )
+    return layout(specs, chunk_numel=numel, world=ranks.world)
+
+
+def _connect(
+    named: Named,
+    config: Config,
+    device: torch.device,
+    ranks: Ranks,
+    events: Events,
+    accumulating: bool,
+    device_budget: int,
+    layout_: Layout,
+    records: list[Record],
+    placement: planner.Placement,
+    swap: Swap | None,
+    extents: list,
+) -> Assembly:
+    cuda, keep = device.type == "cuda", config.residency == "auto"
+    if not cuda:
+        _keep_freed_memory()
+    dtype = TORCH_DTYPES[config.dtype]
+    bank = torch.full((len(named),), float("nan"), dtype=dtype, device=device)
+    params = [
+        ParameterState(index, name, param, bank[index].expand(param.shape)) for index, (name, param) in enumerate(named)
+    ]
+    spans = [SpanState(s, [params[i] for i in s.params], device, s.numel * dtype.itemsize) for s in layout_.spans]
+    chunks = [
+        ChunkState(chunk, record, chunk.shard_pieces(ranks.rank), spans[chunk.span])
+        for chunk, record in zip(layout_.chunks, records)
+    ]
+    for chunk, weights, states, pair in zip(chunks, placement.weights, placement.states, extents):
+        chunk.weights_home, chunk.states_home = weights, states if chunk.trainable else weights
+        chunk.weights_extent, chunk.states_extent = pair
+    registry = Registry(layout_, params, spans, chunks)
+    tier = DeviceTier(placement.span_budget_nbytes)
+    for span in spans:
+        span.pinned = placement.pinned
+        if placement.pinned:
+            tier.book(span.nbytes)
+            tier.allocate(span)
+
+    arena, lock = Arena(pin=cuda), threading.Condition()
+    next_uses = {
+        WEIGHTS: lambda chunk: pipeline.next_weights_use(chunks[chunk]),
+        STATES: lambda chunk: pipeline.next_states_use(chunks[chunk]),
+    }
+    caches = {}
+    for kind, count, homes in (
+        (WEIGHTS, placement.weight_slots, placement.weights),
+        (STATES, placement.state_slots, placement.states),
+    ):
+        sizes = [r.weight_nbytes if kind == WEIGHTS else r.states_nbytes for r in records]
+        slots = Slots(arena, kind, max(sizes) or 1, count) if count else None
+        caches[kind] = HostCache(kind, slots, lock, next_uses[kind])
+        for index, area in _areas(arena, {i: n for i, n in enumerate(sizes) if homes[i] == "host"}).items():
+            caches[kind].add_resident(index, area)
+    records_ = Records(swap, caches, lock, events, keep)
+
+    pipeline = Pipeline(registry, tier, records_, ranks, device, events, keep=keep)
+    per_span = max(1, round(len(chunks) / len(spans)))
+    pipeline.read_ahead = max(4, placement.weight_slots // per_span - 2) if keep else 4
+    pipeline.states_ahead = max(1, placement.state_slots - 2)
+
+    itemsize = 4 if accumulating else dtype.itemsize
+    gradient_nbytes = {c.index: c.record.numel * itemsize for c in chunks if c.trainable and not c.on_device}
+    pool, areas, staging = None, {}, None
+    if placement.gradient_areas:
+        areas = _areas(arena, gradient_nbytes)
+    elif gradient_nbytes:
+        pool = Slots(arena, "gradient", max(gradient_nbytes.values()) or 1, placement.gradient_slots)
+    if cuda:
+        largest = max(chunk.record.numel for chunk in chunks) * dtype.itemsize
+        staging = arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
+    largest_gradient = max((p.numel * dtype.itemsize for p in params if p.trainable), default=0)
+    gradients = Gradients(
+        registry,
+        ranks,
+        tier,
+        pipeline.gg,
+        pipeline.gather_stream if cuda else None,
+        device,
+        events,
+        slots=pool,
+        areas=areas,
+        staging=staging,
+        accumulate=accumulating,
+        limit_nbytes=placement.gradient_limit_nbytes - largest_gradient,
+    )
+    threads = max(1, len(os.sched_getaffinity(0)) // _local_world(ranks))
+    updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads)
+    gradients.updates_will_free = updater.will_free_gradients
+    return Assembly(
+        layout_, placement, device_budget, swap, arena, registry, tier, records_, pipeline, gradients, updater
+    )
+
+
+def _make_swap(
+    config: Config, ranks: Ranks, placement: planner.Placement, records: list[Record]
+) -> tuple[Swap | None, list]:
+    """The swap, at its full size, and each chunk's extents for weights and states; None where there are no bytes."""
+    total = int(ranks.max_(torch.tensor([placement.nvme_nbytes])).item())
+    if not total:
+        return None, [(None, None)] * len(records)
+    if config.creates_nvme:
+        for path in config.nvme:
+            path.mkdir(exist_ok=True)
+    local_world = _local_world(ranks)
+    local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank % local_world))
+    run = None
+    if ranks.world > 1:
+        token = torch.tensor(list(os.urandom(8)), dtype=torch.int64)
+        run = bytes(ranks.broadcast_(token).tolist()).hex()
+    swap = Swap(config.nvme, rank=local_rank, world=local_world, run=run)
+    extents = []
+    for record, weights, states in zip(records, placement.weights, placement.states):
+        pair = []
+        for home, nbytes in ((weights, record.weight_nbytes), (states, record.states_nbytes)):
+            pair.append(swap.allocate(nbytes) if home == "nvme" and nbytes else None)
+        extents.append(pair)
+    try:
+        swap.reserve()
+    except BaseException:
+        swap.close()
+        raise
+    return swap, extents
+
+
+def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Area]:
+    """Fixed places, page-aligned, of one region."""
+    offsets, total = {}, 0
+    for index, size in nbytes.items():
+        offsets[index] = total
+        total += -(-size // 4096) * 4096
+    if not total:
+        return {index: Area(arena.region(1), 0, 0) for index in nbytes}
+    region = arena.region(total)
+    return {index: Area(region, offset, nbytes[index]) for index, offset in offsets.items()}
+
+
+def _budgets(config: Config, device: torch.device, ranks: Ranks) -> tuple[int, int]:
+    """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks."""
+    free_host = psutil.virtual_memory().available // _local_world(ranks)
+    if device.type == "cuda":
+        free_device = torch.cuda.mem_get_info(device)[0]
+        device_share, host_share = free_device // 2, int(free_host * 0.8)
+    else:
+        device_share, host_share = free_host // 4, free_host // 2
+    auto = ranks.min_(torch.tensor([device_share, host_share], dtype=torch.int64)).tolist()
+    given = (config.device_memory, config.host_memory)
+    return tuple(share if value == "auto" else value for value, share in zip(given, auto))
+
+
+def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
+    """The most that an op and the ops around it hold: spans of a module's own parameters and of its ancestors'."""
+    index = {id(param): i for i, param in enumerate(params)}
+    nbytes = {span.index: span.numel * itemsize for span in layout_.spans}
+    most = 0
+
+    def visit(module: nn.Module, held: frozenset[int]) -> None:
+        nonlocal most
+        own = {layout_.homes[index[id(p)]].span for p in module._parameters.values() if p is not None and id(p) in index}
+        held = held | own
+        most = max(most, sum(nbytes[span] for span in held))
+        for child in module._modules.values():
+            if child is not None:
+                visit(child, held)
+
+    visit(model, frozenset())
+    return most
+
+
+def _local_world(ranks: Ranks) -> int:
+    """Ranks on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep large freed blocks: spans come and go, and the kernel would zero their pages each time."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)

@@ -1,0 +1,155 @@
+"""What parameters are worth: their first records, reading them back, and adopting what was written to them on the device.
+
+Knows segments of records in host or device memory. Must not know when this is asked for; callers see to it that no update
+of the chunk is pending. Every rank must call these at the same point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+from infinity.adam import split_master
+from infinity.partition import Ranks
+from infinity.records import STATES, WEIGHTS, Records
+from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry, SpanState
+from infinity.updater import Updater, segments
+
+
+class Values:
+    """Reads and writes whole parameters. finish(chunk) applies and awaits an update of the chunk that is announced."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        records: Records,
+        updater: Updater,
+        tier: DeviceTier,
+        ranks: Ranks,
+        finish: Callable[[ChunkState], None],
+    ):
+        self.registry = registry
+        self.records = records
+        self.updater = updater
+        self.tier = tier
+        self.ranks = ranks
+        self.finish = finish
+
+    def read(self, state: ParameterState) -> dict[str, torch.Tensor]:
+        """The parameter's segments by name, whole, in its shape, on the CPU, as they are stored."""
+        found: dict[str, list[torch.Tensor]] = {}
+        for chunk in self.registry.chunks_of(state):
+            self.finish(chunk)
+            self.keep_written(chunk.span)
+            piece = chunk.whole_pieces[state.index]
+            with self._shard(chunk) as shard:
+                for segment in chunk.record.segments:
+                    dtype = TORCH_DTYPES[segment.dtype]
+                    part = torch.zeros(chunk.chunk.shard_numel, dtype=dtype)
+                    part[: chunk.record.numel] = shard[segment.name]
+                    whole = self.ranks.all_gather_slices(part.view(torch.uint8)).view(dtype)
+                    found.setdefault(segment.name, []).append(whole[piece.start : piece.start + piece.numel].clone())
+        return {name: torch.cat(parts).reshape(state.shape) for name, parts in found.items()}
+
+    def keep_written(self, span: SpanState) -> None:
+        """Make what forward passes wrote to a span that is still home its value."""
+        written = span.written()
+        if written:
+            self.adopt(span)
+            for state in written:
+                state.version = state.param._version
+
+    @torch.no_grad()
+    def adopt(self, span: SpanState, before: torch.Tensor | None = None) -> None:
+        """Make what is in a span's device storage its value; an element that changed loses its residual."""
+        if self.ranks.world > 1:
+            values = span.flat.cpu()
+            self.ranks.broadcast_(values)
+            span.flat.copy_(values)
+        if before is not None and torch.equal(before.view(torch.uint8), span.flat.view(torch.uint8)):
+            return
+        for index in span.span.chunks:
+            chunk = self.registry.chunks[index]
+            self.finish(chunk)
+            begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
+            here = slice(begin, begin + chunk.record.numel)
+            new = span.flat[here]
+            with self._shard(chunk, change=True) as shard:
+                old = before[here] if before is not None else shard["weight"].to(new.device)
+                bits = torch.int16 if new.element_size() == 2 else torch.int32
+                changed = new.view(bits) != old.view(bits)
+                if shard["weight"].data_ptr() != new.data_ptr():
+                    shard["weight"].copy_(new)
+                if "residual" in shard:
+                    shard["residual"].masked_fill_(changed.to(shard["residual"].device), 0)
+
+    @torch.no_grad()
+    def write_initial(self, initial: Callable[[int, torch.nn.Parameter], torch.Tensor]) -> None:
+        """Write every chunk's first record, one span's parameters at a time, and let these go."""
+        for span in self.registry.spans:
+            values = {state.index: initial(state.index, state.param) for state in span.params}
+            for index in span.span.chunks:
+                chunk = self.registry.chunks[index]
+                if chunk.on_device:
+                    self._fill_on_device(chunk, values)
+                    continue
+                kinds = (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,)
+                entries = {kind: self.records.fresh(chunk, kind) for kind in kinds}
+                self.records.begin_update(*entries.values())
+                memory = [entry.memory for entry in entries.values()]
+                self._fill(chunk, segments(chunk, memory[0], memory[1] if len(memory) > 1 else None), values)
+                self.records.write_back(chunk, entries)
+            del values
+            for state in span.params:
+                state.param.data = state.placeholder
+                state.version = state.param._version
+        self.records.flush()
+
+    def _fill(self, chunk: ChunkState, shard: dict[str, torch.Tensor], values: dict[int, torch.Tensor]) -> None:
+        """A shard's first record: weights, their residuals, and moments of zero."""
+        for tensor in shard.values():
+            tensor.zero_()
+        for piece in chunk.pieces:
+            part = slice(piece.start, piece.start + piece.numel)
+            value = values[piece.param][piece.param_start : piece.param_start + piece.numel]
+            if "residual" in shard:
+                split_master(value.float().contiguous(), out=(shard["weight"][part], shard["residual"][part]))
+            else:
+                shard["weight"][part].copy_(value)
+
+    def _fill_on_device(self, chunk: ChunkState, values) -> None:
+        numel = chunk.record.numel
+        segments_ = {s.name: torch.zeros(numel, dtype=TORCH_DTYPES[s.dtype]) for s in chunk.record.segments}
+        self._fill(chunk, segments_, values)
+        begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
+        chunk.span.flat[begin : begin + numel].copy_(segments_.pop("weight"))
+        chunk.device_states = {name: tensor.to(chunk.span.flat.device) for name, tensor in segments_.items()}
+        self.tier.book(chunk.record.states_nbytes)
+
+    @contextlib.contextmanager
+    def _shard(self, chunk: ChunkState, *, change: bool = False):
+        """The shard's segments as host tensors; with `change` they are written back."""
+        if chunk.on_device:
+            state = self.updater.device_state(chunk)
+            yield {name: tensor if change else tensor.cpu() for name, tensor in state.items()}
+            return
+        kinds = (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,)
+        entries = {}
+        for kind in kinds:
+            request = self.records.request(chunk, kind, urgent=True)
+            self.records.hurry(request)
+            entries[kind] = request.wait()
+            self.records.settle(entries[kind])
+        if change:
+            self.records.begin_update(*entries.values())
+        memory = [entry.memory for entry in entries.values()]
+        try:
+            yield segments(chunk, memory[0], memory[1] if len(memory) > 1 else None)
+        finally:
+            if change:
+                self.records.write_back(chunk, entries)
+            else:
+                for kind, entry in entries.items():
+                    self.records.unpin(chunk, kind, entry)
