@@ -66,7 +66,7 @@ class _Away:
     def __init__(self, param: nn.Parameter, offset: int):
         self.shape, self.dtype, self.numel = param.shape, param.dtype, param.numel()
         self.offset = offset
-        self.placeholder = torch.full((1,), float("nan"), dtype=param.dtype, device=param.device)
+        self.placeholder = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
 
 
 class _Builder(TorchFunctionMode):
@@ -158,8 +158,13 @@ class _Builder(TorchFunctionMode):
         for key, param in list(self._home.items()):
             if self._home_nbytes <= self.window:
                 return
-            if param is not keep and not param.is_meta and _unshared(param):
+            if param is not keep and not param.is_meta and self._may_leave(param):
                 self._send_away(key, param)
+
+    def _may_leave(self, param: nn.Parameter) -> bool:
+        """Whether no rank still refers to the parameter's storage: garbage is collected at other times on other ranks, and
+        what one of them sends away, all must, for they bring it back together."""
+        return bool(self.ranks.min_(torch.tensor([int(_unshared(param))])).item())
 
     def _send_away(self, key: int, param: nn.Parameter) -> None:
         self._busy = True
@@ -203,7 +208,7 @@ class _Builder(TorchFunctionMode):
             for key, param in list(self._home.items()):
                 if self._home_nbytes <= self.window:
                     return
-                if key not in ids and _unshared(param):
+                if key not in ids and self._may_leave(param):
                     self._send_away(key, param)
 
     def _load(self, away: _Away) -> torch.Tensor:

@@ -429,6 +429,9 @@ class Pipeline:
                     if event is not None:
                         torch.cuda.current_stream(self.device).wait_event(event)
         except BaseException:
+            for job in [job for part in span.fetch for job in (part.copy, part.gather) if job is not None]:
+                with contextlib.suppress(Exception):  # the first error is the one to tell; no job may outlive the storage
+                    job.wait()
             span.fetch = None
             span.become(Presence.AWAY)
             if not span.pinned:

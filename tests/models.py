@@ -13,7 +13,7 @@ H = 24  # a width that no alignment divides
 
 
 def tiny_gpt(**options):
-    return GPT(hidden=32, layers=3, heads=4, vocab=61, seq=12, **options)
+    return GPT(hidden=32, layers=2, heads=4, vocab=61, seq=12, **options)
 
 
 class Model(nn.Module):

@@ -228,11 +228,10 @@ def reference(*, steps=3, micros=1, max_grad_norm=None, lr=1e-2):
 # ---- the same mathematics ----
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("update", ["backward", "deferred"])
+@pytest.mark.parametrize("size, update", [(1, "backward"), (2, "backward"), (2, "deferred"), (4, "backward"), (4, "deferred")])
 def test_losses_are_those_of_one_process(worlds, tmp_path, size, update):
-    found = worlds(size).run(train, tmp_path, steps=5, update=update, **ON_NVME)
-    losses, _ = reference(steps=5)
+    found = worlds(size).run(train, tmp_path, steps=4, update=update, **ON_NVME)
+    losses, _ = reference(steps=4)
     for rank in found:
         assert rank["losses"] == pytest.approx(losses, rel=1e-5)
         assert rank["states"] == found[0]["states"]
@@ -264,12 +263,13 @@ PLACEMENTS = [
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_placement_changes_no_bit(worlds, tmp_path, dtype):
     results = {}
-    for index, placement in enumerate(PLACEMENTS):
+    placements = PLACEMENTS if dtype == "fp32" else PLACEMENTS[::3]
+    for index, placement in enumerate(placements):
         folder = tmp_path / str(index)
         folder.mkdir()
         options = {"chunk_mib": 1 / 64, "update": "deferred", **placement}
         results[index] = worlds(2).run(train, folder, dtype=dtype, evaluate=index % 2 == 0, **options)[0]
-    for index, placement in enumerate(PLACEMENTS):
+    for index, placement in enumerate(placements):
         assert results[index]["losses"] == results[0]["losses"], placement
         assert results[index]["states"] == results[0]["states"], placement
         assert results[index]["evaluations"] in ([], results[0]["evaluations"]), placement
@@ -316,12 +316,11 @@ def test_every_rank_holds_and_reads_its_part_of_every_chunk(worlds, tmp_path, si
 
 
 def test_collectives_have_one_order_on_all_ranks(worlds, tmp_path):
-    for size in (2, 4):
-        for update in ("backward", "deferred"):
-            found = worlds(size).run(train, tmp_path, checkpoint=True, update=update, **ON_NVME)
-            assert {lane for lane, _ in found[0]["collectives"]} == {"gg", "rs"}
-            assert all(rank["collectives"] == found[0]["collectives"] for rank in found)
-            assert all(rank["num_plans"] >= 1 for rank in found)
+    for size, update in ((2, "backward"), (2, "deferred"), (4, "backward")):
+        found = worlds(size).run(train, tmp_path, checkpoint=True, update=update, **ON_NVME)
+        assert {lane for lane, _ in found[0]["collectives"]} == {"gg", "rs"}
+        assert all(rank["collectives"] == found[0]["collectives"] for rank in found)
+        assert all(rank["num_plans"] >= 1 for rank in found)
 
 
 # ---- parameters that not every rank uses ----

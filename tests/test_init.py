@@ -1,0 +1,159 @@
+"""infinity.init: the weights of a plain construction, bit for bit, with never more than a window of them at home."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from helpers import assert_same_bits
+from infinity.errors import UsageError
+from models import TRAITS, H, mlp, tiny_gpt
+
+
+@pytest.fixture
+def config(tmp_path):
+    return infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, host_memory="64MiB")
+
+
+def applied():
+    """A parent that initialises its children again, in a fixed and in a random way."""
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(H, H) for _ in range(6)))
+            self.apply(self.again)
+            for p in self.parameters():
+                if p.ndim > 1:
+                    nn.init.xavier_uniform_(p)
+            with torch.no_grad():
+                self.layers[2].weight[:, 3] = self.layers[0].weight[3] * 2
+                self.layers[1].weight.data.mul_(0.5)
+
+        @staticmethod
+        def again(module):
+            if isinstance(module, nn.Linear):
+                module.weight.data.normal_(0, 0.02)
+                nn.init.constant_(module.bias, 0.25)
+
+    return Parent()
+
+
+def tied_and_copied():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Embedding(40, H)
+            layer = nn.TransformerEncoderLayer(H, 4, 2 * H, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+            self.scale = nn.Parameter(torch.randn(H))
+            self.head = nn.Linear(H, 40, bias=False)
+            self.head.weight = self.token.weight
+            self.twin = copy.deepcopy(self.head)
+            self.again = nn.Parameter(self.scale)
+
+    return Both()
+
+
+BUILDS = {
+    "gpt": tiny_gpt,
+    "tied gpt": lambda: tiny_gpt(tie=True),
+    "applied": applied,
+    "tied and copied": tied_and_copied,
+    **{name: TRAITS[name] for name in ("lstm", "weight_norm", "old_weight_norm", "spectral_norm", "parameter_list", "scalars")},
+    **{name: TRAITS[name] for name in ("root_parameters", "attention", "large_layers", "convolution")},
+}
+
+
+@pytest.mark.parametrize("window", [0, 5000, 1 << 30])
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_weights_are_those_of_a_plain_construction(build, window, config):
+    torch.manual_seed(0)
+    expected = BUILDS[build]()
+    drawn = torch.rand(4)
+    torch.manual_seed(0)
+    with infinity.init(config, window=window):
+        model = BUILDS[build]()
+        assert torch.equal(torch.rand(4), drawn)
+    with infinity.engine_of(model) as engine:
+        theirs = dict(expected.named_parameters())
+        assert [name for name, _ in model.named_parameters()] == list(theirs)
+        for name, param in model.named_parameters():
+            assert param.shape == theirs[name].shape
+            if param.numel():
+                assert_same_bits(engine.read_state(param)["weight"], theirs[name].detach(), name)
+        for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
+            assert torch.equal(buffer, other), name
+
+
+@pytest.mark.parametrize("window", [0, 4 * H * H, 20 * H * H])
+def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
+    """After each registration: the window's parameters and the newest one."""
+    held = []
+    builder = sys.modules["infinity.init"]._Builder
+    original = builder._parameter_registered
+
+    def noting(self, module, name, param):
+        original(self, module, name, param)
+        held.append(sum(p.untyped_storage().nbytes() for p in self._home.values()))
+
+    monkeypatch.setattr(builder, "_parameter_registered", noting)
+    torch.manual_seed(0)
+    with infinity.init(config, window=window):
+        model = mlp(12)
+    assert len(held) >= 24
+    assert max(held) <= window + 4 * H * H
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) <= window + 4 * H * H + 24 * 4
+    infinity.engine_of(model).close()
+
+
+def test_a_model_built_inside_trains_as_one_built_outside(config, tmp_path):
+    def losses(model, optimizer):
+        found = []
+        for step in range(4):
+            x = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(step))
+            loss = model(x, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(0)
+    with infinity.init(config, window=0):
+        inside = tiny_gpt()
+    with infinity.engine_of(inside):
+        got = losses(inside, infinity.AdamW(inside.parameters(), lr=1e-2))
+    torch.manual_seed(0)
+    outside = tiny_gpt()
+    with infinity.offload(outside, config):
+        assert got == losses(outside, infinity.AdamW(outside.parameters(), lr=1e-2))
+
+
+def test_a_change_after_the_block_is_noticed(config):
+    with infinity.init(config, window=0):
+        model = mlp()
+    nn.init.ones_(model.layers[0].weight)
+    with pytest.raises(UsageError, match="was changed after"):
+        infinity.AdamW(model.parameters())
+
+
+def test_an_exception_inside_the_block_removes_the_hooks(config):
+    with pytest.raises(KeyError), infinity.init(config, window=0):
+        mlp()
+        raise KeyError
+    assert not nn.modules.module._global_parameter_registration_hooks
+    assert not nn.modules.module._global_module_registration_hooks
+    plain = nn.Linear(H, H)
+    assert not plain.weight.isnan().any()
+
+
+def test_every_outermost_module_gets_an_engine_of_its_own(config, tmp_path):
+    with infinity.init(config, window=0):
+        first, second = mlp(2), mlp(3)
+    assert infinity.engine_of(first) is not infinity.engine_of(second)
+    with pytest.raises(infinity.ConfigError, match="is in no engine"):
+        infinity.engine_of(first.layers[0])
