@@ -400,9 +400,12 @@ def test_hooks_leave_the_modules_as_they_were(tmp_path):
     with training(lambda: model, tmp_path, **NVME) as (_, engine, optimizer):
         forward_backward(model, 0)
         optimizer.step()
-    for module in model.modules():
+    for name, module in model.named_modules():
         assert type(module._parameters) is dict
-        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert len(module._forward_pre_hooks) == (not name)  # the root says that its engine is closed
+    with pytest.raises(UsageError, match="closed"):
+        model(inputs(model, 0))
 
 
 def test_an_embedding_that_renormalises_in_forward_keeps_what_it_wrote(tmp_path):

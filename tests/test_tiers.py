@@ -617,7 +617,7 @@ EXIT = """
 
 def test_exit_finishes_and_removes_and_a_forked_child_does_not(paths):
     done = run_python(EXIT, paths[0])
-    assert (done.stdout, done.stderr, done.returncode) == ("exit\n", "", 0)
+    assert (done.stdout, done.returncode) == ("exit\n", 0), done.stderr  # Python 3.12 warns on stderr that threads were forked
     assert everything_in(*paths) == []
 
 
