@@ -352,7 +352,7 @@ class Engine:
 
     def raise_failure(self) -> None:
         """Raise what went wrong in a lane, if anything did."""
-        failure = self.records.failure or self.updater.failure
+        failure = self.records.failure or self.updater.failure or self.gradients.failure
         if failure is not None:
             raise failure
 
@@ -410,8 +410,8 @@ class Engine:
 
     def _announce(self, chunk: ChunkState, hyper: Hyper) -> None:
         """The chunk is updated when it is next needed; until then its device copy is stale."""
+        self._make_stale(chunk)  # first: it may adopt what forward wrote, which waits for an update that is pending
         chunk.pending = hyper
-        self._make_stale(chunk)
 
     def _begin_update(self, chunk: ChunkState, hyper: Hyper) -> None:
         if chunk.pending is None:

@@ -76,6 +76,7 @@ class Gradients:
         self.stream = torch.cuda.Stream(device) if self.cuda else None
         self.updates_will_free: Callable[[], bool] = lambda: False
         self.raise_failure: Callable[[], None] = lambda: None
+        self.failure: BaseException | None = None  # of a transfer in the gc lane; an update would miss its bytes
         self._changed = threading.Condition()
         self._under_way_nbytes = 0
         self._starving = False
@@ -103,8 +104,11 @@ class Gradients:
                 first = state.index not in chunk.received
                 chunk.received.add(state.index)
                 part = flat[piece.param_start : piece.param_start + piece.numel]
+                sent = nbytes if last else 0
                 chunk.gradient_job = self.gc.push(
-                    lambda c=chunk, p=part, s=piece.start, f=first, n=nbytes if last else 0: self._collect(c, p, s, f, n, ready)
+                    lambda c=chunk, p=part, s=piece.start, f=first, n=sent: self._transfer(
+                        n, lambda: self._collect(c, p, s, f, ready)
+                    )
                 )
             else:
                 self._insert(chunk, piece, flat)
@@ -132,7 +136,9 @@ class Gradients:
         nbytes = flat.numel() * flat.element_size()
         self._send(nbytes)
         self.tier.book(-nbytes)
-        chunk.gradient_job = self.gc.push(lambda: self._collect_shard(chunk, scattered, params, nbytes))
+        chunk.gradient_job = self.gc.push(
+            lambda: self._transfer(nbytes, lambda: self._collect_shard(chunk, scattered, params))
+        )
         chunk.norm_job = None
 
     def drop(self, chunk: ChunkState) -> None:
@@ -229,15 +235,24 @@ class Gradients:
             slot = self.slots.try_acquire()
         return slot
 
-    def _collect(self, chunk: ChunkState, part: torch.Tensor, start: int, first: bool, booked: int, ready) -> None:
+    def _transfer(self, nbytes: int, work: Callable[[], None]) -> None:
+        """Run a transfer of the gc lane; `nbytes` of the device have left with it, also if it fails."""
+        try:
+            work()
+        except BaseException as error:
+            if not self._abandoning:
+                self.failure = self.failure or error
+            raise
+        finally:
+            self._send(-nbytes)
+
+    def _collect(self, chunk: ChunkState, part: torch.Tensor, start: int, first: bool, ready) -> None:
         """On one rank: move a parameter's part into the chunk's gradient shard."""
         memory = self._memory(chunk)
         begin = now()
         target = memory[start : start + part.numel()]
         self._move(target, part, first, ready)
         self.events.moved("gc", chunk.index, part.numel() * part.element_size(), begin, now())
-        if booked:
-            self._send(-booked)
 
     def _move(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready) -> None:
         """target = source if first, else += source. Over when it returns."""
@@ -302,7 +317,7 @@ class Gradients:
         self.events.moved("rs", chunk.index, flat.numel() * flat.element_size(), start, now())
         return shard, done
 
-    def _collect_shard(self, chunk: ChunkState, scattered, params: list[int], nbytes: int) -> None:
+    def _collect_shard(self, chunk: ChunkState, scattered, params: list[int]) -> None:
         shard, done = scattered.wait()
         scattered.result = None
         first = chunk.gradient is None
@@ -316,4 +331,3 @@ class Gradients:
         flags = shard[numel:].tolist()
         chunk.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
         self.events.moved("gc", chunk.index, memory.numel() * shard.element_size(), begin, now())
-        self._send(-nbytes)

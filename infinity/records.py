@@ -75,7 +75,7 @@ class Records:
         with self.lock:
             if pin:  # what was to be read ahead is needed now; read later, it would be read once more for nobody
                 self._requests = [r for r in self._requests if r.pin or (r.chunk, r.kind) != (chunk, kind)]
-            if self._requests or self.on_read is not None or not self._grant(request):
+            if self._requests or self.on_read is not None or not self._try(request):
                 self._requests.append(request)
                 self.lock.notify_all()
         return request

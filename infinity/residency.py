@@ -180,6 +180,7 @@ class DeviceTier:
         self.used_nbytes = 0
         self.other_nbytes = 0
         self.peak_nbytes = 0
+        self._lock = threading.Lock()
 
     def fits(self, nbytes: int) -> bool:
         return self.used_nbytes + nbytes <= self.budget_nbytes
@@ -207,7 +208,8 @@ class DeviceTier:
 
     def book(self, nbytes: int) -> None:
         """Count memory of the engine that is no span's: gradients under way, pinned spans, device states."""
-        self.other_nbytes += nbytes
+        with self._lock:
+            self.other_nbytes += nbytes
         self._note_peak()
 
     def _note_peak(self) -> None:

@@ -68,12 +68,13 @@ class Updater:
 
         urgent: its record may take the slot of what is needed sooner, because gradients wait for this update.
         """
-        gradient_job, copy_job = chunk.gradient_job, chunk.copy_job
-        chunk.pending = None
+        copy_job = chunk.copy_job
+        gradient_job, chunk.gradient_job = chunk.gradient_job, None  # handed over: step() sees what came after
         chunk.update_expected = False
         if chunk.on_device:  # in the training thread: on CUDA the compute stream orders it, on the CPU it has all cores
             gradient_job.wait()
             self._compute(chunk, self.device_state(chunk), hyper)
+            chunk.pending = None
             return
         weights = self.records.request(chunk, WEIGHTS, urgent=urgent)
         states = self.records.request(chunk, STATES, urgent=True)
@@ -83,6 +84,7 @@ class Updater:
 
         self._awaited.add(gradient_job)
         chunk.updating = self.lane.push(lambda: self._run(work, gradient_job))
+        chunk.pending = None
 
     def will_free_gradients(self) -> bool:
         """Whether an update is under way that waits for no more of its gradient."""

@@ -1,0 +1,82 @@
+"""Deferred updates: none is lost, doubled, or mixed with what a forward pass wrote, however late it runs."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity import updater
+
+PLACES = {"weights": "nvme", "states": "nvme", "update": "deferred", "device": "cpu", "dtype": "fp32"}
+BUDGETS = {"device_memory": "64MiB", "host_memory": "64MiB"}
+
+
+class Renormalising(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.last = nn.Embedding(40, 24, max_norm=0.5), nn.Linear(24, 5)
+
+    def forward(self, x):
+        return self.last(self.token(x)).square().mean()
+
+
+class Conditional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(400, 400) for _ in range(3))
+
+    def forward(self, x, also_c):
+        x = self.b(self.a(x).tanh()).tanh()
+        return (self.c(x) if also_c else x).square().mean()
+
+
+def train(model, optimizer, inputs):
+    for arguments in inputs:
+        model(*arguments).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_a_forward_pass_wrote_is_kept_when_the_update_is_announced(tmp_path):
+    """The embedding's span is still on the device at step(): its renormalised rows are adopted, then updated."""
+    inputs = [(torch.randint(0, 40, (16,), generator=torch.Generator().manual_seed(i)),) for i in range(5)]
+    torch.manual_seed(0)
+    plain = Renormalising()
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), inputs)
+    torch.manual_seed(0)
+    model = Renormalising()
+    with infinity.offload(model, infinity.Config(nvme=tmp_path, **PLACES, **BUDGETS)) as engine:
+        train(model, infinity.AdamW(model.parameters(), lr=0.1), inputs)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(engine.read_state(ours)["weight"], theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1e6])
+def test_an_update_that_outlasts_the_next_step_is_neither_lost_nor_done_twice(tmp_path, monkeypatch, max_grad_norm):
+    """c's first update is held until the step after it is over, in which c had no gradient."""
+    flags = (1, 0, 0, 1, 1)
+    torch.manual_seed(0)
+    model = Conditional()
+    config = infinity.Config(nvme=tmp_path, chunk_mib=0.25, **PLACES, **BUDGETS)
+    with infinity.offload(model, config) as engine:
+        optimizer = infinity.AdamW(model.parameters(), lr=0.01, max_grad_norm=max_grad_norm)
+        go_on = threading.Event()
+        compute = updater.update
+
+        def held(chunk, *arguments, **options):
+            if any(engine.registry.params[param].name == "c.weight" for param in chunk.whole_pieces):
+                go_on.wait(5)
+            return compute(chunk, *arguments, **options)
+
+        monkeypatch.setattr(updater, "update", held)
+        train(model, optimizer, [(torch.ones(4, 400), flag) for flag in flags[:1]])
+        releases = threading.Timer(0.5, go_on.set)
+        releases.start()
+        train(model, optimizer, [(torch.ones(4, 400), flag) for flag in flags[1:]])
+        releases.join()
+        engine.flush()
+        for param, expected in ((model.a.weight, 5), (model.b.weight, 5), (model.c.weight, 3)):
+            state = engine.registry.find(param)
+            assert {chunk.steps[state.index] for chunk in engine.registry.chunks_of(state)} == {expected}
