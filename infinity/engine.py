@@ -1,6 +1,8 @@
 """The engine of one model: builds the rest, and decides when gradients, updates and plans are due.
 
-Knows every other part by its face. The user meets it through `infinity.init`, `infinity.offload` and the optimizers.
+Knows every other part by its face. Must not know how bytes move, what a kernel computes, or what hooks a module has. The
+user meets it through `infinity.init`, `infinity.offload` and the optimizers. Over 500 lines because the rules for what may
+happen between forward, backward and step() hang together: each guards the state that another one changes.
 """
 
 # [Note: when a chunk is updated]
@@ -326,8 +328,6 @@ class Engine:
                 chunk.missing -= 1
                 if not chunk.missing:
                     self._complete(chunk)
-        elif state.arrivals > state.expected and self.ranks.world > 1:
-            self.late = True
         self._update_waiting()
         self.gradients.wait_for_room()
 
@@ -494,7 +494,6 @@ class Engine:
         self.early_hyper: Hyper | None = None
         self.torn = torn
         self.failed = False  # a backward pass raised
-        self.late = False
         self.waiting: list[ChunkState] = []
         self.completed: list[tuple[int, int, int]] = []  # (backward pass, position in the trace, chunk)
         if self._started:

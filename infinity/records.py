@@ -18,7 +18,6 @@ know the device, plans or arithmetic.
 from __future__ import annotations
 
 import threading
-from collections import deque
 
 import aio_ext
 
@@ -62,7 +61,6 @@ class Records:
         self.on_read = None  # runs before each read, in the reader; tests inject delays here
         self.failure: BaseException | None = None
         self._requests: list[Request] = []
-        self._settling: deque[tuple[Entry, object, int, float]] = deque()
         self._closing = False
         self._writer = Lane("cn")
         self._settler = Lane("nc-settle")
