@@ -13,7 +13,8 @@ know the device, plans or arithmetic.
 # [Note: order of grants]
 # Who is granted an entry keeps its slot until done, and the lanes that wait for grants work first in, first out. So
 # pinned requests of one kind are granted in their order: were a later one served first because its copy happens to be
-# there, it could hold the last slot while the one before it, which its lane waits for, gets none.
+# there, or because it is urgent, it could hold the last slot while the one before it, which its lane waits for, gets none.
+# An urgent request makes those before it urgent, too.
 
 from __future__ import annotations
 
@@ -73,6 +74,8 @@ class Records:
         with self.lock:
             if pin:  # what was to be read ahead is needed now; read later, it would be read once more for nobody
                 self._requests = [r for r in self._requests if r.pin or (r.chunk, r.kind) != (chunk, kind)]
+            if pin and urgent:
+                self._let_pass(kind, self._requests)
             if self._requests or self.on_read is not None or not self._try(request):
                 self._requests.append(request)
                 self.lock.notify_all()
@@ -82,9 +85,7 @@ class Records:
         """An op waits for it: let it, and the weights asked for before it, pass whatever is read ahead."""
         with self.lock:
             if request in self._requests:
-                for other in self._requests[: self._requests.index(request) + 1]:
-                    if other.kind == request.kind and other.pin:
-                        other.urgent = True
+                self._let_pass(request.kind, self._requests[: self._requests.index(request) + 1])
             self.lock.notify_all()
         if request.done and request.result is not None and hasattr(request.result.source, "promote"):
             request.result.source.promote()
@@ -170,6 +171,10 @@ class Records:
         self._reader.join()
         self._settler.close()
         self._writer.close()
+
+    def _let_pass(self, kind: str, requests: list[Request]) -> None:
+        for request in requests:
+            request.urgent = request.urgent or (request.pin and request.kind == kind)
 
     def _keeps(self, chunk: ChunkState, kind: str) -> bool:
         return self.keep or (kind == WEIGHTS and chunk.keep_weights)

@@ -154,6 +154,20 @@ def test_a_later_request_whose_copy_is_there_does_not_overtake(bench):
     assert first_byte(b.granted(second)) == 1
 
 
+def test_an_urgent_request_does_not_overtake_a_patient_one_of_its_kind(bench):
+    # Else the copies of the next ops pin every slot, behind a copy that waits for the update which waits for a slot.
+    b = bench(keep=False)
+    held = [b.granted(b.request(i)) for i in (0, 1)]
+    update = b.request(2)
+    copies = [b.request(i, urgent=True) for i in (3, 4)]
+    b.settled()
+    b.unpin(0, held[0])
+    assert first_byte(b.granted(update)) == 2
+    assert not any(copy.done for copy in copies)
+    b.unpin(1, held[1])
+    assert first_byte(b.granted(copies[0])) == 3 and not copies[1].done
+
+
 def test_hurry_lets_those_before_it_pass_as_well(bench):
     b = bench()
     b.next_use = {0: 1, 1: 2, 2: 50, 3: 60, 4: 70}
