@@ -20,6 +20,7 @@ from torch import nn
 import aio_ext
 import infinity
 from infinity.arena import Arena, Slots
+from infinity.chunks import STATES, WEIGHTS
 
 
 def main():
@@ -104,7 +105,7 @@ def raw_seconds(engine, block_nbytes: int, inflight_nbytes: int) -> float:
     swap = engine.swap
     (directory,) = swap._directories
     chunks = engine.registry.chunks
-    extents = [e for chunk in chunks for e in (chunk.weights_extent, chunk.states_extent) if e is not None]
+    extents = [e for chunk in chunks for kind in (WEIGHTS, STATES) if (e := chunk.extents[kind]) is not None]
     arena = Arena()
     slots = Slots(arena, "raw", max(extent.nbytes for extent in extents), 16)
     with aio_ext.Queue(block_nbytes=block_nbytes, inflight_nbytes=inflight_nbytes) as queue:

@@ -17,13 +17,13 @@ from torch import nn
 
 from infinity import planner
 from infinity.arena import Arena, Slots
-from infinity.chunks import BLOCK_NUMEL, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
+from infinity.chunks import BLOCK_NUMEL, GRADIENTS, KINDS, STATES, WEIGHTS, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
 from infinity.config import Config
 from infinity.events import Events
 from infinity.gradients import Gradients
 from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
-from infinity.records import STATES, WEIGHTS, Records
+from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, Area, ChunkState, DeviceTier, HostCache, ParameterState, Registry, SpanState
 from infinity.tiers import Swap
 from infinity.updater import Updater
@@ -70,6 +70,7 @@ def assemble(
     records = [record_layout(c.shard_used(ranks.rank), config.dtype, c.trainable) for c in layout_.chunks]
     itemsize = TORCH_DTYPES[config.dtype].itemsize
     largest_gradient = max((p.numel() * itemsize for _, p in named if p.requires_grad), default=0)
+    written = _written_in_forward(model, named)
     placement = planner.place(
         layout_,
         records,
@@ -82,11 +83,29 @@ def assemble(
         host_budget=host_budget,
         held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
         op_gradient_nbytes=largest_gradient,
+        snapshot_nbytes=sum(
+            layout_.spans[span].numel * itemsize
+            for span in {layout_.homes[index].span for index in written}
+            if config.dtype == "bf16" and layout_.spans[span].trainable
+        ),
     )
-    swap, extents = _make_swap(config, ranks, placement, records)
+    swap, extents = _make_swap(config, ranks, placement)
     try:
         return _connect(
-            named, config, device, ranks, events, accumulating, device_budget, layout_, records, placement, swap, extents
+            named,
+            written,
+            config,
+            device,
+            ranks,
+            events,
+            accumulating,
+            deferred or accumulating,
+            device_budget,
+            layout_,
+            records,
+            placement,
+            swap,
+            extents,
         )
     except BaseException:
         if swap is not None:
@@ -111,17 +130,19 @@ def _layout(named: Named, config: Config, ranks: Ranks, device_budget: int, host
 
 def _connect(
     named: Named,
+    written: set[int],
     config: Config,
     device: torch.device,
     ranks: Ranks,
     events: Events,
     accumulating: bool,
+    waiting: bool,
     device_budget: int,
     layout_: Layout,
     records: list[Record],
     placement: planner.Placement,
     swap: Swap | None,
-    extents: list,
+    extents: dict[str, list],
 ) -> Assembly:
     cuda, keep = device.type == "cuda", config.residency == "auto"
     if not cuda:
@@ -131,14 +152,17 @@ def _connect(
     params = [
         ParameterState(index, name, param, bank[index].expand(param.shape)) for index, (name, param) in enumerate(named)
     ]
+    for index in written:
+        params[index].written_in_forward = True
     spans = [SpanState(s, [params[i] for i in s.params], device, s.numel * dtype.itemsize) for s in layout_.spans]
     chunks = [
         ChunkState(chunk, record, chunk.shard_pieces(ranks.rank), spans[chunk.span])
         for chunk, record in zip(layout_.chunks, records)
     ]
-    for chunk, weights, states, pair in zip(chunks, placement.weights, placement.states, extents):
-        chunk.weights_home, chunk.states_home = weights, states if chunk.trainable else weights
-        chunk.weights_extent, chunk.states_extent = pair
+    for index, chunk in enumerate(chunks):
+        chunk.weights_home = placement.homes[WEIGHTS][index]
+        chunk.states_home = placement.homes[STATES if chunk.trainable else WEIGHTS][index]
+        chunk.extents = {kind: extents[kind][index] for kind in KINDS}
     registry = Registry(layout_, params, spans, chunks)
     tier = DeviceTier(placement.span_budget_nbytes)
     for span in spans:
@@ -148,67 +172,51 @@ def _connect(
             tier.allocate(span)
 
     arena, lock = Arena(pin=cuda), threading.Condition()
-    next_uses = {
-        WEIGHTS: lambda chunk: pipeline.next_weights_use(chunks[chunk]),
-        STATES: lambda chunk: pipeline.next_states_use(chunks[chunk]),
-    }
-    caches = {}
-    for kind, count, homes in (
-        (WEIGHTS, placement.weight_slots, placement.weights),
-        (STATES, placement.state_slots, placement.states),
-    ):
-        sizes = [r.weight_nbytes if kind == WEIGHTS else r.states_nbytes for r in records]
-        slots = Slots(arena, kind, max(sizes) or 1, count) if count else None
-        caches[kind] = HostCache(kind, slots, lock, next_uses[kind])
-        for index, area in _areas(arena, {i: n for i, n in enumerate(sizes) if homes[i] == "host"}).items():
-            caches[kind].add_resident(index, area)
+    caches: dict[str, HostCache] = {}
     records_ = Records(swap, caches, lock, events, keep)
-
     pipeline = Pipeline(registry, tier, records_, ranks, device, events, keep=keep)
+    next_uses = (pipeline.next_weights_use, pipeline.next_states_use, pipeline.next_gradient_use)
+    for kind, next_use in zip(KINDS, next_uses):
+        sizes, count = placement.sizes[kind], placement.slots[kind]
+        caches[kind] = HostCache(kind, Slots(arena, kind, max(sizes), count) if count else None, lock, next_use)
+        resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index] == "host"}
+        for index, area in _areas(arena, resident).items():
+            caches[kind].add_resident(chunks[index], area)
     per_span = max(1, round(len(chunks) / len(spans)))
-    pipeline.read_ahead = max(4, placement.weight_slots // per_span - 2) if keep else 4
-    pipeline.states_ahead = max(1, placement.state_slots - 2)
+    pipeline.read_ahead = max(4, placement.slots[WEIGHTS] // per_span - 2) if keep else 4
+    pipeline.states_ahead = max(1, placement.slots[STATES] - 2)
 
-    itemsize = 4 if accumulating else dtype.itemsize
-    gradient_nbytes = {c.index: c.record.numel * itemsize for c in chunks if c.trainable and not c.on_device}
-    pool, areas, staging = None, {}, None
-    if placement.gradient_areas:
-        areas = _areas(arena, gradient_nbytes)
-    elif gradient_nbytes:
-        pool = Slots(arena, "gradient", max(gradient_nbytes.values()) or 1, placement.gradient_slots)
+    staging = None
     if cuda:
         largest = max(chunk.record.numel for chunk in chunks) * dtype.itemsize
         staging = arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
     largest_gradient = max((p.numel * dtype.itemsize for p in params if p.trainable), default=0)
     gradients = Gradients(
         registry,
+        records_,
         ranks,
         tier,
         pipeline.gg,
         pipeline.gather_stream if cuda else None,
         device,
         events,
-        slots=pool,
-        areas=areas,
         staging=staging,
         accumulate=accumulating,
+        spill=placement.slots[GRADIENTS] > 0 and waiting,
         limit_nbytes=placement.gradient_limit_nbytes - largest_gradient,
     )
     threads = max(1, len(os.sched_getaffinity(0)) // _local_world(ranks))
     updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads)
-    gradients.updates_will_free = updater.will_free_gradients
     return Assembly(
         layout_, placement, device_budget, swap, arena, registry, tier, records_, pipeline, gradients, updater
     )
 
 
-def _make_swap(
-    config: Config, ranks: Ranks, placement: planner.Placement, records: list[Record]
-) -> tuple[Swap | None, list]:
-    """The swap, at its full size, and each chunk's extents for weights and states; None where there are no bytes."""
+def _make_swap(config: Config, ranks: Ranks, placement: planner.Placement) -> tuple[Swap | None, dict[str, list]]:
+    """The swap, at its full size, and the extents by kind and chunk; None where there are no bytes."""
     total = int(ranks.max_(torch.tensor([placement.nvme_nbytes])).item())
     if not total:
-        return None, [(None, None)] * len(records)
+        return None, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
     if config.creates_nvme:
         for path in config.nvme:
             path.mkdir(exist_ok=True)
@@ -219,12 +227,12 @@ def _make_swap(
         token = torch.tensor(list(os.urandom(8)), dtype=torch.int64)
         run = bytes(ranks.broadcast_(token).tolist()).hex()
     swap = Swap(config.nvme, rank=local_rank, world=local_world, run=run)
-    extents = []
-    for record, weights, states in zip(records, placement.weights, placement.states):
-        pair = []
-        for home, nbytes in ((weights, record.weight_nbytes), (states, record.states_nbytes)):
-            pair.append(swap.allocate(nbytes) if home == "nvme" and nbytes else None)
-        extents.append(pair)
+    extents: dict[str, list] = {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
+    for index in range(len(placement.homes[WEIGHTS])):  # what is read together lies together
+        for kind in KINDS:
+            nbytes = placement.sizes[kind][index]
+            if placement.homes[kind][index] == "nvme" and nbytes:
+                extents[kind][index] = swap.allocate(nbytes)
     try:
         swap.reserve()
     except BaseException:
@@ -275,6 +283,13 @@ def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
 
     visit(model, frozenset())
     return most
+
+
+def _written_in_forward(model: nn.Module, named: Named) -> set[int]:
+    """Parameters that their module writes to in forward: embeddings with max_norm."""
+    index = {id(param): i for i, (_, param) in enumerate(named)}
+    writers = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
+    return {index[id(p)] for module in writers for p in module._parameters.values() if p is not None and id(p) in index}
 
 
 def _local_world(ranks: Ranks) -> int:

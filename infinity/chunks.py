@@ -285,6 +285,9 @@ class Segment:
 
 _MOMENTS = (Segment("momentum", "fp32", 4), Segment("variance", "fp32", 4))
 
+KINDS = WEIGHTS, STATES, GRADIENTS = "weights", "states", "gradients"
+"""What a host copy or an extent holds of a shard: its weight segment, its other segments, its gradient."""
+
 FORMATS = {
     "bf16": (Segment("weight", "bf16", 2), Segment("residual", "int16", 2), *_MOMENTS),
     "fp32": (Segment("weight", "fp32", 4), *_MOMENTS),

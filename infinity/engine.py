@@ -29,12 +29,12 @@ from torch import nn
 
 from infinity.adam import NormAccumulator
 from infinity.assembly import assemble
+from infinity.chunks import STATES, WEIGHTS
 from infinity.config import Config
 from infinity.errors import ConfigError, UsageError
 from infinity.events import Events
 from infinity.hooks import Hooks
 from infinity.partition import Ranks
-from infinity.records import STATES, WEIGHTS
 from infinity.residency import (
     ChunkState,
     ParameterState,
@@ -60,6 +60,7 @@ class Engine:
         self.config = config
         self.device = _device(config)
         self.ranks = ranks or Ranks(self.device)
+        self.ranks.join()
         self.events = Events(tracing=config.trace)
         self.optimizer = None
         self._model = weakref.ref(model)
@@ -151,18 +152,17 @@ class Engine:
             return
         self._closed = True
         if not self._started:
+            self.ranks.leave()
             return
-        try:
-            self.pipeline.close()
-            self.gradients.close()
-            self.updater.close()
-            self.records.close()
-        finally:
+        with contextlib.ExitStack() as parts:  # from the last to the first, also where one of them raises
+            parts.callback(_guard_after_close, self._model(), self.registry.params)
+            parts.callback(self.ranks.leave)
+            parts.callback(self.arena.close)
+            parts.callback(self.hooks.remove)
             if self.swap is not None:
-                self.swap.close()
-            self.hooks.remove()
-            self.arena.close()
-            _guard_after_close(self._model(), self.registry.params)
+                parts.callback(self.swap.close)
+            for part in (self.records, self.updater, self.gradients, self.pipeline):
+                parts.callback(part.close)
 
     def __enter__(self) -> Engine:
         return self
@@ -253,7 +253,7 @@ class Engine:
             if chunk.updating is None or chunk.updating.done
         ]
         if dropped:
-            self.gradients.abandon()
+            self.gradients.gc.drain()
         for chunk in dropped:
             self.gradients.drop(chunk)
         self.pipeline.trace.clear()
@@ -444,7 +444,8 @@ class Engine:
         def work() -> NormAccumulator:
             job.wait()
             total = NormAccumulator()
-            add_norm(chunk, self.gradients.tensor(chunk), total)
+            with self.gradients.shard(chunk) as gradient:
+                add_norm(chunk, gradient, total)
             return total
 
         chunk.norm_job = self.updater.lane.push(work)

@@ -8,9 +8,16 @@ Knows chunks and when they are complete. Must not know when or how they are used
 # [Note: which parameters were used]
 # A parameter without a gradient on any rank is skipped by the update. So each rank sends, behind each slice of a chunk's
 # gradient, one number a parameter: 1 where it had a gradient. Their sums arrive with the gradient's.
+#
+# [Note: who holds gradients]
+# A chunk's gradient shard is pinned by the gc lane while it adds to it, and by the update lane while it uses it; between the
+# two it may leave for NVMe if its slot is wanted. Neither lane waits for anything that the other must do while it pins one,
+# but for its turn to be written or read. So two slots are enough, however late a pass completes its chunks, and while the
+# update lane holds one, waiting for it costs no traffic.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
@@ -18,37 +25,25 @@ from collections.abc import Callable
 import torch
 
 from infinity.adam import accumulate_
-from infinity.chunks import Piece
-from infinity.errors import BudgetError, UsageError
+from infinity.chunks import GRADIENTS, Piece
 from infinity.events import Events, now
 from infinity.lanes import Lane
 from infinity.partition import Ranks
+from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
-
-
-class DeviceMemory:
-    """The gradient shard of a chunk whose states live on the device; has the face of a slot, but stays."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self._tensor = tensor
-
-    def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
-        return self._tensor
-
-    def release(self) -> None:
-        """It stays where it is."""
 
 
 class Gradients:
     """Collects gradients. dtype: None keeps each chunk's own; fp32 where micro-batches accumulate.
 
-    slots: the pool for host memory, or None where every chunk has an area of its own in `areas`.
+    spill: gradients wait for step() and there are fewer slots than chunks, so write some before their slots are wanted.
     limit_nbytes: device bytes of gradients under way; past it the training thread waits.
     """
 
     def __init__(
         self,
         registry: Registry,
+        records: Records,
         ranks: Ranks,
         tier: DeviceTier,
         gather_lane: Lane,
@@ -56,39 +51,45 @@ class Gradients:
         device: torch.device,
         events: Events,
         *,
-        slots,
-        areas: dict[int, object],
         staging: torch.Tensor | None,
         accumulate: bool,
+        spill: bool,
         limit_nbytes: int,
     ):
         self.registry = registry
+        self.records = records
         self.ranks = ranks
         self.tier = tier
         self.gg, self.gather_stream = gather_lane, gather_stream
         self.device = device
         self.events = events
-        self.slots, self.areas, self.staging = slots, areas, staging
+        self.staging = staging
         self.accumulate = accumulate
+        self.spill = spill
         self.limit_nbytes = limit_nbytes
         self.gc = Lane("gc")
         self.cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.cuda else None
-        self.updates_will_free: Callable[[], bool] = lambda: False
         self.raise_failure: Callable[[], None] = lambda: None
         self.failure: BaseException | None = None  # of a transfer in the gc lane; an update would miss its bytes
         self._changed = threading.Condition()
         self._under_way_nbytes = 0
-        self._starving = False
-        self._abandoning = False
         self._num_arrivals = 0
 
     def dtype(self, chunk: ChunkState) -> torch.dtype:
         return torch.float32 if self.accumulate else TORCH_DTYPES[chunk.chunk.dtype]
 
-    def tensor(self, chunk: ChunkState) -> torch.Tensor:
-        """The gradient shard of a chunk, 1-D [shard_used]."""
-        return chunk.gradient.tensor(self.dtype(chunk), 0, chunk.record.numel)
+    @contextlib.contextmanager
+    def shard(self, chunk: ChunkState):
+        """The gradient shard of a chunk, 1-D [shard_used], in memory inside the block."""
+        if chunk.on_device:
+            yield chunk.device_gradient
+            return
+        entry = self.records.obtain(chunk, GRADIENTS)
+        try:
+            yield self._tensor(chunk, entry)
+        finally:
+            self.records.unpin(chunk, GRADIENTS, entry)
 
     def arrive(self, state: ParameterState, grad: torch.Tensor) -> None:
         """Take a whole parameter's gradient; what can be sent is sent."""
@@ -151,18 +152,11 @@ class Gradients:
 
     def release(self, chunk: ChunkState) -> None:
         """The gradient was used: its memory is free, the next arrival is a first one."""
-        with self._changed:
-            if chunk.gradient is not None:
-                chunk.gradient.release()
-            chunk.gradient = None
-            chunk.gradient_job = chunk.norm_job = None
-            chunk.received = set()
-            self._changed.notify_all()
-
-    def note_progress(self) -> None:
-        """An update began or ended: who waits for memory looks again."""
-        with self._changed:
-            self._changed.notify_all()
+        if chunk.has_gradient and not chunk.on_device:
+            self.records.discard(chunk, GRADIENTS)
+        chunk.has_gradient = False
+        chunk.gradient_job = chunk.norm_job = None
+        chunk.received = set()
 
     def wait_for_room(self) -> None:
         """Hold the training thread while too many gradients are on the device."""
@@ -171,36 +165,17 @@ class Gradients:
                 return
             start = now()
             while self._under_way_nbytes > self.limit_nbytes:
-                self._wait_unless_stuck()
+                self.raise_failure()
+                self._changed.wait(1.0)
             self.events.stalled("gc", now() - start)
 
     def wait_for(self, chunk: ChunkState) -> None:
         """Wait until all that was sent of a chunk has arrived."""
-        with self._changed:
-            while not chunk.gradient_job.done:
-                self._wait_unless_stuck()
-
-    def abandon(self) -> None:
-        """What still waits for memory is lost; returns when nothing is under way."""
-        with self._changed:
-            self._abandoning = True
-            self._changed.notify_all()
-        self.gc.drain()
-        self._abandoning = False
+        chunk.gradient_job.wait()
+        self.raise_failure()
 
     def close(self) -> None:
-        self.abandon()
         self.gc.close()
-
-    def _wait_unless_stuck(self) -> None:
-        """Wait for news; raise if none can come. Called with the condition held."""
-        self.raise_failure()
-        if self._starving and not self.slots.num_free and not self.updates_will_free():
-            raise BudgetError(
-                f"host_memory: all {self.slots.count} gradient slots hold chunks whose other gradients come later in this "
-                f"backward pass. Raise host_memory, lower chunk_mib, or use update='deferred'."
-            )
-        self._changed.wait(1.0)
 
     def _send(self, nbytes: int) -> None:
         """Count device bytes that are on their way to the host, and again when they have left."""
@@ -209,49 +184,48 @@ class Gradients:
             self.tier.book(nbytes)
             self._changed.notify_all()
 
-    def _memory(self, chunk: ChunkState) -> torch.Tensor:
-        """The chunk's gradient shard, its gaps zero; waits for a slot."""
-        if chunk.gradient is None:
-            if chunk.index not in self.areas and chunk.on_device:
-                zeros = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
-                self.areas[chunk.index] = DeviceMemory(zeros)
-            chunk.gradient = self.areas[chunk.index] if chunk.index in self.areas else self._acquire_slot()
-            tensor = self.tensor(chunk)
-            for start, end in chunk.gaps:
-                tensor[start:end].zero_()
-        return self.tensor(chunk)
+    @contextlib.contextmanager
+    def _open(self, chunk: ChunkState):
+        """The chunk's gradient shard, to be written to; its gaps are zero. Waits for a slot."""
+        if chunk.on_device:
+            if chunk.device_gradient is None:
+                chunk.device_gradient = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
+            yield chunk.device_gradient
+            chunk.has_gradient = True
+            return
+        take = self.records.obtain if chunk.has_gradient else self.records.fresh
+        entry = take(chunk, GRADIENTS)
+        try:
+            self.records.begin_update(entry)
+            tensor = self._tensor(chunk, entry)
+            if not chunk.has_gradient:
+                for start, end in chunk.gaps:
+                    tensor[start:end].zero_()
+            chunk.has_gradient = True
+            yield tensor
+        finally:
+            self.records.unpin(chunk, GRADIENTS, entry)
+        if self.spill:
+            self.records.clean_ahead(GRADIENTS)
 
-    def _acquire_slot(self):
-        slot = self.slots.try_acquire()
-        while slot is None:
-            self.raise_failure()
-            with self._changed:
-                if self._abandoning:
-                    raise UsageError("the gradient was given up before there was host memory for it")
-                self._starving = True
-                self._changed.notify_all()
-                self._changed.wait(1.0)
-                self._starving = False
-            slot = self.slots.try_acquire()
-        return slot
+    def _tensor(self, chunk: ChunkState, entry) -> torch.Tensor:
+        return entry.memory.tensor(self.dtype(chunk), 0, chunk.record.numel)
 
     def _transfer(self, nbytes: int, work: Callable[[], None]) -> None:
         """Run a transfer of the gc lane; `nbytes` of the device have left with it, also if it fails."""
         try:
             work()
         except BaseException as error:
-            if not self._abandoning:
-                self.failure = self.failure or error
+            self.failure = self.failure or error
             raise
         finally:
             self._send(-nbytes)
 
     def _collect(self, chunk: ChunkState, part: torch.Tensor, start: int, first: bool, ready) -> None:
         """On one rank: move a parameter's part into the chunk's gradient shard."""
-        memory = self._memory(chunk)
-        begin = now()
-        target = memory[start : start + part.numel()]
-        self._move(target, part, first, ready)
+        with self._open(chunk) as memory:
+            begin = now()
+            self._move(memory[start : start + part.numel()], part, first, ready)
         self.events.moved("gc", chunk.index, part.numel() * part.element_size(), begin, now())
 
     def _move(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready) -> None:
@@ -320,14 +294,14 @@ class Gradients:
     def _collect_shard(self, chunk: ChunkState, scattered, params: list[int]) -> None:
         shard, done = scattered.wait()
         scattered.result = None
-        first = chunk.gradient is None
-        memory = self._memory(chunk)
-        begin = now()
+        first = not chunk.has_gradient
         numel = chunk.chunk.shard_numel
-        if self.cuda:
-            self.stream.wait_event(done)
-            shard.record_stream(self.stream)
-        self._move(memory, shard[: memory.numel()], first, done)
+        with self._open(chunk) as memory:
+            begin = now()
+            if self.cuda:
+                self.stream.wait_event(done)
+                shard.record_stream(self.stream)
+            self._move(memory, shard[: memory.numel()], first, done)
         flags = shard[numel:].tolist()
         chunk.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
-        self.events.moved("gc", chunk.index, memory.numel() * shard.element_size(), begin, now())
+        self.events.moved("gc", chunk.index, chunk.record.numel * shard.element_size(), begin, now())

@@ -32,6 +32,7 @@ class Ranks:
     def __init__(self, device: torch.device):
         self.rank, self.world = 0, 1
         self.data = self.control = self.order = None
+        self._num_users = 0
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
             timeout = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
@@ -116,6 +117,16 @@ class Ranks:
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier(group=self.control)
+
+    def join(self) -> None:
+        """One engine more uses the groups: all that are built in one `infinity.init` share them."""
+        self._num_users += 1
+
+    def leave(self) -> None:
+        """One less; the last one gives the groups back."""
+        self._num_users -= 1
+        if not self._num_users:
+            self.close()
 
     def close(self) -> None:
         for group in (self.data, self.control, self.order):

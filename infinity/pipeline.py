@@ -27,10 +27,11 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from infinity import schedule
+from infinity.chunks import WEIGHTS
 from infinity.events import Events, now
 from infinity.lanes import Job, Lane
 from infinity.partition import Ranks
-from infinity.records import WEIGHTS, Records, Request
+from infinity.records import Records, Request
 from infinity.residency import (
     ChunkState,
     DeviceTier,
@@ -236,6 +237,10 @@ class Pipeline:
             return first if first > self._cursor.position else first + len(self._cursor.uses)
         index = self._update_order[chunk.index][0] - self.num_updates_begun
         return index if index >= 0 else index + len(self._update_order)
+
+    def next_gradient_use(self, chunk: ChunkState) -> float:
+        """As `next_states_use`: of two gradients, the one whose update comes later. One that more is added to comes first."""
+        return self.next_states_use(chunk) if not chunk.missing else -1
 
     def invalidate(self, span: SpanState) -> None:
         """An update makes the device copy stale; nobody may hold it."""

@@ -7,14 +7,15 @@ Pure arithmetic over the layout's sizes and the budgets. Must not know torch, fi
 # First what training cannot do without: the most that one op and those around it hold on the device, and the fewest slots
 # with which a record can be read, updated and written. A budget below that is refused with the number that it needs. Then
 # slots that let stages overlap. What is then left of the host keeps weights (each byte saves three of NVMe traffic: read
-# forward, read backward, written), then states (two).
+# forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two).
+# Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.chunks import Layout, Record
+from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS, Layout, Record
 from infinity.config import format_bytes
 from infinity.errors import BudgetError
 
@@ -24,19 +25,16 @@ WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS = 64, 12, 8
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes a chunk ("device", "host" or "nvme"), slots of each kind, and the bytes that all this takes.
+    """Homes a kind and chunk ("device", "host" or "nvme"), the bytes of each copy, the slots that those without a home in
+    memory share, and the bytes that all this takes.
 
     pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
-    gradient_areas: every trainable chunk has host memory of its own for its gradient (deferred updates).
     span_budget_nbytes: device bytes for spans that come and go. gradient_limit_nbytes: for gradients under way.
     """
 
-    weights: tuple[str, ...]
-    states: tuple[str, ...]
-    weight_slots: int
-    state_slots: int
-    gradient_slots: int
-    gradient_areas: bool
+    homes: dict[str, tuple[str, ...]]
+    sizes: dict[str, tuple[int, ...]]
+    slots: dict[str, int]
     pinned: bool
     span_budget_nbytes: int
     gradient_limit_nbytes: int
@@ -57,11 +55,13 @@ def place(
     host_budget: int,
     held_nbytes: int,
     op_gradient_nbytes: int,
+    snapshot_nbytes: int = 0,
 ) -> Placement:
     """records: of this rank, by chunk. weights, states: auto, device, host or nvme. keep: use what budgets leave over.
 
-    deferred: all gradients wait in host memory. gradient_itemsize: bytes of an accumulated gradient element, None for the
-    weight's own. held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient.
+    deferred: all gradients wait for step(). gradient_itemsize: bytes of an accumulated gradient element, None for the
+    weight's own. held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient;
+    snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in residency.py.
     Raises BudgetError where a budget is below the least that works.
     """
     chunks = layout.chunks
@@ -75,14 +75,14 @@ def place(
     buffers = 0 if layout.world == 1 else 2 * max(c.numel * itemsize[c.dtype] for c in chunks)
     gradient_limit = op_gradient_nbytes + buffers
 
-    whole_nbytes = span_nbytes + states_nbytes + sum(gradient_nbytes) + gradient_limit
+    whole_nbytes = span_nbytes + states_nbytes + sum(gradient_nbytes) + gradient_limit + snapshot_nbytes
     if weights == "auto" and states in ("auto", "device") and keep and whole_nbytes <= device_budget:
         weights = states = "device"
     if states == "device" and weights != "device":
         states = _only_whole(states, whole_nbytes, device_budget)
         weights = "device"
     pinned = span_nbytes if weights == "device" else 0
-    on_device = states_nbytes + sum(gradient_nbytes) if states == "device" else 0
+    on_device = states_nbytes + sum(gradient_nbytes) + snapshot_nbytes if states == "device" else 0
     needed = pinned + on_device + (0 if pinned else held_nbytes) + gradient_limit
     if device_budget < needed:
         raise BudgetError(
@@ -95,75 +95,73 @@ def place(
     gradient_limit += min(op_gradient_nbytes, spare // 3)
     span_budget = device_budget - pinned - on_device - gradient_limit
 
+    sizes = {
+        WEIGHTS: tuple(record.weight_nbytes for record in records),
+        STATES: tuple(record.states_nbytes for record in records),
+        GRADIENTS: tuple(gradient_nbytes),
+    }
     if weights == "device" and states == "device":
-        homes = ("device",) * len(chunks)
-        return Placement(homes, homes, 0, 0, 0, False, True, span_budget, gradient_limit, 0, 0)
+        everywhere = dict.fromkeys(KINDS, ("device",) * len(chunks))
+        return Placement(everywhere, sizes, dict.fromkeys(KINDS, 0), True, span_budget, gradient_limit, 0, 0)
 
-    weight_max = max(record.weight_nbytes for record in records)
-    state_max = max(record.states_nbytes for record in records)
-    gradient_max = max(gradient_nbytes)
-    trainable = [i for i, chunk in enumerate(chunks) if chunk.trainable]
-    weight_home = ["host" if weights == "host" else "nvme"] * len(chunks)
-    state_home = ["host" if states == "host" else "nvme"] * len(chunks)
+    homes = {
+        WEIGHTS: ["host" if weights == "host" else "nvme"] * len(chunks),
+        STATES: ["host" if states == "host" else "nvme"] * len(chunks),
+        GRADIENTS: ["nvme"] * len(chunks),
+    }
     if weights == "device":  # the record needs its weights beside the states
-        weight_home = list(state_home)
+        homes[WEIGHTS] = list(homes[STATES])
 
-    def slots(low_weights: int, low_states: int, low_gradients: int) -> tuple[int, int, int, int]:
-        """Counts and bytes of slots and gradient memory, at most the numbers given."""
-        num_weights = min(low_weights, weight_home.count("nvme"))
-        num_states = min(low_states, sum(state_home[i] == "nvme" for i in trainable))
-        num_gradients = 0 if deferred else min(low_gradients, len(trainable))
-        nbytes = num_weights * weight_max + num_states * state_max
-        nbytes += sum(gradient_nbytes) if deferred else num_gradients * gradient_max
-        return num_weights, num_states, num_gradients, nbytes
+    def slots(counts: Sequence[int]) -> dict[str, int]:
+        """Slots of each kind: at most the counts given, and no more than there are chunks to share them."""
+        return {
+            kind: min(count, sum(home == "nvme" and nbytes > 0 for home, nbytes in zip(homes[kind], sizes[kind])))
+            for kind, count in zip(homes, counts)
+        }
 
-    def resident_nbytes() -> int:
-        return sum(r.weight_nbytes for r, home in zip(records, weight_home) if home == "host") + sum(
-            r.states_nbytes for r, home in zip(records, state_home) if home == "host"
-        )
+    def nbytes_in(tier: str) -> int:
+        return sum(nbytes for kind in homes for nbytes, home in zip(sizes[kind], homes[kind]) if home == tier)
 
-    counts = slots(MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS)
-    least = counts[3] + resident_nbytes()
+    def host_nbytes(counts: Sequence[int]) -> int:
+        return nbytes_in("host") + sum(count * max(sizes[kind]) for kind, count in slots(counts).items())
+
+    fewest = (MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS)
+    least = host_nbytes(fewest)
     if host_budget < least:
-        held = f"{counts[0]} weight, {counts[1]} state and {counts[2]} gradient slots"
-        whole = f", all gradients {format_bytes(sum(gradient_nbytes))} (deferred update)" if deferred else ""
+        held = " and ".join(f"{count} {kind}" for kind, count in slots(fewest).items() if count)
         raise BudgetError(
             f"host_memory={format_bytes(host_budget)} is too small: this model needs {_exact(least)} to make progress "
-            f"({held}{whole}, resident {format_bytes(resident_nbytes())}). Raise host_memory or lower chunk_mib."
+            f"(slots: {held or 'none'}; resident: {format_bytes(nbytes_in('host'))}). Raise host_memory or lower chunk_mib."
         )
-    low = [MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS]
-    high = [WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS]
+    if deferred and least + sum(gradient_nbytes) <= host_budget:
+        homes[GRADIENTS] = ["host"] * len(chunks)
+    low, high = list(fewest), [WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS]
     while low != high:  # grow the pools together, a tenth at a time
         wanted = [min(h, max(l + 1, l + h // 10)) for l, h in zip(low, high)]
-        if slots(*wanted)[3] + resident_nbytes() > host_budget:
+        if host_nbytes(wanted) > host_budget:
             break
         low = wanted
-    if keep:
-        left = host_budget - slots(*low)[3] - resident_nbytes()
-        for choice, home, size in ((weights, weight_home, "weight_nbytes"), (states, state_home, "states_nbytes")):
-            if choice != "auto":
-                continue
-            for index in reversed(range(len(chunks))):
-                nbytes = getattr(records[index], size)
-                if nbytes <= left and home[index] == "nvme":
-                    home[index] = "host"
-                    left -= nbytes
-    num_weights, num_states, num_gradients, nbytes = slots(*low)
-    nvme = sum(r.weight_nbytes for r, home in zip(records, weight_home) if home == "nvme") + sum(
-        r.states_nbytes for r, home in zip(records, state_home) if home == "nvme"
-    )
+    on_nvme = nbytes_in("nvme") > sum(gradient_nbytes)
+    order = [kind for kind, choice in ((WEIGHTS, weights), (STATES, states)) if keep and choice == "auto"]
+    if deferred:
+        order.insert(order.count(WEIGHTS), GRADIENTS)
+    elif keep or not on_nvme:
+        order.append(GRADIENTS)
+    left = host_budget - host_nbytes(low)
+    for kind in order:
+        for index in reversed(range(len(chunks))):
+            if homes[kind][index] == "nvme" and sizes[kind][index] <= left:
+                homes[kind][index] = "host"
+                left -= sizes[kind][index]
     return Placement(
-        weights=tuple(weight_home),
-        states=tuple(state_home),
-        weight_slots=num_weights,
-        state_slots=num_states,
-        gradient_slots=num_gradients,
-        gradient_areas=deferred,
+        homes={kind: tuple(found) for kind, found in homes.items()},
+        sizes=sizes,
+        slots=slots(low),
         pinned=bool(pinned),
         span_budget_nbytes=span_budget,
         gradient_limit_nbytes=gradient_limit,
-        host_nbytes=nbytes + resident_nbytes(),
-        nvme_nbytes=nvme,
+        host_nbytes=host_nbytes(low),
+        nvme_nbytes=nbytes_in("nvme"),
     )
 
 

@@ -1,8 +1,8 @@
 """Records on their way between NVMe and host memory: the nc and cn links.
 
-A request asks for a chunk's weights or states in host memory and is granted when a slot is there; the reader picks, in
-order of asking, the first that can be granted, so what waits for one kind of slot never holds up the other. Must not
-know the device, plans or arithmetic.
+A request asks for a chunk's weights, states or gradient in host memory and is granted when a slot is there; the reader
+picks, in order of asking, the first that can be granted, so what waits for one kind of slot never holds up the others.
+Must not know the device, plans or arithmetic.
 """
 
 # [Note: order of reads and writes]
@@ -22,11 +22,11 @@ import threading
 
 import aio_ext
 
+from infinity.chunks import GRADIENTS, WEIGHTS
 from infinity.events import Events, now
 from infinity.lanes import Job, Lane
 from infinity.residency import ChunkState, Entry, HostCache, HostState
 
-WEIGHTS, STATES = "weights", "states"
 
 
 class Request(Job):
@@ -69,7 +69,7 @@ class Records:
         self._reader.start()
 
     def request(self, chunk: ChunkState, kind: str, *, urgent: bool = False, pin: bool = True) -> Request:
-        """Ask for a chunk's weights or states. `pin=False` reads ahead: the copy may be taken back while unused."""
+        """Ask for a copy. `pin=False` reads ahead: the copy may be taken back while unused."""
         request = Request(chunk, kind, urgent, pin)
         with self.lock:
             if pin:  # what was to be read ahead is needed now; read later, it would be read once more for nobody
@@ -107,15 +107,24 @@ class Records:
                 entry.become(HostState.CLEAN)
                 self.lock.notify_all()
 
+    def obtain(self, chunk: ChunkState, kind: str) -> Entry:
+        """The copy, pinned, once its bytes are there."""
+        request = self.request(chunk, kind, urgent=True)
+        self.hurry(request)
+        entry = request.wait()
+        self.settle(entry)
+        return entry
+
     def fresh(self, chunk: ChunkState, kind: str) -> Entry:
-        """A pinned, clean entry to be filled by the caller and then written with `write_back`; nothing is read."""
+        """A pinned, clean entry to be filled by the caller; nothing is read."""
         cache = self.caches[kind]
         with self.lock:
             while True:
                 self._raise_failure()
-                entry = cache.find(chunk.index) or cache.claim(chunk.index, urgent=True)
+                entry = cache.find(chunk) or cache.claim(chunk, urgent=True)
                 if entry is not None:
                     break
+                self._make_clean(kind)
                 self.lock.wait()
             entry.pins += 1
             if entry.state is HostState.READING and entry.source is None:
@@ -130,23 +139,38 @@ class Records:
                 while entry.state is HostState.WRITING:
                     self._raise_failure()
                     self.lock.wait()
-                entry.become(HostState.DIRTY)
+                if entry.state is not HostState.DIRTY:
+                    entry.become(HostState.DIRTY)
 
     def write_back(self, chunk: ChunkState, entries: dict[str, Entry]) -> None:
         """Send dirty entries to NVMe and drop the caller's pins once they are there; resident ones stay."""
         started = []
         for kind, entry in entries.items():
             extent, buffer = (None, None) if entry.resident else self._place(chunk, kind, entry)
-            if buffer is None:
-                with self.lock:
+            with self.lock:
+                if buffer is None:
                     entry.become(HostState.CLEAN)
                     self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
-                continue
-            with self.lock:
+                    continue
                 entry.become(HostState.WRITING)
             started.append((kind, entry, self.swap.write(extent, buffer), now()))
         if started:
             self._writer.push(lambda: self._finish_writes(chunk, started))
+
+    def clean_ahead(self, kind: str) -> None:
+        """Have a dirty copy written before its slot is wanted, if none can be had otherwise."""
+        with self.lock:
+            if self.caches[kind].slots is not None and self.caches[kind].farthest(HostState.CLEAN) is None:
+                self._make_clean(kind)
+
+    def discard(self, chunk: ChunkState, kind: str) -> None:
+        """The copy's value is of no use any more, nor is what NVMe holds of it."""
+        with self.lock:
+            entry = self.caches[kind].find(chunk)
+            if entry is not None and entry.state is HostState.DIRTY:
+                entry.become(HostState.CLEAN)
+            if entry is not None:
+                self.caches[kind].drop(entry)
 
     def unpin(self, chunk: ChunkState, kind: str, entry: Entry) -> None:
         with self.lock:
@@ -155,7 +179,7 @@ class Records:
     def drop(self, chunk: ChunkState, kind: str) -> None:
         """Give up a copy that is not needed after all, unless it is kept anyway."""
         with self.lock:
-            entry = self.caches[kind].find(chunk.index)
+            entry = self.caches[kind].find(chunk)
             if entry is not None and not self._keeps(chunk, kind):
                 self.caches[kind].drop(entry)
 
@@ -177,12 +201,19 @@ class Records:
             request.urgent = request.urgent or (request.pin and request.kind == kind)
 
     def _keeps(self, chunk: ChunkState, kind: str) -> bool:
-        return self.keep or (kind == WEIGHTS and chunk.keep_weights)
+        return self.keep or kind == GRADIENTS or (kind == WEIGHTS and chunk.keep_weights)
 
     def _place(self, chunk: ChunkState, kind: str, entry: Entry):
         """The entry's extent and its bytes; both are None where this rank's shard lies wholly in the padding."""
-        extent = chunk.weights_extent if kind == WEIGHTS else chunk.states_extent
+        extent = chunk.extents[kind]
         return extent, entry.memory.buffer[: extent.nbytes] if extent is not None else None
+
+    def _make_clean(self, kind: str) -> None:
+        """No slot of the kind can be had: write the dirty copy that is used last, unless one is becoming free anyway."""
+        cache = self.caches[kind]
+        if cache.waits_for_nobody and (entry := cache.farthest(HostState.DIRTY)) is not None:
+            entry.pins += 1
+            self.write_back(entry.chunk, {kind: entry})
 
     def _finish_writes(self, chunk: ChunkState, started) -> None:
         try:
@@ -209,10 +240,12 @@ class Records:
     def _grant(self, request: Request) -> bool:
         """Give the request its entry if one is there or a slot can be had. Called with the lock held."""
         cache = self.caches[request.kind]
-        entry = cache.find(request.chunk.index)
+        entry = cache.find(request.chunk)
         if entry is None:
-            entry = cache.claim(request.chunk.index, urgent=request.urgent)
+            entry = cache.claim(request.chunk, urgent=request.urgent)
             if entry is None:
+                if request.pin:
+                    self._make_clean(request.kind)
                 return False
             self._submit(request, entry)
         if request.pin:

@@ -12,13 +12,20 @@ weights and states. Must not know plans, files or collectives: it answers and bo
 # that shape and dtype stay true and whoever computes with an absent parameter gets NaN, not stale numbers.
 #
 # [Note: host copies]
-# What is in host memory of a chunk is two entries, weights and states (residual, momentum, variance), because the
-# forward pass needs only the first. An entry whose tier is the host stays for good; others borrow a slot:
+# What is in host memory of a chunk is up to three entries: weights, states (residual, momentum, variance), because the
+# forward pass needs only the first, and the gradient. An entry whose tier is the host stays for good; others borrow a slot:
 #
 #     READING --read over--> CLEAN --update--> DIRTY --write submitted--> WRITING --write over--> CLEAN
 #
 # Pins count those who still need an entry. A slot is taken from an entry that is CLEAN and has no pins, farthest next
 # use first (Belady). All of it is guarded by one condition, `lock`, which is notified when a pin or slot is freed.
+# An update writes what it made DIRTY at once, pinned until then. A gradient stays DIRTY and unpinned until it is used: that
+# needs no write, unless its slot is wanted before.
+
+# [Note: weights written in forward]
+# An embedding with max_norm scales rows of its weight in forward. A row that changed loses its residual, which was of the
+# old value. What changed is seen by comparing with the host copy; a split master that lives on the device has none, so
+# its span keeps a snapshot if it holds such a parameter.
 
 from __future__ import annotations
 
@@ -90,6 +97,7 @@ class ParameterState:
         self.arrived_last = 1  # in the last one
         self.expected = 1  # gradients that the trace says a backward pass brings
         self.touched = 0  # uses by ops in this step's forward passes
+        self.written_in_forward = False
 
     def check_untouched(self) -> None:
         """Raise UsageError if somebody wrote to the placeholder or put something else in its place."""
@@ -131,6 +139,7 @@ class SpanState:
         self.holds = 0
         self.handles = 0
         self.attached = False  # parameters point into the storage
+        self.snapshot: torch.Tensor | None = None  # of `flat` after the last update, see [Note: weights written in forward]
         self.fetch: object | None = None  # of the pipeline, while FETCHING
 
     def become(self, presence: Presence) -> None:
@@ -221,7 +230,7 @@ class Entry:
 
     __slots__ = ("chunk", "memory", "pins", "resident", "source", "state")
 
-    def __init__(self, chunk: int, memory, resident: bool = False):
+    def __init__(self, chunk: ChunkState, memory, resident: bool = False):
         self.chunk = chunk
         self.memory = memory
         self.resident = resident
@@ -234,7 +243,7 @@ class Entry:
         self.state = state
 
     def __repr__(self):
-        return f"Entry({self.chunk}, {self.state.value}, {self.pins} pins{', resident' if self.resident else ''})"
+        return f"Entry({self.chunk.index}, {self.state.value}, {self.pins} pins{', resident' if self.resident else ''})"
 
 
 class Area:
@@ -259,38 +268,46 @@ class Area:
 
 
 class HostCache:
-    """The host copies of one kind, weights or states. Every method is called with `lock` held."""
+    """The host copies of one kind, weights, states or gradients. Every method is called with `lock` held."""
 
-    def __init__(self, kind: str, slots, lock: threading.Condition, next_use: Callable[[int], float]):
+    def __init__(self, kind: str, slots, lock: threading.Condition, next_use: Callable[[ChunkState], float]):
         self.kind = kind
         self.slots = slots  # a pool, or None if all is resident
         self.lock = lock
         self.next_use = next_use  # of a chunk, in any unit that grows with distance
         self.entries: dict[int, Entry] = {}
 
-    def add_resident(self, chunk: int, memory) -> None:
-        self.entries[chunk] = Entry(chunk, memory, resident=True)
+    def add_resident(self, chunk: ChunkState, memory) -> None:
+        self.entries[chunk.index] = Entry(chunk, memory, resident=True)
 
-    def find(self, chunk: int) -> Entry | None:
-        return self.entries.get(chunk)
+    def find(self, chunk: ChunkState) -> Entry | None:
+        return self.entries.get(chunk.index)
 
-    def claim(self, chunk: int, *, urgent: bool) -> Entry | None:
+    def claim(self, chunk: ChunkState, *, urgent: bool) -> Entry | None:
         """A slot for a chunk that has no entry: a free one, else that of the clean, unpinned entry used last.
 
         Unless urgent, nothing is taken that is used before the chunk is. None: wait until something is freed.
         """
         slot = self.slots.try_acquire()
         if slot is None:
-            victims = [e for e in self.entries.values() if not e.resident and not e.pins and e.state is HostState.CLEAN]
-            if not victims:
+            victim = self.farthest(HostState.CLEAN)
+            if victim is None or (not urgent and self.next_use(victim.chunk) <= self.next_use(chunk)):
                 return None
-            victim = max(victims, key=lambda entry: self.next_use(entry.chunk))
-            if not urgent and self.next_use(victim.chunk) <= self.next_use(chunk):
-                return None
-            del self.entries[victim.chunk]
+            del self.entries[victim.chunk.index]
             slot = victim.memory
-        entry = self.entries[chunk] = Entry(chunk, slot)
+        entry = self.entries[chunk.index] = Entry(chunk, slot)
         return entry
+
+    def farthest(self, state: HostState) -> Entry | None:
+        """Of the entries in a state that borrow a slot and that nobody needs now, the one used last."""
+        found = [e for e in self.entries.values() if not e.resident and not e.pins and e.state is state]
+        return max(found, key=lambda entry: self.next_use(entry.chunk), default=None)
+
+    @property
+    def waits_for_nobody(self) -> bool:
+        """Whether no slot can become free of itself: none is, no entry is pinned or on its way."""
+        passing = (HostState.READING, HostState.WRITING)
+        return not self.slots.num_free and not any(e.pins or e.state in passing for e in self.entries.values() if not e.resident)
 
     def unpin(self, entry: Entry, *, keep: bool) -> None:
         """One need less. Without `keep`, a clean entry nobody needs gives its slot back."""
@@ -304,8 +321,8 @@ class HostCache:
         """Give the slot back if the entry is clean, unpinned and not resident."""
         if entry.resident or entry.pins or entry.state is not HostState.CLEAN:
             return
-        if self.entries.get(entry.chunk) is entry:
-            del self.entries[entry.chunk]
+        if self.entries.get(entry.chunk.index) is entry:
+            del self.entries[entry.chunk.index]
             entry.memory.release()
             self.lock.notify_all()
 
@@ -322,10 +339,11 @@ class ChunkState:
         self.gaps = _gaps(pieces, record.numel)
         self.span = span
         self.weights_home = self.states_home = "nvme"  # or "host", "device"
-        self.weights_extent = self.states_extent = None
+        self.extents: dict[str, object] = {}  # on NVMe, by kind; None where there are no bytes
         self.device_states: dict[str, torch.Tensor] | None = None
         self.steps: dict[int, int] = {piece.param: 0 for piece in chunk.pieces}
-        self.gradient = None  # memory of the gradient shard, from the first arrival until the update
+        self.has_gradient = False  # from the first arrival until the update
+        self.device_gradient: torch.Tensor | None = None  # the shard of a record on the device; its memory stays
         self.gradient_job = None  # the last transfer into it
         self.gradient_number = 0  # of the last gradient that arrived, counted over all chunks
         self.norm_job = None  # the sum of its squares, if that is asked for

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.adam import AdamScalars, NormAccumulator, adam_step
+from infinity.chunks import GRADIENTS, STATES, WEIGHTS
 from infinity.events import Events, now
 from infinity.gradients import Gradients
-from infinity.lanes import Job, Lane
-from infinity.records import STATES, WEIGHTS, Records
+from infinity.lanes import Lane
+from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, ParameterState
 
 
@@ -60,7 +61,6 @@ class Updater:
         self.events = events
         self.threads = threads
         self.lane = Lane("update")
-        self._awaited: set[Job] = set()  # the last gradient job of each update that was begun and is not over
         self.failure: BaseException | None = None
 
     def begin(self, chunk: ChunkState, hyper: Hyper, *, urgent: bool) -> None:
@@ -73,7 +73,10 @@ class Updater:
         chunk.update_expected = False
         if chunk.on_device:  # in the training thread: on CUDA the compute stream orders it, on the CPU it has all cores
             gradient_job.wait()
-            self._compute(chunk, self.device_state(chunk), hyper)
+            with self.gradients.shard(chunk) as gradient:
+                self._compute(chunk, self.device_state(chunk), gradient, hyper)
+            self.take_snapshot(chunk)
+            self.gradients.release(chunk)
             chunk.pending = None
             return
         weights = self.records.request(chunk, WEIGHTS, urgent=urgent)
@@ -82,50 +85,53 @@ class Updater:
         def work() -> None:
             self._update_on_host(chunk, weights, states, gradient_job, copy_job, hyper)
 
-        self._awaited.add(gradient_job)
-        chunk.updating = self.lane.push(lambda: self._run(work, gradient_job))
+        if gradient_job.done:
+            self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
+        chunk.updating = self.lane.push(lambda: self._run(work))
         chunk.pending = None
 
-    def will_free_gradients(self) -> bool:
-        """Whether an update is under way that waits for no more of its gradient."""
-        return any(job.done for job in list(self._awaited))
-
     def close(self) -> None:
+        self.records.hurry_all()  # what was read ahead for the next ops gives way: they do not come
         self.lane.close()
 
-    def _run(self, work, gradient_job: Job) -> None:
+    def _run(self, work) -> None:
         try:
             work()
         except BaseException as error:
             self.failure = self.failure or error
             self.records.fail(error)
             raise
-        finally:
-            self._awaited.discard(gradient_job)
-            self.gradients.note_progress()
 
     def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:
-        entries = {WEIGHTS: weights.wait(), STATES: states.wait()}
-        for entry in entries.values():
-            self.records.settle(entry)
         gradient_job.wait()
-        if copy_job is not None:
-            event = copy_job.wait()
-            if event is not None:
-                event.synchronize()
-        self.records.begin_update(*entries.values())
-        self._compute(chunk, segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory), hyper)
+        with self.gradients.shard(chunk) as gradient:  # see [Note: who holds gradients]
+            entries = {WEIGHTS: weights.wait(), STATES: states.wait()}
+            for entry in entries.values():
+                self.records.settle(entry)
+            if copy_job is not None:
+                event = copy_job.wait()
+                if event is not None:
+                    event.synchronize()
+            self.records.begin_update(*entries.values())
+            self._compute(chunk, segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory), gradient, hyper)
+        self.gradients.release(chunk)
         self.records.write_back(chunk, entries)
 
     def device_state(self, chunk: ChunkState) -> dict[str, torch.Tensor]:
-        begin = chunk.chunk.offset + self.rank * chunk.chunk.shard_numel
-        weight = chunk.span.flat[begin : begin + chunk.record.numel]
-        return {"weight": weight, **chunk.device_states}
+        return {"weight": chunk.span.flat[self._shard(chunk)], **chunk.device_states}
 
-    def _compute(self, chunk: ChunkState, state: dict[str, torch.Tensor], hyper: Hyper) -> None:
+    def take_snapshot(self, chunk: ChunkState) -> None:
+        """Remember the shard's weights on the device, where that is asked for."""
+        if chunk.span.snapshot is not None:
+            chunk.span.snapshot[self._shard(chunk)] = chunk.span.flat[self._shard(chunk)]
+
+    def _shard(self, chunk: ChunkState) -> slice:
+        begin = chunk.chunk.offset + self.rank * chunk.chunk.shard_numel
+        return slice(begin, begin + chunk.record.numel)
+
+    def _compute(self, chunk: ChunkState, state: dict[str, torch.Tensor], gradient: torch.Tensor, hyper: Hyper) -> None:
         start = now()
-        update(chunk, self.params, state, self.gradients.tensor(chunk), hyper, threads=self.threads)
-        self.gradients.release(chunk)
+        update(chunk, self.params, state, gradient, hyper, threads=self.threads)
         self.events.moved("update", chunk.index, chunk.record.nbytes, start, now())
 
 

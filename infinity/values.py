@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 
 from infinity.adam import split_master
+from infinity.chunks import STATES, WEIGHTS
 from infinity.partition import Ranks
-from infinity.records import STATES, WEIGHTS, Records
+from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry, SpanState
 from infinity.updater import Updater, segments
 
@@ -77,13 +78,15 @@ class Values:
             here = slice(begin, begin + chunk.record.numel)
             new = span.flat[here]
             with self._shard(chunk, change=True) as shard:
-                old = before[here] if before is not None else shard["weight"].to(new.device)
+                before_here = before if before is not None else span.snapshot
+                old = before_here[here] if before_here is not None else shard["weight"].to(new.device)
                 bits = torch.int16 if new.element_size() == 2 else torch.int32
                 changed = new.view(bits) != old.view(bits)
                 if shard["weight"].data_ptr() != new.data_ptr():
                     shard["weight"].copy_(new)
                 if "residual" in shard:
                     shard["residual"].masked_fill_(changed.to(shard["residual"].device), 0)
+            self.updater.take_snapshot(chunk)
 
     @torch.no_grad()
     def write_initial(self, initial: Callable[[int, torch.nn.Parameter], torch.Tensor]) -> None:
@@ -127,6 +130,11 @@ class Values:
         chunk.span.flat[begin : begin + numel].copy_(segments_.pop("weight"))
         chunk.device_states = {name: tensor.to(chunk.span.flat.device) for name, tensor in segments_.items()}
         self.tier.book(chunk.record.states_nbytes)
+        if "residual" in segments_ and any(state.written_in_forward for state in chunk.span.params):
+            if chunk.span.snapshot is None:
+                chunk.span.snapshot = torch.zeros_like(chunk.span.flat)
+                self.tier.book(chunk.span.nbytes)
+            self.updater.take_snapshot(chunk)
 
     @contextlib.contextmanager
     def _shard(self, chunk: ChunkState, *, change: bool = False):
@@ -136,12 +144,7 @@ class Values:
             yield {name: tensor if change else tensor.cpu() for name, tensor in state.items()}
             return
         kinds = (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,)
-        entries = {}
-        for kind in kinds:
-            request = self.records.request(chunk, kind, urgent=True)
-            self.records.hurry(request)
-            entries[kind] = request.wait()
-            self.records.settle(entries[kind])
+        entries = {kind: self.records.obtain(chunk, kind) for kind in kinds}
         if change:
             self.records.begin_update(*entries.values())
         memory = [entry.memory for entry in entries.values()]

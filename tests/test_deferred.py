@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import helpers
 import infinity
 from infinity import updater
 
@@ -80,3 +81,19 @@ def test_an_update_that_outlasts_the_next_step_is_neither_lost_nor_done_twice(tm
         for param, expected in ((model.a.weight, 5), (model.b.weight, 5), (model.c.weight, 3)):
             state = engine.registry.find(param)
             assert {chunk.steps[state.index] for chunk in engine.registry.chunks_of(state)} == {expected}
+
+
+def test_closing_with_few_slots_finishes_the_updates_that_were_begun(tmp_path):
+    """Copies read ahead for the next ops hold the last slots, and nobody will come for them."""
+    make = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(40)])
+    config = {"update": "deferred", "residency": "none", "weights": "nvme", "states": "nvme"}
+    config["host_memory"] = helpers.least_host_memory(make, tmp_path, **config)
+    with helpers.training(make, tmp_path, **config) as (model, engine, optimizer):
+        for _ in range(5):
+            model(torch.ones(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        closing = threading.Thread(target=engine.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()

@@ -8,7 +8,7 @@ import infinity
 from infinity.errors import UsageError
 import helpers
 from helpers import NVME, assert_equals_reference, assert_nothing_held, plain, training
-from models import TRAITS, H, Model, attention, inputs, loss_of, max_norm, mlp, stashing
+from models import TRAITS, H, Model, attention, inputs, loss_of, max_norm, mlp
 
 # Where states live, when they are updated, and whether the device has only the least that it needs.
 SETTINGS = {
@@ -416,3 +416,16 @@ def test_an_embedding_that_renormalises_in_forward_keeps_what_it_wrote(tmp_path)
             for step in range(3):
                 helpers.assert_same_bits(model(inputs(model, step)), reference_model(inputs(model, step)), "output")
         helpers.assert_same_bits(engine.read_state(model.token.weight)["weight"], reference_model.token.weight.detach(), "weight")
+
+
+@pytest.mark.parametrize("places", [NVME, {"weights": "device", "states": "device"}, {"weights": "device", "states": "host"}])
+def test_rows_written_in_forward_lose_their_residual_wherever_they_live(places, tmp_path):
+    options = {"lr": 0.1}
+    reference_model, reference = plain(max_norm, dtype="bf16", options=options)
+    with training(max_norm, tmp_path, dtype="bf16", options=options, **places) as (model, engine, optimizer):
+        for step in range(6):
+            for each, opt in ((model, optimizer), (reference_model, reference)):
+                loss_of(each(inputs(each, step))).backward()
+                opt.step()
+                opt.zero_grad()
+        assert_equals_reference(engine, model, reference_model, reference)

@@ -9,12 +9,12 @@ from torch import nn
 
 import infinity
 from infinity import planner
-from infinity.chunks import ParameterSpec, layout, record_layout
+from infinity.chunks import GRADIENTS, STATES, WEIGHTS, ParameterSpec, layout, record_layout
 from infinity.errors import BudgetError
 from infinity.planner import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS, chunk_numel, place
 
 # Eight chunks of one parameter of 4096 elements each: a bf16 weight is 8 KiB, the states are 40 KiB, a gradient is 8 KiB.
-NUM, WEIGHT, STATES, GRADIENT = 8, 8 << 10, 40 << 10, 8 << 10
+NUM, WEIGHT, STATE, GRADIENT = 8, 8 << 10, 40 << 10, 8 << 10
 AMPLE = 1 << 30
 
 
@@ -46,37 +46,36 @@ def needed(error) -> int:
 
 def test_what_fits_on_the_device_lives_there_and_needs_no_host_memory():
     found = placed()
-    assert found.weights == found.states == ("device",) * NUM
+    assert found.homes[WEIGHTS] == found.homes[STATES] == ("device",) * NUM
     assert (found.pinned, found.host_nbytes, found.nvme_nbytes) == (True, 0, 0)
 
 
 def test_on_a_small_device_all_goes_to_an_ample_host():
     found = placed(device_budget=100 << 10)
-    assert found.weights == found.states == ("host",) * NUM
+    assert found.homes[WEIGHTS] == found.homes[STATES] == ("host",) * NUM
     assert found.nvme_nbytes == 0
 
 
-def slots_nbytes(found, *, gradients=None):
-    areas = NUM * GRADIENT if found.gradient_areas else found.gradient_slots * GRADIENT
-    return found.weight_slots * WEIGHT + found.state_slots * STATES + areas
+def slots_nbytes(found):
+    return found.slots[WEIGHTS] * WEIGHT + found.slots[STATES] * STATE + found.slots[GRADIENTS] * GRADIENT
 
 
 def test_host_memory_left_over_keeps_weights_before_states_and_last_chunks_first():
     full = slots_nbytes(placed(device_budget=100 << 10, keep=False))
     homes = []
-    for spare in (0, WEIGHT, 3 * WEIGHT, NUM * WEIGHT, NUM * WEIGHT + STATES, NUM * WEIGHT + 3 * STATES):
+    for spare in (0, WEIGHT, 3 * WEIGHT, NUM * WEIGHT, NUM * WEIGHT + STATE, NUM * WEIGHT + 3 * STATE):
         found = placed(device_budget=100 << 10, host_budget=full + spare)
-        homes.append((found.weights.count("host"), found.states.count("host")))
-        assert found.weights == ("nvme",) * found.weights.count("nvme") + ("host",) * found.weights.count("host")
-        assert found.states == ("nvme",) * found.states.count("nvme") + ("host",) * found.states.count("host")
+        homes.append((found.homes[WEIGHTS].count("host"), found.homes[STATES].count("host")))
+        assert found.homes[WEIGHTS] == ("nvme",) * found.homes[WEIGHTS].count("nvme") + ("host",) * found.homes[WEIGHTS].count("host")
+        assert found.homes[STATES] == ("nvme",) * found.homes[STATES].count("nvme") + ("host",) * found.homes[STATES].count("host")
         assert found.host_nbytes <= full + spare
     assert homes == [(0, 0), (1, 0), (3, 0), (8, 0), (8, 1), (8, 3)]
 
 
 def test_residency_none_keeps_nothing():
     found = placed(device_budget=100 << 10, keep=False)
-    assert found.weights == found.states == ("nvme",) * NUM
-    assert found.nvme_nbytes == NUM * (WEIGHT + STATES)
+    assert found.homes[WEIGHTS] == found.homes[STATES] == ("nvme",) * NUM
+    assert found.nvme_nbytes == NUM * (WEIGHT + STATE + GRADIENT)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +91,14 @@ def test_residency_none_keeps_nothing():
 )
 def test_what_is_asked_for_is_done(weights, states, expected):
     found = placed(weights=weights, states=states)
-    assert (found.weights[0], found.states[0], found.pinned) == expected
-    assert len({*found.weights}) == len({*found.states}) == 1
+    assert (found.homes[WEIGHTS][0], found.homes[STATES][0], found.pinned) == expected
+    assert len({*found.homes[WEIGHTS]}) == len({*found.homes[STATES]}) == 1
 
 
 def test_frozen_chunks_have_no_states():
     found = placed(frozen=range(4), weights="nvme", states="nvme", keep=False)
-    assert found.nvme_nbytes == NUM * WEIGHT + 4 * STATES
-    assert found.state_slots <= 4 and found.gradient_slots <= 4
+    assert found.nvme_nbytes == NUM * WEIGHT + 4 * (STATE + GRADIENT)
+    assert found.slots[STATES] == found.slots[GRADIENTS] == 4
 
 
 def test_each_of_two_ranks_holds_half():
@@ -112,24 +111,27 @@ def test_each_of_two_ranks_holds_half():
 
 
 def test_the_least_host_memory_is_the_fewest_slots():
-    least = MIN_WEIGHT_SLOTS * WEIGHT + MIN_STATE_SLOTS * STATES + MIN_GRADIENT_SLOTS * GRADIENT
+    least = MIN_WEIGHT_SLOTS * WEIGHT + MIN_STATE_SLOTS * STATE + MIN_GRADIENT_SLOTS * GRADIENT
     small = {"device_budget": 100 << 10}
     found = placed(host_budget=least, **small)
-    assert (found.weight_slots, found.state_slots, found.gradient_slots) == (2, 2, 2)
+    assert found.slots == {WEIGHTS: 2, STATES: 2, GRADIENTS: 2}
     assert found.host_nbytes == least
     with pytest.raises(BudgetError, match=rf"host_memory=\S+ KiB is too small: .* needs {least} bytes .*Raise host_memory"):
         placed(host_budget=least - 1, **small)
 
 
-def test_deferred_updates_need_room_for_all_gradients():
-    least = MIN_WEIGHT_SLOTS * WEIGHT + MIN_STATE_SLOTS * STATES + NUM * GRADIENT
-    options = {"device_budget": 100 << 10, "deferred": True}
-    assert placed(host_budget=least, **options).gradient_areas
-    with pytest.raises(BudgetError, match=f"needs {least} bytes .*all gradients 64.0 KiB .deferred update"):
-        placed(host_budget=least - 1, **options)
-    accumulated = least + NUM * GRADIENT  # in fp32
-    with pytest.raises(BudgetError, match=f"needs {accumulated} bytes"):
-        placed(host_budget=accumulated - 1, gradient_itemsize=4, **options)
+def test_gradients_that_wait_for_the_step_stay_in_host_memory_where_they_fit():
+    fewest = MIN_WEIGHT_SLOTS * WEIGHT + MIN_STATE_SLOTS * STATE + MIN_GRADIENT_SLOTS * GRADIENT
+    options = {"device_budget": 100 << 10, "deferred": True, "keep": False}
+    for itemsize, gradient in ((None, GRADIENT), (4, 2 * GRADIENT)):  # as they are, and accumulated in fp32
+        least = fewest + 2 * (gradient - GRADIENT)
+        found = placed(host_budget=least + NUM * gradient, gradient_itemsize=itemsize, **options)
+        assert found.homes[GRADIENTS] == ("host",) * NUM and not found.slots[GRADIENTS]
+        found = placed(host_budget=least, gradient_itemsize=itemsize, **options)
+        assert found.homes[GRADIENTS] == ("nvme",) * NUM and found.slots[GRADIENTS] == 2
+        assert found.nvme_nbytes == NUM * (WEIGHT + STATE + gradient)
+        with pytest.raises(BudgetError, match=f"needs {least} bytes"):
+            placed(host_budget=least - 1, gradient_itemsize=itemsize, **options)
 
 
 def test_the_least_device_memory_is_the_largest_op_and_its_gradient():
@@ -140,9 +142,9 @@ def test_the_least_device_memory_is_the_largest_op_and_its_gradient():
 
 
 def test_auto_leaves_the_device_where_gradients_would_not_fit():
-    whole = NUM * (WEIGHT + STATES + GRADIENT) + WEIGHT
-    assert placed(device_budget=whole).states == ("device",) * NUM
-    assert placed(device_budget=whole - 1).states == ("host",) * NUM
+    whole = NUM * (WEIGHT + STATE + GRADIENT) + WEIGHT
+    assert placed(device_budget=whole).homes[STATES] == ("device",) * NUM
+    assert placed(device_budget=whole - 1).homes[STATES] == ("host",) * NUM
 
 
 def test_weights_on_the_device_need_room_for_all_of_them():
@@ -155,7 +157,7 @@ def test_weights_on_the_device_need_room_for_all_of_them():
 def test_states_on_the_device_need_room_for_everything():
     with pytest.raises(BudgetError, match="states='device' needs .* Raise device_memory or choose states='host'") as error:
         placed(states="device", device_budget=100 << 10)
-    assert placed(states="device", device_budget=needed(error)).states == ("device",) * NUM
+    assert placed(states="device", device_budget=needed(error)).homes[STATES] == ("device",) * NUM
 
 
 @pytest.mark.parametrize("weights, states", [*itertools.product(("auto", "host", "nvme"), repeat=2)])
@@ -225,5 +227,5 @@ def test_the_engine_holds_what_was_planned(tmp_path, mode, update, accumulation_
 
 def test_planner_names_no_more_slots_than_there_are_chunks():
     found = placed(num=3, weights="nvme", states="nvme", keep=False)
-    assert (found.weight_slots, found.state_slots, found.gradient_slots) == (3, 3, 3)
+    assert found.slots == {WEIGHTS: 3, STATES: 3, GRADIENTS: 3}
     assert planner.WEIGHT_SLOTS > 3

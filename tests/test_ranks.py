@@ -3,6 +3,7 @@
 The ranks are processes that live as long as this file's tests and run functions of it, all at once.
 """
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -393,6 +394,20 @@ def built(folder):
         model = gpt()
     with infinity.engine_of(model) as engine:
         return {name: engine.read_state(param)["weight"] for name, param in model.named_parameters()}
+
+
+def test_closed_engines_keep_neither_descriptors_nor_threads(worlds, tmp_path):
+    for after_two, after_six in worlds(2).run(opened, tmp_path):
+        assert after_six == after_two
+
+
+def opened(folder):
+    found = []
+    for number in range(6):
+        train(folder, steps=1, **ON_NVME)
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return found[1], found[5]
 
 
 def test_rank_0s_changes_inside_gathered_reach_all_ranks(worlds, tmp_path):

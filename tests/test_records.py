@@ -11,9 +11,10 @@ from torch import nn
 import infinity
 from aio_ext import _aio
 from infinity.arena import Arena, Slots
+from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.errors import SwapError
 from infinity.events import Events
-from infinity.records import STATES, WEIGHTS, Records
+from infinity.records import Records
 from infinity.residency import HostCache, HostState
 from infinity.tiers import Swap
 
@@ -35,8 +36,7 @@ class Bench:
         self.chunks = [
             SimpleNamespace(
                 index=index,
-                weights_extent=self.swap.allocate(NBYTES),
-                states_extent=self.swap.allocate(NBYTES),
+                extents={kind: self.swap.allocate(NBYTES) for kind in KINDS},
                 keep_weights=False,
             )
             for index in range(num)
@@ -46,16 +46,16 @@ class Bench:
         self.lock = threading.Condition()
         self.next_use = {}
         caches = {
-            kind: HostCache(kind, Slots(self.arena, kind, NBYTES, num_slots), self.lock, lambda c: self.next_use.get(c, c))
-            for kind in (WEIGHTS, STATES)
+            kind: HostCache(kind, Slots(self.arena, kind, NBYTES, num_slots), self.lock, lambda c: self.next_use.get(c.index, c.index))
+            for kind in KINDS
         }
         self.caches = caches
         self.events = Events(tracing=True)
         buffer = Slots(self.arena, "fill", NBYTES, 1).acquire()
         for chunk in self.chunks:
-            for extent, value in ((chunk.weights_extent, chunk.index), (chunk.states_extent, 100 + chunk.index)):
+            for kind, value in ((WEIGHTS, chunk.index), (STATES, 100 + chunk.index)):
                 buffer.tensor(torch.uint8, 0, NBYTES).fill_(value)
-                self.swap.write(extent, buffer.buffer).wait()
+                self.swap.write(chunk.extents[kind], buffer.buffer).wait()
         self.records = Records(self.swap, caches, self.lock, self.events, keep)
 
     def request(self, index, kind=WEIGHTS, **options):
@@ -281,6 +281,62 @@ def test_flush_waits_for_every_write(bench):
     b.records.flush()
     assert sum(e.lane == "cn" for e in b.events.trace) == 8
     assert all(entry.state is HostState.CLEAN and not entry.pins for entry in b.caches[WEIGHTS].entries.values())
+
+
+# ---- gradients: dirty and unpinned until they are used ----
+
+
+def collect(b, index, value):
+    entry = b.records.fresh(b.chunks[index], GRADIENTS)
+    b.records.begin_update(entry)
+    entry.memory.tensor(torch.uint8, 0, NBYTES).fill_(value)
+    b.unpin(index, entry, GRADIENTS)
+
+
+def test_a_dirty_copy_is_written_only_when_its_slot_is_wanted_the_one_used_last_first(bench):
+    b = bench(keep=False)
+    b.next_use = {0: 5, 1: 9, 2: 1}
+    for index in (0, 1):
+        collect(b, index, 40 + index)
+    assert not [e for e in b.events.trace if e.lane == "cn"]
+    collect(b, 2, 42)
+    assert b.held(GRADIENTS) == {0, 2}
+    b.records.flush()
+    assert [e.what for e in b.events.trace if e.lane == "cn"] == [(1, GRADIENTS)]
+    for index in (1, 0, 2):
+        entry = b.records.obtain(b.chunks[index], GRADIENTS)
+        assert bytes(entry.memory.buffer) == bytes([40 + index]) * NBYTES
+        b.unpin(index, entry, GRADIENTS)
+
+
+def test_what_is_pinned_is_waited_for_instead_of_writing_another(bench):
+    b = bench(keep=False)
+    collect(b, 0, 40)
+    collect(b, 1, 41)
+    used = b.records.obtain(b.chunks[0], GRADIENTS)
+    waits = in_thread(lambda: collect(b, 2, 42))
+    b.settled()
+    b.unpin(0, used, GRADIENTS)
+    b.records.discard(b.chunks[0], GRADIENTS)
+    assert waits() is None
+    assert b.held(GRADIENTS) == {1, 2}
+    assert not [e for e in b.events.trace if e.lane == "cn"]
+
+
+def test_many_gradients_through_two_slots_keep_their_bytes(bench):
+    b = bench(keep=False)
+    for round_ in range(20):
+        for index in range(8):
+            collect(b, index, 10 * index + round_)
+        for index in (0, 3, 7):
+            b.records.discard(b.chunks[index], GRADIENTS)
+            collect(b, index, 200 + index)
+        for index in range(8):
+            entry = b.records.obtain(b.chunks[index], GRADIENTS)
+            expected = 200 + index if index in (0, 3, 7) else 10 * index + round_
+            assert bytes(entry.memory.buffer) == bytes([expected]) * NBYTES
+            b.unpin(index, entry, GRADIENTS)
+            b.records.discard(b.chunks[index], GRADIENTS)
 
 
 # ---- failures ----
