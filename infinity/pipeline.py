@@ -239,8 +239,9 @@ class Pipeline:
         return index if index >= 0 else index + len(self._update_order)
 
     def next_gradient_use(self, chunk: ChunkState) -> float:
-        """As `next_states_use`: of two gradients, the one whose update comes later. One that more is added to comes first."""
-        return self.next_states_use(chunk) if not chunk.missing else -1
+        """As `next_states_use`; what more is added to in this backward pass, or whose update has begun, comes first."""
+        updating = chunk.updating is not None and not chunk.updating.done
+        return -1 if chunk.missing or updating else self.next_states_use(chunk)
 
     def invalidate(self, span: SpanState) -> None:
         """An update makes the device copy stale; nobody may hold it."""
