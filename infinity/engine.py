@@ -60,7 +60,6 @@ class Engine:
         self.config = config
         self.device = _device(config)
         self.ranks = ranks or Ranks(self.device)
-        self.ranks.join()
         self.events = Events(tracing=config.trace)
         self.optimizer = None
         self._model = weakref.ref(model)
@@ -71,6 +70,7 @@ class Engine:
         if meta := [name for name, param in self._named if param.is_meta]:
             raise ConfigError(f"parameters on the meta device have no values: {', '.join(meta[:3])}; build them on the CPU")
         self._started = self._closed = False
+        self.ranks.join()
         self._reset_step()
         for _, param in self._named:
             set_owner(param, self)

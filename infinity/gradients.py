@@ -11,9 +11,10 @@ Knows chunks and when they are complete. Must not know when or how they are used
 #
 # [Note: who holds gradients]
 # A chunk's gradient shard is pinned by the gc lane while it adds to it, and by the update lane while it uses it; between the
-# two it may leave for NVMe if its slot is wanted. Neither lane waits for anything that the other must do while it pins one,
-# but for its turn to be written or read. So two slots are enough, however late a pass completes its chunks, and while the
-# update lane holds one, waiting for it costs no traffic.
+# two it may leave for NVMe if its slot is wanted. Neither lane waits for anything that the other, or the training thread,
+# must do while it pins one: an update that has begun takes its record's slots from whatever was read ahead for ops. So two
+# slots are enough, however late a pass completes its chunks, and while the update lane holds one, waiting for it costs no
+# traffic.
 
 from __future__ import annotations
 
@@ -189,7 +190,9 @@ class Gradients:
         """The chunk's gradient shard, to be written to; its gaps are zero. Waits for a slot."""
         if chunk.on_device:
             if chunk.device_gradient is None:
-                chunk.device_gradient = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
+                zeros = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
+                chunk.device_gradient = zeros
+                self.tier.book(zeros.numel() * zeros.element_size())
             yield chunk.device_gradient
             chunk.has_gradient = True
             return

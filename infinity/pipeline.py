@@ -211,8 +211,9 @@ class Pipeline:
         self._update_order = {chunk: (index, position) for index, (position, chunk) in enumerate(updates)}
         self.num_plans += 1
         self._runs = [index for index, action in enumerate(self.plan) if isinstance(action, schedule.Run)]
-        self._cursor = schedule.Cursor(trace)
-        self._next_use = schedule.NextUse(trace)
+        self._cursor, self._next_use = schedule.Cursor(trace), schedule.NextUse(trace)
+
+    # The distances below are asked for by other threads, too, while the training thread may change plans.
 
     def next_use(self, span: int) -> float:
         """A number that grows with the distance to the next use of a span; without a plan, with the time since the last."""
@@ -223,20 +224,22 @@ class Pipeline:
 
     def next_weights_use(self, chunk: ChunkState) -> float:
         """As `next_use`, for the host copy of a chunk's weights: its update needs them, too."""
-        distance = self.next_use(chunk.span.index)
-        if chunk.update_expected and self._cursor is not None and chunk.index in self._update_order:
-            distance = min(distance, max(self._update_order[chunk.index][1], self._cursor.position))
+        distance, cursor = self.next_use(chunk.span.index), self._cursor
+        due = self._update_order.get(chunk.index)
+        if chunk.update_expected and cursor is not None and due is not None:
+            distance = min(distance, max(due[1], cursor.position))
         return distance
 
     def next_states_use(self, chunk: ChunkState) -> float:
         """As `next_use`, for the states of a chunk: how many updates come before its own."""
-        if chunk.index not in self._update_order:  # deferred: updates follow the forward pass
-            if self._cursor is None:
+        order, table, cursor = self._update_order, self._next_use, self._cursor
+        if chunk.index not in order:  # deferred: updates follow the forward pass
+            if table is None or cursor is None:
                 return self.next_use(chunk.span.index)
-            first = self._next_use.after(chunk.span.index, -1)
-            return first if first > self._cursor.position else first + len(self._cursor.uses)
-        index = self._update_order[chunk.index][0] - self.num_updates_begun
-        return index if index >= 0 else index + len(self._update_order)
+            first = table.after(chunk.span.index, -1)
+            return first if first > cursor.position else first + len(cursor.uses)
+        index = order[chunk.index][0] - self.num_updates_begun
+        return index if index >= 0 else index + len(order)
 
     def next_gradient_use(self, chunk: ChunkState) -> float:
         """As `next_states_use`; what more is added to in this backward pass, or whose update has begun, comes first."""

@@ -112,12 +112,12 @@ def place(
     if weights == "device":  # the record needs its weights beside the states
         homes[WEIGHTS] = list(homes[STATES])
 
+    for kind in KINDS:  # nothing has a home in memory: a frozen chunk's states, a shard that is all padding
+        homes[kind] = ["host" if not nbytes else home for home, nbytes in zip(homes[kind], sizes[kind])]
+
     def slots(counts: Sequence[int]) -> dict[str, int]:
         """Slots of each kind: at most the counts given, and no more than there are chunks to share them."""
-        return {
-            kind: min(count, sum(home == "nvme" and nbytes > 0 for home, nbytes in zip(homes[kind], sizes[kind])))
-            for kind, count in zip(homes, counts)
-        }
+        return {kind: min(count, homes[kind].count("nvme")) for kind, count in zip(homes, counts)}
 
     def nbytes_in(tier: str) -> int:
         return sum(nbytes for kind in homes for nbytes, home in zip(sizes[kind], homes[kind]) if home == tier)
@@ -128,7 +128,7 @@ def place(
     fewest = (MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS)
     least = host_nbytes(fewest)
     if host_budget < least:
-        held = " and ".join(f"{count} {kind}" for kind, count in slots(fewest).items() if count)
+        held = ", ".join(f"{count} for {kind}" for kind, count in slots(fewest).items() if count)
         raise BudgetError(
             f"host_memory={format_bytes(host_budget)} is too small: this model needs {_exact(least)} to make progress "
             f"(slots: {held or 'none'}; resident: {format_bytes(nbytes_in('host'))}). Raise host_memory or lower chunk_mib."
@@ -182,7 +182,7 @@ def chunk_numel(num_parameters: int, *, host_budget: int, device_budget: int, wo
 def _only_whole(states: str, needed: int, budget: int) -> str:
     if needed > budget:
         raise BudgetError(
-            f"states='device' needs {_exact(needed)} for weights, states and gradients on the device, but "
+            f"states='device' needs {_exact(needed)} for weights, states, gradients and their buffers on the device, but "
             f"device_memory={format_bytes(budget)}. Raise device_memory or choose states='host'."
         )
     return states

@@ -28,7 +28,6 @@ from infinity.lanes import Job, Lane
 from infinity.residency import ChunkState, Entry, HostCache, HostState
 
 
-
 class Request(Job):
     """A wish for one kind of segments of a chunk in host memory. Its result is the entry, pinned for the asker."""
 
@@ -267,7 +266,11 @@ class Records:
         self._settler.push(lambda: self._note_read(entry, entry.source, what, start))
 
     def _note_read(self, entry: Entry, transfer, what, start: float) -> None:
-        transfer.wait()
+        try:
+            transfer.wait()
+        except BaseException as error:  # nobody may have asked for it yet, and its slot is lost
+            self.fail(error)
+            raise
         self.events.moved("nc", what, transfer.nbytes, start, now())
         with self.lock:
             if entry.state is HostState.READING:

@@ -1,7 +1,7 @@
 """Where each copy of a chunk is: in device memory, in host memory, on NVMe; and which moves are legal.
 
 Holds the registry from a parameter to its state, the spans on the device with their budget, and the host copies of
-weights and states. Must not know plans, files or collectives: it answers and books, others move the bytes.
+weights, states and gradients. Must not know plans, files or collectives: it answers and books, others move the bytes.
 """
 
 # [Note: parameters that come and go]
@@ -226,7 +226,7 @@ class DeviceTier:
 
 
 class Entry:
-    """A host copy of a chunk's weights or states. memory: the slot or resident area. source: what fills it, waitable."""
+    """A host copy of a chunk's weights, states or gradient. memory: the slot or resident area. source: what fills it, waitable."""
 
     __slots__ = ("chunk", "memory", "pins", "resident", "source", "state")
 
@@ -349,7 +349,7 @@ class ChunkState:
         self.norm_job = None  # the sum of its squares, if that is asked for
         self.flat_gradient: torch.Tensor | None = None  # device buffer of the whole chunk, more than one rank
         self.used: set[int] = set()  # parameters with a gradient on this rank
-        self.received: set[int] = set()  # parameters with data in `gradient`, on any rank
+        self.received: set[int] = set()  # parameters with data in the gradient shard, of any rank
         self.copy_job = None  # the last copy of its weights to the device
         self.pending = None  # hyper-parameters of an update that was announced and not begun
         self.updating = None  # the last update's job

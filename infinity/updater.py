@@ -91,7 +91,6 @@ class Updater:
         chunk.pending = None
 
     def close(self) -> None:
-        self.records.hurry_all()  # what was read ahead for the next ops gives way: they do not come
         self.lane.close()
 
     def _run(self, work) -> None:
@@ -105,6 +104,7 @@ class Updater:
     def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:
         gradient_job.wait()
         with self.gradients.shard(chunk) as gradient:  # see [Note: who holds gradients]
+            self.records.hurry(weights)
             entries = {WEIGHTS: weights.wait(), STATES: states.wait()}
             for entry in entries.values():
                 self.records.settle(entry)

@@ -97,3 +97,33 @@ def test_closing_with_few_slots_finishes_the_updates_that_were_begun(tmp_path):
         closing.start()
         closing.join(20)
         assert not closing.is_alive()
+
+
+class Stack(nn.Module):
+    """Ten layers, of which a call may use the first few only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(10))
+
+    def forward(self, x, count):
+        for layer in self.layers[:count]:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1e6])
+def test_updates_begun_for_layers_that_a_pass_leaves_out_hold_up_nobody(tmp_path, max_grad_norm):
+    """At the least budget such an update wants the slots of weights that were read ahead for the next ops, which wait for it."""
+    config = {"update": "deferred", "weights": "nvme", "states": "nvme", "chunk_mib": 1 / 32}
+    options = {"max_grad_norm": max_grad_norm}
+    inputs = [(torch.ones(4, 128), count) for count in (10, 10, 10, 3, 4, 5, 6, 7, 8, 1, 2, 10, 3, 8, 10)]
+    states = []
+    for host_memory in ("64MiB", helpers.least_host_memory(Stack, tmp_path, options=options, **config)):
+        with helpers.training(Stack, tmp_path, options=options, host_memory=host_memory, **config) as (model, engine, optimizer):
+            work = threading.Thread(target=train, args=(model, optimizer, inputs), daemon=True)
+            work.start()
+            work.join(30)
+            assert not work.is_alive()
+            states.append(helpers.states_of(engine, model))
+    helpers.assert_same_states(*states)

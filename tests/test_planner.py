@@ -222,6 +222,9 @@ def test_the_engine_holds_what_was_planned(tmp_path, mode, update, accumulation_
         assert placement.host_nbytes <= config.host_memory
         assert placement.host_nbytes <= stats["host_arena_nbytes"] <= 1.02 * placement.host_nbytes + 4096 * 4
         assert stats["peak_device_nbytes"] <= config.device_memory
+        if placement.homes[STATES][0] == "device":
+            spans = sum(span.nbytes for span in engine.registry.spans)
+            assert stats["peak_device_nbytes"] >= spans + sum(placement.sizes[STATES]) + sum(c.record.numel for c in engine.registry.chunks) * 2
         assert (engine.swap is None) == (placement.nvme_nbytes == 0)
 
 

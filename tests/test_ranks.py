@@ -396,6 +396,29 @@ def built(folder):
         return {name: engine.read_state(param)["weight"] for name, param in model.named_parameters()}
 
 
+def test_a_rank_may_hold_nothing_but_padding(worlds, tmp_path):
+    """All of a tiny model, or all that is trained of it, lies in the first rank's shards."""
+    for first, second in [worlds(2).run(tiny, tmp_path, frozen) for frozen in (False, True)]:
+        assert first == second and first[-1] < first[0]
+
+
+def tiny(folder, frozen):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 8))
+    if frozen:
+        model[0].requires_grad_(False)
+        model[1].weight.requires_grad_(False)
+    losses = []
+    with infinity.offload(model, settings(folder, weights="nvme", states="nvme")):
+        adam = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        for _ in range(4):
+            loss = model(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            adam.step()
+            losses.append(loss.item())
+    return losses
+
+
 def test_closed_engines_keep_neither_descriptors_nor_threads(worlds, tmp_path):
     for after_two, after_six in worlds(2).run(opened, tmp_path):
         assert after_six == after_two

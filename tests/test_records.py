@@ -374,6 +374,15 @@ def test_a_failed_read_reaches_who_waits_for_its_bytes(bench):
     assert first_byte(b.granted(b.request(4))) == 4  # others go on
 
 
+def test_a_failed_read_ahead_reaches_who_waits_for_its_slot(bench):
+    b = bench()
+    _aio._inject("read", 0, 2, -errno.EIO)
+    for index in (0, 1):
+        b.request(index, GRADIENTS, pin=False)
+    error = in_thread(lambda: b.records.fresh(b.chunks[2], GRADIENTS))()
+    assert isinstance(error, SwapError) and error.errno == errno.EIO
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_failed_write_reaches_all_that_wait(bench, code):
     b = bench()
