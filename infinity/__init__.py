@@ -3,8 +3,10 @@
 from infinity.config import Config
 from infinity.engine import Engine, engine_of, gathered, offload
 from infinity.init import init
-from infinity.errors import BudgetError, ConfigError, SwapError, UsageError
-from infinity.optimizer import Adam, AdamW
+from infinity.errors import BudgetError, ConfigError, NonFiniteError, SwapError, UsageError
+from infinity.optimizer import SGD, Adam, AdamW, Elementwise, Lion
+from infinity.rules import Rule
+from infinity.scaling import LossScale
 
 __all__ = [
     "Adam",
@@ -12,7 +14,13 @@ __all__ = [
     "BudgetError",
     "Config",
     "ConfigError",
+    "Elementwise",
     "Engine",
+    "Lion",
+    "LossScale",
+    "NonFiniteError",
+    "Rule",
+    "SGD",
     "SwapError",
     "UsageError",
     "engine_of",

@@ -7,11 +7,12 @@
  *
  *   isas() -> tuple[str, ...]
  *       What this CPU has of ("scalar", "avx2", "avx512"), widest last.
- *   adam(weight, residual, momentum, variance, grad, numel, grad_is_fp32, scalars, decoupled, threads, isa)
+ *   adam(weight, residual, momentum, variance, grad, numel, grad_is_fp32, scalars, decoupled, dither, threads, isa)
  *       Updates one shard in place, one pass: 12 bytes a parameter read, 12 written, and the gradient.
  *       weight is bf16[numel] and residual int16[numel], or weight fp32[numel] and residual 0; the moments are fp32[numel].
  *       scalars: (grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps,
  *       step_size), each rounded to fp32 here, once. isa: one of isas(), or None for the widest.
+ *       dither: None, or (key0, key1, index) of uint32: the moments are bf16[numel], see [Note: bf16 moments]; a split master.
  *   split(master, weight, residual, numel, threads);  join(weight, residual, master, numel, threads)
  *   accumulate(dst, src, numel, src_is_fp32, first, threads)
  *       dst fp32[numel] = src if first, else += src.
@@ -39,6 +40,16 @@
  * weight = (bits + 0x8000) >> 16, residual = bits - (weight << 16), which fits an int16 and so is just the low half of
  * bits; bits = (weight << 16) + residual mod 2^32 gives them back. The plain formula would turn the NaN 0x7FFFFFFF into
  * -0.0, so split makes a NaN's weight the quiet NaN of its sign and the residual 0.
+ *
+ * [Note: bf16 moments]
+ * They are widened, updated and used in fp32, and rounded stochastically when stored: 16 random bits are added to the fp32
+ * bits and the lower half is cut off. To nearest would lose every change below 1/256 of a value: at beta2 = 0.999 a
+ * variance could not shrink. The bits are a hash of two keys and the element's index in its parameter, index + i below:
+ *
+ *     x = (index + i + key0) * 0x85EBCA6B;  x ^= x >> 15;  x = (x ^ key1) * 0xC2B2AE35;  x ^= x >> 16
+ *
+ * (multipliers of MurmurHash3's finalizer, A. Appleby 2011). The momentum gets its low half, the variance its high one. The
+ * lower half of an infinity and of the NaN that is stored is zero, so these stay what they are.
  *
  * [Note: sums without an order]
  * A gradient is cut into blocks of 1,024 elements, the last one padded with zeros. A block's sum is float64, in a fixed
@@ -96,6 +107,22 @@ INLINE void scalar_join(const uint16_t *weight, const int16_t *residual, float *
     *v = float_of(((uint32_t)*weight << 16) + (uint32_t)(int32_t)*residual);
 }
 
+/* The random bits of one element: [Note: bf16 moments]. */
+INLINE uint32_t scalar_mix(uint32_t x, uint32_t key0, uint32_t key1)
+{
+    x = (x + key0) * 0x85EBCA6Bu;
+    x = (x ^ x >> 15 ^ key1) * 0xC2B2AE35u;
+    return x ^ x >> 16;
+}
+
+INLINE void scalar_store_dithered(uint16_t *m16, uint16_t *v16, const float *m, const float *v, uint32_t index, uint32_t key0,
+                                  uint32_t key1)
+{
+    uint32_t random = scalar_mix(index, key0, key1);
+    *m16 = (uint16_t)((bits_of(*m) + (random & 0xFFFF)) >> 16);
+    *v16 = (uint16_t)((bits_of(*v) + (random >> 16)) >> 16);
+}
+
 INLINE void scalar_split(const float *v, uint16_t *weight, int16_t *residual)
 {
     *weight = (uint16_t)((bits_of(*v) + 0x8000u) >> 16);
@@ -149,6 +176,33 @@ AVX2 INLINE void avx2_split(const __m256 *v, uint16_t *weight, int16_t *residual
     _mm256_storeu_si256((__m256i *)weight, _mm256_sub_epi16(high, _mm256_srai_epi16(low, 15)));
 }
 
+AVX2 INLINE __m256i avx2_mix(uint32_t index, uint32_t key0, uint32_t key1)
+{
+    __m256i x = _mm256_add_epi32(_mm256_set1_epi32((int)(index + key0)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    x = _mm256_mullo_epi32(x, _mm256_set1_epi32((int)0x85EBCA6Bu));
+    x = _mm256_xor_si256(_mm256_xor_si256(x, _mm256_srli_epi32(x, 15)), _mm256_set1_epi32((int)key1));
+    x = _mm256_mullo_epi32(x, _mm256_set1_epi32((int)0xC2B2AE35u));
+    return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+}
+
+AVX2 INLINE __m256i avx2_dither(__m256 value, __m256i random)
+{
+    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(value), random), 16);
+}
+
+AVX2 INLINE void avx2_store_dithered(uint16_t *m16, uint16_t *v16, const __m256 *m, const __m256 *v, uint32_t index,
+                                     uint32_t key0, uint32_t key1)
+{
+    const __m256i low = _mm256_set1_epi32(0xFFFF);
+    __m256i r0 = avx2_mix(index, key0, key1), r1 = avx2_mix(index + 8, key0, key1);
+    __m256i first = _mm256_packus_epi32(avx2_dither(m[0], _mm256_and_si256(r0, low)),
+                                        avx2_dither(m[1], _mm256_and_si256(r1, low)));
+    __m256i second = _mm256_packus_epi32(avx2_dither(v[0], _mm256_srli_epi32(r0, 16)),
+                                         avx2_dither(v[1], _mm256_srli_epi32(r1, 16)));
+    _mm256_storeu_si256((__m256i *)m16, _mm256_permute4x64_epi64(first, 0xD8));
+    _mm256_storeu_si256((__m256i *)v16, _mm256_permute4x64_epi64(second, 0xD8));
+}
+
 AVX2 INLINE int avx2_any_nan(const __m256 *v) { return _mm256_movemask_ps(_mm256_cmp_ps(v[0], v[1], _CMP_UNORD_Q)); }
 
 AVX2 INLINE __m256 avx2_one_nan(__m256 x)
@@ -196,6 +250,32 @@ AVX512 INLINE void avx512_split(const __m512 *v, uint16_t *weight, int16_t *resi
     _mm512_storeu_si512(weight, _mm512_sub_epi16(high, _mm512_srai_epi16(low, 15)));
 }
 
+AVX512 INLINE __m512i avx512_mix(uint32_t index, uint32_t key0, uint32_t key1)
+{
+    __m512i x = _mm512_add_epi32(_mm512_set1_epi32((int)(index + key0)),
+                                 _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    x = _mm512_mullo_epi32(x, _mm512_set1_epi32((int)0x85EBCA6Bu));
+    x = _mm512_xor_si512(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), _mm512_set1_epi32((int)key1));
+    x = _mm512_mullo_epi32(x, _mm512_set1_epi32((int)0xC2B2AE35u));
+    return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+}
+
+AVX512 INLINE __m256i avx512_dither(__m512 value, __m512i random)
+{
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(value), random), 16));
+}
+
+AVX512 INLINE void avx512_store_dithered(uint16_t *m16, uint16_t *v16, const __m512 *m, const __m512 *v, uint32_t index,
+                                         uint32_t key0, uint32_t key1)
+{
+    const __m512i low = _mm512_set1_epi32(0xFFFF);
+    for (int k = 0; k < 2; k++) {
+        __m512i random = avx512_mix(index + 16 * k, key0, key1);
+        _mm256_storeu_si256((__m256i *)m16 + k, avx512_dither(m[k], _mm512_and_si512(random, low)));
+        _mm256_storeu_si256((__m256i *)v16 + k, avx512_dither(v[k], _mm512_srli_epi32(random, 16)));
+    }
+}
+
 AVX512 INLINE int avx512_any_nan(const __m512 *v) { return _mm512_cmp_ps_mask(v[0], v[1], _CMP_UNORD_Q); }
 
 AVX512 INLINE __m512 avx512_one_nan(__m512 x)
@@ -210,9 +290,10 @@ AVX512 INLINE __m512 avx512_one_nan(__m512 x)
 typedef struct {
     void *weight;
     int16_t *residual;          /* NULL: weight is fp32 */
-    float *momentum, *variance;
+    void *momentum, *variance;  /* fp32, or bf16 if dithered */
     const void *grad;
-    int grad_is_fp32, decoupled;
+    int grad_is_fp32, decoupled, dithered;
+    uint32_t key0, key1, index;
     float grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, step_size;
 } Update;
 
@@ -230,19 +311,24 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
 /* Defines <isa>_adam(update, begin, end): [Note: the fixed arithmetic] on COUNT vectors V of WIDTH floats at a time, for
  * which + - * / are lanewise. The three flags are constants wherever a step is inlined. */
 #define ADAM(isa, TARGET, V, WIDTH, COUNT)                                                                             \
-    TARGET INLINE void isa##_step(const Update *u, size_t i, int is_split, int grad_is_fp32, int decoupled)            \
+    TARGET INLINE void isa##_step(const Update *u, size_t i, int is_split, int fp32, int decoupled, int dithered)       \
     {                                                                                                                  \
         V p[COUNT], g[COUNT], m[COUNT], v[COUNT];                                                                      \
         if (is_split)                                                                                                  \
             isa##_join((uint16_t *)u->weight + i, u->residual + i, p);                                                 \
         else                                                                                                           \
             isa##_load((float *)u->weight + i, p);                                                                     \
-        if (grad_is_fp32)                                                                                              \
+        if (fp32)                                                                                                      \
             isa##_load((const float *)u->grad + i, g);                                                                 \
         else                                                                                                           \
             isa##_widen((const uint16_t *)u->grad + i, g);                                                             \
-        isa##_load(u->momentum + i, m);                                                                                \
-        isa##_load(u->variance + i, v);                                                                                \
+        if (dithered) {                                                                                                \
+            isa##_widen((const uint16_t *)u->momentum + i, m);                                                         \
+            isa##_widen((const uint16_t *)u->variance + i, v);                                                         \
+        } else {                                                                                                       \
+            isa##_load((const float *)u->momentum + i, m);                                                             \
+            isa##_load((const float *)u->variance + i, v);                                                             \
+        }                                                                                                              \
         for (int k = 0; k < COUNT; k++) {                                                                              \
             g[k] = g[k] * isa##_set(u->grad_scale);                                                                    \
             if (decoupled)                                                                                             \
@@ -261,43 +347,53 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
                 v[k] = isa##_one_nan(v[k]);                                                                            \
             }                                                                                                          \
         }                                                                                                              \
-        isa##_store(u->momentum + i, m);                                                                               \
-        isa##_store(u->variance + i, v);                                                                               \
+        if (dithered) {                                                                                                \
+            isa##_store_dithered((uint16_t *)u->momentum + i, (uint16_t *)u->variance + i, m, v,                       \
+                                 u->index + (uint32_t)i, u->key0, u->key1);                                            \
+        } else {                                                                                                       \
+            isa##_store((float *)u->momentum + i, m);                                                                  \
+            isa##_store((float *)u->variance + i, v);                                                                  \
+        }                                                                                                              \
         if (is_split)                                                                                                  \
             isa##_split(p, (uint16_t *)u->weight + i, u->residual + i);                                                \
         else                                                                                                           \
             isa##_store((float *)u->weight + i, p);                                                                    \
     }                                                                                                                  \
                                                                                                                        \
-    TARGET INLINE void isa##_steps(const Update *update, size_t i, size_t end, int is_split, int fp32, int decoupled)  \
+    TARGET INLINE void isa##_steps(const Update *update, size_t i, size_t end, int is_split, int fp32, int decoupled,  \
+                                   int dithered)                                                                       \
     {                                                                                                                  \
         const Update u = *update;   /* no store can change it */                                                       \
         for (; i + UNIT <= end; i += UNIT) {                                                                           \
             prefetch(u.weight, is_split ? 2 : 4, i);                                                                   \
             if (is_split)                                                                                              \
                 prefetch(u.residual, 2, i);                                                                            \
-            prefetch(u.momentum, 4, i);                                                                                \
-            prefetch(u.variance, 4, i);                                                                                \
+            prefetch(u.momentum, dithered ? 2 : 4, i);                                                                 \
+            prefetch(u.variance, dithered ? 2 : 4, i);                                                                 \
             prefetch(u.grad, fp32 ? 4 : 2, i);                                                                         \
             for (size_t k = 0; k < UNIT; k += COUNT * WIDTH)                                                           \
-                isa##_step(&u, i + k, is_split, fp32, decoupled);                                                      \
+                isa##_step(&u, i + k, is_split, fp32, decoupled, dithered);                                            \
         }                                                                                                              \
         for (; i < end; i++)                                                                                           \
-            scalar_step(&u, i, is_split, fp32, decoupled);                                                             \
+            scalar_step(&u, i, is_split, fp32, decoupled, dithered);                                                   \
     }                                                                                                                  \
                                                                                                                        \
     TARGET static void isa##_adam(const void *update, size_t begin, size_t end)                                        \
     {                                                                                                                  \
         const Update *u = update;                                                                                      \
-        switch ((u->residual != NULL) * 4 + u->grad_is_fp32 * 2 + u->decoupled) {                                      \
-        case 0: isa##_steps(u, begin, end, 0, 0, 0); break;                                                            \
-        case 1: isa##_steps(u, begin, end, 0, 0, 1); break;                                                            \
-        case 2: isa##_steps(u, begin, end, 0, 1, 0); break;                                                            \
-        case 3: isa##_steps(u, begin, end, 0, 1, 1); break;                                                            \
-        case 4: isa##_steps(u, begin, end, 1, 0, 0); break;                                                            \
-        case 5: isa##_steps(u, begin, end, 1, 0, 1); break;                                                            \
-        case 6: isa##_steps(u, begin, end, 1, 1, 0); break;                                                            \
-        case 7: isa##_steps(u, begin, end, 1, 1, 1); break;                                                            \
+        switch (u->dithered * 8 + (u->residual != NULL) * 4 + u->grad_is_fp32 * 2 + u->decoupled) {                    \
+        case 0: isa##_steps(u, begin, end, 0, 0, 0, 0); break;                                                         \
+        case 1: isa##_steps(u, begin, end, 0, 0, 1, 0); break;                                                         \
+        case 2: isa##_steps(u, begin, end, 0, 1, 0, 0); break;                                                         \
+        case 3: isa##_steps(u, begin, end, 0, 1, 1, 0); break;                                                         \
+        case 4: isa##_steps(u, begin, end, 1, 0, 0, 0); break;                                                         \
+        case 5: isa##_steps(u, begin, end, 1, 0, 1, 0); break;                                                         \
+        case 6: isa##_steps(u, begin, end, 1, 1, 0, 0); break;                                                         \
+        case 7: isa##_steps(u, begin, end, 1, 1, 1, 0); break;                                                         \
+        case 12: isa##_steps(u, begin, end, 1, 0, 0, 1); break;                                                        \
+        case 13: isa##_steps(u, begin, end, 1, 0, 1, 1); break;                                                        \
+        case 14: isa##_steps(u, begin, end, 1, 1, 0, 1); break;                                                        \
+        case 15: isa##_steps(u, begin, end, 1, 1, 1, 1); break;                                                        \
         }                                                                                                              \
     }
 
@@ -621,10 +717,16 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
     int grad_is_fp32, decoupled, threads;
     double s[9];
     const char *name;
-    if (!PyArg_ParseTuple(args, "KKKKKnp(ddddddddd)piz:adam", &weight, &residual, &momentum, &variance, &grad, &numel,
+    PyObject *dither;
+    unsigned key0 = 0, key1 = 0, index = 0;
+    if (!PyArg_ParseTuple(args, "KKKKKnp(ddddddddd)pOiz:adam", &weight, &residual, &momentum, &variance, &grad, &numel,
                           &grad_is_fp32, &s[0], &s[1], &s[2], &s[3], &s[4], &s[5], &s[6], &s[7], &s[8], &decoupled,
-                          &threads, &name))
+                          &dither, &threads, &name))
         return NULL;
+    if (dither != Py_None && !PyArg_ParseTuple(dither, "III:dither", &key0, &key1, &index))
+        return NULL;
+    if (dither != Py_None && !residual)
+        return PyErr_Format(PyExc_ValueError, "dither goes with a split master only");
     const struct Isa *isa = name ? NULL : widest();
     for (int i = 0; name && i < num_isas(); i++)
         if (strcmp(name, ISAS[i].name) == 0)
@@ -634,7 +736,8 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
     unsigned saved = ieee_mode();   /* rounding a scalar is part of the arithmetic */
     Update u = {
         .weight = AT(weight), .residual = AT(residual), .momentum = AT(momentum), .variance = AT(variance), .grad = AT(grad),
-        .grad_is_fp32 = grad_is_fp32, .decoupled = decoupled,
+        .grad_is_fp32 = grad_is_fp32, .decoupled = decoupled, .dithered = dither != Py_None,
+        .key0 = key0, .key1 = key1, .index = index,
         .grad_scale = (float)s[0], .decay_or_l2 = (float)s[1], .beta1 = (float)s[2], .one_minus_beta1 = (float)s[3],
         .beta2 = (float)s[4], .one_minus_beta2 = (float)s[5], .inv_sqrt_bias2 = (float)s[6], .eps = (float)s[7],
         .step_size = (float)s[8],

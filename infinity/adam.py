@@ -7,6 +7,8 @@ memory; elsewhere, or with isa="torch", elementwise torch operations do, with eq
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -68,6 +70,40 @@ class AdamScalars:
             decoupled=decoupled,
         )
 
+    def scaled(self, grad_scale: float) -> AdamScalars:
+        """The same for a gradient that is multiplied by grad_scale first."""
+        return dataclasses.replace(self, grad_scale=self.grad_scale * grad_scale)
+
+
+@dataclass(frozen=True)
+class Dither:
+    """Random bits for elements index, index + 1, ... of a parameter, drawn from two 32-bit keys."""
+
+    key0: int
+    key1: int
+    index: int
+
+    @classmethod
+    def of(cls, seed: int, name: str, step: int, index: int) -> Dither:
+        """Of a seed, a parameter's name, its optimizer step and the element to begin with: whatever chunk or rank it is in.
+
+        One value serves up to the next multiple of 2^32 of the index.
+        """
+        text = f"{seed} {step} {index >> 32} {name}".encode()
+        key = hashlib.blake2b(text, digest_size=8).digest()
+        return cls(int.from_bytes(key[:4], "little"), int.from_bytes(key[4:], "little"), index & 0xFFFFFFFF)
+
+    def after(self, numel: int) -> Dither:
+        """Of the elements behind the next numel."""
+        return Dither(self.key0, self.key1, self.index + numel)
+
+    def bits(self, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """32 random bits an element, int64 [numel]: what [Note: bf16 moments] in _adam.c states."""
+        x = torch.arange(self.index + self.key0, self.index + self.key0 + numel, device=device) & 0xFFFFFFFF
+        x = x * 0x85EBCA6B & 0xFFFFFFFF
+        x = (x ^ x >> 15 ^ self.key1) * 0xC2B2AE35 & 0xFFFFFFFF
+        return x ^ x >> 16
+
 
 def adam_step(
     weight: torch.Tensor,
@@ -77,10 +113,13 @@ def adam_step(
     grad: torch.Tensor,
     scalars: AdamScalars,
     *,
+    dither: Dither | None = None,
     threads: int = 0,
     isa: str | None = None,
 ) -> None:
     """Update one shard in place. All 1-D contiguous [numel] on one device; moments fp32, grad bf16 or fp32.
+
+    dither: the moments of the split master are bf16, rounded stochastically ([Note: bf16 moments] in _adam.c).
 
     weight bf16 and residual int16 are a split master ([Note: weight and residual] in _adam.c); weight fp32 and residual
     None are the master itself. threads: 0 is one for each CPU that the calling thread may run on. isa: one of
@@ -90,12 +129,15 @@ def adam_step(
     _check(weight, "weight", torch.float32 if residual is None else torch.bfloat16)
     if residual is not None:
         _check(residual, "residual", torch.int16, like=weight)
-    _check(momentum, "momentum", torch.float32, like=weight)
-    _check(variance, "variance", torch.float32, like=weight)
+    if dither is not None and residual is None:
+        raise ValueError("dither goes with a split master only; an fp32 master has fp32 moments")
+    moment_dtype = torch.float32 if dither is None else torch.bfloat16
+    _check(momentum, "momentum", moment_dtype, like=weight)
+    _check(variance, "variance", moment_dtype, like=weight)
     _check(grad, "grad", *_GRAD_DTYPES, like=weight)
     s = scalars
     if isa == "torch" or weight.device.type != "cpu":
-        return _adam_torch(weight, residual, momentum, variance, grad, s)
+        return _adam_torch(weight, residual, momentum, variance, grad, s, dither)
     _adam.adam(
         weight.data_ptr(),
         0 if residual is None else residual.data_ptr(),
@@ -107,6 +149,7 @@ def adam_step(
         (s.grad_scale, s.decay_or_l2, s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2)
         + (s.inv_sqrt_bias2, s.eps, s.step_size),
         s.decoupled,
+        None if dither is None else (dither.key0, dither.key1, dither.index),
         threads,
         isa,
     )
@@ -149,10 +192,10 @@ def join_master(
 
 
 def accumulate_(dst: torch.Tensor, src: torch.Tensor, first: bool, *, threads: int = 0) -> torch.Tensor:
-    """dst fp32 [numel] = src (bf16 or fp32 [numel]) if first, else += src. Returns dst."""
+    """dst fp32 [numel] = src (bf16, fp16 or fp32 [numel]) if first, else += src. Returns dst."""
     _check(dst, "dst", torch.float32)
-    _check(src, "src", *_GRAD_DTYPES, like=dst)
-    if dst.device.type == "cpu":
+    _check(src, "src", *_GRAD_DTYPES, torch.float16, like=dst)
+    if dst.device.type == "cpu" and src.dtype != torch.float16:
         is_fp32 = src.dtype == torch.float32
         _adam.accumulate(dst.data_ptr(), src.data_ptr(), dst.numel(), is_fp32, first, threads)
         return dst
@@ -170,8 +213,12 @@ class NormAccumulator:
         self.limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=device)
 
     def add(self, grad: torch.Tensor, *, threads: int = 0, isa: str | None = None) -> None:
-        """grad: bf16 or fp32, 1-D contiguous; it begins on a border of 1,024 elements of its parameter."""
-        _check(grad, "grad", *_GRAD_DTYPES)
+        """grad: bf16, fp16 or fp32, 1-D contiguous; it begins on a border of 1,024 elements of its parameter."""
+        _check(grad, "grad", *_GRAD_DTYPES, torch.float16)
+        if grad.dtype == torch.float16:
+            for part in grad.split(_FALLBACK_NUMEL):
+                self.add(part.float(), threads=threads, isa=isa)
+            return
         if grad.device.type == "cpu" and self.limbs.device.type == "cpu" and isa != "torch":
             is_fp32 = grad.dtype == torch.float32
             _adam.sum_squares(grad.data_ptr(), grad.numel(), is_fp32, self.limbs.data_ptr(), threads)
@@ -213,7 +260,7 @@ def _check(tensor: torch.Tensor, name: str, *dtypes: torch.dtype, like: torch.Te
 
 
 @torch.no_grad()
-def _adam_torch(weight, residual, momentum, variance, grad, s: AdamScalars) -> None:
+def _adam_torch(weight, residual, momentum, variance, grad, s: AdamScalars, dither: Dither | None) -> None:
     # One torch operation a rounding: addcmul_, lerp_ and alpha= would be contracted. No division by a scalar either,
     # which on CUDA is a multiplication by the reciprocal. torch's own fp32 square root is MKL's on the CPU and 1 ulp off in
     # one case of six; a float64 one within 1 ulp always rounds to the right fp32, since no root of an fp32 is that close
@@ -224,17 +271,30 @@ def _adam_torch(weight, residual, momentum, variance, grad, s: AdamScalars) -> N
         p = p * s.decay_or_l2
     else:
         g = g + p * s.decay_or_l2
-    m = momentum * s.beta1 + g * s.one_minus_beta1
-    v = variance * s.beta2 + (g * g) * s.one_minus_beta2
+    m = momentum.float() * s.beta1 + g * s.one_minus_beta1
+    v = variance.float() * s.beta2 + (g * g) * s.one_minus_beta2
     d = v.double().sqrt().float() * s.inv_sqrt_bias2 + s.eps
     p = p - (m / d) * s.step_size
-    momentum.copy_(m.masked_fill_(m.isnan(), math.nan))
-    variance.copy_(v.masked_fill_(v.isnan(), math.nan))
+    m.masked_fill_(m.isnan(), math.nan)
+    v.masked_fill_(v.isnan(), math.nan)
+    if dither is None:
+        momentum.copy_(m)
+        variance.copy_(v)
+    else:
+        random = dither.bits(m.numel(), m.device)
+        store_dithered(momentum, m, random & 0xFFFF)
+        store_dithered(variance, v, random >> 16)
     p.masked_fill_(p.isnan(), math.nan)
     if residual is None:
         weight.copy_(p)
     else:
         _split_torch(p, weight, residual)
+
+
+@torch.no_grad()
+def store_dithered(target: torch.Tensor, value: torch.Tensor, random: torch.Tensor) -> None:
+    """target bf16 [numel] = value fp32 [numel], rounded by adding 16 random bits an element (int64 [numel])."""
+    target.view(torch.int16).copy_((value.view(torch.int32) + random.int()) >> 16)
 
 
 @torch.no_grad()

@@ -58,16 +58,20 @@ def assemble(
     ranks: Ranks,
     events: Events,
     *,
+    moments: tuple[str, ...],
     deferred: bool,
     accumulating: bool,
 ) -> Assembly:
-    """named: the parameters to manage, in registration order. deferred, accumulating: what their gradients' memory must do.
+    """named: the parameters to manage, in registration order. moments: of the optimizer, by name. deferred, accumulating:
+    what their gradients' memory must do.
 
     Raises BudgetError, ConfigError or SwapError where something does not fit.
     """
     device_budget, host_budget = _budgets(config, device, ranks)
     layout_ = _layout(named, config, ranks, device_budget, host_budget)
-    records = [record_layout(c.shard_used(ranks.rank), config.dtype, c.trainable) for c in layout_.chunks]
+    records = [
+        record_layout(c.shard_used(ranks.rank), config.dtype, c.trainable, moments, config.moments) for c in layout_.chunks
+    ]
     itemsize = TORCH_DTYPES[config.dtype].itemsize
     largest_gradient = max((p.numel() * itemsize for _, p in named if p.requires_grad), default=0)
     written = _written_in_forward(model, named)
@@ -86,7 +90,7 @@ def assemble(
         snapshot_nbytes=sum(
             layout_.spans[span].numel * itemsize
             for span in {layout_.homes[index].span for index in written}
-            if config.dtype == "bf16" and layout_.spans[span].trainable
+            if config.dtype != "fp32" and layout_.spans[span].trainable
         ),
     )
     swap, extents = _make_swap(config, ranks, placement)
@@ -206,7 +210,8 @@ def _connect(
         limit_nbytes=placement.gradient_limit_nbytes - largest_gradient,
     )
     threads = max(1, len(os.sched_getaffinity(0)) // _local_world(ranks))
-    updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads)
+    seed = config.seed if config.moments == "bf16" else None
+    updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed)
     return Assembly(
         layout_, placement, device_budget, swap, arena, registry, tier, records_, pipeline, gradients, updater
     )

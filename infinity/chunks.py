@@ -35,12 +35,12 @@ SEGMENT_ALIGNMENT_NBYTES = 4096
 DEFAULT_CHUNK_MIB = 8
 TAIL_FRACTION = 8  # a span's tail, and each parameter in it, is at most this part of a chunk
 
-WEIGHT_NBYTES = {"bf16": 2, "fp32": 4}
+WEIGHT_NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What packing needs to know of one parameter. dtype: bf16 or fp32."""
+    """What packing needs to know of one parameter. dtype: bf16, fp16 or fp32."""
 
     name: str
     numel: int
@@ -283,16 +283,17 @@ class Segment:
     itemsize: int
 
 
-_MOMENTS = (Segment("momentum", "fp32", 4), Segment("variance", "fp32", 4))
-
 KINDS = WEIGHTS, STATES, GRADIENTS = "weights", "states", "gradients"
 """What a host copy or an extent holds of a shard: its weight segment, its other segments, its gradient."""
 
 FORMATS = {
-    "bf16": (Segment("weight", "bf16", 2), Segment("residual", "int16", 2), *_MOMENTS),
-    "fp32": (Segment("weight", "fp32", 4), *_MOMENTS),
+    "bf16": (Segment("weight", "bf16", 2), Segment("residual", "int16", 2)),
+    "fp16": (Segment("weight", "fp16", 2), Segment("master", "fp32", 4)),
+    "fp32": (Segment("weight", "fp32", 4),),
 }
-"""Segments of a trainable record, in the order in which they lie. A frozen record has only the first."""
+"""Segments of a trainable record before its moments, in the order in which they lie. A frozen record has only the first."""
+
+ADAM_MOMENTS = ("momentum", "variance")
 
 
 @dataclass(frozen=True)
@@ -330,9 +331,15 @@ class Record:
 
 
 @functools.lru_cache(maxsize=None)
-def record_layout(shard_used: int, format: str, trainable: bool) -> Record:
-    """The record of a shard of which `shard_used` elements (maybe none) hold parameters. format: a key of FORMATS."""
-    segments = FORMATS[format] if trainable else FORMATS[format][:1]
+def record_layout(
+    shard_used: int, format: str, trainable: bool, moments: tuple[str, ...] = ADAM_MOMENTS, moments_dtype: str = "fp32"
+) -> Record:
+    """The record of a shard of which `shard_used` elements (maybe none) hold parameters. format: a key of FORMATS; moments:
+    names of the optimizer's states, of dtype fp32 or bf16."""
+    segments = FORMATS[format][:1]
+    if trainable:
+        itemsize = {"fp32": 4, "bf16": 2}[moments_dtype]
+        segments = FORMATS[format] + tuple(Segment(name, moments_dtype, itemsize) for name in moments)
     offsets, nbytes = [], 0
     for segment in segments:
         offsets.append(nbytes)

@@ -22,18 +22,13 @@ CHOICES = {
     "weights": ("auto", "device", "host", "nvme"),
     "states": ("auto", "device", "host", "nvme"),
     "activations": ("auto", "device"),
-    "dtype": ("bf16", "fp32"),
-    "moments": ("fp32",),
+    "dtype": ("bf16", "fp16", "fp32"),
+    "moments": ("fp32", "bf16"),
     "residency": ("auto", "none"),
     "update": ("auto", "deferred", "backward"),
-    "nonfinite": ("ignore",),
+    "nonfinite": ("auto", "ignore", "raise", "skip"),
 }
-PLANNED = {
-    "activations": ("host", "nvme"),
-    "dtype": ("fp16",),
-    "moments": ("bf16",),
-    "nonfinite": ("raise", "skip"),
-}
+PLANNED = {"activations": ("host", "nvme")}
 
 
 def _refuse_unknown_fields(cls):
@@ -84,10 +79,12 @@ class Config:
     """Where saved activations live: auto or device."""
 
     dtype: str = "bf16"
-    """What the model computes in: bf16 (a full fp32 master is kept, as weight and residual) or fp32."""
+    """What the model computes in: bf16 (a full fp32 master is kept, as weight and residual), fp16 (an fp32 master beside
+    it, and a dynamic loss scale) or fp32."""
 
     moments: str = "fp32"
-    """How momentum and variance are stored: fp32."""
+    """How the optimizer's moments are stored: fp32, or bf16, stochastically rounded, for dtype bf16: 8 bytes a parameter
+    instead of 12."""
 
     chunk_mib: float | None = None
     """Size of a chunk, in MiB of 16-bit weights; None chooses one."""
@@ -102,8 +99,10 @@ class Config:
     """When records are updated: deferred (behind the next forward), backward (as gradients arrive), or auto, which takes
     backward whenever nothing known only later can matter. All give the same bits."""
 
-    nonfinite: str = "ignore"
-    """What a gradient that is infinite or not a number does: ignore (it enters the update, as in plain PyTorch)."""
+    nonfinite: str = "auto"
+    """What a gradient that is infinite or not a number, on any rank, does: ignore (it enters the update, as in plain
+    PyTorch), skip (the step changes nothing), raise (step() raises NonFiniteError, and changes nothing), or auto: skip for
+    fp16, whose loss scale then shrinks, else ignore."""
 
     trace: bool = False
     """Record the time of every transfer and op, for `engine.stats()` and tests."""
@@ -129,8 +128,31 @@ class Config:
         settle("device", _device)
         settle("trace", _flag)
         settle("seed", _seed)
+        problems += self._contradictions()
         if problems:
             raise ConfigError("\n".join(problems))
+
+    def _contradictions(self) -> list[str]:
+        found = []
+        if self.moments == "bf16" and self.dtype in ("fp16", "fp32"):
+            found.append(f"moments='bf16' with dtype={self.dtype!r}: bf16 moments go with dtype='bf16' only")
+        if self.dtype == "fp16" and self.nonfinite in ("ignore", "raise"):
+            found.append(
+                f"nonfinite={self.nonfinite!r} with dtype='fp16': its loss scale finds its size by steps that overflow and are "
+                f"skipped. Use nonfinite='auto'."
+            )
+        if self.update == "backward" and (self.dtype == "fp16" or self.nonfinite in ("raise", "skip")):
+            what = "dtype='fp16'" if self.dtype == "fp16" else f"nonfinite={self.nonfinite!r}"
+            found.append(
+                f"update='backward' with {what}: whether a step counts is known only after the backward pass. Use "
+                f"update='deferred' or 'auto'."
+            )
+        return found
+
+    @property
+    def watches_nonfinite(self) -> bool:
+        """Whether gradients are looked at before a step."""
+        return self.dtype == "fp16" or self.nonfinite in ("raise", "skip")
 
     @property
     def creates_nvme(self) -> bool:

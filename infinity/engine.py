@@ -29,9 +29,9 @@ from torch import nn
 
 from infinity.adam import NormAccumulator
 from infinity.assembly import assemble
-from infinity.chunks import STATES, WEIGHTS
+from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHTS
 from infinity.config import Config
-from infinity.errors import ConfigError, UsageError
+from infinity.errors import ConfigError, NonFiniteError, UsageError
 from infinity.events import Events
 from infinity.hooks import Hooks
 from infinity.partition import Ranks
@@ -42,6 +42,7 @@ from infinity.residency import (
     owner_of,
     set_owner,
 )
+from infinity.scaling import LossScale, Scaler
 from infinity.schedule import NEVER
 from infinity.updater import Hyper, add_norm
 from infinity.values import Values
@@ -62,6 +63,7 @@ class Engine:
         self.ranks = ranks or Ranks(self.device)
         self.events = Events(tracing=config.trace)
         self.optimizer = None
+        self.scaler: Scaler | None = None  # of fp16 training
         self._model = weakref.ref(model)
         self._initial = initial or (lambda index, param: param.detach().reshape(-1).cpu())
         self._named = _parameters(model)
@@ -70,6 +72,7 @@ class Engine:
         if meta := [name for name, param in self._named if param.is_meta]:
             raise ConfigError(f"parameters on the meta device have no values: {', '.join(meta[:3])}; build them on the CPU")
         self._started = self._closed = False
+        self.num_skipped = 0  # steps whose gradients were not finite
         self.ranks.join()
         self._reset_step()
         for _, param in self._named:
@@ -95,6 +98,8 @@ class Engine:
             "nvme_read_nbytes": self.swap.read_nbytes if self.swap else 0,
             "nvme_write_nbytes": self.swap.write_nbytes if self.swap else 0,
             "num_plans": self.pipeline.num_plans,
+            "loss_scale": self.scaler.scale if self.scaler is not None else None,
+            "num_skipped_steps": self.num_skipped,
             "links": links,
         }
 
@@ -182,15 +187,19 @@ class Engine:
             raise UsageError("the model has an optimizer already; use its parameter groups for several settings")
         self.optimizer = optimizer
         try:
-            deferred = self._deferred()
-            if self._started and (deferred, optimizer.accumulation_steps > 1) != (self.deferred, self.accumulating):
+            planned = (self._deferred(), optimizer.accumulation_steps > 1, optimizer.rule.moments)
+            if self._started and planned != (self.deferred, self.accumulating, self.moments):
                 raise UsageError(
                     "the model ran before its optimizer was made, and now needs other memory than was planned; make the "
                     "optimizer before the first forward pass"
                 )
+            if optimizer.loss_scale is not None and self.config.dtype != "fp16":
+                raise ConfigError(f"loss_scale with dtype={self.config.dtype!r}: only fp16 gradients need one; leave it out")
+            if self.config.dtype == "fp16":
+                self.scaler = Scaler(optimizer.loss_scale or LossScale())
             self._start()
         except BaseException:
-            self.optimizer = None
+            self.optimizer = self.scaler = None
             raise
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
@@ -221,20 +230,54 @@ class Engine:
         ready = [chunk for chunk in ready if chunk.pending is None]
         if not self.deferred:
             ready.sort(key=lambda chunk: chunk.gradient_number)  # others may wait for the memory of what came first
-        if self.optimizer.max_grad_norm is not None:
-            self.optimizer.grad_norm = norm = self._norm(ready) / self.ranks.world
-            hyper.grad_scale *= min(1.0, self.optimizer.max_grad_norm / (norm + _EPS_OF_CLIPPING))
+        if self._sums_squares():
+            norm = self._norm(ready) * hyper.grad_scale
+            overflow = self.config.watches_nonfinite and not math.isfinite(norm)
+            if self.scaler is not None:
+                self.scaler.update(overflow)
+            if overflow:
+                self._skip(ready)
+                return
+            if self.optimizer.max_grad_norm is not None:
+                self.optimizer.grad_norm = norm
+                hyper.grad_scale *= min(1.0, self.optimizer.max_grad_norm / (norm + _EPS_OF_CLIPPING))
         for chunk in ready:
             if self.deferred and not chunk.on_device:
                 self._announce(chunk, hyper)
             else:
                 self.gradients.wait_for(chunk)
                 self._begin_update(chunk, hyper)
+        self._end_step()
+
+    def _end_step(self) -> None:
         for state in self.registry.params:
             state.expected = state.arrived_last
         self.pipeline.adopt(*self._completions())
         self._reset_step()
         self.pipeline.begin_cycle()
+
+    def _skip(self, ready: list[ChunkState]) -> None:
+        """Forget the step's gradients, which are not finite on some rank: no state changes, on any rank."""
+        self.num_skipped += 1
+        found = self._first_nonfinite(ready) if self.config.nonfinite == "raise" else ""
+        for chunk in ready:
+            self.gradients.wait_for(chunk)
+            self.gradients.drop(chunk)
+        self._end_step()
+        if self.config.nonfinite == "raise":
+            raise NonFiniteError(
+                f"rank {self.ranks.rank} of {self.ranks.world}: the gradients of this step are not finite{found}. No state was "
+                f"changed; a lower learning rate or max_grad_norm may help, nonfinite='skip' goes on without the step."
+            )
+
+    def _first_nonfinite(self, ready: list[ChunkState]) -> str:
+        for chunk in ready:
+            with self.gradients.shard(chunk) as gradient:
+                for piece in chunk.pieces:
+                    part = gradient[piece.start : piece.start + piece.numel]
+                    if piece.param in chunk.received and not part.isfinite().all():
+                        return f"; the first is of {self.registry.params[piece.param].name}"
+        return "; on this rank all are"
 
     def zero_grad(self) -> None:
         if not self._started:
@@ -437,7 +480,7 @@ class Engine:
 
     def _sum_squares(self, chunk: ChunkState) -> None:
         """Add up the squares of a complete gradient behind the backward pass, if the norm is asked for."""
-        if self.optimizer.max_grad_norm is None or self.num_backwards + 1 < self.optimizer.accumulation_steps:
+        if not self._sums_squares() or self.num_backwards + 1 < self.optimizer.accumulation_steps:
             return
         job = chunk.gradient_job
 
@@ -449,6 +492,9 @@ class Engine:
             return total
 
         chunk.norm_job = self.updater.lane.push(work)
+
+    def _sums_squares(self) -> bool:
+        return self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite
 
     def _norm(self, chunks: list[ChunkState]) -> float:
         """The global norm of the summed gradients, the same bits for every placement and chunk size."""
@@ -479,7 +525,8 @@ class Engine:
         return [(p, c) for _, p, c in completed], [(p, c) for b, p, c in completed if b == final]
 
     def _hyper(self) -> Hyper:
-        return Hyper(self.optimizer.snapshot(), self.optimizer.decoupled, 1.0 / self.ranks.world)
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        return Hyper(self.optimizer.rule, self.optimizer.snapshot(), 1.0 / (self.ranks.world * scale))
 
     def _abandon_backward(self) -> None:
         """The last backward pass raised."""
@@ -516,7 +563,7 @@ class Engine:
     def _deferred(self) -> bool:
         optimizer, update = self.optimizer, self.config.update
         if update == "auto":
-            return optimizer is not None and optimizer.max_grad_norm is not None
+            return self.config.watches_nonfinite or (optimizer is not None and optimizer.max_grad_norm is not None)
         if update == "backward" and optimizer is not None and optimizer.max_grad_norm is not None:
             raise ConfigError(
                 "update='backward' with max_grad_norm: the norm is known only after the backward pass. Use update='deferred' "
@@ -533,6 +580,7 @@ class Engine:
         model = self._model()
         self.deferred = self._deferred()
         self.accumulating = self.optimizer is not None and self.optimizer.accumulation_steps > 1
+        self.moments = self.optimizer.rule.moments if self.optimizer is not None else ADAM_MOMENTS
         parts = assemble(
             model,
             self._named,
@@ -540,6 +588,7 @@ class Engine:
             self.device,
             self.ranks,
             self.events,
+            moments=self.moments,
             deferred=self.deferred,
             accumulating=self.accumulating,
         )

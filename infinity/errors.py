@@ -18,3 +18,7 @@ class UsageError(RuntimeError):
 
 class SwapError(OSError):
     """Reading or writing swapped state failed. Carries errno and the path, as every OSError does."""
+
+
+class NonFiniteError(ArithmeticError):
+    """A gradient is infinite or not a number, and nonfinite='raise'; the step has changed nothing."""

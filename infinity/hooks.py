@@ -21,6 +21,7 @@ longer does, and passes gradients on.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import weakref
 
@@ -202,8 +203,18 @@ class Hooks:
                 self.pipeline.release(span)
             if frame.module is module:
                 break
-        if output is None or not torch.is_grad_enabled():
-            return
+        if output is None:
+            return None
+        scaler = self.engine.scaler
+        scales = scaler is not None and frame.outermost
+        if scales:
+            output = map_tensors(output, lambda tensor: scaler.apply(tensor) if tensor.is_floating_point() else tensor)
+        if torch.is_grad_enabled():
+            self._watch(frame, output)
+        return output if scales else None
+
+    def _watch(self, frame: Frame, output) -> None:
+        """Learn when gradients of an output are known."""
         unseen = [span for span in frame.op.spans if span.index not in frame.packed]
         if not frame.outermost and not unseen:
             return
@@ -306,6 +317,27 @@ def tensors_in(value) -> list[torch.Tensor]:
     elif not isinstance(value, (tuple, list)):
         return []
     return [tensor for item in value for tensor in tensors_in(item)]
+
+
+def map_tensors(value, function):
+    """A copy of an output in which every tensor is function(tensor); its containers are of the types they were."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(item, function)
+        return mapped
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        mapped = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(mapped, field.name, map_tensors(getattr(value, field.name), function))
+        return mapped
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(item, function) for item in value)
+    return value
 
 
 def _current_node() -> int:

@@ -1,6 +1,7 @@
-"""AdamW and Adam as torch.optim.Optimizers whose states live in the engine's tiers.
+"""AdamW, Adam, SGD and Lion as torch.optim.Optimizers whose states live in the engine's tiers.
 
-Knows parameter groups and hyper-parameters. The engine does the work; must not know how.
+Knows parameter groups and hyper-parameters. The engine does the work; must not know how. What an update computes is in
+rules.py; a rule of the user's own goes into `Elementwise`.
 """
 
 from __future__ import annotations
@@ -9,43 +10,45 @@ import torch
 
 from infinity.errors import ConfigError, UsageError
 from infinity.residency import owner_of
+from infinity.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise
+from infinity.scaling import LossScale
 
-_HYPER = ("lr", "betas", "eps", "weight_decay")
 
+class Elementwise(torch.optim.Optimizer):
+    """An optimizer over parameters of one engine that computes what its rule says.
 
-class AdamW(torch.optim.Optimizer):
-    """Adam with decoupled weight decay over parameters of one engine; what plain PyTorch's AdamW computes.
-
-    max_grad_norm: clip the global gradient norm to it; `grad_norm` then holds the norm of the last step.
-    accumulation_steps: backward passes a step; their gradients are summed in fp32. Learning-rate schedulers and parameter
-    groups work as usual. Raises ConfigError for hyper-parameters out of range or parameters that no engine owns.
-    Source: Loshchilov & Hutter 2019, Algorithm 2.
+    defaults: the rule's hyper-parameters; a parameter group may give its own. max_grad_norm: clip the global gradient norm
+    to it; `grad_norm` then holds the norm of the last step. accumulation_steps: backward passes a step; their gradients are
+    summed in fp32. loss_scale: for fp16, how the scale starts and moves. Learning-rate schedulers and parameter groups work
+    as usual. Raises ConfigError for hyper-parameters out of range, parameters that no engine owns, a rule that is not
+    elementwise, or a loss scale without fp16.
     """
-
-    decoupled = True
 
     def __init__(
         self,
         params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        rule: Rule,
+        defaults: dict,
         *,
         max_grad_norm: float | None = None,
         accumulation_steps: int = 1,
+        loss_scale: LossScale | None = None,
     ):
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above zero, or None")
         if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
             raise ConfigError(f"accumulation_steps={accumulation_steps!r}: expected an integer of 1 or more")
+        self.rule = rule
         self.max_grad_norm = max_grad_norm
         self.accumulation_steps = accumulation_steps
+        self.loss_scale = loss_scale
         self.grad_norm: float | None = None
-        super().__init__(params, defaults)
-        for group in self.param_groups:
-            _check(group)
+        super().__init__(params, {name: _tuples(value) for name, value in defaults.items()})
+        self.snapshot()
+        try:
+            check_elementwise(rule, self.snapshot()[0])
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         engines = {id(engine): engine for engine in map(self._engine_of, self._parameters())}
         if len(engines) > 1:
             raise ConfigError("the parameters belong to several engines; make one optimizer for each")
@@ -59,8 +62,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            _check(group)
+        self.snapshot()
         self._engine.step()
         return loss
 
@@ -80,8 +82,17 @@ class AdamW(torch.optim.Optimizer):
         raise UsageError("the optimizer's states live in the engine's tiers and are not loaded from a dict")
 
     def snapshot(self) -> list[dict]:
-        """The hyper-parameters of each group as plain numbers."""
-        return [{name: _plain(group[name]) for name in _HYPER} for group in self.param_groups]
+        """The hyper-parameters of each group as plain numbers. Raises ConfigError for one that is out of range."""
+        groups = []
+        for group in self.param_groups:
+            try:
+                groups.append({name: _plain(group[name]) for name in self.defaults})
+                wrong = self.rule.check(groups[-1])
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"optimizer hyper-parameters must be numbers: {error}") from None
+            if wrong:
+                raise ConfigError("; ".join(wrong))
+        return groups
 
     def _parameters(self):
         return [param for group in self.param_groups for param in group["params"]]
@@ -97,36 +108,48 @@ class AdamW(torch.optim.Optimizer):
         return engine
 
 
-class Adam(AdamW):
+class AdamW(Elementwise):
+    """Adam with decoupled weight decay; what plain PyTorch's AdamW computes. options: of `Elementwise`.
+
+    Source: Loshchilov & Hutter 2019, Algorithm 2.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, **options):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, AdamRule(decoupled=True), defaults, **options)
+
+
+class Adam(Elementwise):
     """As `AdamW`, with weight decay as an L2 term of the gradient, as plain PyTorch's Adam. Source: Kingma & Ba 2015."""
 
-    decoupled = False
-
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **options):
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, AdamRule(decoupled=False), defaults, **options)
+
+
+class SGD(Elementwise):
+    """Stochastic gradient descent; what plain PyTorch's SGD computes. options: of `Elementwise`.
+
+    Its record has a momentum only if `momentum` is above zero here; then groups may have momenta of their own.
+    """
+
+    def __init__(self, params, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, **options):
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, SGDRule(with_momentum=momentum != 0), defaults, **options)
+
+
+class Lion(Elementwise):
+    """Lion: the sign of an interpolated momentum. Source: Chen et al. 2023, Program 1. options: of `Elementwise`."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **options):
+        super().__init__(params, LionRule(), {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
+
+
+def _tuples(value):
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _plain(value):
     if isinstance(value, (tuple, list)):
         return tuple(_plain(item) for item in value)
     return float(value)
-
-
-def _check(group: dict) -> None:
-    try:
-        lr, (beta1, beta2), eps, weight_decay = (_plain(group[name]) for name in _HYPER)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer hyper-parameters must be numbers: {error}") from None
-    wrong = [
-        f"{name}={value!r}: expected {expected}"
-        for name, value, expected, right in (
-            ("lr", lr, "0 or more", 0 <= lr < float("inf")),
-            ("betas[0]", beta1, "from 0 to below 1", 0 <= beta1 < 1),
-            ("betas[1]", beta2, "from 0 to below 1", 0 <= beta2 < 1),
-            ("eps", eps, "0 or more", 0 <= eps < float("inf")),
-            ("weight_decay", weight_decay, "0 or more", 0 <= weight_decay < float("inf")),
-        )
-        if not right
-    ]
-    if wrong:
-        raise ConfigError("; ".join(wrong))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS, Layout, Record
+from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Layout, Record
 from infinity.config import format_bytes
 from infinity.errors import BudgetError
 
@@ -65,7 +65,7 @@ def place(
     Raises BudgetError where a budget is below the least that works.
     """
     chunks = layout.chunks
-    itemsize = {"bf16": 2, "fp32": 4}
+    itemsize = WEIGHT_NBYTES
     span_nbytes = sum(span.numel * itemsize[span.dtype] for span in layout.spans)
     states_nbytes = sum(record.states_nbytes for record in records)
     gradient_nbytes = [

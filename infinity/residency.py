@@ -41,7 +41,7 @@ from infinity.chunks import Chunk, Layout, Piece, Record, Span
 from infinity.errors import BudgetError, UsageError
 from infinity.config import format_bytes
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int16": torch.int16}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
 
 
 class Presence(enum.Enum):

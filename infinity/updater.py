@@ -10,39 +10,43 @@ callers decide that.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from infinity.adam import AdamScalars, NormAccumulator, adam_step
+from infinity.adam import Dither, NormAccumulator
 from infinity.chunks import GRADIENTS, STATES, WEIGHTS
 from infinity.events import Events, now
 from infinity.gradients import Gradients
 from infinity.lanes import Lane
 from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, ParameterState
+from infinity.rules import Rule
 
 
 @dataclass
 class Hyper:
-    """Hyper-parameters of one step: a copy of each parameter group's, and what every gradient is multiplied by."""
+    """Hyper-parameters of one step: the rule, a copy of each parameter group's, and what every gradient is multiplied by."""
 
+    rule: Rule
     groups: list[dict]
-    decoupled: bool
     grad_scale: float = 1.0
-    _scalars: dict[tuple[int, int], AdamScalars] = field(default_factory=dict)
+    _scalars: dict[tuple[int, int], object] = field(default_factory=dict)
 
-    def scalars(self, group: int, step: int) -> AdamScalars:
+    def scalars(self, group: int, step: int) -> object:
         key = (group, step)
         if key not in self._scalars:
-            self._scalars[key] = AdamScalars.of(
-                **self.groups[group], step=step, grad_scale=self.grad_scale, decoupled=self.decoupled
-            )
+            self._scalars[key] = self.rule.scalars(self.groups[group], step)
         return self._scalars[key]
 
 
 class Updater:
-    """Updates chunks in one lane, in the order in which they are begun. threads: of the host kernel."""
+    """Updates chunks in one lane, in the order in which they are begun.
+
+    threads: of the host kernel. seed: of the random bits that round bf16 moments; None where moments are fp32.
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class Updater:
         events: Events,
         *,
         threads: int,
+        seed: int | None,
     ):
         self.records = records
         self.gradients = gradients
@@ -60,6 +65,7 @@ class Updater:
         self.rank = rank
         self.events = events
         self.threads = threads
+        self.seed = seed
         self.lane = Lane("update")
         self.failure: BaseException | None = None
 
@@ -131,24 +137,26 @@ class Updater:
 
     def _compute(self, chunk: ChunkState, state: dict[str, torch.Tensor], gradient: torch.Tensor, hyper: Hyper) -> None:
         start = now()
-        update(chunk, self.params, state, gradient, hyper, threads=self.threads)
+        update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=self.seed)
         self.events.moved("update", chunk.index, chunk.record.nbytes, start, now())
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring elements [start, end) of a shard that are updated alike."""
+    """Neighbouring elements [start, end) of a shard that are updated alike; the first is element `param_start` of `param`."""
 
     start: int
     end: int
     group: int
     step: int
+    param: int
+    param_start: int
 
 
-def runs(chunk: ChunkState, params: list[ParameterState]) -> list[Run]:
+def runs(chunk: ChunkState, params: list[ParameterState], *, merge: bool) -> list[Run]:
     """Cut the shard where the parameter group, the step count or the use changes, and count the steps.
 
-    What lies between two parameters of one run is padding: zeros, which an update leaves zeros.
+    merge: let a run go on over several parameters. What lies between these is padding: zeros, which an update leaves zeros.
     """
     for param in chunk.received:
         if params[param].group is not None:
@@ -160,10 +168,10 @@ def runs(chunk: ChunkState, params: list[ParameterState]) -> list[Run]:
             continue
         step, end = chunk.steps[piece.param], piece.start + piece.numel
         last = found[-1] if found else None
-        if last and (last.group, last.step) == (group, step) and not _between(chunk, last.end, piece.start):
-            found[-1] = Run(last.start, end, group, step)
+        if merge and last and (last.group, last.step) == (group, step) and not _between(chunk, last.end, piece.start):
+            found[-1] = dataclasses.replace(last, end=end)
         else:
-            found.append(Run(piece.start, end, group, step))
+            found.append(Run(piece.start, end, group, step, piece.param, piece.param_start))
     return found
 
 
@@ -193,19 +201,27 @@ def update(
     hyper: Hyper,
     *,
     threads: int,
+    seed: int | None,
 ) -> None:
-    """Update a shard in place. state: its segments; gradient: 1-D [shard_used], bf16 or fp32."""
-    for run in runs(chunk, params):
-        part = slice(run.start, run.end)
-        adam_step(
-            state["weight"][part],
-            state["residual"][part] if "residual" in state else None,
-            state["momentum"][part],
-            state["variance"][part],
-            gradient[part],
-            hyper.scalars(run.group, run.step),
-            threads=threads,
-        )
+    """Update a shard in place. state: its segments; gradient: 1-D [shard_used], bf16, fp16 or fp32."""
+    for run in runs(chunk, params, merge=seed is None):
+        for start, end, dither in _dithered(run, params, seed):
+            shard = {name: segment[start:end] for name, segment in state.items()}
+            scalars = hyper.scalars(run.group, run.step)
+            hyper.rule.apply(shard, gradient[start:end], scalars, hyper.grad_scale, dither=dither, threads=threads)
+
+
+def _dithered(run: Run, params: list[ParameterState], seed: int | None) -> Iterator[tuple[int, int, Dither | None]]:
+    """The parts of a run that one Dither serves: all of it, but for parameters of over 2^32 elements."""
+    if seed is None:
+        yield run.start, run.end, None
+        return
+    start = run.start
+    while start < run.end:
+        index = run.param_start + start - run.start
+        end = min(run.end, start + (1 << 32) - index % (1 << 32))
+        yield start, end, Dither.of(seed, params[run.param].name, run.step, index)
+        start = end
 
 
 def add_norm(chunk: ChunkState, gradient: torch.Tensor, total: NormAccumulator) -> None:

@@ -64,7 +64,7 @@ class Values:
 
     @torch.no_grad()
     def adopt(self, span: SpanState, before: torch.Tensor | None = None) -> None:
-        """Make what is in a span's device storage its value; an element that changed loses its residual."""
+        """Make what is in a span's device storage its value; an element that changed is its own master."""
         if self.ranks.world > 1:
             values = span.flat.cpu()
             self.ranks.broadcast_(values)
@@ -86,6 +86,9 @@ class Values:
                     shard["weight"].copy_(new)
                 if "residual" in shard:
                     shard["residual"].masked_fill_(changed.to(shard["residual"].device), 0)
+                if "master" in shard:
+                    changed = changed.to(shard["master"].device)
+                    shard["master"].copy_(torch.where(changed, shard["weight"].float(), shard["master"]))
             self.updater.take_snapshot(chunk)
 
     @torch.no_grad()
@@ -121,6 +124,8 @@ class Values:
                 split_master(value.float().contiguous(), out=(shard["weight"][part], shard["residual"][part]))
             else:
                 shard["weight"][part].copy_(value)
+            if "master" in shard:
+                shard["master"][part].copy_(value)
 
     def _fill_on_device(self, chunk: ChunkState, values) -> None:
         numel = chunk.record.numel
@@ -130,7 +135,7 @@ class Values:
         chunk.span.flat[begin : begin + numel].copy_(segments_.pop("weight"))
         chunk.device_states = {name: tensor.to(chunk.span.flat.device) for name, tensor in segments_.items()}
         self.tier.book(chunk.record.states_nbytes)
-        if "residual" in segments_ and any(state.written_in_forward for state in chunk.span.params):
+        if segments_.keys() & {"residual", "master"} and any(state.written_in_forward for state in chunk.span.params):
             if chunk.span.snapshot is None:
                 chunk.span.snapshot = torch.zeros_like(chunk.span.flat)
                 self.tier.book(chunk.span.nbytes)

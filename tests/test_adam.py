@@ -16,6 +16,7 @@ from infinity import _adam
 from infinity.adam import (
     NUM_LIMBS,
     AdamScalars,
+    Dither,
     NormAccumulator,
     _block_sums_torch,
     accumulate_,
@@ -25,7 +26,7 @@ from infinity.adam import (
 )
 
 VARIANTS = [*_adam.isas(), "torch"]
-LAYOUTS = list(itertools.product(["split", "fp32"], [torch.bfloat16, torch.float32], [True, False]))
+LAYOUTS = list(itertools.product(["split", "dithered", "fp32"], [torch.bfloat16, torch.float32], [True, False]))
 HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3, "grad_scale": 0.7}
 SPECIAL_BITS = [
     *(0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x00800000),  # zeros, denormals, least normal
@@ -60,7 +61,10 @@ class Shard:
         self.master, grad, self.momentum, variance = (hard_values(numel, seed + k) for k in range(4))
         self.variance = variance.abs()
         self.grad = grad.to(grad_dtype)
-        self.weight, self.residual = split_master(self.master) if form == "split" else (self.master.clone(), None)
+        self.weight, self.residual = (self.master.clone(), None) if form == "fp32" else split_master(self.master)
+        self.dither = Dither(0xDEADBEEF, 0x12345678, 0xFFFFFFFF - numel // 2 * 2) if form == "dithered" else None
+        if self.dither:
+            self.momentum, self.variance = self.momentum.bfloat16(), self.variance.bfloat16()
 
     def clone(self):
         copy = object.__new__(Shard)
@@ -70,7 +74,8 @@ class Shard:
     def update(self, begin=0, end=None, hyper=HYPER, **how):
         tensors = (self.weight, self.residual, self.momentum, self.variance, self.grad)
         part = [t if t is None else t[begin:end] for t in tensors]
-        adam_step(*part, AdamScalars.of(**hyper, decoupled=self.decoupled), **how)
+        dither = self.dither and self.dither.after(begin)
+        adam_step(*part, AdamScalars.of(**hyper, decoupled=self.decoupled), dither=dither, **how)
         return self
 
     @property
@@ -88,7 +93,7 @@ def spelled_out(shard):
     f = np.float32
     lr, (beta1, beta2), step = HYPER["lr"], HYPER["betas"], HYPER["step"]
     p = (join_master(shard.weight, shard.residual) if shard.residual is not None else shard.weight).numpy()
-    m, v = shard.momentum.numpy(), shard.variance.numpy()
+    m, v = shard.momentum.float().numpy(), shard.variance.float().numpy()
     g = shard.grad.float().numpy()
     g = g * f(HYPER["grad_scale"])
     if shard.decoupled:
@@ -111,7 +116,18 @@ def spelled_out(shard):
     p = p - q
     nan = from_bits([0x7FC00000])
     expected = shard.clone()
-    p, expected.momentum, expected.variance = (torch.from_numpy(np.where(np.isnan(x), nan, x)) for x in (p, m, v))
+    p, m, v = (np.where(np.isnan(x), nan, x) for x in (p, m, v))
+    if shard.dither:
+        x = np.arange(len(p), dtype=np.uint32) + np.uint32(shard.dither.index) + np.uint32(shard.dither.key0)
+        x = x * np.uint32(0x85EBCA6B)
+        x = (x ^ x >> np.uint32(15) ^ np.uint32(shard.dither.key1)) * np.uint32(0xC2B2AE35)
+        x = x ^ x >> np.uint32(16)
+        for name, value, random in (("momentum", m, x & np.uint32(0xFFFF)), ("variance", v, x >> np.uint32(16))):
+            cut = (value.view(np.uint32) + random) >> np.uint32(16)
+            setattr(expected, name, torch.from_numpy(cut.astype(np.uint16).view(np.int16)).view(torch.bfloat16))
+    else:
+        expected.momentum, expected.variance = torch.from_numpy(m), torch.from_numpy(v)
+    p = torch.from_numpy(p)
     if shard.residual is None:
         expected.weight = p
     else:
@@ -126,9 +142,10 @@ def test_update_has_the_bits_of_the_arithmetic_spelled_out(layout, variant):
     assert shard.clone().update(isa=variant).equals(spelled_out(shard))
 
 
+@pytest.mark.parametrize("form", ["split", "dithered"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_update_of_any_size_and_start_touches_that_range_only(variant):
-    layout = ("split", torch.bfloat16, True)
+def test_update_of_any_size_and_start_touches_that_range_only(variant, form):
+    layout = (form, torch.bfloat16, True)
     before = Shard(3100, layout)
     after = spelled_out(before)
     for numel in range(1, 3001, 97 if variant == "torch" else 1):

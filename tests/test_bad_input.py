@@ -149,7 +149,7 @@ def test_a_budget_below_the_least_names_what_is_needed_and_that_works(tmp_path, 
     [
         ({"host_memry": 1}, "did you mean 'host_memory'"),
         ({"weights": "hots"}, "weights='hots': expected .*did you mean 'host'"),
-        ({"dtype": "fp16"}, "'fp16' is not supported yet; use 'bf16' or 'fp32'"),
+        ({"dtype": "fp32", "moments": "bf16"}, "bf16 moments go with dtype='bf16' only"),
         ({"host_memory": "20G"}, "host_memory: expected bytes"),
         ({"device_memory": 0}, "device_memory=0: expected more than zero bytes"),
         ({"chunk_mib": -1}, "chunk_mib=-1: expected a number of MiB above zero"),

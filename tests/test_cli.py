@@ -77,7 +77,7 @@ def test_options_reach_the_arguments():
         ("train --max-grad-norm -1", "argument --max-grad-norm: expected"),
         ("train --seed -1", "argument --seed: expected"),
         ("train --hidden 10 --heads 3", "--heads 3 does not divide --hidden 10"),
-        ("train --dtype fp16", "dtype='fp16' is not supported yet; use 'bf16' or 'fp32'"),
+        ("train --dtype fp17", "dtype='fp17': expected 'bf16', 'fp16' or 'fp32'"),
         ("train --dtype int8", "dtype='int8': expected 'bf16' or 'fp32'"),
         ("train --weights nvm", "did you mean 'nvme'?"),
         ("train --update never", "update='never': expected"),

@@ -32,7 +32,7 @@ def test_everything_has_a_default(empty_directory):
         residency="auto",
         device=None,
         update="auto",
-        nonfinite="ignore",
+        nonfinite="auto",
         trace=False,
         seed=0,
     )
@@ -98,14 +98,13 @@ def test_an_unknown_field_is_an_error_with_the_nearest_name(unknown, expected):
         ("states", "disk", "expected 'auto', 'device', 'host' or 'nvme'"),
         ("activations", "host", "not supported yet; use 'auto' or 'device'"),
         ("activations", "gpu", "expected 'auto' or 'device'"),
-        ("dtype", "fp16", "dtype='fp16' is not supported yet; use 'bf16' or 'fp32'"),
+        ("dtype", "fp17", "dtype='fp17': expected 'bf16', 'fp16' or 'fp32'; did you mean 'fp16'?"),
         ("dtype", "BF16", "did you mean 'bf16'?"),
-        ("moments", "bf16", "moments='bf16' is not supported yet; use 'fp32'"),
-        ("moments", "fp8", "expected 'fp32'"),
+        ("moments", "fp8", "expected 'fp32' or 'bf16'"),
         ("residency", "all", "expected 'auto' or 'none'"),
         ("residency", None, "expected 'auto' or 'none'"),
         ("update", "eager", "expected 'auto', 'deferred' or 'backward'"),
-        ("nonfinite", "skip", "not supported yet; use 'ignore'"),
+        ("nonfinite", "stop", "expected 'auto', 'ignore', 'raise' or 'skip'"),
         ("chunk_mib", 0, "above zero"),
         ("chunk_mib", float("nan"), "above zero"),
         ("chunk_mib", "8", "a number of MiB"),
@@ -212,3 +211,19 @@ def test_the_pure_layers_do_not_import_torch(module):
         f"import infinity.{module}; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({"moments": "bf16", "dtype": "fp32"}, "bf16 moments go with dtype='bf16' only"),
+        ({"moments": "bf16", "dtype": "fp16"}, "bf16 moments go with dtype='bf16' only"),
+        ({"dtype": "fp16", "nonfinite": "raise"}, "Use nonfinite='auto'"),
+        ({"dtype": "fp16", "update": "backward"}, "Use update='deferred' or 'auto'"),
+        ({"nonfinite": "skip", "update": "backward"}, "update='backward' with nonfinite='skip'"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused_with_the_cure(fields, expected):
+    with pytest.raises(ConfigError) as raised:
+        Config(**fields)
+    assert expected in str(raised.value)

@@ -12,8 +12,8 @@ PACKAGE = Path(infinity.__file__).parent
 # From the ground up; what stands in one row does not know its neighbours.
 LAYERS = [
     {"errors", "events", "lanes", "_adam", "aio_ext"},
-    {"config", "adam", "arena", "chunks", "partition", "schedule", "tiers", "gpt"},
-    {"planner", "residency"},
+    {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "tiers", "gpt"},
+    {"planner", "residency", "rules"},
     {"records", "optimizer"},
     {"gradients", "pipeline"},
     {"updater"},

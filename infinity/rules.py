@@ -1,0 +1,191 @@
+"""What an elementwise optimizer computes for one shard: Adam, SGD with momentum, Lion, and what it takes to add one.
+
+Knows flat tensors and hyper-parameters. Must not know chunks, ranks, tiers or the engine. Every operation is one rounding
+of fp32, so a shard has the same bits wherever it is computed and however it is cut.
+"""
+
+# [Note: how a shard is updated]
+# A rule sees an fp32 master, an fp32 gradient and fp32 moments, whatever the record holds: a split master is joined and
+# split again, an fp16 weight is rounded from its fp32 master, bf16 moments are widened and stored stochastically. This is
+# done in blocks that stay in the processor's cache. Adam on the host has a kernel that does all of it in one pass.
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from infinity.adam import AdamScalars, Dither, adam_step, join_master, split_master, store_dithered
+
+_BLOCK_NUMEL = 1 << 16
+
+
+class Rule:
+    """An elementwise update. To add an optimizer, subclass it and give the four members below.
+
+    moments: names of the states that each element has beside its weight, one record segment each; all zero at the start.
+    """
+
+    moments: tuple[str, ...] = ()
+
+    def check(self, group: dict) -> list[str]:
+        """What is wrong with a parameter group's hyper-parameters, each as "lr=-1.0: expected 0 or more"."""
+        return []
+
+    def scalars(self, group: dict, step: int) -> Any:
+        """Whatever `update` multiplies by, made once a group and step. step counts from 1."""
+        return group
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, moments: dict[str, torch.Tensor], scalars: Any) -> None:
+        """Change p and the moments in place. All fp32 [numel]; g may be overwritten. Use one torch operation a rounding
+        (no addcmul_, lerp_ or alpha=), and look at no neighbour: numel is arbitrary."""
+        raise NotImplementedError
+
+    # What the engine calls.
+
+    def apply(
+        self,
+        shard: dict[str, torch.Tensor],
+        grad: torch.Tensor,
+        scalars: Any,
+        grad_scale: float,
+        *,
+        dither: Dither | None = None,
+        threads: int = 0,
+    ) -> None:
+        """Update a shard's segments in place; see [Note: how a shard is updated]. All 1-D [numel] on one device.
+
+        shard: by name, "weight", then "residual" (split master) or "master" (fp16) or neither (fp32), and the moments. grad:
+        bf16, fp16 or fp32, multiplied by grad_scale first. dither: for moments in bf16.
+        """
+        numel = grad.numel()
+        block = _BLOCK_NUMEL if grad.device.type == "cpu" else max(numel, 1)
+        for begin in range(0, numel, block):
+            part = {name: segment[begin : begin + block] for name, segment in shard.items()}
+            self._apply_block(part, grad[begin : begin + block], scalars, grad_scale, dither, begin)
+
+    @torch.no_grad()
+    def _apply_block(self, part, grad, scalars, grad_scale, dither, begin) -> None:
+        weight, residual, master = part["weight"], part.get("residual"), part.get("master")
+        if residual is not None:
+            p = join_master(weight, residual, threads=1)
+        else:
+            p = weight if master is None else master
+        g = grad.float() * grad_scale
+        moments = {name: part[name].float() for name in self.moments}
+        self.update(p, g, moments, scalars)
+        for tensor in (p, *moments.values()):
+            tensor.masked_fill_(tensor.isnan(), math.nan)  # one NaN, whatever the operations made
+        if residual is not None:
+            split_master(p, out=(weight, residual), threads=1)
+        elif master is not None:
+            weight.copy_(p)
+        if dither is not None:
+            random = dither.after(begin).bits(p.numel(), p.device)
+        for index, (name, value) in enumerate(moments.items()):
+            if dither is not None:
+                store_dithered(part[name], value, random >> 16 * (index % 2) & 0xFFFF)
+            elif part[name] is not value:
+                part[name].copy_(value)
+
+
+class AdamRule(Rule):
+    """AdamW (Loshchilov & Hutter 2019, Algorithm 2) or, coupled, Adam (Kingma & Ba 2015). [Note: the fixed arithmetic] in
+    _adam.c."""
+
+    moments = ("momentum", "variance")
+
+    def __init__(self, decoupled: bool):
+        self.decoupled = decoupled
+
+    def check(self, group):
+        beta1, beta2 = group["betas"]
+        return [
+            *_wrong(group, "lr", "eps", "weight_decay"),
+            *(f"betas[{i}]={beta!r}: expected from 0 to below 1" for i, beta in ((0, beta1), (1, beta2)) if not 0 <= beta < 1),
+        ]
+
+    def scalars(self, group, step):
+        names = ("lr", "betas", "eps", "weight_decay")
+        return AdamScalars.of(**{name: group[name] for name in names}, step=step, decoupled=self.decoupled)
+
+    def apply(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0):
+        moments = shard["momentum"], shard["variance"]
+        scalars = scalars.scaled(grad_scale)
+        if "master" not in shard:
+            adam_step(shard["weight"], shard.get("residual"), *moments, grad, scalars, dither=dither, threads=threads)
+            return
+        block = _BLOCK_NUMEL * 8 if grad.device.type == "cpu" else max(grad.numel(), 1)
+        for begin in range(0, grad.numel(), block):
+            part = slice(begin, begin + block)
+            master = shard["master"][part]
+            adam_step(master, None, *(m[part] for m in moments), grad[part].float(), scalars, threads=threads)
+            shard["weight"][part].copy_(master)
+
+
+class SGDRule(Rule):
+    """Stochastic gradient descent with weight decay as an L2 term and, if `with_momentum`, a velocity, as torch.optim.SGD."""
+
+    def __init__(self, with_momentum: bool):
+        self.moments = ("momentum",) if with_momentum else ()
+
+    def check(self, group):
+        found = _wrong(group, "lr", "momentum", "weight_decay")
+        if group["nesterov"] and not group["momentum"] > 0:
+            found.append(f"nesterov=True: expected momentum above 0, got {group['momentum']!r}")
+        return found
+
+    def scalars(self, group, step):
+        return {**group, "first": step == 1}
+
+    def update(self, p, g, moments, s):
+        if s["weight_decay"]:
+            g += p * s["weight_decay"]
+        if self.moments:
+            velocity = moments["momentum"]
+            velocity *= s["momentum"]
+            velocity += g if s["first"] else g * (1 - s["dampening"])
+            g = g + velocity * s["momentum"] if s["nesterov"] else velocity
+        p -= g * s["lr"]
+
+
+class LionRule(Rule):
+    """Lion. Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, Program 1."""
+
+    moments = ("momentum",)
+
+    def check(self, group):
+        betas = enumerate(group["betas"])
+        return [
+            *_wrong(group, "lr", "weight_decay"),
+            *(f"betas[{i}]={beta!r}: expected from 0 to below 1" for i, beta in betas if not 0 <= beta < 1),
+        ]
+
+    def update(self, p, g, moments, s):
+        (beta1, beta2), m = s["betas"], moments["momentum"]
+        p *= 1 - s["lr"] * s["weight_decay"]
+        p -= (m * beta1 + g * (1 - beta1)).sign() * s["lr"]
+        m *= beta2
+        m += g * (1 - beta2)
+
+
+def check_elementwise(rule: Rule, group: dict) -> None:
+    """Raise ValueError if the update of some elements depends on how many others are updated with them."""
+    generator = torch.Generator().manual_seed(0)
+    master, grad, *moments = (torch.rand(512, generator=generator) for _ in range(2 + len(rule.moments)))
+    whole, cut = ([t.clone() for t in (master, *moments)] for _ in range(2))
+    scalars = rule.scalars(group, 1)
+    for tensors, parts in ((whole, [slice(0, 512)]), (cut, [slice(0, 100), slice(100, 511), slice(511, 512)])):
+        for part in parts:
+            shard = dict(zip(("weight", *rule.moments), (tensor[part] for tensor in tensors)))
+            rule.apply(shard, grad[part], scalars, 1.0, threads=1)
+    if not all(torch.equal(a, b) for a, b in zip(whole, cut)):
+        raise ValueError(
+            f"{type(rule).__name__} is not elementwise: what it does to an element depends on others. Shards hold parts of "
+            f"parameters, so such an optimizer (LAMB, Muon, Shampoo, ...) cannot run on them."
+        )
+
+
+def _wrong(group: dict, *names: str) -> list[str]:
+    return [f"{name}={group[name]!r}: expected 0 or more" for name in names if not 0 <= group[name] < math.inf]

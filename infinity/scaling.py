@@ -1,0 +1,77 @@
+"""The loss scale of fp16 training: gradients are multiplied up so that small ones do not flush to zero.
+
+Knows numbers and one autograd function. Must not know gradients' whereabouts: the engine says whether a step overflowed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from infinity.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """How the scale starts and moves, as in torch.amp.GradScaler. Raises ConfigError for values out of range.
+
+    It grows by `growth` after `interval` steps in a row without an overflow, and shrinks by `backoff` at each overflow, but
+    not below `minimum`. growth = backoff = 1 keeps it as it is.
+    """
+
+    initial: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    minimum: float = 1.0
+
+    def __post_init__(self):
+        wrong = [
+            f"loss_scale: {name}={getattr(self, name)!r}: expected {expected}"
+            for name, expected, right in (
+                ("initial", "a finite number above zero", 0 < self.initial < float("inf")),
+                ("growth", "1 or more", 1 <= self.growth < float("inf")),
+                ("backoff", "above 0, at most 1", 0 < self.backoff <= 1),
+                ("interval", "an integer of 1 or more", isinstance(self.interval, int) and self.interval >= 1),
+                ("minimum", "above zero, at most the initial scale", 0 < self.minimum <= self.initial),
+            )
+            if not right
+        ]
+        if wrong:
+            raise ConfigError("; ".join(wrong))
+
+
+class Scaler:
+    """The scale of one engine."""
+
+    def __init__(self, settings: LossScale):
+        self.settings = settings
+        self.scale = settings.initial
+        self.num_clean = 0  # steps since the last overflow or growth
+
+    def apply(self, output: torch.Tensor) -> torch.Tensor:
+        """The output in fp32; in backward its gradient is scaled, in fp32, and only then rounded to the output's dtype."""
+        return _Scaled.apply(output, self)
+
+    def update(self, overflow: bool) -> None:
+        settings = self.settings
+        if overflow:
+            self.scale = max(self.scale * settings.backoff, settings.minimum)
+            self.num_clean = 0
+            return
+        self.num_clean += 1
+        if self.num_clean == settings.interval:
+            self.scale *= settings.growth
+            self.num_clean = 0
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, scaler):
+        ctx.scaler, ctx.dtype = scaler, output.dtype
+        return output.float() if output.dtype != torch.float32 else output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad * ctx.scaler.scale).to(ctx.dtype), None

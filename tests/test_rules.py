@@ -1,0 +1,142 @@
+"""Rules: what SGD and Lion compute, what a rule of one's own takes, and that no rule depends on how a shard is cut."""
+
+import pytest
+import torch
+
+import infinity
+from helpers import NVME, assert_same_bits, training
+from infinity.adam import Dither, split_master
+from infinity.rules import AdamRule, LionRule, Rule, SGDRule
+from models import tiny_gpt
+from test_engine import gpt_step
+
+RULES = {
+    "adamw": (AdamRule(decoupled=True), {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}),
+    "adam": (AdamRule(decoupled=False), {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}),
+    "sgd": (SGDRule(False), {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False}),
+    "momentum": (SGDRule(True), {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": False}),
+    "nesterov": (SGDRule(True), {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": True}),
+    "lion": (LionRule(), {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def shard(rule, dtype, moments_dtype, numel):
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(numel, generator=generator)
+    weight, residual = split_master(master)
+    made = {"bf16": {"weight": weight, "residual": residual}, "fp16": {"weight": master.half(), "master": master}}
+    made["fp32"] = {"weight": master}
+    return made[dtype] | {name: torch.rand(numel, generator=generator).to(moments_dtype) for name in rule.moments}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dtype, moments", [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")])
+def test_a_shard_has_the_same_bits_however_it_is_cut(name, dtype, moments):
+    rule, group = RULES[name]
+    numel, moments_dtype = 200_003, {"fp32": torch.float32, "bf16": torch.bfloat16}[moments]
+    grad_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    whole, cut = (shard(rule, dtype, moments_dtype, numel) for _ in range(2))
+    for step in (1, 2, 3):
+        grad = torch.randn(numel, generator=torch.Generator().manual_seed(step)).to(grad_dtype)
+        grad[step * 7], grad[step * 11] = float("nan"), float("inf")
+        scalars = rule.scalars(group, step)
+        for segments, borders in ((whole, [0, numel]), (cut, [0, 1024, 5 * 1024, 70 * 1024, numel])):
+            for begin, end in zip(borders, borders[1:]):
+                dither = Dither.of(0, "w", step, begin) if moments == "bf16" else None
+                part = {name: segment[begin:end] for name, segment in segments.items()}
+                rule.apply(part, grad[begin:end], scalars, 0.5, dither=dither)
+    for segment in whole:
+        assert_same_bits(cut[segment], whole[segment], segment)
+    assert not torch.equal(whole["weight"], shard(rule, dtype, moments_dtype, numel)["weight"])
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.8, "dampening": 0.5}])
+def test_sgd_trains_as_torch_optim_does(options, tmp_path):
+    options = {"lr": 0.05, "weight_decay": 0.01} | options
+    torch.manual_seed(0)
+    plain_model = tiny_gpt()
+    plain_optimizer = torch.optim.SGD(plain_model.parameters(), **options)
+    expected = [gpt_step(plain_model, plain_optimizer, step) for step in range(15)]
+    with training(tiny_gpt, tmp_path, optimizer=infinity.SGD, options=options, **NVME) as (model, engine, optimizer):
+        got = [gpt_step(model, optimizer, step) for step in range(15)]
+        names = {"weight", "momentum"} if options.get("momentum") else {"weight"}
+        assert {segment.name for chunk in engine.registry.chunks for segment in chunk.record.segments} == names
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_lion_computes_what_its_source_says(tmp_path):
+    torch.manual_seed(0)
+    plain_model = tiny_gpt()
+    momenta = [torch.zeros_like(p) for p in plain_model.parameters()]
+    expected = []
+
+    class Plain:
+        def step(self):
+            with torch.no_grad():
+                for p, m in zip(plain_model.parameters(), momenta):
+                    update = torch.sign(0.9 * m + (1 - 0.9) * p.grad)
+                    p -= 1e-3 * (update + 0.1 * p)
+                    m.copy_(0.99 * m + (1 - 0.99) * p.grad)
+
+        def zero_grad(self):
+            plain_model.zero_grad()
+
+    expected = [gpt_step(plain_model, Plain(), step) for step in range(15)]
+    options = {"lr": 1e-3, "weight_decay": 0.1}
+    with training(tiny_gpt, tmp_path, optimizer=infinity.Lion, options=options, **NVME) as (model, engine, optimizer):
+        got = [gpt_step(model, optimizer, step) for step in range(15)]
+        assert [segment.name for segment in engine.registry.chunks[0].record.segments] == ["weight", "momentum"]
+    assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_rule_of_ones_own_is_a_small_class(tmp_path):
+    class Adagrad(Rule):
+        moments = ("sum",)
+
+        def update(self, p, g, moments, scalars):
+            moments["sum"] += g * g
+            p -= g / (moments["sum"].sqrt() + 1e-10) * scalars["lr"]
+
+    make = lambda params, lr, **options: infinity.Elementwise(params, Adagrad(), {"lr": lr}, **options)
+    torch.manual_seed(0)
+    plain_model = tiny_gpt()
+    plain_optimizer = torch.optim.Adagrad(plain_model.parameters(), lr=1e-2)
+    expected = [gpt_step(plain_model, plain_optimizer, step) for step in range(10)]
+    with training(tiny_gpt, tmp_path, optimizer=make, options={"max_grad_norm": 1e9}, **NVME) as (model, engine, optimizer):
+        assert [gpt_step(model, optimizer, step) for step in range(10)] == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_update_that_is_not_elementwise_is_refused(tmp_path):
+    class Normalised(Rule):
+        def update(self, p, g, moments, scalars):
+            p -= g / g.norm() * scalars["lr"]
+
+    make = lambda params, **options: infinity.Elementwise(params, Normalised(), {"lr": 1e-2})
+    with pytest.raises(ValueError, match="Normalised is not elementwise: .*LAMB, Muon"):
+        with training(tiny_gpt, tmp_path, optimizer=make, **NVME):
+            pass
+
+
+@pytest.mark.parametrize(
+    "optimizer, wrong, message",
+    [
+        (infinity.SGD, {"lr": -1.0}, "lr=-1.0: expected 0 or more"),
+        (infinity.SGD, {"momentum": -0.1}, "momentum=-0.1: expected 0 or more"),
+        (infinity.SGD, {"nesterov": True}, "nesterov=True: expected momentum above 0"),
+        (infinity.Lion, {"betas": (0.9, 1.0)}, r"betas\[1\]=1.0: expected from 0 to below 1"),
+        (infinity.Lion, {"weight_decay": float("nan")}, "weight_decay=nan: expected 0 or more"),
+        (infinity.Lion, {"lr": "fast"}, "must be numbers"),
+    ],
+)
+def test_hyper_parameters_out_of_range_are_refused(optimizer, wrong, message, tmp_path):
+    with pytest.raises(infinity.ConfigError, match=message):
+        with training(tiny_gpt, tmp_path, optimizer=optimizer, options=wrong, **NVME):
+            pass
