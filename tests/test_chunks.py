@@ -316,7 +316,18 @@ def test_an_empty_shard_has_an_empty_record(format):
     assert (record.nbytes, record.weight_nbytes, record.states_nbytes) == (0, 0, 0)
 
 
-def test_twelve_bytes_a_parameter():
-    for format in FORMATS:
-        assert sum(segment.itemsize for segment in FORMATS[format]) == 12
-        assert record_layout(2**20, format, True).nbytes == 12 * 2**20
+@pytest.mark.parametrize(
+    "format, moments, moments_dtype, nbytes",
+    [
+        ("bf16", ("momentum", "variance"), "fp32", 12),
+        ("bf16", ("momentum", "variance"), "bf16", 8),
+        ("fp16", ("momentum", "variance"), "fp32", 14),
+        ("fp32", ("momentum", "variance"), "fp32", 12),
+        ("bf16", ("momentum",), "fp32", 8),
+        ("bf16", (), "fp32", 4),
+        ("fp32", (), "fp32", 4),
+    ],
+)
+def test_bytes_a_parameter(format, moments, moments_dtype, nbytes):
+    assert record_layout(2**20, format, True, moments, moments_dtype).nbytes == nbytes * 2**20
+    assert record_layout(2**20, format, False, moments, moments_dtype).nbytes == WEIGHT_NBYTES[format] * 2**20

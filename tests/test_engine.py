@@ -504,6 +504,9 @@ def traffic(make, directory, num_steps=4, **config):
                 optimizer.zero_grad()
 
         def counters():
+            for chunk in engine.registry.chunks:
+                if chunk.updating is not None:
+                    chunk.updating.wait()
             engine.records.flush()
             stats = engine.stats()
             return [stats["nvme_read_nbytes"], stats["nvme_write_nbytes"], *kernel_bytes()]
