@@ -212,6 +212,7 @@ def _connect(
     threads = max(1, len(os.sched_getaffinity(0)) // _local_world(ranks))
     seed = config.seed if config.moments == "bf16" else None
     updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed)
+    caches[GRADIENTS].frees_soon = updater.frees_gradient_soon
     return Assembly(
         layout_, placement, device_budget, swap, arena, registry, tier, records_, pipeline, gradients, updater
     )

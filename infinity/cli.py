@@ -6,6 +6,7 @@ line and exit status 2.
 
 import argparse
 import difflib
+import functools
 import json
 import math
 import os
@@ -35,6 +36,12 @@ LINKS = {
     "gc": "device to host",
     "update": "update",
     "cn": "host to NVMe",
+}
+OPTIMIZERS = {
+    "adamw": infinity.AdamW,
+    "adam": infinity.Adam,
+    "sgd": functools.partial(infinity.SGD, momentum=0.9),
+    "lion": infinity.Lion,
 }
 LINK_COUNTERS = ("nbytes", "busy_seconds", "stall_seconds")
 WARM_UP_STEPS = 2  # the first records the trace, the second is the first to follow a plan
@@ -114,12 +121,14 @@ def _parser():
     run.add_argument("--batch", type=_whole, default=8, metavar="N", help="sequences in a micro-batch, over all ranks")
     run.add_argument("--accumulate", type=_whole, default=1, metavar="N", help="micro-batches in a step")
     run.add_argument("--steps", type=_whole, default=70, metavar="N", help="optimizer steps")
-    run.add_argument("--lr", type=_positive, default=3e-4, metavar="X", help="learning rate of AdamW")
+    run.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw, adam, sgd (momentum 0.9) or lion")
+    run.add_argument("--lr", type=_positive, default=3e-4, metavar="X", help="learning rate")
     run.add_argument("--max-grad-norm", type=_positive, metavar="X", help="clip the gradient's global norm to this")
     run.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the weights and of the data's order")
 
     place = command.add_argument_group("placement")
     place.add_argument("--dtype", metavar=_either("dtype"), help="by default bf16 on CUDA and fp32 on the CPU")
+    place.add_argument("--moments", default="fp32", metavar=_either("moments"), help="dtype of the optimizer's moments")
     place.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
     place.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
     place.add_argument("--host-memory", default="auto", metavar="SIZE", help="bound of pinned host memory, such as 48GiB")
@@ -205,7 +214,7 @@ def _config(arguments):
     if device is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     values = {name: getattr(arguments, name) for name in ("host_memory", "device_memory", "weights", "states")}
-    values |= {name: getattr(arguments, name) for name in ("residency", "chunk_mib", "update", "seed")}
+    values |= {name: getattr(arguments, name) for name in ("residency", "chunk_mib", "update", "moments", "seed")}
     if arguments.nvme:
         values["nvme"] = arguments.nvme
     config = Config(device=device, dtype=arguments.dtype or ("bf16" if "cuda" in device else "fp32"), **values)
@@ -239,7 +248,7 @@ class _Run:
                 checkpoint_activations=arguments.checkpoint_activations,
                 tie=arguments.tie,
             )
-        self.optimizer = infinity.AdamW(
+        self.optimizer = OPTIMIZERS[arguments.optimizer](
             self.model.parameters(),
             lr=arguments.lr,
             max_grad_norm=arguments.max_grad_norm,

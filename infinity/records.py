@@ -182,6 +182,11 @@ class Records:
             if entry is not None and not self._keeps(chunk, kind):
                 self.caches[kind].drop(entry)
 
+    def look_again(self) -> None:
+        """Whether a slot frees itself has changed."""
+        with self.lock:
+            self.lock.notify_all()
+
     def flush(self) -> None:
         """Wait until every write that was begun is over."""
         self._writer.drain()

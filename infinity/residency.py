@@ -276,6 +276,7 @@ class HostCache:
         self.lock = lock
         self.next_use = next_use  # of a chunk, in any unit that grows with distance
         self.entries: dict[int, Entry] = {}
+        self.frees_soon: Callable[[], bool] = lambda: False  # whether somebody is about to give a slot back of himself
 
     def add_resident(self, chunk: ChunkState, memory) -> None:
         self.entries[chunk.index] = Entry(chunk, memory, resident=True)
@@ -307,7 +308,8 @@ class HostCache:
     def waits_for_nobody(self) -> bool:
         """Whether no slot can become free of itself: none is, no entry is pinned or on its way."""
         passing = (HostState.READING, HostState.WRITING)
-        return not self.slots.num_free and not any(e.pins or e.state in passing for e in self.entries.values() if not e.resident)
+        busy = any(e.pins or e.state in passing for e in self.entries.values() if not e.resident)
+        return not (self.slots.num_free or busy or self.frees_soon())
 
     def unpin(self, entry: Entry, *, keep: bool) -> None:
         """One need less. Without `keep`, a clean entry nobody needs gives its slot back."""

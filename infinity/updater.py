@@ -11,6 +11,7 @@ callers decide that.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from infinity.adam import Dither, NormAccumulator
 from infinity.chunks import GRADIENTS, STATES, WEIGHTS
 from infinity.events import Events, now
 from infinity.gradients import Gradients
-from infinity.lanes import Lane
+from infinity.lanes import Job, Lane
 from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, ParameterState
 from infinity.rules import Rule
@@ -67,6 +68,7 @@ class Updater:
         self.threads = threads
         self.seed = seed
         self.lane = Lane("update")
+        self._begun: deque[Job] = deque()  # the last gradient job of each update in the lane
         self.failure: BaseException | None = None
 
     def begin(self, chunk: ChunkState, hyper: Hyper, *, urgent: bool) -> None:
@@ -93,8 +95,14 @@ class Updater:
 
         if gradient_job.done:
             self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
+        self._begun.append(gradient_job)
         chunk.updating = self.lane.push(lambda: self._run(work))
         chunk.pending = None
+
+    def frees_gradient_soon(self) -> bool:
+        """Whether the update at the head of the lane has all of its gradient, so that it goes on whatever the gc lane does."""
+        begun = self._begun
+        return bool(begun) and begun[0].done
 
     def close(self) -> None:
         self.lane.close()
@@ -106,6 +114,9 @@ class Updater:
             self.failure = self.failure or error
             self.records.fail(error)
             raise
+        finally:
+            self._begun.popleft()
+            self.records.look_again()
 
     def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:
         gradient_job.wait()
