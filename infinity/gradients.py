@@ -14,7 +14,8 @@ Knows chunks and when they are complete. Must not know when or how they are used
 # two it may leave for NVMe if its slot is wanted. Neither lane waits for anything that the other, or the training thread,
 # must do while it pins one: an update that has begun takes its record's slots from whatever was read ahead for ops. So two
 # slots are enough, however late a pass completes its chunks. While the update at the head of its lane has all that it needs
-# of the gc lane, this one waits for the slot that it will free; else it has the gradient written that is used last.
+# of the gc lane, this one waits for the slot that it will free; else it has the gradient written that is used last. (The
+# update itself may have to read its gradient back: then another one is written for it.)
 
 from __future__ import annotations
 

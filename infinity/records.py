@@ -123,7 +123,8 @@ class Records:
                 entry = cache.find(chunk) or cache.claim(chunk, urgent=True)
                 if entry is not None:
                     break
-                self._make_clean(kind)
+                if not cache.frees_soon():
+                    self._make_clean(kind)
                 self.lock.wait()
             entry.pins += 1
             if entry.state is HostState.READING and entry.source is None:
@@ -159,7 +160,8 @@ class Records:
     def clean_ahead(self, kind: str) -> None:
         """Have a dirty copy written before its slot is wanted, if none can be had otherwise."""
         with self.lock:
-            if self.caches[kind].slots is not None and self.caches[kind].farthest(HostState.CLEAN) is None:
+            cache = self.caches[kind]
+            if cache.slots is not None and cache.farthest(HostState.CLEAN) is None and not cache.frees_soon():
                 self._make_clean(kind)
 
     def discard(self, chunk: ChunkState, kind: str) -> None:

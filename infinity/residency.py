@@ -308,8 +308,7 @@ class HostCache:
     def waits_for_nobody(self) -> bool:
         """Whether no slot can become free of itself: none is, no entry is pinned or on its way."""
         passing = (HostState.READING, HostState.WRITING)
-        busy = any(e.pins or e.state in passing for e in self.entries.values() if not e.resident)
-        return not (self.slots.num_free or busy or self.frees_soon())
+        return not self.slots.num_free and not any(e.pins or e.state in passing for e in self.entries.values() if not e.resident)
 
     def unpin(self, entry: Entry, *, keep: bool) -> None:
         """One need less. Without `keep`, a clean entry nobody needs gives its slot back."""
