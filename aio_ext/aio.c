@@ -1,5 +1,5 @@
 /* Asynchronous file reads and writes over libaio, for Python. Knows file descriptors, buffers and offsets;
- * must not know torch, paths or ranks.
+ * must not know torch, paths or ranks. Long because it is the whole Python face of core.c: two types and their lifetimes.
  *
  *     DEMAND, PREFETCH, WRITE = 0, 1, 2           # priorities: what an op waits for, what it will want, the rest
  *

@@ -1,6 +1,7 @@
 """Weights on their way to the ops: follows the plan, fetches ahead, evicts, and waits for what an op needs now.
 
 The training thread calls it; the cg and gg lanes carry out what it issues. Must not know modules, autograd or optimizers.
+Over 500 lines because following the plan, issuing its actions and waiting for them change one set of spans.
 """
 
 # [Note: who waits for whom]

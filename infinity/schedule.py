@@ -7,7 +7,6 @@ decide what an action means on their machine. A plan is a value: tests compare i
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -299,24 +298,3 @@ class Cursor:
         index = bisect_right(positions, self.position)
         self.position = positions[index] if index < len(positions) else positions[0]
         return self.position
-
-
-def belady_misses(requests: Sequence[int], capacity: int) -> int:
-    """Misses of the optimal replacement of equal-sized items: the least that any eviction order can reach.
-
-    Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
-    """
-    later: dict[int, deque[int]] = {}
-    for position, item in enumerate(requests):
-        later.setdefault(item, deque()).append(position)
-    held: set[int] = set()
-    misses = 0
-    for item in requests:
-        later[item].popleft()
-        if item in held:
-            continue
-        misses += 1
-        if len(held) == capacity:
-            held.remove(max(held, key=lambda other: later[other][0] if later[other] else NEVER))
-        held.add(item)
-    return misses

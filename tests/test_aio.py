@@ -1,6 +1,7 @@
 """aio_ext: every byte arrives, or one typed error says why not; order, priorities, threads, fork, signals and exit.
 
-Runs on the filesystem of pytest's tmp_path, which must be a real one: tmpfs hides alignment faults.
+Runs on the filesystem of pytest's tmp_path, which must be a real one: tmpfs hides alignment faults. Long because faults,
+signals, sizes, threads, forks and order all need the same queue, file and way to inject faults.
 """
 
 import errno

@@ -28,13 +28,7 @@ from infinity.gpt import GPT
 from infinity.residency import Presence
 from models import TRAITS, H, Model, inputs, loss_of, mlp, tiny_gpt
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tokens(step, micro=0, vocab=61, batch=3, seq=12):

@@ -10,20 +10,14 @@ import helpers
 from helpers import NVME, assert_equals_reference, assert_nothing_held, plain, training
 from models import TRAITS, H, Model, attention, inputs, loss_of, max_norm, mlp
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Where states live, when they are updated, and whether the device has only the least that it needs.
 SETTINGS = {
     "backward": NVME | {"update": "backward"},
     "deferred": NVME | {"update": "deferred"},
     "resident": {"update": "auto"},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def forward_backward(model, step):

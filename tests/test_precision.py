@@ -14,6 +14,8 @@ from infinity.scaling import LossScale
 from models import inputs, loss_of, mlp, tiny_gpt
 from test_engine import gpt_step, tokens
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PLACES = {
     "device": {"weights": "device", "states": "device"},
     "host": {"weights": "host", "states": "host"},
@@ -21,14 +23,6 @@ PLACES = {
     "nvme, small chunks": NVME | {"chunk_mib": 1 / 256},
     "nvme, large chunks": NVME | {"chunk_mib": 1},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- fp16 ----

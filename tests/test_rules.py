@@ -10,6 +10,8 @@ from infinity.rules import AdamRule, LionRule, Rule, SGDRule
 from models import tiny_gpt
 from test_engine import gpt_step
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RULES = {
     "adamw": (AdamRule(decoupled=True), {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}),
     "adam": (AdamRule(decoupled=False), {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}),
@@ -18,14 +20,6 @@ RULES = {
     "nesterov": (SGDRule(True), {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": True}),
     "lion": (LionRule(), {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def shard(rule, dtype, moments_dtype, numel):

@@ -1,6 +1,7 @@
 """The plan of a step: literal for small traces; for random ones, what every plan must keep to, checked by playing it."""
 
 import random
+from collections import deque
 
 import pytest
 
@@ -16,7 +17,6 @@ from infinity.schedule import (
     Reduce,
     Run,
     Use,
-    belady_misses,
     plan,
 )
 
@@ -302,6 +302,27 @@ def fewest_misses(requests, capacity):
                 following[state] = min(count, following.get(state, count))
         reached = following
     return min(reached.values())
+
+
+def belady_misses(requests, capacity):
+    """Misses of the optimal replacement of equal-sized items: the least that any eviction order can reach.
+
+    Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
+    """
+    later = {}
+    for position, item in enumerate(requests):
+        later.setdefault(item, deque()).append(position)
+    held = set()
+    misses = 0
+    for item in requests:
+        later[item].popleft()
+        if item in held:
+            continue
+        misses += 1
+        if len(held) == capacity:
+            held.remove(max(held, key=lambda other: later[other][0] if later[other] else NEVER))
+        held.add(item)
+    return misses
 
 
 def test_belady_misses_is_the_least_that_any_order_reaches():

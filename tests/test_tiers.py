@@ -1,4 +1,7 @@
-"""tiers: extents keep their bytes; files are private, bounded, reserved before use, owned by one run and gone afterwards."""
+"""tiers: extents keep their bytes; files are private, bounded, reserved before use, owned by one run and gone afterwards.
+
+Long because a directory's claim, its use and what a dead run leaves behind share their set-up: processes that are killed.
+"""
 
 import errno
 import mmap

@@ -1,0 +1,13 @@
+"""Fixtures that several test files use."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def one_thread():
+    """Torch computes in one thread: the same bits as a reference, whatever the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
