@@ -196,7 +196,7 @@ class Engine:
             if optimizer.loss_scale is not None and self.config.dtype != "fp16":
                 raise ConfigError(f"loss_scale with dtype={self.config.dtype!r}: only fp16 gradients need one; leave it out")
             if self.config.dtype == "fp16":
-                self.scaler = Scaler(optimizer.loss_scale or LossScale())
+                self.scaler = Scaler(optimizer.loss_scale or LossScale(), self.ranks.world)
             self._start()
         except BaseException:
             self.optimizer = self.scaler = None
@@ -525,8 +525,8 @@ class Engine:
         return [(p, c) for _, p, c in completed], [(p, c) for b, p, c in completed if b == final]
 
     def _hyper(self) -> Hyper:
-        scale = self.scaler.scale if self.scaler is not None else 1.0
-        return Hyper(self.optimizer.rule, self.optimizer.snapshot(), 1.0 / (self.ranks.world * scale))
+        scale = self.scaler.scale if self.scaler is not None else self.ranks.world
+        return Hyper(self.optimizer.rule, self.optimizer.snapshot(), 1.0 / scale)
 
     def _abandon_backward(self) -> None:
         """The last backward pass raised."""

@@ -43,10 +43,12 @@ class LossScale:
 
 
 class Scaler:
-    """The scale of one engine."""
+    """The scale of one engine. Each of `world` ranks brings its part of the mean, so that their sum overflows no sooner than
+    one rank's gradient."""
 
-    def __init__(self, settings: LossScale):
+    def __init__(self, settings: LossScale, world: int):
         self.settings = settings
+        self.world = world
         self.scale = settings.initial
         self.num_clean = 0  # steps since the last overflow or growth
 
@@ -74,4 +76,4 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return (grad * ctx.scaler.scale).to(ctx.dtype), None
+        return (grad * (ctx.scaler.scale / ctx.scaler.world)).to(ctx.dtype), None

@@ -396,6 +396,63 @@ def built(folder):
         return {name: engine.read_state(param)["weight"] for name, param in model.named_parameters()}
 
 
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_two_ranks_with_the_same_data_have_the_bits_of_one(worlds, tmp_path, moments, one_thread):
+    """Gradients are twice as large and then halved, exactly: what is left is where elements lie, and what is drawn for them."""
+    changes = {"dtype": "bf16", "moments": moments}
+    expected = twins(tmp_path, **changes)
+    for number, places in enumerate((ON_NVME, {"weights": "host", "states": "host", "chunk_mib": 1 / 16})):
+        for found in worlds(2).run(twins, tmp_path, **changes, **places):
+            assert found == expected, number
+
+
+def twins(folder, **changes):
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, **changes)):
+        model = gpt()
+    adam = infinity.AdamW(model.parameters(), lr=1e-2)
+    with infinity.engine_of(model) as engine:
+        for step in range(6):
+            model(*tokens(step, 0)).backward()
+            adam.step()
+            adam.zero_grad()
+        return states_of(engine, model)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_nan_in_one_ranks_gradient_is_found_on_all_before_any_state_changes(worlds, tmp_path, nonfinite):
+    for rank, (before, after, raised, end) in enumerate(worlds(2).run(poisoned, tmp_path, nonfinite)):
+        assert after == before and end != before
+        if nonfinite == "raise":
+            assert f"rank {rank} of 2" in raised and "No state was changed" in raised
+        else:
+            assert raised is None
+
+
+def poisoned(folder, nonfinite):
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, nonfinite=nonfinite, **ON_NVME)):
+        model = gpt()
+    adam = infinity.AdamW(model.parameters(), lr=1e-2)
+    raised = None
+    with infinity.engine_of(model) as engine:
+        for step in range(4):
+            if step == 2:
+                before = states_of(engine, model)
+            loss = model(*map(share, tokens(step, 0)))
+            if step == 2 and dist.get_rank() == 1:
+                loss = loss * float("nan")
+            loss.backward()
+            try:
+                adam.step()
+            except infinity.NonFiniteError as error:
+                raised = str(error)
+            adam.zero_grad()
+            if step == 2:
+                after = states_of(engine, model)
+        return before, after, raised, states_of(engine, model)
+
+
 def test_a_rank_may_hold_nothing_but_padding(worlds, tmp_path):
     """All of a tiny model, or all that is trained of it, lies in the first rank's shards."""
     for first, second in [worlds(2).run(tiny, tmp_path, frozen) for frozen in (False, True)]:
