@@ -7,6 +7,7 @@ from infinity.errors import BudgetError, ConfigError, NonFiniteError, SwapError,
 from infinity.optimizer import SGD, Adam, AdamW, Elementwise, Lion
 from infinity.rules import Rule
 from infinity.scaling import LossScale
+from infinity.vertical import vertical
 
 __all__ = [
     "Adam",
@@ -27,4 +28,5 @@ __all__ = [
     "gathered",
     "init",
     "offload",
+    "vertical",
 ]

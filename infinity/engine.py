@@ -47,6 +47,7 @@ from infinity.schedule import NEVER
 from infinity.updater import Hyper, add_norm
 from infinity.values import Values
 
+_MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
 _EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -317,7 +318,7 @@ class Engine:
                 'infinity.Config(dtype="bf16") instead, which keeps fp32 masters.'
             )
         self.raise_failure()
-        if self.backward_task is not None and not self._in_backward():
+        if self.backward_task not in (None, _MANY_GRAPHS) and not self._in_backward():
             self._abandon_backward()
         if self.optimizer is None and not torch.is_grad_enabled():
             self.hooks.recording = True  # without an optimizer a forward pass is the whole cycle
@@ -339,6 +340,9 @@ class Engine:
             )
         self.backward_task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.optimizer.accumulation_steps
         self.early_hyper = self._hyper() if last and not self.deferred else None
         for state in self.registry.params:
@@ -381,17 +385,53 @@ class Engine:
         self.backward_task = None
         self.hooks.release_all()
         self.pipeline.drain_dropped()
-        if self.ranks.world > 1:
-            waiting = torch.tensor([chunk.flat_gradient is not None for chunk in self.registry.chunks], dtype=torch.int32)
-            for chunk, waits in zip(self.registry.chunks, self.ranks.max_(waiting).tolist()):
-                if waits:
-                    self.gradients.reduce(chunk)
-                    self._sum_squares(chunk)
+        for chunk in self.reduce_all():
+            self._sum_squares(chunk)
         self.num_backwards += 1
         for state in self.registry.params:
             state.arrived_last = state.arrivals
             state.touched = 0
         self._update_waiting()
+
+    def reduce_all(self) -> list[ChunkState]:
+        """Reduce whatever gradients any rank has gathered since the last reduction; every rank must call it."""
+        if self.ranks.world == 1:
+            return []
+        waiting = torch.tensor([chunk.flat_gradient is not None for chunk in self.registry.chunks], dtype=torch.int32)
+        found = [chunk for chunk, waits in zip(self.registry.chunks, self.ranks.max_(waiting).tolist()) if waits]
+        for chunk in found:
+            self.gradients.reduce(chunk)
+        return found
+
+    # What vertical accumulation calls.
+
+    @contextlib.contextmanager
+    def one_backward(self, num_micro_batches: int):
+        """All backward passes of a step are one inside the block, however many graphs it runs."""
+        self._check_open()
+        if self.optimizer is None or num_micro_batches != self.optimizer.accumulation_steps or self.num_backwards:
+            declared = "no optimizer" if self.optimizer is None else f"accumulation_steps={self.optimizer.accumulation_steps}"
+            raise UsageError(
+                f"infinity.vertical takes all {num_micro_batches} micro-batches of a step at once, but there is {declared} and "
+                f"{self.num_backwards} backward passes were made since the last step. Give them to the optimizer's constructor."
+            )
+        self.backward_task, self.num_backwards = _MANY_GRAPHS, num_micro_batches - 1
+        self._expect_gradients()
+        try:
+            yield
+        except BaseException:
+            self._abandon_backward()
+            raise
+        self.end_backward()
+
+    @contextlib.contextmanager
+    def one_segment(self, *, scales: bool):
+        """What the block's ops fetch stays until it ends. scales: whether its outputs are the model's, to be loss-scaled."""
+        self.hooks.begin_segment(scales)
+        try:
+            yield
+        finally:
+            self.hooks.end_segment()
 
     def raise_failure(self) -> None:
         """Raise what went wrong in a lane, if anything did."""

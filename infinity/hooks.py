@@ -136,6 +136,8 @@ class Hooks:
         self.registry = registry
         self.pipeline = pipeline
         self.frames: list[Frame] = []
+        self.kept: dict[int, SpanState] | None = None  # held until the segment under way ends, if there is one
+        self.scales = True  # the outermost output is the model's
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
         self._holding: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._loose: list[SpanState] = []  # held for a custom function's backward, until the next event
@@ -174,7 +176,7 @@ class Hooks:
         phase = RECOMPUTE if _current_graph_task_id() != -1 else FORWARD
         outermost = not self.frames and phase == FORWARD
         if outermost:
-            self.recording = torch.is_grad_enabled()
+            self.recording = torch.is_grad_enabled() or self.kept is not None
             self.engine.begin_forward()
         frame = Frame(module, op, outermost)
         self.frames.append(frame)
@@ -200,13 +202,16 @@ class Hooks:
             if frame.pushed:
                 _pop_saved_tensors_default_hooks()
             for span in frame.spans:
-                self.pipeline.release(span)
+                if self.kept is not None and span.index not in self.kept:
+                    self.kept[span.index] = span
+                else:
+                    self.pipeline.release(span)
             if frame.module is module:
                 break
         if output is None:
             return None
         scaler = self.engine.scaler
-        scales = scaler is not None and frame.outermost
+        scales = scaler is not None and frame.outermost and self.scales
         if scales:
             output = map_tensors(output, lambda tensor: scaler.apply(tensor) if tensor.is_floating_point() else tensor)
         if torch.is_grad_enabled():
@@ -242,6 +247,14 @@ class Hooks:
             state.touched += 1
         self.pipeline.acquire((ATTRIBUTE, span.index), (span,), record=self.recording)
         (self._loose if in_backward else self.frames[-1].spans).append(span)
+
+    def begin_segment(self, scales: bool) -> None:
+        self.kept, self.scales = {}, scales
+
+    def end_segment(self) -> None:
+        for span in self.kept.values():
+            self.pipeline.release(span)
+        self.kept, self.scales = None, True
 
     # Backward.
 

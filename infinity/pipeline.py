@@ -463,6 +463,8 @@ class Pipeline:
     def _run_copy(self, chunk: ChunkState, request: Request | None, update: Job | None, ready):
         entry = None
         if request is not None:
+            if not request.done:  # others wait for this lane, and only the training thread would use up what is read ahead
+                self.records.hurry(request)
             entry = request.wait()
             self.records.settle(entry)
         if update is not None:

@@ -9,6 +9,7 @@ from torch import nn
 import helpers
 import infinity
 from infinity import updater
+from infinity.chunks import WEIGHTS
 
 PLACES = {"weights": "nvme", "states": "nvme", "update": "deferred", "device": "cpu", "dtype": "fp32"}
 BUDGETS = {"device_memory": "64MiB", "host_memory": "64MiB"}
@@ -127,3 +128,27 @@ def test_updates_begun_for_layers_that_a_pass_leaves_out_hold_up_nobody(tmp_path
             assert not work.is_alive()
             states.append(helpers.states_of(engine, model))
     helpers.assert_same_states(*states)
+
+
+def test_a_copy_at_the_head_of_its_lane_takes_a_slot_from_what_is_read_ahead(tmp_path):
+    """Gathers and closing wait for the lane, and what is read ahead for sooner ops is used up by the training thread alone."""
+    config = {"update": "backward", "residency": "none", "weights": "nvme", "states": "nvme", "chunk_mib": 1 / 32}
+    config["host_memory"] = helpers.least_host_memory(Stack, tmp_path, **config)
+    with helpers.training(Stack, tmp_path, **config) as (model, engine, optimizer):
+        train(model, optimizer, [(torch.ones(4, 128), 10)] * 3)
+        engine.flush()
+        pipeline, spans = engine.pipeline, engine.registry.spans
+        for part in [part for span in spans for part in span.fetch or ()]:
+            part.copy.wait()
+        away = sorted((span for span in spans if not span.allocated), key=lambda span: pipeline.next_use(span.index))
+        soon, last = [engine.registry.chunks[span.span.chunks[0]] for span in away[:2]], away[-1]
+        for chunk in soon:
+            entry = engine.records.obtain(chunk, WEIGHTS)
+            chunk.copy_expected = True
+            engine.records.unpin(chunk, WEIGHTS, entry)
+        assert not engine.records.caches[WEIGHTS].slots.num_free
+        pipeline._copy(last, needed=False)
+        closing = threading.Thread(target=engine.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()

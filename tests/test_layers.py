@@ -20,7 +20,7 @@ LAYERS = [
     {"hooks", "values"},
     {"assembly"},
     {"engine"},
-    {"init"},
+    {"init", "vertical"},
     {"__init__"},
     {"cli"},
     {"__main__"},

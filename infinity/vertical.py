@@ -1,0 +1,94 @@
+"""Accumulation by layer: all micro-batches pass a segment of the model before the next segment is fetched.
+
+Knows segments, activations and their gradients, and the engine by a few calls. Must not know chunks, tiers or plans.
+"""
+
+# [Note: what vertical accumulation reads]
+# With a micro-batches the ordinary loop fetches every weight 2a times: 4a + 10 bytes a parameter and step from NVMe. Here each
+# segment is fetched once forward and once backward, whatever a is: 14. The price is what is kept on the device: the input of
+# every segment for every micro-batch, and one segment's weights. Each segment runs forward twice, as with activation
+# checkpointing; the last one runs once.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infinity.residency import owner_of
+from infinity.errors import ConfigError
+
+
+def vertical(
+    segments: Sequence[torch.nn.Module],
+    micro_batches: Sequence[tuple[torch.Tensor, object]],
+    loss: Callable[[torch.Tensor, object], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Forward and backward of all micro-batches of a step, segment by segment; then call step().
+
+    segments: modules of one engine's model, each mapping one tensor to the next one's input. micro_batches: (input, target)
+    each, as many as the optimizer's accumulation_steps. loss(output, target) -> scalar, to be divided by their number as in
+    an ordinary loop. Gradients and random numbers (dropout) are those of `for x, y in micro_batches: loss(model(x),
+    y).backward()` but for the order of the random draws. Returns the losses, detached. Needs device memory for a segment's
+    weights and for every segment's inputs. Raises ConfigError or UsageError if it cannot begin.
+    """
+    segments, micro_batches = list(segments), list(micro_batches)
+    engine = _engine(segments)
+    last, losses = segments[-1], []
+    with engine.one_backward(len(micro_batches)):
+        inputs, states = [[x for x, _ in micro_batches]], []
+        for segment in segments[:-1]:
+            states.append([_random_state(engine.device) for _ in micro_batches])
+            outputs = []
+            with engine.one_segment(scales=False), torch.no_grad():
+                for number, x in enumerate(inputs[-1]):
+                    states[-1][number] = _random_state(engine.device)
+                    outputs.append(segment(x))
+            inputs.append(outputs)
+        gradients: list = []
+        with engine.one_segment(scales=True):
+            for x, (_, target) in zip(inputs.pop(), micro_batches, strict=True):
+                x = _leaf(x)
+                value = loss(last(x), target)
+                value.backward()
+                engine.reduce_all()
+                losses.append(value.detach())
+                gradients.append(x.grad)
+        for segment, random in zip(reversed(segments[:-1]), reversed(states), strict=True):
+            with engine.one_segment(scales=False):
+                for number, (x, state) in enumerate(zip(inputs.pop(), random, strict=True)):
+                    x = _leaf(x)
+                    with torch.random.fork_rng(devices=_devices(engine.device)):
+                        _restore(state, engine.device)
+                        y = segment(x)
+                    torch.autograd.backward(y, gradients[number])
+                    engine.reduce_all()
+                    gradients[number] = x.grad
+                    del y
+    return losses
+
+
+def _engine(segments):
+    owners = {id(owner): owner for segment in segments for param in segment.parameters() if (owner := owner_of(param))}
+    if len(owners) != 1:
+        raise ConfigError("infinity.vertical: the segments must hold parameters of one engine; build the model with infinity.init")
+    return next(iter(owners.values()))
+
+
+def _leaf(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach()
+    return x.requires_grad_() if x.is_floating_point() else x
+
+
+def _devices(device: torch.device) -> list:
+    return [device] if device.type == "cuda" else []
+
+
+def _random_state(device: torch.device):
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _restore(state, device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

@@ -1,0 +1,144 @@
+"""Accumulation by layer: the gradients of the ordinary loop, each weight read once forward and once backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import infinity
+from helpers import NVME, assert_nothing_held, assert_same_states, states_of, training
+from infinity.scaling import LossScale
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MICROS = 8
+
+
+class Block(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Chain(nn.Module):
+    def __init__(self, hidden=32, num_blocks=5):
+        super().__init__()
+        self.first, self.last = nn.Embedding(50, hidden), nn.Linear(hidden, 50)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(num_blocks))
+
+    def forward(self, x):
+        for segment in self.segments():
+            x = segment(x)
+        return x
+
+    def segments(self):
+        return [self.first, *self.blocks, self.last]
+
+
+def micro_batches(step):
+    generator = torch.Generator().manual_seed(step)
+    return [(torch.randint(50, (3, 7), generator=generator), torch.randint(50, (3, 7), generator=generator)) for _ in range(MICROS)]
+
+
+def loss_of(output, target):
+    return F.cross_entropy(output.float().flatten(0, 1), target.flatten()) / MICROS
+
+
+def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
+    options = {"accumulation_steps": MICROS} | config.pop("options", {})
+    losses = []
+    with training(make, directory, options=options, **config) as (model, engine, optimizer):
+        for step in range(num_steps):
+            if by_layer:
+                losses += [loss.item() for loss in infinity.vertical(model.segments(), micro_batches(step), loss_of)]
+            else:
+                for x, y in micro_batches(step):
+                    loss = loss_of(model(x), y)
+                    loss.backward()
+                    losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_nothing_held(engine)
+        return losses, states_of(engine, model)
+
+
+@pytest.mark.parametrize("places", [NVME, {"weights": "device", "states": "device"}, {"weights": "host", "states": "nvme"}], ids=str)
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_losses_and_states_are_those_of_the_ordinary_loop(places, update, dtype, tmp_path):
+    config = {"dtype": dtype, "update": update, **places}
+    losses, states = run(tmp_path, True, **config)
+    expected_losses, expected_states = run(tmp_path, False, **config)
+    assert losses == expected_losses
+    assert_same_states(states, expected_states)
+
+
+def test_clipping_and_fp16_are_those_of_the_ordinary_loop(tmp_path):
+    options = {"max_grad_norm": 0.1, "loss_scale": LossScale(initial=256.0)}
+    found = [run(tmp_path, by_layer, dtype="fp16", options=options, **NVME) for by_layer in (True, False)]
+    assert found[0][0] == found[1][0]
+    assert_same_states(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+def test_eight_micro_batches_read_14_bytes_a_parameter(update, tmp_path):
+    """The ordinary loop reads 42."""
+    make = lambda: Chain(hidden=256, num_blocks=24)  # 96 chunks: more than there are slots
+    options = {"accumulation_steps": MICROS}
+    read = {}
+    for by_layer in (True, False):
+        config = NVME | {"dtype": "bf16", "chunk_mib": 1 / 8, "update": update, "options": options}
+        with training(make, tmp_path, **config) as (model, engine, optimizer):
+            for step in range(4):
+                if step == 2:
+                    begin = engine.stats()["nvme_read_nbytes"]
+                if by_layer:
+                    infinity.vertical(model.segments(), micro_batches(step), loss_of)
+                else:
+                    for x, y in micro_batches(step):
+                        loss_of(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            stats = engine.stats()
+            read[by_layer] = (stats["nvme_read_nbytes"] - begin) / stats["num_parameters"] / 2
+    print(f"{update}: {read[True]:.2f} bytes a parameter and step, the ordinary loop {read[False]:.2f}")
+    assert 12.5 < read[True] < 14.0 * 1.03  # what slots carry across the border of two passes is not read again
+    assert 36 < read[False] < 42.0 * 1.03
+
+
+def test_dropout_draws_the_same_in_both_forwards(tmp_path):
+    class Dropping(Chain):
+        def segments(self):
+            drop = nn.Dropout(0.5)
+            return [self.first, *(nn.Sequential(block, drop) for block in self.blocks), self.last]
+
+    with training(Dropping, tmp_path, options={"accumulation_steps": MICROS}, **NVME) as (model, engine, optimizer):
+        seen = {}
+        for index, block in enumerate(model.blocks):
+            block.register_forward_hook(lambda module, args, output, i=index: seen.setdefault(i, []).append(args[0].detach().clone()))
+        infinity.vertical(model.segments(), micro_batches(0), loss_of)
+        optimizer.step()
+        for inputs in seen.values():
+            assert len(inputs) == 2 * MICROS
+            assert all(torch.equal(a, b) for a, b in zip(inputs[:MICROS], inputs[MICROS:]))
+
+
+def test_it_says_what_it_cannot_begin_and_recovers_from_an_exception(tmp_path):
+    with pytest.raises(infinity.ConfigError, match="parameters of one engine"):
+        infinity.vertical([nn.Linear(2, 2)], [], loss_of)
+    with training(Chain, tmp_path, options={"accumulation_steps": MICROS}, update="deferred", **NVME) as (model, engine, optimizer):
+        with pytest.raises(infinity.UsageError, match="takes all 2 micro-batches of a step at once, but there is accumulation_steps=8"):
+            infinity.vertical(model.segments(), micro_batches(0)[:2], loss_of)
+        with pytest.raises(ZeroDivisionError):
+            infinity.vertical(model.segments(), micro_batches(0), lambda output, target: 1 / 0)
+        optimizer.zero_grad()
+        assert_nothing_held(engine)
+        found = [loss.item() for loss in infinity.vertical(model.segments(), micro_batches(0), loss_of)]
+        optimizer.step()
+        states = states_of(engine, model)
+    losses, expected = run(tmp_path, False, num_steps=1, update="deferred", **NVME)
+    assert found == losses
+    assert_same_states(states, expected)
