@@ -348,7 +348,8 @@ class Engine:
         for state in self.registry.params:
             state.arrivals = 0
             if self.first_step:
-                state.expected = state.touched if state.touched <= 1 else math.inf
+                known = self.backward_task != _MANY_GRAPHS and state.touched <= 1  # there, forward is still to come
+                state.expected = state.touched if known else math.inf
         for chunk in self.registry.chunks:
             chunk.missing = sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces)
             chunk.update_expected = self.early_hyper is not None and chunk.trainable and chunk.missing > 0

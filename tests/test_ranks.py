@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import traceback
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,8 @@ def _serve(rank, size, store, pipe):
         try:
             pipe.send((True, function(*arguments, **options)))
         except Exception as error:
-            pipe.send((False, f"{type(error).__name__}: {error}"))
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            pipe.send((False, f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"))
 
 
 @pytest.fixture(scope="module")
@@ -451,6 +453,34 @@ def poisoned(folder, nonfinite):
             if step == 2:
                 after = states_of(engine, model)
         return before, after, raised, states_of(engine, model)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_accumulation_by_layer_has_the_bits_of_the_ordinary_loop(worlds, tmp_path, dtype):
+    by_layer, by_batch = (worlds(2).run(accumulated, tmp_path, way, dtype) for way in (True, False))
+    assert by_layer == by_batch
+
+
+def accumulated(folder, by_layer, dtype, micros=3):
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, dtype=dtype, **ON_NVME)):
+        model = nn.Sequential(nn.Embedding(61, 48), *(nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(4)))
+    adam = infinity.AdamW(model.parameters(), lr=1e-2, accumulation_steps=micros)
+    loss_of = lambda output, target: output.float().logsumexp(-1).mean() / micros + output.float().square().mean()
+    losses = []
+    with infinity.engine_of(model) as engine:
+        for step in range(4):
+            batch = [tuple(map(share, tokens(step, micro))) for micro in range(micros)]
+            if by_layer:
+                losses += [loss.item() for loss in infinity.vertical(list(model), batch, loss_of)]
+            else:
+                for x, y in batch:
+                    loss = loss_of(model(x), y)
+                    loss.backward()
+                    losses.append(loss.item())
+            adam.step()
+            adam.zero_grad()
+        return losses, states_of(engine, model)
 
 
 def test_a_rank_may_hold_nothing_but_padding(worlds, tmp_path):
