@@ -206,7 +206,9 @@ def test_a_fault_ends_in_correct_bytes_or_in_one_typed_error(direct, fault, op, 
                 assert caught.value.errno == expected
                 assert f"{op} of fd {fd} at file offset " in str(caught.value)
             offset = int(str(caught.value).split("file offset ")[1].split(":")[0])
-            assert block * BLOCK <= offset < (block + 1) * BLOCK
+            # EAGAIN is repeated for a while, and meets every later block, too: any of them may give up first.
+            last = NUM_BLOCKS - 1 if fault == "EAGAIN" else block
+            assert block * BLOCK <= offset < (last + 1) * BLOCK
             assert ticket.done and queue.stats()["num_errors"] == 1
         assert _aio._inject() >= 1
         back = memory(BLOCK)  # the queue still works
