@@ -1,6 +1,6 @@
 """Parameters per second of the update kernel, beside torch's fused fp32 AdamW on the same cores and the same kind of memory.
 
-Ours moves 26 bytes a parameter (bf16 split master, bf16 gradient), torch's 28 (all fp32). Every round runs each variant once
+Ours moves 26 bytes a parameter (bf16 split master, bf16 gradient), 18 with bf16 moments, torch's 28 (all fp32). Every round runs each variant once
 over the whole working set, one after another, so that a slow moment of the machine hits all; the ratio is taken within a round.
 
     python bench/kernel.py                       # one core, then all cores
@@ -23,11 +23,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from infinity import _adam  # noqa: E402
-from infinity.adam import AdamScalars, adam_step, split_master  # noqa: E402
+from infinity.adam import AdamScalars, Dither, adam_step, split_master  # noqa: E402
 from infinity.arena import Arena  # noqa: E402
 
 HYPER = {"lr": 1e-4, "weight_decay": 0.1, "eps": 1e-8}
 BETAS = (0.9, 0.95)
+BF16_MOMENTS = " bf16 mom."
 SPLIT = ((torch.bfloat16, "weight"), (torch.int16, "residual"), (torch.float32, "momentum"), (torch.float32, "variance"))
 
 
@@ -39,7 +40,7 @@ class Chunks:
         self.plain_memory = plain_memory
         self.numel = num_chunks * numel
         self.step = 0
-        self.ours, self.torchs = [], []
+        self.ours, self.dithered, self.torchs = [], [], []
         for seed in range(num_chunks):
             generator = torch.Generator().manual_seed(seed)
             master, grad = (torch.randn(numel, generator=generator).mul_(0.02) for _ in range(2))
@@ -47,6 +48,7 @@ class Chunks:
             split_master(master, out=(record[0], record[1]))
             record += [t.copy_(grad) for t in self._tensors(torch.bfloat16, numel)]
             self.ours.append(record)
+            self.dithered.append([*record[:2], *self._tensors(torch.bfloat16, numel, 2), record[4]])
             p, m, v, g = self._tensors(torch.float32, numel, 4)
             self.torchs.append((p.copy_(master), g.copy_(grad), m, v))
         self.lists = [list(tensors) for tensors in zip(*self.torchs)]
@@ -56,11 +58,11 @@ class Chunks:
             return [torch.zeros(numel, dtype=dtype) for _ in range(count)]
         return [self.arena.region(numel * dtype.itemsize).tensor(dtype, 0, numel) for _ in range(count)]
 
-    def run_ours(self, isa: str, threads: int) -> None:
+    def run_ours(self, isa: str, threads: int, dither: Dither | None) -> None:
         self.step += 1
         scalars = AdamScalars.of(**HYPER, betas=BETAS, step=self.step)
-        for record in self.ours:
-            adam_step(*record, scalars, threads=threads, isa=isa)
+        for record in self.ours if dither is None else self.dithered:
+            adam_step(*record, scalars, dither=dither, threads=threads, isa=isa)
 
     def run_torch(self) -> None:
         self.step += 1
@@ -76,7 +78,8 @@ def measure(chunks: Chunks, cores: list[int], isas: list[str], rounds: int) -> l
     torch.set_num_threads(len(cores))
     variants = {"torch fused fp32": chunks.run_torch}
     for isa in isas:
-        variants[isa] = lambda isa=isa: chunks.run_ours(isa, len(cores))
+        variants[isa] = lambda isa=isa: chunks.run_ours(isa, len(cores), None)
+        variants[f"{isa}{BF16_MOMENTS}"] = lambda isa=isa: chunks.run_ours(isa, len(cores), Dither.of(0, "bench", 1, 0))
     speeds: dict[str, list[float]] = {name: [] for name in variants}
     for run in variants.values():
         run()
@@ -89,7 +92,7 @@ def measure(chunks: Chunks, cores: list[int], isas: list[str], rounds: int) -> l
     rows = []
     for name, values in speeds.items():
         ratios = sorted(mine / torchs for mine, torchs in zip(values, base))
-        nbytes = 28 if values is base else 26
+        nbytes = 28 if values is base else 18 if name.endswith(BF16_MOMENTS) else 26
         rows.append(
             {
                 "cores": len(cores),

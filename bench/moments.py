@@ -59,9 +59,9 @@ def run(options, text, seed: int, moments: str, factor: float = 1.0) -> dict:
         config = infinity.Config(nvme=swap, device=options.device, dtype="bf16", moments=moments, seed=seed)
         with infinity.init(config):
             model = GPT(options.hidden, options.layers, 4, 256, seq)
-        with infinity.gathered(model.parameters()), torch.no_grad():
-            for param in model.parameters():
-                param *= factor
+            with torch.no_grad():  # here, where values are fp32: a bf16 weight would not move
+                for param in model.parameters():
+                    param.mul_(factor)
         optimizer = infinity.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
         with infinity.engine_of(model) as engine:
             losses = []

@@ -8,7 +8,7 @@
  *   isas() -> tuple[str, ...]
  *       What this CPU has of ("scalar", "avx2", "avx512"), widest last.
  *   adam(weight, residual, momentum, variance, grad, numel, grad_is_fp32, scalars, decoupled, dither, threads, isa)
- *       Updates one shard in place, one pass: 12 bytes a parameter read, 12 written, and the gradient.
+ *       Updates one shard in place, one pass: 12 bytes a parameter read, 12 written (8 and 8 with dither), and the gradient.
  *       weight is bf16[numel] and residual int16[numel], or weight fp32[numel] and residual 0; the moments are fp32[numel].
  *       scalars: (grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps,
  *       step_size), each rounded to fp32 here, once. isa: one of isas(), or None for the widest.

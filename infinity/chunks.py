@@ -1,7 +1,7 @@
 """Where each parameter lies: the packing of parameters into chunks, of chunks into shards, and of a shard's record.
 
 Pure arithmetic over names and sizes. Must not know torch, processes, tiers or files. Offsets and sizes are in
-elements unless a name says `nbytes`. Parameters of one element are not packed: the engine keeps them resident.
+elements unless a name says `nbytes`.
 """
 
 # [Note: how parameters are packed]

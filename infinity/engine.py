@@ -230,7 +230,7 @@ class Engine:
         ready = [chunk for chunk in self.registry.chunks if chunk.gradient_job is not None and not chunk.updated]
         ready = [chunk for chunk in ready if chunk.pending is None]
         if not self.deferred:
-            ready.sort(key=lambda chunk: chunk.gradient_number)  # others may wait for the memory of what came first
+            ready.sort(key=lambda chunk: chunk.gradient_number)  # in the order in which their gradients came
         if self._sums_squares():
             norm = self._norm(ready) * hyper.grad_scale
             overflow = self.config.watches_nonfinite and not math.isfinite(norm)
@@ -260,14 +260,15 @@ class Engine:
     def _skip(self, ready: list[ChunkState]) -> None:
         """Forget the step's gradients, which are not finite on some rank: no state changes, on any rank."""
         self.num_skipped += 1
-        found = self._first_nonfinite(ready) if self.config.nonfinite == "raise" else ""
+        raises = self.config.nonfinite == "raise"
+        found = self._first_nonfinite(ready) if raises else None
         for chunk in ready:
             self.gradients.wait_for(chunk)
             self.gradients.drop(chunk)
         self._end_step()
-        if self.config.nonfinite == "raise":
+        if raises:
             raise NonFiniteError(
-                f"rank {self.ranks.rank} of {self.ranks.world}: the gradients of this step are not finite{found}. No state was "
+                f"rank {self.ranks.rank} of {self.ranks.world}: gradients of this step are not finite; {found}. No state was "
                 f"changed; a lower learning rate or max_grad_norm may help, nonfinite='skip' goes on without the step."
             )
 
@@ -277,8 +278,8 @@ class Engine:
                 for piece in chunk.pieces:
                     part = gradient[piece.start : piece.start + piece.numel]
                     if piece.param in chunk.received and not part.isfinite().all():
-                        return f"; the first is of {self.registry.params[piece.param].name}"
-        return "; on this rank all are"
+                        return f"the first is of {self.registry.params[piece.param].name}"
+        return "they lie in the shards of other ranks"
 
     def zero_grad(self) -> None:
         if not self._started:
@@ -297,7 +298,7 @@ class Engine:
             if chunk.updating is None or chunk.updating.done
         ]
         if dropped:
-            self.gradients.gc.drain()
+            self.gradients.drain()
         for chunk in dropped:
             self.gradients.drop(chunk)
         self.pipeline.trace.clear()
@@ -331,8 +332,7 @@ class Engine:
             return
         if self.optimizer is None:
             raise UsageError("a backward pass needs an optimizer: make infinity.AdamW(model.parameters()) before it")
-        if self.torn:
-            raise UsageError("a backward pass after one that failed half-way and had begun to update; see step()")
+        self._refuse_torn()
         if self.num_backwards >= self.optimizer.accumulation_steps:
             raise UsageError(
                 f"backward pass {self.num_backwards + 1} since the last step, but accumulation_steps="
@@ -341,6 +341,10 @@ class Engine:
         self.backward_task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._expect_gradients()
+
+    def _refuse_torn(self) -> None:
+        if self.torn:
+            raise UsageError("a backward pass after one that failed half-way and had begun to update; see step()")
 
     def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.optimizer.accumulation_steps
@@ -416,6 +420,7 @@ class Engine:
                 f"infinity.vertical takes all {num_micro_batches} micro-batches of a step at once, but there is {declared} and "
                 f"{self.num_backwards} backward passes were made since the last step. Give them to the optimizer's constructor."
             )
+        self._refuse_torn()
         self.backward_task, self.num_backwards = _MANY_GRAPHS, num_micro_batches - 1
         self._expect_gradients()
         try:
@@ -745,4 +750,3 @@ def _disarm_guard(model: nn.Module) -> None:
     handle = model.__dict__.pop("_infinity_start", None)
     if handle is not None:
         handle.remove()
-

@@ -36,7 +36,7 @@ from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterSt
 
 
 class Gradients:
-    """Collects gradients. dtype: None keeps each chunk's own; fp32 where micro-batches accumulate.
+    """Collects gradients, in each chunk's own dtype. accumulate: in fp32, since micro-batches add up.
 
     spill: gradients wait for step() and there are fewer slots than chunks, so write some before their slots are wanted.
     limit_nbytes: device bytes of gradients under way; past it the training thread waits.
@@ -176,6 +176,10 @@ class Gradients:
         chunk.gradient_job.wait()
         self.raise_failure()
 
+    def drain(self) -> None:
+        """Wait until nothing is under way, whether it succeeded or not."""
+        self.gc.drain()
+
     def close(self) -> None:
         self.gc.close()
 
@@ -191,11 +195,10 @@ class Gradients:
         """The chunk's gradient shard, to be written to; its gaps are zero. Waits for a slot."""
         if chunk.on_device:
             if chunk.device_gradient is None:
-                zeros = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
-                chunk.device_gradient = zeros
-                self.tier.book(zeros.numel() * zeros.element_size())
-            yield chunk.device_gradient
+                chunk.device_gradient = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
+                self.tier.book(chunk.device_gradient.nbytes)
             chunk.has_gradient = True
+            yield chunk.device_gradient
             return
         take = self.records.obtain if chunk.has_gradient else self.records.fresh
         entry = take(chunk, GRADIENTS)

@@ -44,7 +44,6 @@ class Elementwise(torch.optim.Optimizer):
         self.loss_scale = loss_scale
         self.grad_norm: float | None = None
         super().__init__(params, {name: _tuples(value) for name, value in defaults.items()})
-        self.snapshot()
         try:
             check_elementwise(rule, self.snapshot()[0])
         except ValueError as error:

@@ -1,6 +1,6 @@
 """Ranks: how shards become chunks and gradients become shards.
 
-The one module that talks to torch.distributed. Knows flat tensors and ranks; must not know parameters, plans or tiers.
+The one module that talks to torch.distributed, beside the command line, which starts and ends it. Knows flat tensors and ranks; must not know parameters, plans or tiers.
 Device collectives are called by one thread only, in the plan's order: two gathers of equal size that are issued in
 different orders on two ranks do not fail, they deliver each other's data.
 """

@@ -65,14 +65,13 @@ def place(
     Raises BudgetError where a budget is below the least that works.
     """
     chunks = layout.chunks
-    itemsize = WEIGHT_NBYTES
-    span_nbytes = sum(span.numel * itemsize[span.dtype] for span in layout.spans)
+    span_nbytes = sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
     states_nbytes = sum(record.states_nbytes for record in records)
     gradient_nbytes = [
-        _page(record.numel * (gradient_itemsize or itemsize[chunk.dtype])) if chunk.trainable else 0
+        _page(record.numel * (gradient_itemsize or WEIGHT_NBYTES[chunk.dtype])) if chunk.trainable else 0
         for chunk, record in zip(chunks, records)
     ]
-    buffers = 0 if layout.world == 1 else 2 * max(c.numel * itemsize[c.dtype] for c in chunks)
+    buffers = 0 if layout.world == 1 else 2 * max(c.numel * WEIGHT_NBYTES[c.dtype] for c in chunks)
     gradient_limit = op_gradient_nbytes + buffers
 
     whole_nbytes = span_nbytes + states_nbytes + sum(gradient_nbytes) + gradient_limit + snapshot_nbytes
@@ -141,7 +140,7 @@ def place(
         if host_nbytes(wanted) > host_budget:
             break
         low = wanted
-    on_nvme = nbytes_in("nvme") > sum(gradient_nbytes)
+    on_nvme = any("nvme" in homes[kind] for kind in (WEIGHTS, STATES))
     order = [kind for kind, choice in ((WEIGHTS, weights), (STATES, states)) if keep and choice == "auto"]
     if deferred:
         order.insert(order.count(WEIGHTS), GRADIENTS)

@@ -74,17 +74,17 @@ class Records:
             if pin:  # what was to be read ahead is needed now; read later, it would be read once more for nobody
                 self._requests = [r for r in self._requests if r.pin or (r.chunk, r.kind) != (chunk, kind)]
             if pin and urgent:
-                self._let_pass(kind, self._requests)
+                self._let_pass(self._requests, kind)
             if self._requests or self.on_read is not None or not self._try(request):
                 self._requests.append(request)
                 self.lock.notify_all()
         return request
 
     def hurry(self, request: Request) -> None:
-        """An op waits for it: let it, and the weights asked for before it, pass whatever is read ahead."""
+        """Somebody waits for it: let it, and what was asked for of its kind before it, pass whatever is read ahead."""
         with self.lock:
             if request in self._requests:
-                self._let_pass(request.kind, self._requests[: self._requests.index(request) + 1])
+                self._let_pass(self._requests[: self._requests.index(request) + 1], request.kind)
             self.lock.notify_all()
         if request.done and request.result is not None and hasattr(request.result.source, "promote"):
             request.result.source.promote()
@@ -92,8 +92,8 @@ class Records:
     def hurry_all(self) -> None:
         """The training thread waits for updates: let all that was asked for, in its order, pass what is read ahead."""
         with self.lock:
-            for request in self._requests:
-                request.urgent = request.urgent or request.pin
+            for kind in self.caches:
+                self._let_pass(self._requests, kind)
             self.lock.notify_all()
 
     def settle(self, entry: Entry) -> None:
@@ -146,14 +146,13 @@ class Records:
         """Send dirty entries to NVMe and drop the caller's pins once they are there; resident ones stay."""
         started = []
         for kind, entry in entries.items():
-            extent, buffer = (None, None) if entry.resident else self._place(chunk, kind, entry)
             with self.lock:
-                if buffer is None:
+                if entry.resident:
                     entry.become(HostState.CLEAN)
-                    self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
+                    self.caches[kind].unpin(entry, keep=True)
                     continue
                 entry.become(HostState.WRITING)
-            started.append((kind, entry, self.swap.write(extent, buffer), now()))
+            started.append((kind, entry, self.swap.write(*self._place(chunk, kind, entry)), now()))
         if started:
             self._writer.push(lambda: self._finish_writes(chunk, started))
 
@@ -161,7 +160,7 @@ class Records:
         """Have a dirty copy written before its slot is wanted, if none can be had otherwise."""
         with self.lock:
             cache = self.caches[kind]
-            if cache.slots is not None and cache.farthest(HostState.CLEAN) is None and not cache.frees_soon():
+            if cache.farthest(HostState.CLEAN) is None and not cache.frees_soon():
                 self._make_clean(kind)
 
     def discard(self, chunk: ChunkState, kind: str) -> None:
@@ -202,7 +201,8 @@ class Records:
         self._settler.close()
         self._writer.close()
 
-    def _let_pass(self, kind: str, requests: list[Request]) -> None:
+    @staticmethod
+    def _let_pass(requests: list[Request], kind: str) -> None:
         for request in requests:
             request.urgent = request.urgent or (request.pin and request.kind == kind)
 
@@ -210,9 +210,9 @@ class Records:
         return self.keep or kind == GRADIENTS or (kind == WEIGHTS and chunk.keep_weights)
 
     def _place(self, chunk: ChunkState, kind: str, entry: Entry):
-        """The entry's extent and its bytes; both are None where this rank's shard lies wholly in the padding."""
+        """The extent of an entry that borrows a slot, and its bytes; what has none is resident."""
         extent = chunk.extents[kind]
-        return extent, entry.memory.buffer[: extent.nbytes] if extent is not None else None
+        return extent, entry.memory.buffer[: extent.nbytes]
 
     def _make_clean(self, kind: str) -> None:
         """No slot of the kind can be had: write the dirty copy that is used last, unless one is becoming free anyway."""
@@ -263,9 +263,6 @@ class Records:
         if self.on_read is not None:
             self.on_read()
         extent, buffer = self._place(request.chunk, request.kind, entry)
-        if buffer is None:
-            entry.become(HostState.CLEAN)
-            return
         start = now()
         priority = aio_ext.DEMAND if request.urgent else aio_ext.PREFETCH
         entry.source = self.swap.read(extent, buffer, priority=priority)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity.residency import owner_of
 from infinity.errors import ConfigError
+from infinity.residency import owner_of
 
 
 def vertical(
@@ -38,14 +38,14 @@ def vertical(
     with engine.one_backward(len(micro_batches)):
         inputs, states = [[x for x, _ in micro_batches]], []
         for segment in segments[:-1]:
-            states.append([_random_state(engine.device) for _ in micro_batches])
-            outputs = []
+            random, outputs = [], []
             with engine.one_segment(scales=False), torch.no_grad():
-                for number, x in enumerate(inputs[-1]):
-                    states[-1][number] = _random_state(engine.device)
+                for x in inputs[-1]:
+                    random.append(_random_state(engine.device))
                     outputs.append(segment(x))
             inputs.append(outputs)
-        gradients: list = []
+            states.append(random)
+        gradients: list[torch.Tensor | None] = []  # of each micro-batch, with respect to the last segment's input that was left
         with engine.one_segment(scales=True):
             for x, (_, target) in zip(inputs.pop(), micro_batches, strict=True):
                 x = _leaf(x)

@@ -374,3 +374,18 @@ def loss_of(output):
     from infinity.hooks import tensors_in
 
     return sum(tensor.float().square().mean() for tensor in tensors_in(output) if tensor.is_floating_point())
+
+
+def tokens(step, micro=0, vocab=61, batch=3, seq=12):
+    generator = torch.Generator().manual_seed(1000 * step + micro)
+    rows = torch.randint(vocab, (batch, seq + 1), generator=generator)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def gpt_step(model, optimizer, step, accumulate=1):
+    for micro in range(accumulate):
+        loss = model(*tokens(step, micro)) / accumulate
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()

@@ -26,24 +26,9 @@ from infinity.chunks import GRADIENTS
 from infinity.errors import BudgetError, UsageError
 from infinity.gpt import GPT
 from infinity.residency import Presence
-from models import TRAITS, H, Model, inputs, loss_of, mlp, tiny_gpt
+from models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def tokens(step, micro=0, vocab=61, batch=3, seq=12):
-    generator = torch.Generator().manual_seed(1000 * step + micro)
-    rows = torch.randint(vocab, (batch, seq + 1), generator=generator)
-    return rows[:, :-1], rows[:, 1:]
-
-
-def gpt_step(model, optimizer, step, accumulate=1):
-    for micro in range(accumulate):
-        loss = model(*tokens(step, micro)) / accumulate
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 class ReentrantGPT(GPT):

@@ -11,8 +11,7 @@ import infinity
 from helpers import NVME, assert_same_states, states_of, training
 from infinity.adam import Dither, store_dithered
 from infinity.scaling import LossScale
-from models import inputs, loss_of, mlp, tiny_gpt
-from test_engine import gpt_step, tokens
+from models import gpt_step, inputs, loss_of, mlp, tiny_gpt, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

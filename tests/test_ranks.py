@@ -1,6 +1,7 @@
 """Ranks: the same mathematics on one, two and four, each holding, reading and updating its part of every chunk.
 
-The ranks are processes that live as long as this file's tests and run functions of it, all at once.
+The ranks are processes that live as long as this file's tests and run functions of it, all at once. Long because what they run
+must stand in the file that starts them.
 """
 
 import gc
@@ -164,6 +165,14 @@ def states_of(engine, model):
         for name, param in model.named_parameters()
         for kind, value in engine.read_state(param).items()
     }
+
+
+def made(folder, **changes):
+    """(model, optimizer) of the GPT."""
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, **changes)):
+        model = gpt()
+    return model, infinity.AdamW(model.parameters(), lr=1e-2)
 
 
 def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, optimizer=None, **changes):
@@ -409,10 +418,7 @@ def test_two_ranks_with_the_same_data_have_the_bits_of_one(worlds, tmp_path, mom
 
 
 def twins(folder, **changes):
-    torch.manual_seed(0)
-    with infinity.init(settings(folder, **changes)):
-        model = gpt()
-    adam = infinity.AdamW(model.parameters(), lr=1e-2)
+    model, adam = made(folder, **changes)
     with infinity.engine_of(model) as engine:
         for step in range(6):
             model(*tokens(step, 0)).backward()
@@ -432,10 +438,7 @@ def test_a_nan_in_one_ranks_gradient_is_found_on_all_before_any_state_changes(wo
 
 
 def poisoned(folder, nonfinite):
-    torch.manual_seed(0)
-    with infinity.init(settings(folder, nonfinite=nonfinite, **ON_NVME)):
-        model = gpt()
-    adam = infinity.AdamW(model.parameters(), lr=1e-2)
+    model, adam = made(folder, nonfinite=nonfinite, **ON_NVME)
     raised = None
     with infinity.engine_of(model) as engine:
         for step in range(4):
@@ -529,10 +532,7 @@ def test_rank_0s_changes_inside_gathered_reach_all_ranks(worlds, tmp_path):
 
 
 def changed(folder):
-    torch.manual_seed(0)
-    with infinity.init(settings(folder, **ON_NVME)):
-        model = gpt()
-    adam = infinity.AdamW(model.parameters(), lr=1e-2)
+    model, adam = made(folder, **ON_NVME)
     with infinity.engine_of(model) as engine:
         for step in range(2):
             model(*map(share, tokens(step, 0))).backward()

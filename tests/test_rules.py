@@ -7,8 +7,7 @@ import infinity
 from helpers import NVME, assert_same_bits, training
 from infinity.adam import Dither, split_master
 from infinity.rules import AdamRule, LionRule, Rule, SGDRule
-from models import tiny_gpt
-from test_engine import gpt_step
+from models import gpt_step, tiny_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
