@@ -1,13 +1,14 @@
 """The Adam update of one shard, the split master, and the exact gradient norm: the Python face of _adam.c.
 
-Knows flat tensors. Must not know chunks, ranks, tiers or parameters. On the CPU the C kernel works on the tensors' own
-memory; elsewhere, or with isa="torch", elementwise torch operations do, with equal bits: the arithmetic is that of
-[Note: the fixed arithmetic] in _adam.c.
+Knows flat tensors, and of a parameter no more than the name that its random bits are drawn from. Must not know chunks, ranks
+or tiers. On the CPU the C kernel works on the tensors' own memory; on CUDA a Triton kernel does, and where there is no Triton
+elementwise torch operations do, all with equal bits: the arithmetic is that of [Note: the fixed arithmetic] in _adam.c.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from dataclasses import dataclass
@@ -117,13 +118,12 @@ def adam_step(
     threads: int = 0,
     isa: str | None = None,
 ) -> None:
-    """Update one shard in place. All 1-D contiguous [numel] on one device; moments fp32, grad bf16 or fp32.
-
-    dither: the moments of the split master are bf16, rounded stochastically ([Note: bf16 moments] in _adam.c).
+    """Update one shard in place. All 1-D contiguous [numel] on one device; grad bf16 or fp32.
 
     weight bf16 and residual int16 are a split master ([Note: weight and residual] in _adam.c); weight fp32 and residual
-    None are the master itself. threads: 0 is one for each CPU that the calling thread may run on. isa: one of
-    `_adam.isas()` or "torch" forces a variant. All give equal bits; a NaN is left behind as 0x7FC00000.
+    None are the master itself. The moments are fp32, or with `dither`, for a split master, bf16 and rounded stochastically
+    ([Note: bf16 moments] in _adam.c). threads: 0 is one for each CPU that the calling thread may run on. isa: one of
+    `_adam.isas()`, "triton" or "torch" forces a variant. All give equal bits; a NaN is left behind as 0x7FC00000.
     Raises ValueError if lengths, dtypes or devices differ, or if the CPU lacks isa.
     """
     _check(weight, "weight", torch.float32 if residual is None else torch.bfloat16)
@@ -136,6 +136,11 @@ def adam_step(
     _check(variance, "variance", moment_dtype, like=weight)
     _check(grad, "grad", *_GRAD_DTYPES, like=weight)
     s = scalars
+    numbers = (s.grad_scale, s.decay_or_l2, s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2)
+    numbers += (s.inv_sqrt_bias2, s.eps, s.step_size)
+    keys = None if dither is None else (dither.key0, dither.key1, dither.index)
+    if isa == "triton" or (isa is None and weight.is_cuda and _device_kernel() is not None):
+        return _device_kernel()(weight, residual, momentum, variance, grad, numbers, s.decoupled, keys)
     if isa == "torch" or weight.device.type != "cpu":
         return _adam_torch(weight, residual, momentum, variance, grad, s, dither)
     _adam.adam(
@@ -146,13 +151,22 @@ def adam_step(
         grad.data_ptr(),
         weight.numel(),
         grad.dtype == torch.float32,
-        (s.grad_scale, s.decay_or_l2, s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2)
-        + (s.inv_sqrt_bias2, s.eps, s.step_size),
+        numbers,
         s.decoupled,
-        None if dither is None else (dither.key0, dither.key1, dither.index),
+        keys,
         threads,
         isa,
     )
+
+
+@functools.cache
+def _device_kernel():
+    """The Triton kernel, or None without Triton."""
+    try:
+        from infinity import _adam_triton
+    except ImportError:
+        return None
+    return _adam_triton.adam
 
 
 def split_master(

@@ -168,7 +168,7 @@ def _connect(
         chunk.states_home = placement.homes[STATES if chunk.trainable else WEIGHTS][index]
         chunk.extents = {kind: extents[kind][index] for kind in KINDS}
     registry = Registry(layout_, params, spans, chunks)
-    tier = DeviceTier(placement.span_budget_nbytes)
+    tier = DeviceTier(placement.device_nbytes - placement.fixed_nbytes)
     for span in spans:
         span.pinned = placement.pinned
         if placement.pinned:

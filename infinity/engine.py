@@ -33,7 +33,8 @@ from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHTS
 from infinity.config import Config
 from infinity.errors import ConfigError, NonFiniteError, UsageError
 from infinity.events import Events
-from infinity.hooks import Hooks
+from infinity.hooks import Hooks, tensors_in
+from infinity.margin import Margin, gauge_of
 from infinity.partition import Ranks
 from infinity.residency import (
     ChunkState,
@@ -253,7 +254,8 @@ class Engine:
     def _end_step(self) -> None:
         for state in self.registry.params:
             state.expected = state.arrived_last
-        self.pipeline.adopt(*self._completions())
+        completions = self._completions()
+        self.pipeline.adopt(*completions, anew=self.margin.settle())
         self._reset_step()
         self.pipeline.begin_cycle()
 
@@ -306,7 +308,8 @@ class Engine:
 
     # What the hooks call.
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, inputs: object) -> None:
+        """An outermost module is called; inputs: whatever it is called with."""
         self._check_open()
         if torch._C._are_functorch_transforms_active():
             raise UsageError(
@@ -323,8 +326,9 @@ class Engine:
             self._abandon_backward()
         if self.optimizer is None and not torch.is_grad_enabled():
             self.hooks.recording = True  # without an optimizer a forward pass is the whole cycle
-            self.pipeline.adopt((), ())
+            self.pipeline.adopt((), (), anew=bool(self.pipeline.trace) and self.margin.settle())
             self.pipeline.begin_cycle()
+        self.margin.begin_forward(tuple(tuple(tensor.shape) for tensor in tensors_in(inputs)))
 
     def begin_backward(self) -> None:
         """The gradient of an outermost output is known; once a backward pass."""
@@ -568,7 +572,8 @@ class Engine:
             completed = [(b, p, c) for b, row in enumerate(last) for c, p in reversed([*enumerate(row)]) if p < NEVER]
             completed.sort(key=lambda entry: entry[1])
         final = -1 if self.deferred else self.optimizer.accumulation_steps - 1
-        return [(p, c) for _, p, c in completed], [(p, c) for b, p, c in completed if b == final]
+        early = [(p, c) for b, p, c in completed if b == final and not self.registry.chunks[c].on_device]
+        return [(p, c) for _, p, c in completed], early
 
     def _hyper(self) -> Hyper:
         scale = self.scaler.scale if self.scaler is not None else self.ranks.world
@@ -642,6 +647,25 @@ class Engine:
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
         self.records, self.pipeline, self.gradients, self.updater = parts.records, parts.pipeline, parts.gradients, parts.updater
         self.values = Values(self.registry, self.records, self.updater, self.tier, self.ranks, self._finish_announced)
+        config = self.config
+        self.margin = Margin(
+            self.registry,
+            self.records,
+            self.pipeline,
+            self.gradients,
+            self.updater,
+            self.values,
+            self.tier,
+            self.ranks,
+            self.placement,
+            gauge_of(self.device),
+            bound_nbytes=None if config.device_memory == "auto" else config.device_memory,
+            holds_records=self.optimizer is not None
+            and config.residency == config.states == "auto"
+            and config.weights in ("auto", "device")
+            and "device" not in self.placement.homes[STATES],
+            finish=self._finish_announced,
+        )
         self.gradients.raise_failure = self.raise_failure
         self.pipeline.begin_update = lambda chunk: self._begin_update(chunk, chunk.pending)
         self.pipeline.in_backward = lambda: self.backward_task is not None
@@ -726,11 +750,11 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _guard_before_start(engine: Engine, model: nn.Module) -> None:
     """Start the engine when the model runs before an optimizer was made."""
 
-    def begin(module, args):
+    def begin(module, args, kwargs):
         engine._start()
-        engine.hooks._before(module, args)
+        engine.hooks._before(module, args, kwargs)
 
-    model.__dict__["_infinity_start"] = model.register_forward_pre_hook(begin, prepend=True)
+    model.__dict__["_infinity_start"] = model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
 
 
 def _guard_after_close(model: nn.Module | None, params: list[ParameterState]) -> None:

@@ -160,6 +160,17 @@ class Gradients:
         chunk.gradient_job = chunk.norm_job = None
         chunk.received = set()
 
+    def leave_device(self, chunk: ChunkState) -> None:
+        """The record has gone back to its home: send what has arrived of its gradient after it. Nothing is under way."""
+        gradient, chunk.device_gradient = chunk.device_gradient, None
+        if gradient is None:
+            return
+        if chunk.has_gradient:
+            chunk.has_gradient = False
+            with self._open(chunk) as memory:
+                memory.copy_(gradient)
+        self.tier.book(-gradient.nbytes)
+
     def wait_for_room(self) -> None:
         """Hold the training thread while too many gradients are on the device."""
         with self._changed:
@@ -195,7 +206,8 @@ class Gradients:
         """The chunk's gradient shard, to be written to; its gaps are zero. Waits for a slot."""
         if chunk.on_device:
             if chunk.device_gradient is None:
-                chunk.device_gradient = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
+                with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():  # the one that fills it
+                    chunk.device_gradient = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
                 self.tier.book(chunk.device_gradient.nbytes)
             chunk.has_gradient = True
             yield chunk.device_gradient

@@ -154,7 +154,7 @@ class Hooks:
             spans = dict.fromkeys(self.registry.span_of(state) for state in states)
             self.ops[module] = Op(len(self.ops), name or type(model).__name__, tuple(spans), tuple(states))
             module._parameters = FetchingParameters(module._parameters, self)
-            self._handles.append(module.register_forward_pre_hook(self._before, prepend=True))
+            self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
         for state in self.registry.params:
             if state.trainable:
@@ -171,13 +171,13 @@ class Hooks:
     # Forward and recomputed forward.
 
     @torch._dynamo.disable
-    def _before(self, module, args):
+    def _before(self, module, args, kwargs):
         op = self.ops[module]
         phase = RECOMPUTE if _current_graph_task_id() != -1 else FORWARD
         outermost = not self.frames and phase == FORWARD
         if outermost:
             self.recording = torch.is_grad_enabled() or self.kept is not None
-            self.engine.begin_forward()
+            self.engine.begin_forward((args, kwargs))
         frame = Frame(module, op, outermost)
         self.frames.append(frame)
         if op.spans:

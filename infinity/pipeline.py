@@ -87,6 +87,7 @@ class Pipeline:
         self.reduce: Callable[[ChunkState], None] = lambda chunk: None
         self.reduce_unplanned: Callable[[], None] = lambda: None
         self.read_states: Callable[[ChunkState], None] = lambda chunk: None
+        self.on_acquire: Callable[[Hashable], None] | None = None  # told of each op that begins
         self.cg, self.gg = Lane("cg"), Lane("gg")
         self.cuda = device.type == "cuda"
         if self.cuda:
@@ -116,6 +117,8 @@ class Pipeline:
     def acquire(self, key: Hashable, spans: Sequence[SpanState], *, record: bool) -> None:
         """Hold spans, make them whole on the device and let their parameters point there; issue what comes next."""
         self.drain_dropped()
+        if self.on_acquire is not None:
+            self.on_acquire(key)
         with self._holding(spans):
             if record:
                 self.trace.append(Use(key, tuple(s.index for s in spans), frozenset(self._held)))
@@ -172,9 +175,7 @@ class Pipeline:
     def begin_cycle(self) -> None:
         """A step begins: whatever is left on the device goes, and the first fetches are issued."""
         self.drain_dropped()
-        for span in self.registry.spans:
-            if span.allocated and not span.pinned and not span.holds:
-                self._evict(span)
+        self.evict_idle()
         self._pointer = 0
         self.num_updates_begun = 0
         self._off_plan = self.plan_uses is None
@@ -182,12 +183,18 @@ class Pipeline:
             self._cursor.restart()
             self._issue()
 
-    def adopt(self, reductions: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]]) -> None:
-        """Make the plan of the trace recorded since the last call, unless it is the one in force."""
+    def evict_idle(self) -> None:
+        """Free every span that no op holds."""
+        for span in self.registry.spans:
+            if span.allocated and not span.pinned and not span.holds:
+                self._evict(span)
+
+    def adopt(self, reductions: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]], *, anew: bool = False) -> None:
+        """Make the plan of the trace recorded since the last call, unless it is the one in force. anew: budgets have changed."""
         trace, self.trace = self.trace, []
         if not trace:
             return
-        changed = trace != self.plan_uses
+        changed = anew or trace != self.plan_uses
         if self.ranks.world > 1:
             digest = zlib.crc32(repr((trace, reductions, updates)).encode())
             if not self.ranks.agree(digest):

@@ -12,10 +12,10 @@ Pure arithmetic over the layout's sizes and the budgets. Must not know torch, fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Layout, Record
+from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Chunk, Layout, Record
 from infinity.config import format_bytes
 from infinity.errors import BudgetError
 
@@ -29,14 +29,17 @@ class Placement:
     memory share, and the bytes that all this takes.
 
     pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
-    span_budget_nbytes: device bytes for spans that come and go. gradient_limit_nbytes: for gradients under way.
+    device_nbytes: the device budget; of it, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients under way, and the
+    rest is for spans that come and go; least_nbytes is the least budget that works.
     """
 
     homes: dict[str, tuple[str, ...]]
     sizes: dict[str, tuple[int, ...]]
     slots: dict[str, int]
     pinned: bool
-    span_budget_nbytes: int
+    device_nbytes: int
+    fixed_nbytes: int
+    least_nbytes: int
     gradient_limit_nbytes: int
     host_nbytes: int
     nvme_nbytes: int
@@ -66,22 +69,22 @@ def place(
     """
     chunks = layout.chunks
     span_nbytes = sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
-    states_nbytes = sum(record.states_nbytes for record in records)
     gradient_nbytes = [
         _page(record.numel * (gradient_itemsize or WEIGHT_NBYTES[chunk.dtype])) if chunk.trainable else 0
         for chunk, record in zip(chunks, records)
     ]
+    largest = sum(_largest_on_device(chunk, record, gradient_itemsize) for chunk, record in zip(chunks, records))
     buffers = 0 if layout.world == 1 else 2 * max(c.numel * WEIGHT_NBYTES[c.dtype] for c in chunks)
     gradient_limit = op_gradient_nbytes + buffers
 
-    whole_nbytes = span_nbytes + states_nbytes + sum(gradient_nbytes) + gradient_limit + snapshot_nbytes
+    whole_nbytes = span_nbytes + largest + gradient_limit + snapshot_nbytes
     if weights == "auto" and states in ("auto", "device") and keep and whole_nbytes <= device_budget:
         weights = states = "device"
     if states == "device" and weights != "device":
         states = _only_whole(states, whole_nbytes, device_budget)
         weights = "device"
     pinned = span_nbytes if weights == "device" else 0
-    on_device = states_nbytes + sum(gradient_nbytes) + snapshot_nbytes if states == "device" else 0
+    on_device = largest + snapshot_nbytes if states == "device" else 0
     needed = pinned + on_device + (0 if pinned else held_nbytes) + gradient_limit
     if device_budget < needed:
         raise BudgetError(
@@ -90,9 +93,15 @@ def place(
             f"{', weights ' + format_bytes(pinned) if pinned else ''}{', states ' + format_bytes(on_device) if on_device else ''}"
             f"). Raise device_memory{' or leave more to the host' if pinned else ', or split the largest layer'}."
         )
-    spare = device_budget - needed
-    gradient_limit += min(op_gradient_nbytes, spare // 3)
-    span_budget = device_budget - pinned - on_device - gradient_limit
+    extra = min(op_gradient_nbytes, (device_budget - needed) // 3)
+    gradient_limit += extra
+    device = {
+        "pinned": bool(pinned),
+        "device_nbytes": device_budget,
+        "fixed_nbytes": pinned + on_device + gradient_limit,
+        "least_nbytes": needed + extra,
+        "gradient_limit_nbytes": gradient_limit,
+    }
 
     sizes = {
         WEIGHTS: tuple(record.weight_nbytes for record in records),
@@ -101,7 +110,7 @@ def place(
     }
     if weights == "device" and states == "device":
         everywhere = dict.fromkeys(KINDS, ("device",) * len(chunks))
-        return Placement(everywhere, sizes, dict.fromkeys(KINDS, 0), True, span_budget, gradient_limit, 0, 0)
+        return Placement(everywhere, sizes, dict.fromkeys(KINDS, 0), host_nbytes=0, nvme_nbytes=0, **device)
 
     homes = {
         WEIGHTS: ["host" if weights == "host" else "nvme"] * len(chunks),
@@ -156,12 +165,39 @@ def place(
         homes={kind: tuple(found) for kind, found in homes.items()},
         sizes=sizes,
         slots=slots(low),
-        pinned=bool(pinned),
-        span_budget_nbytes=span_budget,
-        gradient_limit_nbytes=gradient_limit,
         host_nbytes=host_nbytes(low),
         nvme_nbytes=nbytes_in("nvme"),
+        **device,
     )
+
+
+def records_on_device(
+    layout: Layout, records: Sequence[Record], *, room_nbytes: int, gradient_itemsize: int | None, snapshots: Collection[int]
+) -> list[tuple[int, int]]:
+    """The spans whose records fit on the device when all weights do, from the first on, with the bytes of each span's.
+
+    gradient_itemsize: as in `place`. snapshots: spans that need their weights twice. The same on all ranks.
+    """
+    found = []
+    room_nbytes -= sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
+    for span in layout.spans:
+        if not span.trainable:
+            continue
+        nbytes = span.numel * WEIGHT_NBYTES[span.dtype] if span.index in snapshots else 0
+        nbytes += sum(_largest_on_device(layout.chunks[index], records[index], gradient_itemsize) for index in span.chunks)
+        if nbytes > room_nbytes:
+            break
+        room_nbytes -= nbytes
+        found.append((span.index, nbytes))
+    return found
+
+
+def _largest_on_device(chunk: Chunk, record: Record, gradient_itemsize: int | None) -> int:
+    """Bytes of states and gradient of the largest shard: what lies on the device is decided alike on all ranks."""
+    if not chunk.trainable:
+        return 0
+    itemsizes = [segment.itemsize for segment in record.segments[1:]] + [gradient_itemsize or WEIGHT_NBYTES[chunk.dtype]]
+    return sum(_page(chunk.shard_used(0) * itemsize) for itemsize in itemsizes)
 
 
 def chunk_numel(num_parameters: int, *, host_budget: int, device_budget: int, world: int, unit: int) -> int:

@@ -221,8 +221,24 @@ class DeviceTier:
             self.other_nbytes += nbytes
         self._note_peak()
 
+    def pin(self, span: SpanState) -> None:
+        """An allocated span is there to stay; it no longer counts against the budget of those that come and go."""
+        span.pinned = True
+        self.used_nbytes -= span.nbytes
+        self.book(span.nbytes)
+
+    def unpin(self, span: SpanState) -> None:
+        span.pinned = False
+        self.book(-span.nbytes)
+        self.used_nbytes += span.nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        """All that the engine holds on the device."""
+        return self.used_nbytes + self.other_nbytes
+
     def _note_peak(self) -> None:
-        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes + self.other_nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
 
 
 class Entry:

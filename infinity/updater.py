@@ -104,6 +104,10 @@ class Updater:
         begun = self._begun
         return bool(begun) and begun[0].done
 
+    def drain(self) -> None:
+        """Wait until every update that was begun is over, whether it succeeded or not."""
+        self.lane.drain()
+
     def close(self) -> None:
         self.lane.close()
 
@@ -192,13 +196,14 @@ def _between(chunk: ChunkState, begin: int, end: int) -> bool:
 
 
 def segments(chunk: ChunkState, weights, states) -> dict[str, torch.Tensor]:
-    """The shard's segments by name, 1-D [shard_used], over two host entries' memory."""
+    """The shard's segments by name, 1-D [shard_used], over the memory of two host entries, or of one where the other is None."""
     record = chunk.record
     found = {}
     for segment, offset in zip(record.segments, record.offsets, strict=True):
         dtype = TORCH_DTYPES[segment.dtype]
         if segment.name == "weight":
-            found["weight"] = weights.tensor(dtype, 0, record.numel)
+            if weights is not None:
+                found["weight"] = weights.tensor(dtype, 0, record.numel)
         elif states is not None:
             found[segment.name] = states.tensor(dtype, offset - record.states_offset, record.numel)
     return found

@@ -107,6 +107,8 @@ class Values:
                 memory = [entry.memory for entry in entries.values()]
                 self._fill(chunk, segments(chunk, memory[0], memory[1] if len(memory) > 1 else None), values)
                 self.records.write_back(chunk, entries)
+            if chunk.on_device:
+                self.make_snapshot(span)
             del values
             for state in span.params:
                 state.param.data = state.placeholder
@@ -135,11 +137,23 @@ class Values:
         chunk.span.flat[begin : begin + numel].copy_(segments_.pop("weight"))
         chunk.device_states = {name: tensor.to(chunk.span.flat.device) for name, tensor in segments_.items()}
         self.tier.book(chunk.record.states_nbytes)
-        if segments_.keys() & {"residual", "master"} and any(state.written_in_forward for state in chunk.span.params):
-            if chunk.span.snapshot is None:
-                chunk.span.snapshot = torch.zeros_like(chunk.span.flat)
-                self.tier.book(chunk.span.nbytes)
-            self.updater.take_snapshot(chunk)
+
+    def keeps_snapshot(self, span: SpanState) -> bool:
+        """Whether, on the device, it needs one; see [Note: weights written in forward] in residency.py."""
+        masters = {segment.name for index in span.span.chunks for segment in self.registry.chunks[index].record.segments}
+        return bool(masters & {"residual", "master"}) and any(state.written_in_forward for state in span.params)
+
+    def make_snapshot(self, span: SpanState) -> None:
+        """Make the span's first snapshot, its records having come to the device, if it needs one."""
+        if self.keeps_snapshot(span):
+            span.snapshot = span.flat.clone()
+            self.tier.book(span.nbytes)
+
+    def drop_snapshot(self, span: SpanState) -> None:
+        """Its records have left."""
+        if span.snapshot is not None:
+            span.snapshot = None
+            self.tier.book(-span.nbytes)
 
     @contextlib.contextmanager
     def _shard(self, chunk: ChunkState, *, change: bool = False):

@@ -171,3 +171,18 @@ def _least(make, directory, field, config, trained):
     except infinity.BudgetError as error:
         assert f"needs {nbytes} bytes" in str(error)
     return nbytes
+
+
+class ScriptedGauge:
+    """A device of `capacity` bytes on which a pass allocates `activations` beside what the engine holds; counts what was too much."""
+
+    def __init__(self, capacity):
+        self.capacity, self.activations, self.tier, self.overflows = capacity, 0, None, 0
+
+    def capacity_nbytes(self):
+        return self.capacity
+
+    def peak_nbytes(self):
+        peak = self.tier.held_nbytes + self.activations
+        self.overflows += peak > self.capacity
+        return peak

@@ -5,8 +5,11 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -414,10 +417,26 @@ def test_steps_count_from_one():
         AdamScalars.of(**{**HYPER, "step": 0})
 
 
+def test_the_triton_kernel_has_the_bits_of_the_c_kernel_in_its_interpreter():
+    """In a process of its own, since a process interprets either all kernels or none."""
+    pytest.importorskip("triton")
+    program = """
+import test_adam
+for layout in test_adam.LAYOUTS:
+    for numel in (1, 1023, 5003):
+        shard = test_adam.Shard(numel, layout)
+        assert shard.clone().update(isa="triton").equals(shard.update()), (layout, numel)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("isa", [None, "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-def test_device_has_the_bits_of_the_host(layout):
+def test_device_has_the_bits_of_the_host(layout, isa):
     host = Shard(300_001, layout)
     device = host.clone()
     device.__dict__ = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in device.__dict__.items()}

@@ -11,14 +11,14 @@ PACKAGE = Path(infinity.__file__).parent
 
 # From the ground up; what stands in one row does not know its neighbours.
 LAYERS = [
-    {"errors", "events", "lanes", "_adam", "aio_ext"},
+    {"errors", "events", "lanes", "_adam", "_adam_triton", "aio_ext"},
     {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "tiers", "gpt"},
     {"planner", "residency", "rules"},
     {"records", "optimizer"},
     {"gradients", "pipeline"},
     {"updater"},
     {"hooks", "values"},
-    {"assembly"},
+    {"assembly", "margin"},
     {"engine"},
     {"init", "vertical"},
     {"__init__"},

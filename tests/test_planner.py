@@ -11,7 +11,7 @@ import infinity
 from infinity import planner
 from infinity.chunks import GRADIENTS, STATES, WEIGHTS, ParameterSpec, layout, record_layout
 from infinity.errors import BudgetError
-from infinity.planner import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS, chunk_numel, place
+from infinity.planner import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS, chunk_numel, place, records_on_device
 
 # Eight chunks of one parameter of 4096 elements each: a bf16 weight is 8 KiB, the states are 40 KiB, a gradient is 8 KiB.
 NUM, WEIGHT, STATE, GRADIENT = 8, 8 << 10, 40 << 10, 8 << 10
@@ -136,7 +136,8 @@ def test_gradients_that_wait_for_the_step_stay_in_host_memory_where_they_fit():
 
 def test_the_least_device_memory_is_the_largest_op_and_its_gradient():
     least = 2 * WEIGHT + WEIGHT
-    assert placed(device_budget=least).span_budget_nbytes == 2 * WEIGHT
+    tight = placed(device_budget=least)
+    assert (tight.device_nbytes - tight.fixed_nbytes, tight.least_nbytes) == (2 * WEIGHT, least)
     with pytest.raises(BudgetError, match=f"device_memory=.* needs {least} bytes .*largest op 16.0 KiB.*split the largest layer"):
         placed(device_budget=least - 1)
 
@@ -170,7 +171,30 @@ def test_every_budget_from_the_least_on_is_kept(weights, states, deferred):
     for budget in (least, least + 1, least + 50_000, 2 * least, 10 * least):
         found = placed(host_budget=budget, **options)
         assert found.host_nbytes <= budget
-        assert found.span_budget_nbytes + found.gradient_limit_nbytes <= 100 << 10
+        assert found.fixed_nbytes <= found.least_nbytes <= found.device_nbytes == 100 << 10
+
+
+@pytest.mark.parametrize("states", ["auto", "device"])
+def test_what_is_on_the_device_is_decided_alike_on_all_ranks(states):
+    """The second rank's shards hold less: what it could just hold, the first could not."""
+    specs = [ParameterSpec(f"p{i}", 5000, "bf16", True) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=8192, world=2)
+    options = {"weights": "auto", "states": states, "keep": True, "deferred": False, "gradient_itemsize": None}
+    options |= {"host_budget": AMPLE, "held_nbytes": 2 * WEIGHT, "op_gradient_nbytes": WEIGHT}
+    outcomes = set()
+    for budget in range(100 << 10, 700 << 10, 4096):
+        found = []
+        for rank in range(2):
+            records = [record_layout(chunk.shard_used(rank), "bf16", True) for chunk in whole.chunks]
+            try:
+                placement = place(whole, records, device_budget=budget, **options)
+                found.append((placement.pinned, placement.fixed_nbytes, placement.homes[STATES][0]))
+            except BudgetError as error:
+                found.append(str(error))
+            found[-1] = (found[-1], records_on_device(whole, records, room_nbytes=budget, gradient_itemsize=None, snapshots=()))
+        assert found[0] == found[1], budget
+        outcomes.add(str(found[0][0])[:5])
+    assert len(outcomes) == 2  # both kinds were seen
 
 
 # ---- the size of chunks ----

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
+from helpers import ScriptedGauge
 from infinity.gpt import GPT
 
 ROOT = Path(__file__).parent.parent
@@ -214,6 +216,8 @@ def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, opt
             "nbytes": {"read": engine.stats()["links"]["nc"]["nbytes"], "written": engine.stats()["nvme_write_nbytes"]},
             "chunks": [(c.numel, c.used) for c in engine.layout.chunks],
             "num_plans": engine.stats()["num_plans"],
+            "num_promoted": len(engine.margin.promoted),
+            "num_spans": len(engine.registry.spans),
         }
 
 
@@ -235,6 +239,25 @@ def reference(*, steps=3, micros=1, max_grad_norm=None, lr=1e-2):
         adam.zero_grad()
         losses.append(loss)
     return losses, norms
+
+
+def grow(folder, capacity):
+    """Train on a scripted device; from step 3 on the last rank's batch is four times as large. States; (plans, promoted) a step."""
+    rank, world = ranks()
+    gauge = ScriptedGauge(capacity)
+    with mock.patch("infinity.engine.gauge_of", lambda device: gauge), mock.patch("infinity.margin.SLACK", 0.0):
+        model, adam = made(folder, device_memory="680KiB", chunk_mib=1 / 64)
+        engine, found = infinity.engine_of(model), []
+        gauge.tier = engine.tier
+        with engine:
+            for step in range(6):
+                batch = 16 if step >= 3 and rank == world - 1 else 4
+                gauge.activations = batch << 13
+                model(*tokens(step, rank, batch)).backward()
+                adam.step()
+                adam.zero_grad()
+                found.append((engine.pipeline.num_plans, len(engine.margin.promoted)))
+            return states_of(engine, model), found, gauge.overflows
 
 
 # ---- the same mathematics ----
@@ -269,6 +292,8 @@ PLACEMENTS = [
     {"weights": "nvme", "states": "nvme", "chunk_mib": 1 / 256},
     {"weights": "nvme", "states": "host", "chunk_mib": 1 / 32, "update": "deferred"},
     {"update": "backward"},
+    {"device_memory": "600KiB"},
+    {"device_memory": "640KiB", "host_memory": "700KiB", "update": "backward"},
 ]
 
 
@@ -285,6 +310,17 @@ def test_placement_changes_no_bit(worlds, tmp_path, dtype):
         assert results[index]["losses"] == results[0]["losses"], placement
         assert results[index]["states"] == results[0]["states"], placement
         assert results[index]["evaluations"] in ([], results[0]["evaluations"]), placement
+    assert 0 < results[len(placements) - 1]["num_promoted"] < results[0]["num_spans"]
+
+
+def test_records_leave_the_device_on_all_ranks_when_one_of_them_needs_more(worlds, tmp_path):
+    ample, tight = (worlds(2).run(grow, tmp_path, capacity) for capacity in (1 << 30, 712 << 10))
+    assert tight[0][0] == tight[1][0] == ample[0][0]
+    assert tight[0][1] == tight[1][1]
+    assert [overflows for *_, overflows in tight] == [0, 0]
+    plans, counts = zip(*tight[0][1])
+    assert plans == (1, 1, 1, 2, 2, 2)
+    assert counts[0] == counts[2] > counts[3] == counts[5] > 0
 
 
 def test_the_norm_has_the_same_bits_for_every_chunk_size(worlds, tmp_path):

@@ -1,0 +1,131 @@
+"""The Adam update of one shard on a CUDA device, in one pass over memory: the Triton face of the arithmetic in _adam.c.
+
+Must not know anything but flat tensors and numbers. Importing it needs Triton. 16-bit floats come in as int16, so that their
+conversion to fp32 and back is integer arithmetic here as it is there.
+"""
+
+# [Note: contraction]
+# A multiplication and an addition that the compiler fuses round once instead of twice. enable_fp_fusion=False forbids that;
+# division and square root are the correctly rounded ones, and Triton flushes no denormals of its own accord.
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK_NUMEL = 1024
+_UNSPECIALIZED = ["numel", "key0", "key1", "index"]  # a version for each value that divides by 16 would compile again and again
+
+
+def adam(weight, residual, momentum, variance, grad, scalars, decoupled: bool, dither) -> None:
+    """All 1-D [numel], contiguous, on one CUDA device, of the dtypes that `adam.adam_step` takes.
+
+    scalars: 9 doubles, each rounded to fp32 once. dither: (key0, key1, index) for bf16 moments, or None.
+    """
+    numel = weight.numel()
+    key0, key1, index = (_signed(value) for value in dither or (0, 0, 0))
+    split = residual is not None
+    with torch.cuda.device_of(weight):
+        _adam[(triton.cdiv(numel, _BLOCK_NUMEL),)](
+            _bits(weight),
+            _bits(residual) if split else _bits(weight),
+            _bits(momentum),
+            _bits(variance),
+            _bits(grad),
+            numel,
+            *scalars,
+            key0,
+            key1,
+            index,
+            SPLIT=split,
+            NARROW_GRAD=grad.dtype == torch.bfloat16,
+            DITHER=dither is not None,
+            DECOUPLED=decoupled,
+            BLOCK=_BLOCK_NUMEL,
+            enable_fp_fusion=False,
+        )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _signed(value: int) -> int:
+    """The int32 of the same 32 bits."""
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+@triton.jit
+def _widen(bits):
+    """bf16 bits, int16, to fp32."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _one_nan(value):
+    """The bits of an fp32 value, int32, with 0x7FC00000 for any NaN."""
+    return tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _adam(
+    weight_ptr,
+    residual_ptr,
+    momentum_ptr,
+    variance_ptr,
+    grad_ptr,
+    numel,
+    grad_scale,
+    decay_or_l2,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    inv_sqrt_bias2,
+    eps,
+    step_size,
+    key0,
+    key1,
+    index,
+    SPLIT: tl.constexpr,
+    NARROW_GRAD: tl.constexpr,
+    DITHER: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < numel
+    weight = tl.load(weight_ptr + at, mask=mask)
+    momentum = tl.load(momentum_ptr + at, mask=mask)
+    variance = tl.load(variance_ptr + at, mask=mask)
+    grad = tl.load(grad_ptr + at, mask=mask)
+    if SPLIT:
+        residual = tl.load(residual_ptr + at, mask=mask)
+        p = ((weight.to(tl.int32) << 16) + residual.to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        p = weight
+    g = (_widen(grad) if NARROW_GRAD else grad) * grad_scale
+    if DECOUPLED:
+        p = p * decay_or_l2
+    else:
+        g = g + p * decay_or_l2
+    m = (_widen(momentum) if DITHER else momentum) * beta1 + g * one_minus_beta1
+    v = (_widen(variance) if DITHER else variance) * beta2 + (g * g) * one_minus_beta2
+    d = tl.sqrt_rn(v) * inv_sqrt_bias2 + eps
+    p = _one_nan(p - tl.div_rn(m, d) * step_size)
+    m = _one_nan(m)
+    v = _one_nan(v)
+    if DITHER:
+        x = (at.to(tl.uint32) + index.to(tl.uint32, bitcast=True) + key0.to(tl.uint32, bitcast=True)) * 0x85EBCA6B
+        x = (x ^ (x >> 15) ^ key1.to(tl.uint32, bitcast=True)) * 0xC2B2AE35
+        x = x ^ (x >> 16)
+        tl.store(momentum_ptr + at, ((m + (x & 0xFFFF).to(tl.int32)) >> 16).to(tl.int16), mask=mask)
+        tl.store(variance_ptr + at, ((v + (x >> 16).to(tl.int32)) >> 16).to(tl.int16), mask=mask)
+    else:
+        tl.store(momentum_ptr + at, m.to(tl.float32, bitcast=True), mask=mask)
+        tl.store(variance_ptr + at, v.to(tl.float32, bitcast=True), mask=mask)
+    if SPLIT:
+        narrow = (p + 0x8000) >> 16
+        tl.store(weight_ptr + at, narrow.to(tl.int16), mask=mask)
+        tl.store(residual_ptr + at, (p - (narrow << 16)).to(tl.int16), mask=mask)
+    else:
+        tl.store(weight_ptr + at, p.to(tl.float32, bitcast=True), mask=mask)

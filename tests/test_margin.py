@@ -1,0 +1,135 @@
+"""The device margin: records use what weights and activations leave free, leave when these grow, and no bit depends on it."""
+
+import pytest
+import torch
+
+from helpers import ScriptedGauge, assert_equals_reference, assert_same_states, plain, states_of, training
+from infinity import margin, planner
+from infinity.chunks import STATES
+from models import TRAITS, gpt_step, inputs, loss_of, tiny_gpt, tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HOMES = {
+    "host": {"host_memory": "64MiB"},
+    "nvme": {"host_memory": "320KiB"},
+}
+
+
+def budgets(make, directory, **config):
+    """Device bytes for all weights but no record, and those that the records of each span, one after another, take besides."""
+    with training(make, directory, weights="device", states="host", **config) as (_, engine, _):
+        found = planner.records_on_device(
+            engine.layout,
+            [chunk.record for chunk in engine.registry.chunks],
+            room_nbytes=1 << 40,
+            gradient_itemsize=4 if engine.accumulating else None,
+            snapshots={span.index for span in engine.registry.spans if engine.values.keeps_snapshot(span)},
+        )
+        return engine.placement.least_nbytes, [nbytes for _, nbytes in found]
+
+
+# Every split
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
+@pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "moments": "bf16"}, {"dtype": "fp16"}])
+def test_every_split_between_device_and_home_has_the_same_bits(numbers, options, home, tmp_path):
+    def run(**config):
+        with training(tiny_gpt, tmp_path, options=options, **numbers, **config) as (model, engine, optimizer):
+            for step in range(4):
+                gpt_step(model, optimizer, step, accumulate=options.get("accumulation_steps", 1))
+            whole = engine.placement.homes[STATES][0] == "device"
+            total = len(engine.registry.spans)
+            return states_of(engine, model), total if whole else len(engine.margin.promoted), total
+
+    least, records = budgets(tiny_gpt, tmp_path, options=options, **numbers)
+    expected, *_ = run(weights="host", states="host")
+    counts = []
+    for some in (0, 1, len(records) // 2, len(records) - 1, 2 * len(records)):
+        states, count, total = run(device_memory=least + sum((2 * records)[:some]), **HOMES[home])
+        assert_same_states(states, expected, f"{count} of {total} spans")
+        counts.append(count)
+    assert counts == [0, 1, len(records) // 2, len(records) - 1, total]
+
+
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+@pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
+def test_odd_models_have_the_bits_of_plain_pytorch(name, dtype, update, tmp_path):
+    make = TRAITS[name]
+    reference_model, reference = plain(make, dtype=dtype)
+    least, records = budgets(make, tmp_path, dtype=dtype)
+    with training(make, tmp_path, dtype=dtype, update=update, device_memory=least + sum(records[: len(records) // 2 + 1])) as (model, engine, optimizer):
+        for step in range(4):
+            for each, its_optimizer in ((model, optimizer), (reference_model, reference)):
+                torch.manual_seed(step)  # of dropout
+                loss_of(each(inputs(reference_model, step))).backward()
+                its_optimizer.step()
+                its_optimizer.zero_grad()
+        assert engine.margin.promoted or engine.placement.homes[STATES][0] == "device"
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+def test_records_come_to_the_device_only_once_all_weights_have_room(tmp_path):
+    least, records = budgets(tiny_gpt, tmp_path)
+    for budget, some in ((least - 4096, False), (least + records[0], True)):
+        with training(tiny_gpt, tmp_path, device_memory=budget) as (model, engine, optimizer):
+            for step in range(2):
+                gpt_step(model, optimizer, step)
+            assert bool(engine.margin.promoted) is some
+            assert engine.stats()["peak_device_nbytes"] <= budget
+
+
+@pytest.mark.parametrize("config", [{"states": "host"}, {"weights": "host"}, {"states": "nvme"}, {"residency": "none"}], ids=str)
+def test_records_that_were_given_a_place_stay_there(config, tmp_path):
+    least, records = budgets(tiny_gpt, tmp_path)
+    with training(tiny_gpt, tmp_path, device_memory=least + sum(records[:3]), **config) as (model, engine, optimizer):
+        for step in range(2):
+            gpt_step(model, optimizer, step)
+        assert engine.margin.promoted == []
+
+
+# Activations
+
+
+@pytest.fixture
+def gauge(monkeypatch):
+    gauge = ScriptedGauge(0)
+    monkeypatch.setattr(margin, "SLACK", 0.0)
+    monkeypatch.setattr("infinity.engine.gauge_of", lambda device: gauge)
+    return gauge
+
+
+def train(model, engine, optimizer, sizes, gauge):
+    """One step for each list of micro-batch sizes, 1 KiB a sample; returns (plans, promoted spans) after each."""
+    gauge.tier, found = engine.tier, []
+    for step, micro_batches in enumerate(sizes):
+        for micro, batch in enumerate(micro_batches):
+            gauge.activations = batch << 10
+            (model(*tokens(step, micro, batch=batch)) / len(micro_batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((engine.pipeline.num_plans, len(engine.margin.promoted)))
+    return found
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("num_micro", [1, 2])
+def test_records_go_home_before_a_larger_batch_and_one_plan_is_mended(num_micro, home, gauge, tmp_path):
+    options = {"accumulation_steps": num_micro}
+    least, records = budgets(tiny_gpt, tmp_path, options=options)
+    sizes = [[16] * num_micro] * 3 + [[16, 64][-num_micro:]] + [[64] * num_micro] * 3 + [[3] * num_micro]
+    gauge.capacity = 1 << 40
+    with training(tiny_gpt, tmp_path, options=options, weights="host", states="host") as (model, engine, optimizer):
+        train(model, engine, optimizer, sizes, gauge)
+        expected = states_of(engine, model)
+    gauge.capacity = least + sum(records[:6]) + (64 << 10)
+    config = {"device_memory": least + sum(records[:8])} | HOMES[home]
+    with training(tiny_gpt, tmp_path, options=options, **config) as (model, engine, optimizer):
+        found = train(model, engine, optimizer, sizes, gauge)
+        assert_same_states(states_of(engine, model), expected)
+    plans, counts = zip(*found)
+    assert gauge.overflows == 0
+    assert plans == (1, 1, 1, 2, 2, 2, 2, 2)
+    assert counts[0] == counts[2] > counts[3] == counts[-1] > 0, counts
