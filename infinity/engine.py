@@ -165,6 +165,7 @@ class Engine:
             parts.callback(_guard_after_close, self._model(), self.registry.params)
             parts.callback(self.ranks.leave)
             parts.callback(self.arena.close)
+            parts.callback(self.registry.free_device)
             parts.callback(self.hooks.remove)
             if self.swap is not None:
                 parts.callback(self.swap.close)
@@ -334,6 +335,7 @@ class Engine:
         """The gradient of an outermost output is known; once a backward pass."""
         if self.backward_task is not None:
             return
+        self._check_open()
         if self.optimizer is None:
             raise UsageError("a backward pass needs an optimizer: make infinity.AdamW(model.parameters()) before it")
         self._refuse_torn()

@@ -425,6 +425,15 @@ class Registry:
     def chunks_of(self, state: ParameterState) -> list[ChunkState]:
         return [self.chunks[index] for index in self.layout.chunks_of(state.index)]
 
+    def free_device(self) -> None:
+        """Let go of all device memory; the parameters are placeholders from now on, whatever they were."""
+        for span in self.spans:
+            span.detach()
+            span.storage.resize_(0)
+            span.presence, span.allocated, span.snapshot = Presence.AWAY, False, None
+        for chunk in self.chunks:
+            chunk.device_states = chunk.device_gradient = chunk.flat_gradient = None
+
     def owner(self, tensor: torch.Tensor) -> SpanState | None:
         """The span whose storage a tensor looks into."""
         return self.by_storage.get(tensor.untyped_storage()._cdata)

@@ -602,3 +602,15 @@ def check_ahead(log, home, engine, model):
         now = log.index(("backward end", span_of.index(span)))
         for what, ahead in (("_copy", order[k + 1]), ("_copy", order[k + 2]), ("_read", order[k + 3])):
             assert ahead in home or (what, ahead) in log[log.index(("end", span_of.index(ahead))) : now], (k, what, ahead, log)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_closing_gives_device_memory_back(place, tmp_path):
+    with training(tiny_gpt, tmp_path, weights=place, states=place) as (model, engine, optimizer):
+        gpt_step(model, optimizer, 0)
+        loss = model(*tokens(1))
+    assert all(span.storage.nbytes() == 0 for span in engine.registry.spans)
+    assert all(param.isnan().all() for param in model.parameters())
+    assert all(chunk.device_states is None for chunk in engine.registry.chunks)
+    with pytest.raises(UsageError, match="the engine is closed"):
+        loss.backward()

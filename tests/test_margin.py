@@ -6,6 +6,7 @@ import torch
 from helpers import ScriptedGauge, assert_equals_reference, assert_same_states, plain, states_of, training
 from infinity import margin, planner
 from infinity.chunks import STATES
+from infinity.gpt import GPT
 from models import TRAITS, gpt_step, inputs, loss_of, tiny_gpt, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -133,3 +134,71 @@ def test_records_go_home_before_a_larger_batch_and_one_plan_is_mended(num_micro,
     assert gauge.overflows == 0
     assert plans == (1, 1, 1, 2, 2, 2, 2, 2)
     assert counts[0] == counts[2] > counts[3] == counts[-1] > 0, counts
+
+
+# A real device
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def sized_gpt():
+    """0.17 B parameters; 2.3 GB with states and gradients in bf16."""
+    return GPT(hidden=1024, layers=8, heads=16, vocab=32000, seq=512, checkpoint_activations=True)
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def step_on_device(model, optimizer, step, batch):
+    x = torch.randint(32000, (batch, 512), generator=torch.Generator().manual_seed(step)).cuda()
+    loss = model(x, x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.gpu
+@GPU
+def test_every_split_on_a_gpu_has_the_same_bits(deterministic, tmp_path):
+    found, counts = [], []
+    for config in ({"weights": "host", "states": "host"}, {"device_memory": "1GiB"}, {"device_memory": "2GiB"}, {"device_memory": "8GiB"}):
+        options = {"device": "cuda", "dtype": "bf16", "chunk_mib": 4, "host_memory": "8GiB", "options": {"lr": 1e-3}}
+        with training(sized_gpt, tmp_path, **options, **config) as (model, engine, optimizer):
+            losses = [step_on_device(model, optimizer, step, 2) for step in range(4)]
+            counts.append(len(engine.margin.promoted))
+            found.append((losses, states_of(engine, model)))
+    for losses, states in found[1:]:
+        assert losses == found[0][0]
+        assert_same_states(states, found[0][1])
+    assert 0 == counts[0] == counts[3] < counts[1] < counts[2]  # the last fits as a whole and has no other home
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("home", [{"host_memory": "8GiB"}, {"host_memory": "400MiB"}], ids=["host", "nvme"])
+def test_a_gpu_that_is_almost_full_takes_twice_the_batch(home, tmp_path):
+    """3.5 GiB may be used: too little for all records beside a batch of 4, and for half of them beside one of 8."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(3.5 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        config = {"device": "cuda", "dtype": "bf16", "chunk_mib": 4, "options": {"lr": 1e-3}}
+        with training(sized_gpt, tmp_path, **config, **home) as (model, engine, optimizer):
+            losses, plans, counts = [], [], []
+            for step, batch in enumerate([4] * 4 + [8] * 4):
+                losses.append(step_on_device(model, optimizer, step, batch))
+                plans.append(engine.pipeline.num_plans)
+                counts.append(len(engine.margin.promoted))
+            activations = engine.margin.activation_nbytes
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    print(f"activations {activations >> 20} MiB, plans {plans}, promoted {counts}, losses {losses}")
+    assert plans == [1] * 4 + [2] * 4
+    assert counts[3] > counts[4] == counts[7], counts
+    assert losses[-1] < losses[0]
