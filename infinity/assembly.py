@@ -17,8 +17,9 @@ from torch import nn
 
 from infinity import planner
 from infinity.arena import Arena, Slots
-from infinity.chunks import BLOCK_NUMEL, GRADIENTS, KINDS, STATES, WEIGHTS, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
+from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
 from infinity.config import Config
+from infinity.errors import BudgetError
 from infinity.events import Events
 from infinity.gradients import Gradients
 from infinity.partition import Ranks
@@ -68,31 +69,38 @@ def assemble(
     Raises BudgetError, ConfigError or SwapError where something does not fit.
     """
     device_budget, host_budget = _budgets(config, device, ranks)
-    layout_ = _layout(named, config, ranks, device_budget, host_budget)
-    records = [
-        record_layout(c.shard_used(ranks.rank), config.dtype, c.trainable, moments, config.moments) for c in layout_.chunks
-    ]
-    itemsize = TORCH_DTYPES[config.dtype].itemsize
-    largest_gradient = max((p.numel() * itemsize for _, p in named if p.requires_grad), default=0)
     written = _written_in_forward(model, named)
-    placement = planner.place(
-        layout_,
-        records,
-        weights=config.weights,
-        states=config.states,
-        keep=config.residency == "auto",
-        deferred=deferred or accumulating,
-        gradient_itemsize=4 if accumulating else None,
-        device_budget=device_budget,
-        host_budget=host_budget,
-        held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
-        op_gradient_nbytes=largest_gradient,
-        snapshot_nbytes=sum(
-            layout_.spans[span].numel * itemsize
-            for span in {layout_.homes[index].span for index in written}
-            if config.dtype != "fp32" and layout_.spans[span].trainable
-        ),
-    )
+    specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
+    itemsize = TORCH_DTYPES[config.dtype].itemsize
+
+    def arrange(chunk_numel: int, rank: int) -> tuple[Layout, list[Record], planner.Placement]:
+        layout_ = layout(specs, chunk_numel=chunk_numel, world=ranks.world)
+        records = [record_layout(c.shard_used(rank), config.dtype, c.trainable, moments, config.moments) for c in layout_.chunks]
+        placement = planner.place(
+            layout_,
+            records,
+            weights=config.weights,
+            states=config.states,
+            keep=config.residency == "auto",
+            deferred=deferred or accumulating,
+            gradient_itemsize=4 if accumulating else None,
+            device_budget=device_budget,
+            host_budget=host_budget,
+            held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
+            op_gradient_nbytes=max((p.numel() * itemsize for _, p in named if p.requires_grad), default=0),
+            snapshot_nbytes=sum(
+                layout_.spans[span].numel * itemsize
+                for span in {layout_.homes[index].span for index in written}
+                if config.dtype != "fp32" and layout_.spans[span].trainable
+            ),
+        )
+        return layout_, records, placement
+
+    if config.chunk_mib is not None:
+        numel = default_chunk_numel(config.chunk_mib, ranks.world)
+    else:
+        numel = _best_chunk_numel(arrange, planner.chunk_numels(sum(spec.numel for spec in specs), world=ranks.world))
+    layout_, records, placement = arrange(numel, ranks.rank)
     swap, extents = _make_swap(config, ranks, placement)
     try:
         return _connect(
@@ -117,19 +125,18 @@ def assemble(
         raise
 
 
-def _layout(named: Named, config: Config, ranks: Ranks, device_budget: int, host_budget: int) -> Layout:
-    specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
-    if config.chunk_mib is not None:
-        numel = default_chunk_numel(config.chunk_mib, ranks.world)
-    else:
-        numel = planner.chunk_numel(
-            sum(spec.numel for spec in specs),
-            host_budget=host_budget,
-            device_budget=device_budget,
-            world=ranks.world,
-            unit=ranks.world * BLOCK_NUMEL,
-        )
-    return layout(specs, chunk_numel=numel, world=ranks.world)
+def _best_chunk_numel(arrange, candidates: list[int]) -> int:
+    """The size with the shortest step, the same on all ranks: that of the first rank's shards, which are the largest."""
+    seconds, refusal = {}, None
+    for numel in candidates:
+        try:
+            layout_, _, placement = arrange(numel, 0)
+            seconds[numel] = planner.step_seconds(layout_, placement)
+        except BudgetError as error:
+            refusal = refusal or error  # of the smallest, which needs the least
+    if not seconds:
+        raise refusal
+    return min(seconds, key=seconds.get)
 
 
 def _connect(

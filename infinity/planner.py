@@ -12,12 +12,24 @@ Pure arithmetic over the layout's sizes and the budgets. Must not know torch, fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Chunk, Layout, Record
+from infinity.chunks import BLOCK_NUMEL, GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Chunk, Layout, Record
 from infinity.config import format_bytes
 from infinity.errors import BudgetError
+
+# [Note: what a chunk's size costs]
+# Small chunks cost time of the engine's threads, some CHUNK_SECONDS each a step, and padding. Large ones leave room for fewer
+# slots, so that stages wait for each other, leave less host memory to what could stay there, and make the last update,
+# which nothing hides, longer. The rates are those of a small host with one drive; only their proportions matter, and little
+# of these: around its minimum the sum is flat. (bench/chunks.py measures how far from the best of a grid the choice is.)
+
+CHUNK_SECONDS = 5e-4
+NVME_RATE, HOST_RATE, LINK_RATE = 3.5e9, 40e9, 20e9  # bytes a second
+NVME_IN_FLIGHT_NBYTES = 16 << 20
+MIN_CHUNK_NUMEL, MAX_CHUNK_NUMEL, MAX_NUM_CHUNKS = 128 << 10, 32 << 20, 20_000
 
 MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS = 2, 2, 2
 WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS = 64, 12, 8
@@ -200,18 +212,35 @@ def _largest_on_device(chunk: Chunk, record: Record, gradient_itemsize: int | No
     return sum(_page(chunk.shard_used(0) * itemsize) for itemsize in itemsizes)
 
 
-def chunk_numel(num_parameters: int, *, host_budget: int, device_budget: int, world: int, unit: int) -> int:
-    """A chunk size for a model: small enough for a full set of slots in half the host budget and for eight chunks on the
-    device, at most 16 MiB and at least 0.25 MiB of 16-bit weights, and at least 64 chunks a model. A multiple of `unit`.
-    """
-    slots_nbytes = WEIGHT_SLOTS * 2 + STATE_SLOTS * 10 + GRADIENT_SLOTS * 2
-    numel = min(
-        8 << 20,
-        host_budget * world // (2 * slots_nbytes),
-        device_budget // 16,
-        num_parameters // 64,
-    )
-    return max(numel, 128 << 10, unit) // unit * unit
+def chunk_numels(num_parameters: int, *, world: int) -> list[int]:
+    """Chunk sizes to choose from, ascending: multiples of world * BLOCK_NUMEL, by factors of about the square root of 2."""
+    unit = world * BLOCK_NUMEL
+    least = max(MIN_CHUNK_NUMEL, num_parameters // MAX_NUM_CHUNKS)
+    most = max(least, min(MAX_CHUNK_NUMEL * world, num_parameters))
+    steps = math.ceil(2 * math.log2(most / least))
+    return sorted({max(round(least * 2 ** (step / 2) / unit), 1) * unit for step in range(steps + 1)})
+
+
+def step_seconds(layout: Layout, placement: Placement) -> float:
+    """What a step of one rank takes, as far as the chunks' size matters: see [Note: what a chunk's size costs]."""
+    weights, states, _ = (placement.sizes[kind] for kind in KINDS)
+
+    def on_nvme(kind: str) -> int:
+        return sum(nbytes for nbytes, home in zip(placement.sizes[kind], placement.homes[kind]) if home == "nvme")
+
+    record = max(w + s for w, s in zip(weights, states))
+    drive = (3 * on_nvme(WEIGHTS) + 2 * on_nvme(STATES)) / NVME_RATE
+    slots = placement.slots[STATES]
+    if slots:  # being read, updated, written, and what the drive needs to have in flight both ways
+        drive *= max(1.0, min(3 + 2 * NVME_IN_FLIGHT_NBYTES / record, placement.homes[STATES].count("nvme")) / slots)
+    host = 2 * (sum(weights) + sum(states)) / HOST_RATE
+    largest = max(chunk.numel * WEIGHT_NBYTES[chunk.dtype] for chunk in layout.chunks)
+    link = 2 * sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans) / LINK_RATE
+    overlapped = max(drive, host, link)
+    if not placement.pinned and placement.device_nbytes - placement.least_nbytes < 2 * largest:
+        overlapped += link  # no room to copy ahead
+    last = 2 * record / HOST_RATE + 2 * largest / LINK_RATE  # an update that nothing hides, and the gradient before it
+    return overlapped + last + len(layout.chunks) * CHUNK_SECONDS
 
 
 def _only_whole(states: str, needed: int, budget: int) -> str:

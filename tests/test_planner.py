@@ -11,7 +11,7 @@ import infinity
 from infinity import planner
 from infinity.chunks import GRADIENTS, STATES, WEIGHTS, ParameterSpec, layout, record_layout
 from infinity.errors import BudgetError
-from infinity.planner import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS, chunk_numel, place, records_on_device
+from infinity.planner import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS, chunk_numels, place, records_on_device
 
 # Eight chunks of one parameter of 4096 elements each: a bf16 weight is 8 KiB, the states are 40 KiB, a gradient is 8 KiB.
 NUM, WEIGHT, STATE, GRADIENT = 8, 8 << 10, 40 << 10, 8 << 10
@@ -201,12 +201,37 @@ def test_what_is_on_the_device_is_decided_alike_on_all_ranks(states):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_chunks_fit_the_budgets_and_divide_over_the_ranks(world):
-    unit = 1024 * world
-    for num, host, device in itertools.product((1, 10**6, 10**9), (1 << 20, 1 << 30, 1 << 36), (1 << 20, 1 << 30, 1 << 36)):
-        numel = chunk_numel(num, host_budget=host, device_budget=device, world=world, unit=unit)
-        assert numel % unit == 0 and 0 < numel <= 8 << 20
-        assert numel * 16 <= device or numel <= max(128 << 10, unit)
+@pytest.mark.parametrize("num", [1, 10**6, 10**9, 10**12])
+def test_sizes_to_choose_from_divide_over_the_ranks_and_make_few_chunks(num, world):
+    found = chunk_numels(num, world=world)
+    assert found == sorted(found) and all(numel % (1024 * world) == 0 and numel > 0 for numel in found)
+    assert num / found[0] <= 1.01 * planner.MAX_NUM_CHUNKS
+    assert all(later <= 1.5 * earlier + 1024 * world for earlier, later in zip(found, found[1:]))
+
+
+def chosen(directory, num=40, size=300, **config):
+    """(elements of a chunk, chunks) that the engine chooses for a model of equal layers."""
+    model = nn.Sequential(*(nn.Linear(size, size) for _ in range(num)))
+    config = {"weights": "nvme", "states": "nvme", "device_memory": "64MiB", "host_memory": "256MiB"} | config
+    with infinity.offload(model, infinity.Config(nvme=directory, device="cpu", dtype="bf16", **config)) as engine:
+        infinity.AdamW(model.parameters())
+        return engine.layout.chunk_numel, len(engine.layout.chunks)
+
+
+def test_the_choice_follows_the_budgets(tmp_path):
+    ample, _ = chosen(tmp_path)
+    tight, _ = chosen(tmp_path, host_memory="8MiB")
+    assert tight < ample
+    assert chosen(tmp_path, num=4, size=1000)[1] < 40
+
+
+def test_what_no_size_fits_is_refused_with_the_need_of_the_smallest(tmp_path):
+    with pytest.raises(BudgetError, match="host_memory=1.0 KiB is too small") as error:
+        chosen(tmp_path, host_memory=1024)
+    least = needed(error)
+    assert chosen(tmp_path, host_memory=least)[0]
+    with pytest.raises(BudgetError):
+        chosen(tmp_path, host_memory=least - 1)
 
 
 # ---- the engine holds what was planned ----

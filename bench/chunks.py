@@ -1,0 +1,117 @@
+"""How good the chosen chunk size is: a step at each of a grid of sizes and at the one that the engine chooses, for three models.
+
+    python bench/chunks.py [--models gpt,narrow,mlp] [--place nvme] [--device cpu] [--dtype fp32] [--sizes 0.5,1,2,4,8,16] [--rounds 3]
+                           [--nvme DIR] [--json FILE]
+
+Sizes are MiB of 16-bit weights. Every round builds each engine anew, in turn, and back again in the next round. Prints the median, least and
+greatest step, and how far the chosen size is from the best of the grid.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.gpt import GPT
+
+PLACES = {
+    "nvme": {"weights": "nvme", "states": "nvme", "residency": "none"},
+    "host": {"weights": "host", "states": "host"},
+}
+
+
+def models(scale):
+    """By name, (constructor, its inputs for a step)."""
+
+    def gpt(hidden, layers, heads, vocab, seq, batch):
+        def inputs():
+            x = torch.randint(0, vocab, (batch, seq))
+            return x, x
+
+        return lambda: GPT(hidden, layers, heads, vocab, seq, checkpoint_activations=True), inputs
+
+    def mlp(size, layers):
+        make = lambda: nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(size, size), nn.ReLU())))
+        return make, lambda: (torch.randn(16, size),)
+
+    return {
+        "gpt": gpt(1024 * scale, 8, 16, 8192, 128, scale),
+        "narrow": gpt(320 * scale, 40, 5, 4096, 64, scale),
+        "mlp": mlp(2000 * scale, 12),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="gpt,narrow,mlp")
+    parser.add_argument("--place", choices=PLACES, default="nvme")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--sizes", default="0.5,1,2,4,8,16")
+    parser.add_argument("--scale", type=int, default=1, help="of the models' widths")
+    parser.add_argument("--nvme", default="infinity-swap")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    found = {name: measure(options, name) for name in options.models.split(",")}
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"seconds": found, "options": vars(options), "torch": torch.__version__}, file, indent=1)
+
+
+def measure(options, name):
+    sizes = [float(size) for size in options.sizes.split(",")] + [None]
+    seconds, about = {size: [] for size in sizes}, {}
+    for number in range(options.rounds):
+        for size in sizes if number % 2 == 0 else reversed(sizes):
+            times, about[size] = run(options, name, size)
+            seconds[size] += times
+    medians = {size: statistics.median(times) for size, times in seconds.items()}
+    best = min(sizes[:-1], key=medians.get)
+    for size in sizes:
+        times = seconds[size]
+        print(
+            f"{name} {about[size]}: {medians[size]:.4f} s ({min(times):.4f}-{max(times):.4f}), "
+            f"{medians[size] / medians[best]:.3f} of the best{'   <- chosen' if size is None else ''}",
+            flush=True,
+        )
+    return {str(size): times for size, times in seconds.items()}
+
+
+def run(options, name, size):
+    """(seconds of the steps but the first two, a description) of an engine with this chunk size."""
+    make, inputs = models(options.scale)[name]
+    torch.manual_seed(0)
+    config = infinity.Config(
+        nvme=options.nvme, device=options.device, dtype=options.dtype, chunk_mib=size, **PLACES[options.place]
+    )
+    with infinity.init(config):
+        model = make()
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
+    engine, times = infinity.engine_of(model), []
+    for _ in range(options.steps):
+        arguments = [x.to(engine.device, torch.bfloat16 if x.is_floating_point() and options.dtype == "bf16" else None) for x in inputs()]
+        start = time.perf_counter()
+        output = model(*arguments)
+        loss = output if output.dim() == 0 else output.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        times.append(time.perf_counter() - start)
+    mib = engine.layout.chunk_numel * 2 / 2**20
+    about = f"{engine.layout.num_parameters / 1e6:.0f} M, chunks of {mib:.2f} MiB: {len(engine.layout.chunks)}"
+    engine.close()
+    del model, optimizer, engine
+    gc.collect()
+    return times[2:], about
+
+
+if __name__ == "__main__":
+    main()
