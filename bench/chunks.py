@@ -1,9 +1,9 @@
 """How good the chosen chunk size is: a step at each of a grid of sizes and at the one that the engine chooses, for three models.
 
-    python bench/chunks.py [--models gpt,narrow,mlp] [--place nvme] [--device cpu] [--dtype fp32] [--sizes 0.5,1,2,4,8,16] [--rounds 3]
-                           [--nvme DIR] [--json FILE]
+    python bench/chunks.py [--models gpt,narrow,mlp] [--place nvme] [--fraction 0.3] [--device cpu] [--dtype fp32]
+                           [--sizes 0.5,1,2,4,8] [--rounds 3] [--nvme DIR] [--json FILE]
 
-Sizes are MiB of 16-bit weights. Every round builds each engine anew, in turn, and back again in the next round. Prints the median, least and
+Sizes are MiB of 16-bit weights; places are nvme (all there, nothing resident), mixed (whatever the engine makes of that host memory) and host. Every round builds each engine anew, in turn, and back again in the next round. Prints the median, least and
 greatest step, and how far the chosen size is from the best of the grid.
 """
 
@@ -21,6 +21,7 @@ from infinity.gpt import GPT
 
 PLACES = {
     "nvme": {"weights": "nvme", "states": "nvme", "residency": "none"},
+    "mixed": {"device_memory": "100MiB"},
     "host": {"weights": "host", "states": "host"},
 }
 
@@ -50,9 +51,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gpt,narrow,mlp")
     parser.add_argument("--place", choices=PLACES, default="nvme")
+    parser.add_argument("--fraction", type=float, default=0.3, help="of the records that fits into host memory, unless they live there")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="fp32")
-    parser.add_argument("--sizes", default="0.5,1,2,4,8,16")
+    parser.add_argument("--sizes", default="0.5,1,2,4,8")
     parser.add_argument("--scale", type=int, default=1, help="of the models' widths")
     parser.add_argument("--nvme", default="infinity-swap")
     parser.add_argument("--rounds", type=int, default=3)
@@ -87,11 +89,12 @@ def measure(options, name):
 def run(options, name, size):
     """(seconds of the steps but the first two, a description) of an engine with this chunk size."""
     make, inputs = models(options.scale)[name]
+    with torch.device("meta"):
+        num_parameters = sum(param.numel() for param in make().parameters())
+    host_memory = "auto" if options.place == "host" else int(options.fraction * 12 * num_parameters)
+    config = {"nvme": options.nvme, "device": options.device, "dtype": options.dtype, "host_memory": host_memory, "chunk_mib": size}
     torch.manual_seed(0)
-    config = infinity.Config(
-        nvme=options.nvme, device=options.device, dtype=options.dtype, chunk_mib=size, **PLACES[options.place]
-    )
-    with infinity.init(config):
+    with infinity.init(infinity.Config(**config, **PLACES[options.place])):
         model = make()
     optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
     engine, times = infinity.engine_of(model), []

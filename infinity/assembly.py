@@ -21,6 +21,7 @@ from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS, Layout, Parameter
 from infinity.config import Config
 from infinity.errors import BudgetError
 from infinity.events import Events
+from infinity.gauge import gauge_of
 from infinity.gradients import Gradients
 from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
@@ -160,9 +161,7 @@ def _connect(
         _keep_freed_memory()
     dtype = TORCH_DTYPES[config.dtype]
     bank = torch.full((len(named),), float("nan"), dtype=dtype, device=device)
-    params = [
-        ParameterState(index, name, param, bank[index].expand(param.shape)) for index, (name, param) in enumerate(named)
-    ]
+    params = [ParameterState(index, name, param, bank) for index, (name, param) in enumerate(named)]
     for index in written:
         params[index].written_in_forward = True
     spans = [SpanState(s, [params[i] for i in s.params], device, s.numel * dtype.itemsize) for s in layout_.spans]
@@ -270,8 +269,7 @@ def _budgets(config: Config, device: torch.device, ranks: Ranks) -> tuple[int, i
     """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks."""
     free_host = psutil.virtual_memory().available // _local_world(ranks)
     if device.type == "cuda":
-        free_device = torch.cuda.mem_get_info(device)[0]
-        device_share, host_share = free_device // 2, int(free_host * 0.8)
+        device_share, host_share = gauge_of(device).free_nbytes() // 2, int(free_host * 0.8)
     else:
         device_share, host_share = free_host // 4, free_host // 2
     auto = ranks.min_(torch.tensor([device_share, host_share], dtype=torch.int64)).tolist()

@@ -33,8 +33,9 @@ from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHTS
 from infinity.config import Config
 from infinity.errors import ConfigError, NonFiniteError, UsageError
 from infinity.events import Events
+from infinity.gauge import gauge_of
 from infinity.hooks import Hooks, tensors_in
-from infinity.margin import Margin, gauge_of
+from infinity.margin import Margin
 from infinity.partition import Ranks
 from infinity.residency import (
     ChunkState,
@@ -96,6 +97,8 @@ class Engine:
             "state_nbytes": sum(chunk.record.nbytes for chunk in self.registry.chunks),
             "device_budget_nbytes": self.device_budget,
             "peak_device_nbytes": self.tier.peak_nbytes,
+            "peak_activation_nbytes": self.margin.activation_nbytes,  # all that is not the engine's; 0 on the CPU
+            "num_chunks_on_device": sum(chunk.on_device for chunk in self.registry.chunks),
             "host_arena_nbytes": self.arena.nbytes,
             "nvme_read_nbytes": self.swap.read_nbytes if self.swap else 0,
             "nvme_write_nbytes": self.swap.write_nbytes if self.swap else 0,

@@ -39,30 +39,6 @@ GROWTH_EXPONENT = 2  # how fast an op's memory may grow with a dimension of the 
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class CudaGauge:
-    """What a CUDA device's caching allocator knows."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def capacity_nbytes(self) -> int:
-        """All that this process may allocate, with what it has."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device))
-        return min(free + torch.cuda.memory_reserved(self.device), allowed)
-
-    def peak_nbytes(self) -> int:
-        """The most that was allocated at a time since the last call."""
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
-
-
-def gauge_of(device: torch.device) -> CudaGauge | None:
-    """What measures a device; None for the CPU, whose budget is what it was at the start."""
-    return CudaGauge(device) if device.type == "cuda" else None
-
-
 class Margin:
     """Divides the engine's device memory between spans and records.
 

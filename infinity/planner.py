@@ -26,9 +26,8 @@ from infinity.errors import BudgetError
 # which nothing hides, longer. The rates are those of a small host with one drive; only their proportions matter, and little
 # of these: around its minimum the sum is flat. (bench/chunks.py measures how far from the best of a grid the choice is.)
 
-CHUNK_SECONDS = 5e-4
+CHUNK_SECONDS = 1e-3
 NVME_RATE, HOST_RATE, LINK_RATE = 3.5e9, 40e9, 20e9  # bytes a second
-NVME_IN_FLIGHT_NBYTES = 16 << 20
 MIN_CHUNK_NUMEL, MAX_CHUNK_NUMEL, MAX_NUM_CHUNKS = 128 << 10, 32 << 20, 20_000
 
 MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS = 2, 2, 2
@@ -230,9 +229,8 @@ def step_seconds(layout: Layout, placement: Placement) -> float:
 
     record = max(w + s for w, s in zip(weights, states))
     drive = (3 * on_nvme(WEIGHTS) + 2 * on_nvme(STATES)) / NVME_RATE
-    slots = placement.slots[STATES]
-    if slots:  # being read, updated, written, and what the drive needs to have in flight both ways
-        drive *= max(1.0, min(3 + 2 * NVME_IN_FLIGHT_NBYTES / record, placement.homes[STATES].count("nvme")) / slots)
+    if slots := placement.slots[STATES]:
+        drive *= 1 + 1 / slots  # the fewer records are under way, the more often the drive waits for one
     host = 2 * (sum(weights) + sum(states)) / HOST_RATE
     largest = max(chunk.numel * WEIGHT_NBYTES[chunk.dtype] for chunk in layout.chunks)
     link = 2 * sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans) / LINK_RATE

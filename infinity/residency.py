@@ -82,7 +82,9 @@ _HOST_MOVES = {
 class ParameterState:
     """What the engine knows of one parameter; the registry finds it by the parameter itself."""
 
-    def __init__(self, index: int, name: str, param: torch.nn.Parameter, placeholder: torch.Tensor):
+    def __init__(self, index: int, name: str, param: torch.nn.Parameter, bank: torch.Tensor):
+        """bank: one element a parameter, all NaN, that the placeholders expand."""
+        placeholder = bank[index].expand(param.shape)
         self.index = index
         self.name = name
         self.param = param
@@ -90,6 +92,9 @@ class ParameterState:
         self.numel = param.numel()
         self.trainable = param.requires_grad
         self.placeholder = placeholder
+        # Its bits, read without a torch operation, which would let go of the GIL and wait to have it back.
+        self._bits = bank.view(torch.int16 if bank.itemsize == 2 else torch.int32).numpy() if bank.device.type == "cpu" else None
+        self._untouched = self._bits[index].item() if self._bits is not None else None
         self.view: torch.Tensor | None = None  # of the span's storage, made when it is first home
         self.version = 0  # of the parameter when it last came home or left
         self.group: int | None = None  # index of the optimizer's parameter group
@@ -104,10 +109,7 @@ class ParameterState:
         param, placeholder = self.param, self.placeholder
         replaced = param.data_ptr() != placeholder.data_ptr()
         if not replaced and param._version == self.version:
-            if placeholder.device.type != "cpu" or placeholder.numel() == 0:
-                return
-            element = placeholder.as_strided((), ()).item()
-            if element != element:
+            if self._bits is None or self._bits[self.index] == self._untouched:
                 return
         placeholder.as_strided((), ()).fill_(float("nan"))
         param.data = placeholder

@@ -11,7 +11,7 @@ PACKAGE = Path(infinity.__file__).parent
 
 # From the ground up; what stands in one row does not know its neighbours.
 LAYERS = [
-    {"errors", "events", "lanes", "_adam", "_adam_triton", "aio_ext"},
+    {"errors", "events", "gauge", "lanes", "_adam", "_adam_triton", "aio_ext"},
     {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "tiers", "gpt"},
     {"planner", "residency", "rules"},
     {"records", "optimizer"},
