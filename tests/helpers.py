@@ -3,11 +3,17 @@
 import contextlib
 import re
 
+import pytest
 import torch
 
 import infinity
 
 NVME = {"weights": "nvme", "states": "nvme", "residency": "none"}
+
+
+def on_gpu(test):
+    """Mark a test that needs CUDA: `make test-gpu` runs it."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
 class ReferenceAdamW(torch.optim.Optimizer):

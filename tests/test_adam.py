@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers import on_gpu
 from infinity import _adam
 from infinity.adam import (
     NUM_LIMBS,
@@ -432,8 +433,7 @@ for layout in test_adam.LAYOUTS:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("isa", [None, "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
 def test_device_has_the_bits_of_the_host(layout, isa):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers import on_gpu
 from infinity import arena as arena_module
 from infinity.arena import Arena, Slots
 from infinity.errors import BudgetError, UsageError
@@ -272,8 +273,7 @@ def test_no_slot_is_ever_leased_twice():
     assert slots.num_free == 5 and 1 <= slots.peak <= 5
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 def test_pinned_memory_is_pinned():
     arena = Arena(pin=True)
     tensor = arena.region(8 * MIB).tensor(torch.float32, 0, 2 * MIB)

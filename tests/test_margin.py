@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers import ScriptedGauge, assert_equals_reference, assert_same_states, plain, states_of, training
+from helpers import ScriptedGauge, assert_equals_reference, assert_same_states, on_gpu, plain, states_of, training
 from infinity import margin, planner
 from infinity.chunks import STATES
 from infinity.gpt import GPT
@@ -139,20 +139,9 @@ def test_records_go_home_before_a_larger_batch_and_one_plan_is_mended(num_micro,
 # A real device
 
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 def sized_gpt():
     """0.17 B parameters; 2.3 GB with states and gradients in bf16."""
     return GPT(hidden=1024, layers=8, heads=16, vocab=32000, seq=512, checkpoint_activations=True)
-
-
-@pytest.fixture
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def step_on_device(model, optimizer, step, batch):
@@ -164,8 +153,7 @@ def step_on_device(model, optimizer, step, batch):
     return loss.item()
 
 
-@pytest.mark.gpu
-@GPU
+@on_gpu
 def test_every_split_on_a_gpu_has_the_same_bits(deterministic, tmp_path):
     found, counts = [], []
     for config in ({"weights": "host", "states": "host"}, {"device_memory": "1GiB"}, {"device_memory": "2GiB"}, {"device_memory": "8GiB"}):
@@ -180,8 +168,7 @@ def test_every_split_on_a_gpu_has_the_same_bits(deterministic, tmp_path):
     assert 0 == counts[0] == counts[3] < counts[1] < counts[2]  # the last fits as a whole and has no other home
 
 
-@pytest.mark.gpu
-@GPU
+@on_gpu
 @pytest.mark.parametrize("home", [{"host_memory": "8GiB"}, {"host_memory": "400MiB"}], ids=["host", "nvme"])
 def test_a_gpu_that_is_almost_full_takes_twice_the_batch(home, deterministic, tmp_path):
     """3.5 GiB may be used: too little for all records beside a batch of 4, and for most of them beside one of 8."""

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
-from helpers import NVME, assert_nothing_held, assert_same_states, states_of, training
+from helpers import NVME, assert_nothing_held, assert_same_states, on_gpu, states_of, training
 from infinity.scaling import LossScale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,10 +52,11 @@ def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
     losses = []
     with training(make, directory, options=options, **config) as (model, engine, optimizer):
         for step in range(num_steps):
+            batches = [(x.to(engine.device), y.to(engine.device)) for x, y in micro_batches(step)]
             if by_layer:
-                losses += [loss.item() for loss in infinity.vertical(model.segments(), micro_batches(step), loss_of)]
+                losses += [loss.item() for loss in infinity.vertical(model.segments(), batches, loss_of)]
             else:
-                for x, y in micro_batches(step):
+                for x, y in batches:
                     loss = loss_of(model(x), y)
                     loss.backward()
                     losses.append(loss.item())
@@ -70,6 +71,16 @@ def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_losses_and_states_are_those_of_the_ordinary_loop(places, update, dtype, tmp_path):
     config = {"dtype": dtype, "update": update, **places}
+    losses, states = run(tmp_path, True, **config)
+    expected_losses, expected_states = run(tmp_path, False, **config)
+    assert losses == expected_losses
+    assert_same_states(states, expected_states)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype, update", [("fp32", "backward"), ("bf16", "deferred"), ("bf16", "backward"), ("fp16", "deferred")])
+def test_on_a_gpu_losses_and_states_are_those_of_the_ordinary_loop(dtype, update, deterministic, tmp_path):
+    config = {"device": "cuda", "dtype": dtype, "update": update, "make": lambda: Chain(512), **NVME}
     losses, states = run(tmp_path, True, **config)
     expected_losses, expected_states = run(tmp_path, False, **config)
     assert losses == expected_losses
