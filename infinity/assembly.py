@@ -41,7 +41,6 @@ class Assembly:
 
     layout: Layout
     placement: planner.Placement
-    device_budget: int
     swap: Swap | None
     arena: Arena
     registry: Registry
@@ -113,7 +112,6 @@ def assemble(
             events,
             accumulating,
             deferred or accumulating,
-            device_budget,
             layout_,
             records,
             placement,
@@ -149,7 +147,6 @@ def _connect(
     events: Events,
     accumulating: bool,
     waiting: bool,
-    device_budget: int,
     layout_: Layout,
     records: list[Record],
     placement: planner.Placement,
@@ -219,9 +216,7 @@ def _connect(
     seed = config.seed if config.moments == "bf16" else None
     updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed)
     caches[GRADIENTS].frees_soon = updater.frees_gradient_soon
-    return Assembly(
-        layout_, placement, device_budget, swap, arena, registry, tier, records_, pipeline, gradients, updater
-    )
+    return Assembly(layout_, placement, swap, arena, registry, tier, records_, pipeline, gradients, updater)
 
 
 def _make_swap(config: Config, ranks: Ranks, placement: planner.Placement) -> tuple[Swap | None, dict[str, list]]:

@@ -95,7 +95,7 @@ class Engine:
         return {
             "num_parameters": self.layout.num_parameters,
             "state_nbytes": sum(chunk.record.nbytes for chunk in self.registry.chunks),
-            "device_budget_nbytes": self.device_budget,
+            "device_budget_nbytes": self.margin.budget_nbytes,
             "peak_device_nbytes": self.tier.peak_nbytes,
             "peak_activation_nbytes": self.margin.activation_nbytes,  # all that is not the engine's; 0 on the CPU
             "num_chunks_on_device": sum(chunk.on_device for chunk in self.registry.chunks),
@@ -648,7 +648,7 @@ class Engine:
             deferred=self.deferred,
             accumulating=self.accumulating,
         )
-        self.layout, self.placement, self.device_budget = parts.layout, parts.placement, parts.device_budget
+        self.layout, self.placement = parts.layout, parts.placement
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
         self.records, self.pipeline, self.gradients, self.updater = parts.records, parts.pipeline, parts.gradients, parts.updater
         self.values = Values(self.registry, self.records, self.updater, self.tier, self.ranks, self._finish_announced)

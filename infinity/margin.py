@@ -78,7 +78,7 @@ class Margin:
         self.finish = finish
         self.op_nbytes: dict[Hashable, int] = {}  # the most that each op was seen to allocate, by its key
         self.promoted: list[tuple[SpanState, int]] = []  # whose records are on the device, and what these take there
-        self._budget_nbytes = placement.least_nbytes if gauge is not None else placement.device_nbytes
+        self.budget_nbytes = placement.least_nbytes if gauge is not None else placement.device_nbytes
         self._measured: list[Shapes] = []  # inputs that are known to fit, none within another
         self._growing: list[Shapes] = []  # those of the step under way that are in none of them
         self._op: Hashable = None
@@ -99,7 +99,7 @@ class Margin:
         grows = growth > 1
         if grows:
             self._growing.append(shapes)
-        fits = not grows or not self._measured or self._room(self.activation_nbytes * growth**GROWTH_EXPONENT) >= self._budget_nbytes
+        fits = not grows or not self._measured or self._room(self.activation_nbytes * growth**GROWTH_EXPONENT) >= self.budget_nbytes
         grows, lacks = self.ranks.max_(torch.tensor([grows, not fits], dtype=torch.int32)).tolist()
         if lacks:
             self._retreat()
@@ -134,7 +134,7 @@ class Margin:
         )
         while len(self.promoted) > len(due):
             self._demote()
-        self._budget_nbytes = budget
+        self.budget_nbytes = budget
         self._divide()
         for index, nbytes in due[len(self.promoted) :]:
             self._promote(self.registry.spans[index], nbytes)
@@ -157,13 +157,14 @@ class Margin:
         taken = self.placement.fixed_nbytes + sum(nbytes for _, nbytes in self.promoted)
         if not self.placement.pinned:
             taken += sum(span.nbytes for span, _ in self.promoted)
-        self.tier.budget_nbytes = max(self._budget_nbytes - taken, self.placement.least_nbytes - self.placement.fixed_nbytes)
+        self.tier.budget_nbytes = max(self.budget_nbytes - taken, self.placement.least_nbytes - self.placement.fixed_nbytes)
+        self.tier.limit_nbytes = max(self.placement.device_nbytes - taken, self.tier.budget_nbytes)
 
     def _retreat(self) -> None:
         """Leave to the activations all but the least."""
         while self.promoted and not self.promoted[-1][0].holds:
             self._demote()
-        self._budget_nbytes = self.placement.least_nbytes
+        self.budget_nbytes = self.placement.least_nbytes
         self._divide()
         self.pipeline.evict_idle()
 

@@ -407,9 +407,9 @@ class Pipeline:
             self._evict(victim)
             if self.tier.fits(span.nbytes):
                 return True
-        if needed:
+        if needed and not self.tier.allows(span.nbytes):
             raise no_room(span.nbytes, self.tier)
-        return False
+        return needed
 
     # Waiting.
 

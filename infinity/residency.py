@@ -187,7 +187,8 @@ class DeviceTier:
     """Device memory of all spans, with its budget. Allocation and eviction happen in the training thread only."""
 
     def __init__(self, budget_nbytes: int):
-        self.budget_nbytes = budget_nbytes  # for spans, what else the engine holds is booked by `book`
+        self.budget_nbytes = budget_nbytes  # for spans that come and go, what else the engine holds is booked by `book`
+        self.limit_nbytes = budget_nbytes  # up to which ops under way may hold more than that
         self.used_nbytes = 0
         self.other_nbytes = 0
         self.peak_nbytes = 0
@@ -195,6 +196,10 @@ class DeviceTier:
 
     def fits(self, nbytes: int) -> bool:
         return self.used_nbytes + nbytes <= self.budget_nbytes
+
+    def allows(self, nbytes: int) -> bool:
+        """Whether an op that cannot go on without them may have them."""
+        return self.used_nbytes + nbytes <= self.limit_nbytes
 
     def allocate(self, span: SpanState) -> None:
         if span.allocated:
@@ -451,8 +456,8 @@ def no_room(needed: int, tier: DeviceTier) -> BudgetError:
     needed_total = tier.used_nbytes + needed
     return BudgetError(
         f"device_memory: the ops under way hold {format_bytes(tier.used_nbytes)} and need {format_bytes(needed)} more, of "
-        f"{format_bytes(tier.budget_nbytes)} for weights. Raise device_memory by at least "
-        f"{format_bytes(needed_total - tier.budget_nbytes)}."
+        f"{format_bytes(tier.limit_nbytes)} for weights. Raise device_memory by at least "
+        f"{format_bytes(needed_total - tier.limit_nbytes)}."
     )
 
 

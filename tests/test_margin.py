@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import infinity
 from helpers import ScriptedGauge, assert_equals_reference, assert_same_states, on_gpu, plain, states_of, training
 from infinity import margin, planner
 from infinity.chunks import STATES
@@ -134,6 +135,30 @@ def test_records_go_home_before_a_larger_batch_and_one_plan_is_mended(num_micro,
     assert gauge.overflows == 0
     assert plans == (1, 1, 1, 2, 2, 2, 2, 2)
     assert counts[0] == counts[2] > counts[3] == counts[-1] > 0, counts
+
+
+def test_ops_that_hold_more_than_the_least_may_have_it_in_the_first_step(gauge, tmp_path):
+    """The passes of `infinity.vertical` hold a whole segment, of which the least budget knows nothing."""
+    gauge.capacity = 1 << 30
+    options = {"accumulation_steps": 2}
+
+    class Block(torch.nn.Sequential):
+        def __init__(self):
+            super().__init__(*(torch.nn.Linear(24, 24) for _ in range(8)))
+
+    def run(**config):
+        with training(lambda: torch.nn.Sequential(Block(), Block()), tmp_path, options=options, **config) as (model, engine, optimizer):
+            gauge.tier = engine.tier
+            batches = [(torch.full((2, 24), 0.1 * i), None) for i in range(2)]
+            for _ in range(2):
+                infinity.vertical(list(model), batches, lambda y, _: y.square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            return states_of(engine, model)
+
+    with training(Block, tmp_path, options=options, weights="nvme", states="nvme", residency="none") as (_, engine, _):
+        assert engine.placement.least_nbytes < engine.registry.spans[0].nbytes * len(engine.registry.spans)
+    assert_same_states(run(weights="nvme", states="nvme", residency="none"), run(weights="device", states="device"))
 
 
 # A real device
