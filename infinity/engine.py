@@ -126,6 +126,7 @@ class Engine:
         """
         self._check_open()
         self._start()
+        self._refuse_half_updated("read_state()")
         state = self.registry.find(param)
         if state is None:
             raise ConfigError("the parameter is not one of this engine's")
@@ -136,6 +137,7 @@ class Engine:
         """The parameters are whole on the device inside the block; what it changes is kept, on every rank as on rank 0."""
         self._check_open()
         self._start()
+        self._refuse_half_updated("infinity.gathered")
         states = [self.registry.find(param) for param in params]
         if None in states:
             raise ConfigError("infinity.gathered: a parameter is not one of this engine's")
@@ -207,6 +209,9 @@ class Engine:
         except BaseException:
             self.optimizer = self.scaler = None
             raise
+        config = self.config
+        if config.residency == config.states == "auto" and config.weights in ("auto", "device"):
+            self.margin.hold_records()
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 self.registry.find(param).group = index
@@ -288,7 +293,7 @@ class Engine:
         return "they lie in the shards of other ranks"
 
     def zero_grad(self) -> None:
-        if not self._started:
+        if not self._started or self._closed:
             return
         if self.backward_task is not None:
             self._abandon_backward()
@@ -328,11 +333,13 @@ class Engine:
         self.raise_failure()
         if self.backward_task not in (None, _MANY_GRAPHS) and not self._in_backward():
             self._abandon_backward()
+        self._refuse_half_updated("a forward pass")
         if self.optimizer is None and not torch.is_grad_enabled():
             self.hooks.recording = True  # without an optimizer a forward pass is the whole cycle
             self.pipeline.adopt((), (), anew=bool(self.pipeline.trace) and self.margin.settle())
             self.pipeline.begin_cycle()
-        self.margin.begin_forward(tuple(tuple(tensor.shape) for tensor in tensors_in(inputs)))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
+        self.margin.begin_forward(shapes, self.hooks.recording)
 
     def begin_backward(self) -> None:
         """The gradient of an outermost output is known; once a backward pass."""
@@ -350,6 +357,14 @@ class Engine:
         self.backward_task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._expect_gradients()
+
+    def _refuse_half_updated(self, what: str) -> None:
+        """Between a backward pass that updates and step(), weights are of two steps, which would go unnoticed."""
+        if self.backward_task is None and not self.torn and any(chunk.updated for chunk in self.registry.chunks):
+            raise UsageError(
+                f"{what} between a backward pass that has begun to update and its step(): some weights are new already. Call "
+                f"step() first, or use update='deferred'."
+            )
 
     def _refuse_torn(self) -> None:
         if self.torn:
@@ -665,10 +680,6 @@ class Engine:
             self.placement,
             gauge_of(self.device),
             bound_nbytes=None if config.device_memory == "auto" else config.device_memory,
-            holds_records=self.optimizer is not None
-            and config.residency == config.states == "auto"
-            and config.weights in ("auto", "device")
-            and "device" not in self.placement.homes[STATES],
             finish=self._finish_announced,
         )
         self.gradients.raise_failure = self.raise_failure

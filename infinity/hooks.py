@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -323,7 +324,7 @@ def tensors_in(value) -> list[torch.Tensor]:
     """The tensors of an output: itself, or those in tuples, lists, dicts and dataclasses, however nested."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         value = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, field.name) for field in dataclasses.fields(value)]

@@ -48,11 +48,14 @@ class Lane:
     def __init__(self, name: str):
         self.name = name
         self.on_job: Callable[[], None] | None = None  # runs before each job, in the lane; tests inject delays here
+        self._ended = False
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=f"infinity-{name}", daemon=True)
         self._thread.start()
 
     def push(self, work: Callable[[], object]) -> Job:
+        if self._ended:
+            raise RuntimeError(f"nothing can be given to lane {self.name} any more: the engine is closed")
         job = Job(work)
         self._jobs.put(job)
         return job
@@ -63,7 +66,8 @@ class Lane:
 
     def close(self) -> None:
         """Finish what was pushed and end the thread; idempotent."""
-        if self._thread.is_alive():
+        if not self._ended:
+            self._ended = True
             self._jobs.put(None)
             self._thread.join()
 

@@ -42,8 +42,8 @@ Shapes = tuple[tuple[int, ...], ...]
 class Margin:
     """Divides the engine's device memory between spans and records.
 
-    bound_nbytes: the most that the engine may hold there; None where only activations bound it. holds_records: whether
-    records may leave their homes for it. finish(chunk) applies and awaits an update of the chunk that is announced.
+    bound_nbytes: the most that the engine may hold there; None where only activations bound it. finish(chunk) applies and
+    awaits an update of the chunk that is announced.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class Margin:
         gauge,
         *,
         bound_nbytes: int | None,
-        holds_records: bool,
         finish: Callable[[ChunkState], None],
     ):
         self.registry = registry
@@ -74,13 +73,13 @@ class Margin:
         self.placement = placement
         self.gauge = gauge
         self.bound_nbytes = bound_nbytes
-        self.holds_records = holds_records
+        self.holds_records = False
         self.finish = finish
         self.op_nbytes: dict[Hashable, int] = {}  # the most that each op was seen to allocate, by its key
         self.promoted: list[tuple[SpanState, int]] = []  # whose records are on the device, and what these take there
         self.budget_nbytes = placement.least_nbytes if gauge is not None else placement.device_nbytes
-        self._measured: list[Shapes] = []  # inputs that are known to fit, none within another
-        self._growing: list[Shapes] = []  # those of the step under way that are in none of them
+        self._measured: dict[bool, list[Shapes]] = {True: [], False: []}  # inputs known to fit, of passes that build a graph or not
+        self._growing: list[tuple[bool, Shapes]] = []  # those of the step under way that none of them covers
         self._op: Hashable = None
         self._held_nbytes = 0  # by the engine when the op began
         self._unsettled = True
@@ -91,16 +90,24 @@ class Margin:
         """The most that was allocated beside the engine's own."""
         return max(self.op_nbytes.values(), default=0)
 
-    def begin_forward(self, shapes: Shapes) -> None:
-        """A pass over inputs of these shapes begins: measure it if it is larger than those before, make room if it may not fit."""
-        if self.gauge is None:
+    def hold_records(self) -> None:
+        """From now on records may leave their homes for the device."""
+        self.holds_records = self._unsettled = True
+
+    def begin_forward(self, shapes: Shapes, builds_graph: bool) -> None:
+        """A pass over inputs of these shapes begins: measure it if it is larger than those before, make room if it may not fit.
+
+        Inputs in which no shape is to be seen are measured every time, but no room is made for them.
+        """
+        if self.gauge is None or "device" in self.placement.homes[STATES]:  # nothing to measure, or nothing to give back
             return
-        growth = min((_growth(shapes, seen) for seen in self._measured), default=math.inf)
-        grows = growth > 1
-        if grows:
-            self._growing.append(shapes)
-        fits = not grows or not self._measured or self._room(self.activation_nbytes * growth**GROWTH_EXPONENT) >= self.budget_nbytes
-        grows, lacks = self.ranks.max_(torch.tensor([grows, not fits], dtype=torch.int32)).tolist()
+        known = self._measured[True] + ([] if builds_graph else self._measured[False])
+        growth = min((_growth(shapes, seen) for seen in known), default=math.inf)
+        if growth > 1 and all(_growth(shapes, seen) > 1 for graph, seen in self._growing if graph or not builds_graph):
+            self._growing.append((builds_graph, shapes))
+        first = not any(self._measured.values())  # the budget is still the least
+        fits = first or growth <= 1 or self._room(self.activation_nbytes * growth**GROWTH_EXPONENT) >= self.budget_nbytes
+        grows, lacks = self.ranks.max_(torch.tensor([growth > 1 or not shapes, not fits], dtype=torch.int32)).tolist()
         if lacks:
             self._retreat()
         if grows and self.pipeline.on_acquire is None:
@@ -118,13 +125,15 @@ class Margin:
         if self.gauge is not None:
             self._note(None)
             self.pipeline.on_acquire = None
-            for shapes in self._growing:
-                self._measured = [seen for seen in self._measured if _growth(seen, shapes) > 1] + [shapes]
+            for builds_graph, shapes in self._growing:
+                known = self._measured[builds_graph]
+                known[:] = [seen for seen in known if _growth(seen, shapes) > 1] + [shapes]
             self._growing = []
             budget = max(self._room(self.activation_nbytes), self.placement.least_nbytes)
         budget = int(self.ranks.min_(torch.tensor([budget])).item())
         before = self.tier.budget_nbytes, len(self.promoted)
-        room = budget - self.placement.gradient_limit_nbytes if self.holds_records else 0
+        holds_records = self.holds_records and "device" not in self.placement.homes[STATES]
+        room = budget - self.placement.gradient_limit_nbytes if holds_records else 0
         due = planner.records_on_device(
             self.registry.layout,
             [chunk.record for chunk in self.registry.chunks],
@@ -162,7 +171,7 @@ class Margin:
 
     def _retreat(self) -> None:
         """Leave to the activations all but the least."""
-        while self.promoted and not self.promoted[-1][0].holds:
+        while self.promoted:
             self._demote()
         self.budget_nbytes = self.placement.least_nbytes
         self._divide()
@@ -194,32 +203,35 @@ class Margin:
         self._divide()
 
     def _demote(self) -> None:
-        """Send the records that were promoted last back to their homes."""
-        span, _ = self.promoted.pop()
+        """Send the records that were promoted last back to their homes; weights that an op holds stay as long as it does."""
+        span, _ = self.promoted[-1]
         self.gradients.drain()
         self.updater.drain()
+        self.values.keep_written(span)
         for chunk in self._chunks(span):
             state = self.updater.device_state(chunk)
-            chunk.weights_home = self.placement.homes[WEIGHTS][chunk.index]
-            chunk.states_home = self.placement.homes[STATES][chunk.index]
             entries = {kind: self.records.fresh(chunk, kind) for kind in (WEIGHTS, STATES)}
             self.records.begin_update(*entries.values())
             for name, tensor in segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory).items():
                 tensor.copy_(state[name])
             self.records.write_back(chunk, entries)
+            chunk.weights_home = self.placement.homes[WEIGHTS][chunk.index]
+            chunk.states_home = self.placement.homes[STATES][chunk.index]
             chunk.device_states = None
             self.tier.book(-chunk.record.states_nbytes)
             self.gradients.leave_device(chunk)
         self.values.drop_snapshot(span)
         if not self.placement.pinned:
             self.tier.unpin(span)
-            self.pipeline.invalidate(span)
+            if not span.holds:
+                self.pipeline.invalidate(span)
+        self.promoted.pop()
         self._divide()
 
 
 def _growth(shapes: Shapes, seen: Shapes) -> float:
-    """By how much the inputs exceed others, as the product over the dimensions that do; infinite for others in kind."""
+    """By how much one of the inputs exceeds its like, as the product over its dimensions that do; infinite for others in kind."""
     if [len(shape) for shape in shapes] != [len(shape) for shape in seen]:
         return math.inf
-    pairs = [pair for shape, known in zip(shapes, seen) for pair in zip(shape, known)]
-    return math.prod(max(1.0, size / max(known, 1)) for size, known in pairs)
+    pairs = zip(shapes, seen)
+    return max((math.prod(max(1.0, size / max(known, 1)) for size, known in zip(*pair)) for pair in pairs), default=1.0)

@@ -270,6 +270,7 @@ class Pipeline:
         self.gg.close()
         if self.cuda:
             self.settler.close()
+            self.gather_stream.synchronize()  # the spans' memory is given back next
 
     # Following the plan.
 

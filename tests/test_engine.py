@@ -614,3 +614,30 @@ def test_closing_gives_device_memory_back(place, tmp_path):
     assert all(chunk.device_states is None for chunk in engine.registry.chunks)
     with pytest.raises(UsageError, match="the engine is closed"):
         loss.backward()
+
+
+def test_zero_grad_after_close_and_work_for_a_closed_lane_end(tmp_path):
+    with training(tiny_gpt, tmp_path) as (model, engine, optimizer):
+        model(*tokens(0)).backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.gradients.drain()
+
+
+@pytest.mark.parametrize("what", ["forward", "read_state", "gathered"])
+def test_weights_of_two_steps_are_never_shown(what, tmp_path):
+    with training(tiny_gpt, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
+        gpt_step(model, optimizer, 0)
+        model(*tokens(1)).backward()
+        with pytest.raises(UsageError, match="between a backward pass that has begun to update and its step"):
+            if what == "forward":
+                with torch.no_grad():
+                    model(*tokens(2))
+            elif what == "read_state":
+                engine.read_state(next(model.parameters()))
+            else:
+                with infinity.gathered(list(model.parameters())):
+                    pass
+        optimizer.step()
+        optimizer.zero_grad()
+        gpt_step(model, optimizer, 2)
