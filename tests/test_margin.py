@@ -169,23 +169,23 @@ def test_what_forward_wrote_to_a_weight_goes_home_with_its_record(gauge, tmp_pat
     least, records = budgets(make, tmp_path, dtype="bf16")
 
     def run(capacity, **config):
-        gauge.capacity, gauge.activations = capacity, 0
-        with training(make, tmp_path, dtype="bf16", options={"lr": 0.3}, **config) as (model, engine, optimizer):
+        gauge.capacity, gauge.activations, counts = capacity, 0, []
+        with training(make, tmp_path, dtype="bf16", options={"lr": 0.5}, **config) as (model, engine, optimizer):
             gauge.tier = engine.tier
             for step in range(3):
-                gauge.activations = 0
-                if step == 2:
-                    with torch.no_grad():
-                        model(inputs(model, 5))
-                    gauge.activations = sum(records)
-                    model(torch.cat([inputs(model, 6)] * 40))
                 loss_of(model(inputs(model, step))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            return states_of(engine, model), len(engine.margin.promoted)
+            with torch.no_grad():
+                for x in (inputs(model, 99), torch.cat([inputs(model, 98)] * 30)):
+                    counts.append(len(engine.margin.promoted))
+                    model(x)
+            counts.append(len(engine.margin.promoted))
+            return states_of(engine, model), counts
 
     expected, _ = run(1 << 30, weights="host", states="host")
-    states, _ = run(least + sum(records[:1]), device_memory=least + sum(records[:1]))
+    states, counts = run(least + sum(records), device_memory=least + sum(records[:1]))
+    assert counts == [1, 1, 0]
     assert_same_states(states, expected)
 
 
