@@ -98,6 +98,10 @@ class Dither:
         """Of the elements behind the next numel."""
         return Dither(self.key0, self.key1, self.index + numel)
 
+    def of_pair(self, number: int) -> Dither:
+        """Of the moments 2 * number and 2 * number + 1 of a rule that has more than two."""
+        return Dither(self.key0, (self.key1 + 0x9E3779B9 * number) & 0xFFFFFFFF, self.index)
+
     def bits(self, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """32 random bits an element, int64 [numel]: what [Note: bf16 moments] in _adam.c states."""
         x = torch.arange(self.index + self.key0, self.index + self.key0 + numel, device=device) & 0xFFFFFFFF

@@ -34,7 +34,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError, NonFiniteError, UsageError
 from infinity.events import Events
 from infinity.gauge import gauge_of
-from infinity.hooks import Hooks, tensors_in
+from infinity.hooks import Hooks, map_tensors, tensors_in
 from infinity.margin import Margin
 from infinity.partition import Ranks
 from infinity.residency import (
@@ -76,6 +76,7 @@ class Engine:
             raise ConfigError(f"parameters on the meta device have no values: {', '.join(meta[:3])}; build them on the CPU")
         self._started = self._closed = False
         self.num_skipped = 0  # steps whose gradients were not finite
+        self.by_layer: bool | None = None  # whether the step under way, or the last one, is one of infinity.vertical
         self.ranks.join()
         self._reset_step()
         for _, param in self._named:
@@ -246,12 +247,14 @@ class Engine:
             overflow = self.config.watches_nonfinite and not math.isfinite(norm)
             if self.scaler is not None:
                 self.scaler.update(overflow)
+            if self.optimizer.max_grad_norm is not None:
+                self.optimizer.grad_norm = norm
             if overflow:
                 self._skip(ready)
                 return
             if self.optimizer.max_grad_norm is not None:
-                self.optimizer.grad_norm = norm
-                hyper.grad_scale *= min(1.0, self.optimizer.max_grad_norm / (norm + _EPS_OF_CLIPPING))
+                clip = self.optimizer.max_grad_norm / (norm + _EPS_OF_CLIPPING)
+                hyper.grad_scale *= 1.0 if clip >= 1 else clip  # a norm that is no number makes every gradient none, as in PyTorch
         for chunk in ready:
             if self.deferred and not chunk.on_device:
                 self._announce(chunk, hyper)
@@ -334,12 +337,28 @@ class Engine:
         if self.backward_task not in (None, _MANY_GRAPHS) and not self._in_backward():
             self._abandon_backward()
         self._refuse_half_updated("a forward pass")
+        if self.backward_task is None and self.optimizer is not None and torch.is_grad_enabled():
+            self._begin_step_of(by_layer=False)
         if self.optimizer is None and not torch.is_grad_enabled():
             self.hooks.recording = True  # without an optimizer a forward pass is the whole cycle
             self.pipeline.adopt((), (), anew=bool(self.pipeline.trace) and self.margin.settle())
             self.pipeline.begin_cycle()
         shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
         self.margin.begin_forward(shapes, self.hooks.recording)
+
+    def _begin_step_of(self, *, by_layer: bool) -> None:
+        """An ordinary step and one of `infinity.vertical` have nothing to learn from each other: trace, gradients, plan."""
+        if self.by_layer is not None and self.by_layer != by_layer:
+            self.first_step = True
+            self.pipeline.forget()
+        self.by_layer = by_layer
+
+    def scaled(self, output):
+        """The whole model's outputs: of an fp16 model in fp32, and their gradients loss-scaled."""
+        scaler = self.scaler
+        if scaler is None:
+            return output
+        return map_tensors(output, lambda tensor: scaler.apply(tensor) if tensor.is_floating_point() else tensor)
 
     def begin_backward(self) -> None:
         """The gradient of an outermost output is known; once a backward pass."""
@@ -385,6 +404,11 @@ class Engine:
     def gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
         """A parameter's gradient of this backward pass, or of one region of it."""
         if self.backward_task is None:
+            if self.scaler is not None:
+                raise UsageError(
+                    f"{state.name} has a gradient that comes from no output of the model, so it is not loss-scaled, as dtype='fp16' "
+                    f"needs it. Return what the loss is made of as tensors, in tuples, lists, dicts or dataclasses; or use bf16."
+                )
             self.begin_backward()
         if state.group is None:
             return
@@ -438,6 +462,10 @@ class Engine:
     def one_backward(self, num_micro_batches: int):
         """All backward passes of a step are one inside the block, however many graphs it runs."""
         self._check_open()
+        if self.backward_task is not None:
+            raise UsageError("infinity.vertical inside a backward pass or another infinity.vertical")
+        if self.failed:
+            raise UsageError("infinity.vertical after a backward pass that raised; call zero_grad() first")
         if self.optimizer is None or num_micro_batches != self.optimizer.accumulation_steps or self.num_backwards:
             declared = "no optimizer" if self.optimizer is None else f"accumulation_steps={self.optimizer.accumulation_steps}"
             raise UsageError(
@@ -445,6 +473,7 @@ class Engine:
                 f"{self.num_backwards} backward passes were made since the last step. Give them to the optimizer's constructor."
             )
         self._refuse_torn()
+        self._begin_step_of(by_layer=True)
         self.backward_task, self.num_backwards = _MANY_GRAPHS, num_micro_batches - 1
         self._expect_gradients()
         try:
@@ -455,9 +484,9 @@ class Engine:
         self.end_backward()
 
     @contextlib.contextmanager
-    def one_segment(self, *, scales: bool):
-        """What the block's ops fetch stays until it ends. scales: whether its outputs are the model's, to be loss-scaled."""
-        self.hooks.begin_segment(scales)
+    def one_segment(self):
+        """What the block's ops fetch stays until it ends."""
+        self.hooks.begin_segment()
         try:
             yield
         finally:
@@ -768,7 +797,7 @@ def _guard_before_start(engine: Engine, model: nn.Module) -> None:
 
     def begin(module, args, kwargs):
         engine._start()
-        engine.hooks._before(module, args, kwargs)
+        return engine.hooks._before(module, args, kwargs)
 
     model.__dict__["_infinity_start"] = model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
 

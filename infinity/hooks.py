@@ -56,12 +56,13 @@ class Op:
 class Frame:
     """One call of an op under way. `spans` are held for it, `packed` were saved by autograd."""
 
-    __slots__ = ("module", "op", "outermost", "packed", "pushed", "spans")
+    __slots__ = ("module", "op", "outermost", "packed", "pushed", "scales", "spans")
 
-    def __init__(self, module: nn.Module, op: Op, outermost: bool):
+    def __init__(self, module: nn.Module, op: Op, outermost: bool, scales: bool):
         self.module = module
         self.op = op
         self.outermost = outermost
+        self.scales = scales  # its outputs are an fp16 model's
         self.spans: list[SpanState] = []
         self.packed: set[int] = set()
         self.pushed = False
@@ -138,11 +139,11 @@ class Hooks:
         self.pipeline = pipeline
         self.frames: list[Frame] = []
         self.kept: dict[int, SpanState] | None = None  # held until the segment under way ends, if there is one
-        self.scales = True  # the outermost output is the model's
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
         self._holding: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._loose: list[SpanState] = []  # held for a custom function's backward, until the next event
         self._handles = []
+        self._model = weakref.ref(model)
         self._attach(model)
 
     def _attach(self, model: nn.Module) -> None:
@@ -179,7 +180,15 @@ class Hooks:
         if outermost:
             self.recording = torch.is_grad_enabled() or self.kept is not None
             self.engine.begin_forward((args, kwargs))
-        frame = Frame(module, op, outermost)
+        whole = module is self._model()
+        scales = self.engine.scaler is not None and not self.frames and self.kept is None and torch.is_grad_enabled()
+        if scales and outermost and not whole:
+            raise UsageError(
+                f"{op.name} was called by itself: the loss scale of dtype='fp16' is that of the whole model's outputs. Call the "
+                f"model, or use dtype='bf16', which needs none."
+            )
+        scales = scales and whole
+        frame = Frame(module, op, outermost, scales)
         self.frames.append(frame)
         if op.spans:
             if phase == FORWARD and self.recording:
@@ -193,6 +202,11 @@ class Hooks:
                 saved = SavedTensors(self, top)
                 _push_saved_tensors_default_hooks(saved.pack, saved.unpack)
                 frame.pushed = True
+        return map_tensors((args, kwargs), self._unscaled) if scales else None
+
+    def _unscaled(self, value: torch.Tensor) -> torch.Tensor:
+        """An input of an fp16 model; what it depends on gets gradients that are not scaled."""
+        return self.engine.scaler.unapply(value) if value.is_floating_point() and value.requires_grad else value
 
     @torch._dynamo.disable
     def _after(self, module, args, output):
@@ -211,23 +225,23 @@ class Hooks:
                 break
         if output is None:
             return None
-        scaler = self.engine.scaler
-        scales = scaler is not None and frame.outermost and self.scales
-        if scales:
-            output = map_tensors(output, lambda tensor: scaler.apply(tensor) if tensor.is_floating_point() else tensor)
+        whole = module is self._model() and not self.frames and self.kept is None
+        if whole:
+            output = self.engine.scaled(output)
         if torch.is_grad_enabled():
             self._watch(frame, output)
-        return output if scales else None
+        return output if whole else None
 
     def _watch(self, frame: Frame, output) -> None:
         """Learn when gradients of an output are known."""
         unseen = [span for span in frame.op.spans if span.index not in frame.packed]
-        if not frame.outermost and not unseen:
+        begins = frame.outermost or frame.scales
+        if not begins and not unseen:
             return
         for tensor in tensors_in(output):
             if not tensor.requires_grad or tensor.grad_fn is None:
                 continue
-            if frame.outermost:
+            if begins and (tensor.is_floating_point() or not frame.scales):
                 tensor.register_hook(self._backward_begins)
             if unseen and isinstance(tensor.grad_fn, BackwardCFunction):
                 tensor.register_hook(lambda grad, op=frame.op: self._before_custom_backward(op))
@@ -249,13 +263,13 @@ class Hooks:
         self.pipeline.acquire((ATTRIBUTE, span.index), (span,), record=self.recording)
         (self._loose if in_backward else self.frames[-1].spans).append(span)
 
-    def begin_segment(self, scales: bool) -> None:
-        self.kept, self.scales = {}, scales
+    def begin_segment(self) -> None:
+        self.kept = {}
 
     def end_segment(self) -> None:
         for span in self.kept.values():
             self.pipeline.release(span)
-        self.kept, self.scales = None, True
+        self.kept = None
 
     # Backward.
 

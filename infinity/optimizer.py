@@ -14,11 +14,14 @@ from infinity.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise
 from infinity.scaling import LossScale
 
 
+_RESERVED = ("weight", "residual", "master")  # segments of every record
+
+
 class Elementwise(torch.optim.Optimizer):
     """An optimizer over parameters of one engine that computes what its rule says.
 
     defaults: the rule's hyper-parameters; a parameter group may give its own. max_grad_norm: clip the global gradient norm
-    to it; `grad_norm` then holds the norm of the last step. accumulation_steps: backward passes a step; their gradients are
+    to it; `grad_norm` then holds the norm of the last step, skipped or not. accumulation_steps: backward passes a step; their gradients are
     summed in fp32. loss_scale: for fp16, how the scale starts and moves. Learning-rate schedulers and parameter groups work
     as usual. Raises ConfigError for hyper-parameters out of range, parameters that no engine owns, a rule that is not
     elementwise, or a loss scale without fp16.
@@ -38,6 +41,13 @@ class Elementwise(torch.optim.Optimizer):
             raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above zero, or None")
         if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
             raise ConfigError(f"accumulation_steps={accumulation_steps!r}: expected an integer of 1 or more")
+        names = rule.moments
+        if not isinstance(names, tuple) or not all(isinstance(name, str) and name.isidentifier() for name in names):
+            raise ConfigError(f"{type(rule).__name__}.moments={names!r}: expected a tuple of names")
+        if len({*names, *_RESERVED}) < len(names) + len(_RESERVED):
+            raise ConfigError(f"{type(rule).__name__}.moments={names!r}: expected different names, none of {', '.join(_RESERVED)}")
+        if loss_scale is not None and not isinstance(loss_scale, LossScale):
+            raise ConfigError(f"loss_scale={loss_scale!r}: expected infinity.LossScale(initial=...)")
         self.rule = rule
         self.max_grad_norm = max_grad_norm
         self.accumulation_steps = accumulation_steps
@@ -45,9 +55,10 @@ class Elementwise(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         super().__init__(params, {name: _tuples(value) for name, value in defaults.items()})
         try:
-            check_elementwise(rule, self.snapshot()[0])
+            for group in self.snapshot():
+                check_elementwise(rule, group)
         except ValueError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(str(error)) from error
         engines = {id(engine): engine for engine in map(self._engine_of, self._parameters())}
         if len(engines) > 1:
             raise ConfigError("the parameters belong to several engines; make one optimizer for each")

@@ -198,7 +198,7 @@ class Pipeline:
         if self.ranks.world > 1:
             digest = zlib.crc32(repr((trace, reductions, updates)).encode())
             if not self.ranks.agree(digest):
-                self._forget()
+                self.forget()
                 return
             changed = bool(self.ranks.max_(torch.tensor([int(changed)])).item())
         if not changed:
@@ -313,8 +313,10 @@ class Pipeline:
                     self.reduce(chunks[index])
             self._pointer += 1
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Do without a plan until the next one is made."""
         self.plan_uses, self.plan, self._cursor, self._next_use = None, [], None, None
+        self._update_order, self._off_plan = {}, True
 
     # Actions.
 

@@ -82,9 +82,11 @@ class Rule:
         elif master is not None:
             weight.copy_(p)
         if dither is not None:
-            random = dither.after(begin).bits(p.numel(), p.device)
+            draws = dither.after(begin)
         for index, (name, value) in enumerate(moments.items()):
             if dither is not None:
+                if index % 2 == 0:
+                    random = draws.of_pair(index // 2).bits(p.numel(), p.device)
                 store_dithered(part[name], value, random >> 16 * (index % 2) & 0xFFFF)
             elif part[name] is not value:
                 part[name].copy_(value)
@@ -132,8 +134,12 @@ class SGDRule(Rule):
 
     def check(self, group):
         found = _wrong(group, "lr", "momentum", "weight_decay")
-        if group["nesterov"] and not group["momentum"] > 0:
-            found.append(f"nesterov=True: expected momentum above 0, got {group['momentum']!r}")
+        if not math.isfinite(group["dampening"]):
+            found.append(f"dampening={group['dampening']!r}: expected a finite number")
+        if group["nesterov"] and (not group["momentum"] > 0 or group["dampening"]):
+            found.append(f"nesterov=True: expected momentum above 0 and no dampening, got {group['momentum']!r}, {group['dampening']!r}")
+        if group["momentum"] and not self.moments:
+            found.append(f"momentum={group['momentum']!r}: the records were made without one; give momentum > 0 to the constructor")
         return found
 
     def scalars(self, group, step):
@@ -142,7 +148,7 @@ class SGDRule(Rule):
     def update(self, p, g, moments, s):
         if s["weight_decay"]:
             g += p * s["weight_decay"]
-        if self.moments:
+        if self.moments and s["momentum"]:
             velocity = moments["momentum"]
             velocity *= s["momentum"]
             velocity += g if s["first"] else g * (1 - s["dampening"])
@@ -171,20 +177,27 @@ class LionRule(Rule):
 
 
 def check_elementwise(rule: Rule, group: dict) -> None:
-    """Raise ValueError if the update of some elements depends on how many others are updated with them."""
+    """Raise ValueError if three updates of a sample show that those of some elements depend on which others they are updated
+    with, or that nothing is updated at all."""
     generator = torch.Generator().manual_seed(0)
-    master, grad, *moments = (torch.rand(512, generator=generator) for _ in range(2 + len(rule.moments)))
-    whole, cut = ([t.clone() for t in (master, *moments)] for _ in range(2))
-    scalars = rule.scalars(group, 1)
-    for tensors, parts in ((whole, [slice(0, 512)]), (cut, [slice(0, 100), slice(100, 511), slice(511, 512)])):
-        for part in parts:
-            shard = dict(zip(("weight", *rule.moments), (tensor[part] for tensor in tensors)))
-            rule.apply(shard, grad[part], scalars, 1.0, threads=1)
-    if not all(torch.equal(a, b) for a, b in zip(whole, cut)):
+    grads = [torch.randn(512, generator=generator) * 10 ** torch.randint(-6, 7, (512,), generator=generator) for _ in range(3)]
+    start = torch.randn(512, generator=generator)
+    found = []
+    for parts in ([slice(0, 512)], [slice(0, 100), slice(100, 511), slice(511, 512)]):
+        shard = {"weight": start.clone()} | {name: torch.zeros(512) for name in rule.moments}
+        for step, grad in enumerate(grads, start=1):
+            for part in parts:
+                of_part = {name: segment[part] for name, segment in shard.items()}
+                rule.apply(of_part, grad[part].clone(), rule.scalars(group, step), 1.0, threads=1)
+        found.append(shard)
+    whole, cut = found
+    if not all(torch.equal(whole[name].view(torch.int32), cut[name].view(torch.int32)) for name in whole):
         raise ValueError(
             f"{type(rule).__name__} is not elementwise: what it does to an element depends on others. Shards hold parts of "
             f"parameters, so such an optimizer (LAMB, Muon, Shampoo, ...) cannot run on them."
         )
+    if group.get("lr", 1) and torch.equal(whole["weight"], start) and not any(whole[name].any() for name in rule.moments):
+        raise ValueError(f"{type(rule).__name__}.update changes neither p nor a moment: it must change them in place (p -= ...)")
 
 
 def _wrong(group: dict, *names: str) -> list[str]:

@@ -27,6 +27,9 @@ class LossScale:
     minimum: float = 1.0
 
     def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(f"loss_scale: {name}={value!r}: expected a number")
         wrong = [
             f"loss_scale: {name}={getattr(self, name)!r}: expected {expected}"
             for name, expected, right in (
@@ -56,6 +59,10 @@ class Scaler:
         """The output in fp32; in backward its gradient is scaled, in fp32, and only then rounded to the output's dtype."""
         return _Scaled.apply(output, self)
 
+    def unapply(self, value: torch.Tensor) -> torch.Tensor:
+        """The same value; in backward its gradient is what it would be without the scale."""
+        return _Unscaled.apply(value, self)
+
     def update(self, overflow: bool) -> None:
         settings = self.settings
         if overflow:
@@ -77,3 +84,14 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return (grad * (ctx.scaler.scale / ctx.scaler.world)).to(ctx.dtype), None
+
+
+class _Unscaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, scaler):
+        ctx.scaler = scaler
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad.float() / (ctx.scaler.scale / ctx.scaler.world)).to(grad.dtype), None

@@ -29,39 +29,43 @@ def vertical(
     segments: modules of one engine's model, each mapping one tensor to the next one's input. micro_batches: (input, target)
     each, as many as the optimizer's accumulation_steps. loss(output, target) -> scalar, to be divided by their number as in
     an ordinary loop. Gradients and random numbers (dropout) are those of `for x, y in micro_batches: loss(model(x),
-    y).backward()` but for the order of the random draws. Returns the losses, detached. Needs device memory for a segment's
+    y).backward()` but for the order of the random draws, and of the sum where segments share weights; a module that counts its
+    forward passes (batch norm) counts those that are repeated, too. Returns the losses, detached. Needs device memory for a segment's
     weights and for every segment's inputs. Raises ConfigError or UsageError if it cannot begin.
     """
     segments, micro_batches = list(segments), list(micro_batches)
     engine = _engine(segments)
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x, _ in micro_batches):
+        raise ConfigError("infinity.vertical: an input needs a gradient, which ends at the first segment; detach it")
     last, losses = segments[-1], []
     with engine.one_backward(len(micro_batches)):
         inputs, states = [[x for x, _ in micro_batches]], []
         for segment in segments[:-1]:
             random, outputs = [], []
-            with engine.one_segment(scales=False), torch.no_grad():
+            with engine.one_segment(), torch.no_grad():
                 for x in inputs[-1]:
                     random.append(_random_state(engine.device))
                     outputs.append(segment(x))
             inputs.append(outputs)
             states.append(random)
         gradients: list[torch.Tensor | None] = []  # of each micro-batch, with respect to the last segment's input that was left
-        with engine.one_segment(scales=True):
+        with engine.one_segment():
             for x, (_, target) in zip(inputs.pop(), micro_batches, strict=True):
                 x = _leaf(x)
-                value = loss(last(x), target)
+                value = loss(engine.scaled(last(_fresh(x))), target)
                 value.backward()
                 engine.reduce_all()
                 losses.append(value.detach())
                 gradients.append(x.grad)
         for segment, random in zip(reversed(segments[:-1]), reversed(states), strict=True):
-            with engine.one_segment(scales=False):
+            with engine.one_segment():
                 for number, (x, state) in enumerate(zip(inputs.pop(), random, strict=True)):
                     x = _leaf(x)
                     with torch.random.fork_rng(devices=_devices(engine.device)):
                         _restore(state, engine.device)
-                        y = segment(x)
-                    torch.autograd.backward(y, gradients[number])
+                        y = segment(_fresh(x))
+                    if y.requires_grad and gradients[number] is not None:
+                        torch.autograd.backward(y, gradients[number])
                     engine.reduce_all()
                     gradients[number] = x.grad
                     del y
@@ -73,6 +77,11 @@ def _engine(segments):
     if len(owners) != 1:
         raise ConfigError("infinity.vertical: the segments must hold parameters of one engine; build the model with infinity.init")
     return next(iter(owners.values()))
+
+
+def _fresh(x: torch.Tensor) -> torch.Tensor:
+    """The same values, which a segment may change in place if they build a graph."""
+    return x.view_as(x) if x.requires_grad else x
 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
