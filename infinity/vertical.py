@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UsageError
 from infinity.residency import owner_of
 
 
@@ -45,14 +45,20 @@ def vertical(
             with engine.one_segment(), torch.no_grad():
                 for x in inputs[-1]:
                     random.append(_random_state(engine.device))
+                    version = x._version
                     outputs.append(segment(x))
+                    if x._version != version:
+                        raise UsageError(
+                            f"infinity.vertical: {type(segment).__name__} changes its input in place, but that is needed once more in "
+                            f"backward; build it with inplace=False"
+                        )
             inputs.append(outputs)
             states.append(random)
         gradients: list[torch.Tensor | None] = []  # of each micro-batch, with respect to the last segment's input that was left
         with engine.one_segment():
             for x, (_, target) in zip(inputs.pop(), micro_batches, strict=True):
                 x = _leaf(x)
-                value = loss(engine.scaled(last(_fresh(x))), target)
+                value = loss(engine.scaled(last(x)), target)
                 value.backward()
                 engine.reduce_all()
                 losses.append(value.detach())
@@ -63,7 +69,7 @@ def vertical(
                     x = _leaf(x)
                     with torch.random.fork_rng(devices=_devices(engine.device)):
                         _restore(state, engine.device)
-                        y = segment(_fresh(x))
+                        y = segment(x)
                     if y.requires_grad and gradients[number] is not None:
                         torch.autograd.backward(y, gradients[number])
                     engine.reduce_all()
@@ -77,11 +83,6 @@ def _engine(segments):
     if len(owners) != 1:
         raise ConfigError("infinity.vertical: the segments must hold parameters of one engine; build the model with infinity.init")
     return next(iter(owners.values()))
-
-
-def _fresh(x: torch.Tensor) -> torch.Tensor:
-    """The same values, which a segment may change in place if they build a graph."""
-    return x.view_as(x) if x.requires_grad else x
 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:

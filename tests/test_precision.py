@@ -1,9 +1,11 @@
 """fp16 with its loss scale, bf16 moments, and gradients that are not finite: from whatever tier, the same bits."""
 
 import math
+import types
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import helpers
@@ -125,6 +127,91 @@ def test_outputs_of_an_fp16_model_are_fp32_in_containers_of_their_kind(container
 
 
 # ---- placement ----
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x.to(self.b.bias.dtype))))
+
+
+class Boxed(Two):
+    def forward(self, x):
+        return types.SimpleNamespace(value=super().forward(x))
+
+
+def reentrant(model, x):
+    return torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=True)
+
+
+WAYS = {
+    "once": lambda model, x: model(x),
+    "twice": lambda model, x: model(model(x)),
+    "checkpoint": lambda model, x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False),
+    "reentrant checkpoint": reentrant,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fp16_gradients_are_those_of_fp32_however_the_model_is_called(way, tmp_path):
+    found = {}
+    for dtype, options in (("fp32", {}), ("fp16", {"loss_scale": LossScale(initial=256.0)})):
+        torch.manual_seed(3)
+        before = nn.Linear(8, 8)  # which the engine knows nothing of
+        with training(Two, tmp_path, dtype=dtype, options=options, **NVME) as (model, engine, optimizer):
+            x = before(torch.ones(4, 8))
+            WAYS[way](model, x if way != "reentrant checkpoint" else x.detach()).square().mean().backward()
+            optimizer.step()
+            assert engine.num_skipped == 0
+            found[dtype] = [engine.read_state(p)["momentum"] for p in model.parameters()] + [before.weight.grad]
+    for ours, expected in zip(found["fp16"], found["fp32"], strict=True):
+        if expected is not None:
+            torch.testing.assert_close(ours, expected, rtol=0.02, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make, call, message",
+    [
+        (Two, lambda model, x: model.b(torch.tanh(model.a(x.half()))), "a was called by itself: the loss scale"),
+        (Boxed, lambda model, x: model(x).value, "has a gradient that comes from no output of the model"),
+    ],
+)
+def test_fp16_refuses_a_graph_that_it_cannot_scale(make, call, message, tmp_path):
+    with training(make, tmp_path, dtype="fp16", **NVME) as (model, engine, optimizer):
+        with pytest.raises(infinity.UsageError, match=message):
+            call(model, torch.ones(4, 8)).float().square().mean().backward()
+        optimizer.zero_grad()
+
+
+def test_a_norm_that_is_no_number_makes_every_gradient_none(tmp_path):
+    """As torch.nn.utils.clip_grad_norm_ does."""
+    results = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        model = Two()
+        x = torch.ones(4, 8)
+
+        def backward():
+            y = model(x)
+            (y.square().mean() + 1e3 * (model.b.bias * torch.tensor([math.nan] + [0.0] * 7)).sum()).backward()
+
+        if plain:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            results.append([p.detach() for p in model.parameters()])
+        else:
+            config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, host_memory="64MiB")
+            with infinity.offload(model, config) as engine:
+                optimizer = infinity.SGD(model.parameters(), lr=1.0, max_grad_norm=1.0)
+                backward()
+                optimizer.step()
+                results.append([engine.read_state(p)["weight"] for p in model.parameters()])
+    assert all(torch.equal(a.isnan(), b.isnan()) and a.isnan().all() for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("config", [{"dtype": "fp16"}, {"dtype": "bf16", "moments": "bf16"}], ids=["fp16", "bf16 moments"])

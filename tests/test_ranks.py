@@ -5,6 +5,7 @@ must stand in the file that starts them.
 """
 
 import gc
+import math
 import multiprocessing
 import os
 import socket
@@ -500,7 +501,45 @@ def test_accumulation_by_layer_has_the_bits_of_the_ordinary_loop(worlds, tmp_pat
     assert by_layer == by_batch
 
 
+def test_steps_by_layer_and_ordinary_ones_may_alternate(worlds, tmp_path):
+    expected = worlds(2).run(accumulated, tmp_path, False, "fp32")[0][1]
+    for found in worlds(2).run(accumulated, tmp_path, None, "fp32"):
+        assert found[1] == expected
+
+
+@pytest.mark.parametrize("bad", [(0, 0), (0, 1), (2, 1)], ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(worlds, tmp_path, bad):
+    first, second = worlds(2).run(overflowing, tmp_path, bad)
+    assert first == second
+    scales, unchanged = zip(*first[0])
+    assert unchanged == tuple(step == bad[0] for step in range(4))
+    assert scales == tuple(2.0**11 if step >= bad[0] else 2.0**12 for step in range(4))
+
+
+def overflowing(folder, bad):
+    """(loss scale, whether no byte changed) of each step of an fp16 training in which the last rank's loss is once infinite."""
+    rank, world = ranks()
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, dtype="fp16", **ON_NVME)):
+        model = gpt()
+    scale = infinity.LossScale(initial=2.0**12)
+    adam = infinity.AdamW(model.parameters(), lr=1e-2, loss_scale=scale, accumulation_steps=2, max_grad_norm=0.5)
+    with infinity.engine_of(model) as engine:
+        found, before = [], states_of(engine, model)
+        for step in range(4):
+            for micro in range(2):
+                loss = model(*map(share, tokens(step, micro))) / 2
+                (loss * math.inf if (step, micro) == bad and rank == world - 1 else loss).backward()
+            adam.step()
+            adam.zero_grad()
+            after = states_of(engine, model)
+            found.append((engine.stats()["loss_scale"], before == after))
+            before = after
+        return found, before
+
+
 def accumulated(folder, by_layer, dtype, micros=3):
+    """Losses and states of four steps, by layer or not; None: in turn."""
     torch.manual_seed(0)
     with infinity.init(settings(folder, dtype=dtype, **ON_NVME)):
         model = nn.Sequential(nn.Embedding(61, 48), *(nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(4)))
@@ -510,7 +549,7 @@ def accumulated(folder, by_layer, dtype, micros=3):
     with infinity.engine_of(model) as engine:
         for step in range(4):
             batch = [tuple(map(share, tokens(step, micro))) for micro in range(micros)]
-            if by_layer:
+            if by_layer or (by_layer is None and step % 2):
                 losses += [loss.item() for loss in infinity.vertical(list(model), batch, loss_of)]
             else:
                 for x, y in batch:

@@ -112,10 +112,92 @@ def test_an_update_that_is_not_elementwise_is_refused(tmp_path):
         def update(self, p, g, moments, scalars):
             p -= g / g.norm() * scalars["lr"]
 
-    make = lambda params, **options: infinity.Elementwise(params, Normalised(), {"lr": 1e-2})
-    with pytest.raises(ValueError, match="Normalised is not elementwise: .*LAMB, Muon"):
-        with training(tiny_gpt, tmp_path, optimizer=make, **NVME):
-            pass
+    class Capped(Rule):
+        def update(self, p, g, moments, scalars):
+            p -= g / max(1.0, g.abs().max().item()) * scalars["lr"]
+
+    class Voting(Rule):
+        def update(self, p, g, moments, scalars):
+            p -= g.mean().sign() * scalars["lr"]
+
+    class Sometimes(Rule):
+        def update(self, p, g, moments, scalars):
+            p -= (g / g.norm() if scalars["normalise"] else g) * scalars["lr"]
+
+    for rule, defaults in ((Normalised, {}), (Capped, {}), (Voting, {}), (Sometimes, {"normalise": 0.0})):
+        model = tiny_gpt()
+        first, *rest = model.parameters()
+        with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu")), pytest.raises(ValueError, match="is not elementwise: .*LAMB, Muon"):
+            infinity.Elementwise([{"params": rest}, {"params": [first]} | ({"normalise": 1.0} if defaults else {})], rule(), {"lr": 1e-2} | defaults)
+
+
+def refused(rule, message, directory, **defaults):
+    model = tiny_gpt()
+    with infinity.offload(model, infinity.Config(nvme=directory, device="cpu")), pytest.raises(infinity.ConfigError, match=message):
+        infinity.Elementwise(model.parameters(), rule, {"lr": 1e-2} | defaults)
+
+
+def test_an_update_that_changes_nothing_in_place_is_refused(tmp_path):
+    class Rebinding(Rule):
+        def update(self, p, g, moments, scalars):
+            p = p - g * scalars["lr"]
+
+    refused(Rebinding(), "Rebinding.update changes neither p nor a moment", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        ("sum", "expected a tuple of names"),
+        (["sum"], "expected a tuple of names"),
+        (("",), "expected a tuple of names"),
+        ((1,), "expected a tuple of names"),
+        (("a", "a"), "expected different names"),
+        (("weight",), "none of weight, residual, master"),
+    ],
+)
+def test_names_of_moments_are_checked(names, message, tmp_path):
+    class Named(Rule):
+        moments = names
+
+        def update(self, p, g, moments, scalars):
+            p -= g
+
+    refused(Named(), message, tmp_path)
+
+
+def test_each_moment_draws_bits_of_its_own():
+    class Three(Rule):
+        moments = ("a", "b", "c")
+
+        def update(self, p, g, moments, scalars):
+            for value in moments.values():
+                value += g
+
+    numel = 4096
+    segments = shard(Three(), "bf16", torch.bfloat16, numel)
+    for name in Three.moments:
+        segments[name].fill_(1.0)
+    Three().apply(segments, torch.full((numel,), 1 / 512), {}, 1.0, dither=Dither.of(1, "x", 1, 0))
+    drawn = [segments[name] > 1 for name in Three.moments]
+    for k, one in enumerate(drawn):
+        assert 0.2 < one.float().mean() < 0.3  # 1/512 of a step of 1/128
+        assert all((one & other).float().mean() < 0.1 for other in drawn[:k])
+
+
+def test_momentum_of_a_group_is_that_of_torch_optim_or_refused(tmp_path):
+    refused_message = "momentum=0.9: the records were made without one"
+    model = tiny_gpt()
+    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu")), pytest.raises(infinity.ConfigError, match=refused_message):
+        infinity.SGD([{"params": model.parameters(), "momentum": 0.9}], lr=0.1)
+    groups = lambda model: [{"params": list(model.parameters())[::2], "momentum": 0.0}, {"params": list(model.parameters())[1::2]}]
+    options = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}
+    torch.manual_seed(0)
+    plain_model = tiny_gpt()
+    plain_optimizer = torch.optim.SGD(groups(plain_model), **options)
+    expected = [gpt_step(plain_model, plain_optimizer, step) for step in range(8)]
+    with training(tiny_gpt, tmp_path, optimizer=infinity.SGD, groups=groups, options=options) as (model, engine, optimizer):
+        assert [gpt_step(model, optimizer, step) for step in range(8)] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +206,9 @@ def test_an_update_that_is_not_elementwise_is_refused(tmp_path):
         (infinity.SGD, {"lr": -1.0}, "lr=-1.0: expected 0 or more"),
         (infinity.SGD, {"momentum": -0.1}, "momentum=-0.1: expected 0 or more"),
         (infinity.SGD, {"nesterov": True}, "nesterov=True: expected momentum above 0"),
+        (infinity.SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.5}, "expected momentum above 0 and no dampening"),
+        (infinity.SGD, {"dampening": float("nan")}, "dampening=nan: expected a finite number"),
+        (infinity.SGD, {"loss_scale": 65536.0}, r"loss_scale=65536.0: expected infinity.LossScale"),
         (infinity.Lion, {"betas": (0.9, 1.0)}, r"betas\[1\]=1.0: expected from 0 to below 1"),
         (infinity.Lion, {"weight_decay": float("nan")}, "weight_decay=nan: expected 0 or more"),
         (infinity.Lion, {"lr": "fast"}, "must be numbers"),

@@ -123,18 +123,93 @@ def test_eight_micro_batches_read_14_bytes_a_parameter(update, tmp_path):
 def test_dropout_draws_the_same_in_both_forwards(tmp_path):
     class Dropping(Chain):
         def segments(self):
-            drop = nn.Dropout(0.5)
-            return [self.first, *(nn.Sequential(block, drop) for block in self.blocks), self.last]
+            return [self.first, *(nn.Sequential(block, nn.Dropout(0.5)) for block in self.blocks), self.last]
 
     with training(Dropping, tmp_path, options={"accumulation_steps": MICROS}, **NVME) as (model, engine, optimizer):
-        seen = {}
-        for index, block in enumerate(model.blocks):
-            block.register_forward_hook(lambda module, args, output, i=index: seen.setdefault(i, []).append(args[0].detach().clone()))
-        infinity.vertical(model.segments(), micro_batches(0), loss_of)
+        segments, seen = model.segments(), {}
+        for index, segment in enumerate(segments[1:-1]):
+            segment[1].register_forward_hook(lambda module, args, output, i=index: seen.setdefault(i, []).append(output.detach().clone()))
+        infinity.vertical(segments, micro_batches(0), loss_of)
         optimizer.step()
-        for inputs in seen.values():
-            assert len(inputs) == 2 * MICROS
-            assert all(torch.equal(a, b) for a, b in zip(inputs[:MICROS], inputs[MICROS:]))
+        for outputs in seen.values():
+            assert len(outputs) == 2 * MICROS
+            assert all(torch.equal(a, b) for a, b in zip(outputs[:MICROS], outputs[MICROS:]))
+            assert not torch.equal(outputs[0] == 0, outputs[1] == 0)
+
+
+class Odd(Chain):
+    """A frozen first segment, one that lets no gradient through, a container as the last."""
+
+    def __init__(self):
+        super().__init__(num_blocks=4)
+        self.first.requires_grad_(False)
+        self.last = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 50))
+        self.cut = False
+
+    def segments(self):
+        middle = [*self.blocks[:3], Cut() if self.cut else nn.Identity(), *self.blocks[3:]]
+        return [self.first, *(nn.Sequential(part) for part in middle), self.last]
+
+
+class Cut(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_odd_segments_have_the_gradients_of_the_ordinary_loop(cut, dtype, tmp_path):
+    def make():
+        model = Odd()
+        model.cut = cut
+        return model
+
+    config = {"dtype": dtype, "update": "deferred", "num_steps": 2, "make": make, **NVME}
+    if dtype == "fp16":
+        config["options"] = {"loss_scale": LossScale(initial=256.0)}
+    losses, states = run(tmp_path, True, **config)
+    expected_losses, expected_states = run(tmp_path, False, **config)
+    assert losses == expected_losses
+    assert_same_states(states, expected_states)
+
+
+class Tied(Chain):
+    def __init__(self):
+        super().__init__()
+        self.last.weight = self.first.weight
+
+
+@pytest.mark.parametrize("update", ["deferred", "auto"])
+@pytest.mark.parametrize("make", [Chain, Tied])
+@pytest.mark.parametrize("order", [(0, 1, 0, 1), (1, 0, 0, 1), (0, 0, 1, 1)], ids=str)
+def test_steps_by_layer_and_ordinary_ones_may_alternate(order, make, update, tmp_path):
+    with training(make, tmp_path, options={"accumulation_steps": MICROS}, update=update, **NVME) as (model, engine, optimizer):
+        with training(make, tmp_path / "other", options={"accumulation_steps": MICROS}, weights="host", states="host") as other:
+            for step, by_layer in enumerate(order):
+                for net, adam in ((model, optimizer), (other[0], other[2])):
+                    if by_layer and net is model:
+                        infinity.vertical(net.segments(), micro_batches(step), loss_of)
+                    else:
+                        for x, y in micro_batches(step):
+                            loss_of(net(x), y).backward()
+                    adam.step()
+                    adam.zero_grad()
+            for ours, theirs in zip(model.parameters(), other[0].parameters(), strict=True):
+                torch.testing.assert_close(engine.read_state(ours)["weight"], other[1].read_state(theirs)["weight"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_segment_that_changes_its_input_is_refused(tmp_path):
+    with training(Chain, tmp_path, options={"accumulation_steps": MICROS}, **NVME) as (model, engine, optimizer):
+        first, *rest = model.segments()
+        with pytest.raises(infinity.UsageError, match="Sequential changes its input in place"):
+            infinity.vertical([first, nn.Sequential(nn.ReLU(inplace=True), rest[0]), *rest[1:]], micro_batches(0), loss_of)
+        optimizer.zero_grad()
+
+
+def test_an_input_that_needs_a_gradient_is_refused(tmp_path):
+    with training(Chain, tmp_path, options={"accumulation_steps": 1}, **NVME) as (model, engine, optimizer):
+        with pytest.raises(infinity.ConfigError, match="an input needs a gradient"):
+            infinity.vertical([*model.blocks, model.last], [(torch.randn(2, 7, 32, requires_grad=True), None)], loss_of)
 
 
 def test_it_says_what_it_cannot_begin_and_recovers_from_an_exception(tmp_path):
