@@ -382,7 +382,8 @@ class Engine:
         if self.backward_task is None and not self.torn and any(chunk.updated for chunk in self.registry.chunks):
             raise UsageError(
                 f"{what} between a backward pass that has begun to update and its step(): some weights are new already. Call "
-                f"step() first, or use update='deferred'."
+                f"step() first, or use update='deferred'. Where several backward passes make a step, declare it: "
+                f"infinity.AdamW(..., accumulation_steps=...)."
             )
 
     def _refuse_torn(self) -> None:

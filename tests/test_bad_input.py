@@ -265,14 +265,23 @@ def test_step_without_backward(engine):
         optimizer.step()
 
 
-def test_two_backward_passes_where_one_was_declared(engine):
-    model, optimizer, _ = engine
-    backward(model)
-    with pytest.raises(UsageError, match="backward pass 2 since the last step, .*Declare it: .*accumulation_steps"):
+@pytest.mark.parametrize(
+    "update, message",
+    [
+        ("backward", "a forward pass between a backward pass that has begun to update and its step.*several backward passes"),
+        ("deferred", "backward pass 2 since the last step, .*Declare it: .*accumulation_steps"),
+    ],
+)
+def test_two_backward_passes_where_one_was_declared(update, message, tmp_path):
+    model = make_model()
+    with infinity.offload(model, settings(tmp_path, update=update)):
+        optimizer = infinity.AdamW(model.parameters())
         backward(model)
-    optimizer.step()  # of the first
-    backward(model)
-    optimizer.step()
+        with pytest.raises(UsageError, match=message):
+            backward(model)
+        optimizer.step()  # of the first
+        backward(model)
+        optimizer.step()
 
 
 def test_backward_without_an_optimizer(tmp_path):
