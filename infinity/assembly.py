@@ -132,7 +132,7 @@ def _best_chunk_numel(arrange, candidates: list[int]) -> int:
             layout_, _, placement = arrange(numel, 0)
             seconds[numel] = planner.step_seconds(layout_, placement)
         except BudgetError as error:
-            refusal = refusal or error  # of the smallest, which needs the least
+            refusal = refusal or error  # of the smallest, which needs about the least
     if not seconds:
         raise refusal
     return min(seconds, key=seconds.get)

@@ -77,7 +77,8 @@ class Margin:
         self.finish = finish
         self.op_nbytes: dict[Hashable, int] = {}  # the most that each op was seen to allocate, by its key
         self.promoted: list[tuple[SpanState, int]] = []  # whose records are on the device, and what these take there
-        self.budget_nbytes = placement.least_nbytes if gauge is not None else placement.device_nbytes
+        self.movable = "device" not in placement.homes[STATES]  # else all lives on the device and has no other home
+        self.budget_nbytes = placement.least_nbytes if self.movable and gauge is not None else placement.device_nbytes
         self._measured: dict[bool, list[Shapes]] = {True: [], False: []}  # inputs known to fit, of passes that build a graph or not
         self._growing: list[tuple[bool, Shapes]] = []  # those of the step under way that none of them covers
         self._op: Hashable = None
@@ -99,7 +100,7 @@ class Margin:
 
         Inputs in which no shape is to be seen are measured every time, but no room is made for them.
         """
-        if self.gauge is None or "device" in self.placement.homes[STATES]:  # nothing to measure, or nothing to give back
+        if self.gauge is None or not self.movable:  # nothing to measure, or nothing to give back
             return
         known = self._measured[True] + ([] if builds_graph else self._measured[False])
         growth = min((_growth(shapes, seen) for seen in known), default=math.inf)
@@ -121,19 +122,19 @@ class Margin:
         if not self._unsettled:
             return False
         self._unsettled = False
-        budget = self.placement.device_nbytes
-        if self.gauge is not None:
+        if self.pipeline.on_acquire is not None:
             self._note(None)
             self.pipeline.on_acquire = None
             for builds_graph, shapes in self._growing:
                 known = self._measured[builds_graph]
                 known[:] = [seen for seen in known if _growth(seen, shapes) > 1] + [shapes]
             self._growing = []
+        budget = self.placement.device_nbytes
+        if self.movable and self.gauge is not None:
             budget = max(self._room(self.activation_nbytes), self.placement.least_nbytes)
         budget = int(self.ranks.min_(torch.tensor([budget])).item())
         before = self.tier.budget_nbytes, len(self.promoted)
-        holds_records = self.holds_records and "device" not in self.placement.homes[STATES]
-        room = budget - self.placement.gradient_limit_nbytes if holds_records else 0
+        room = budget - self.placement.gradient_limit_nbytes if self.holds_records and self.movable else 0
         due = planner.records_on_device(
             self.registry.layout,
             [chunk.record for chunk in self.registry.chunks],
@@ -177,18 +178,15 @@ class Margin:
         self._divide()
         self.pipeline.evict_idle()
 
-    def _chunks(self, span: SpanState) -> list[ChunkState]:
-        return [self.registry.chunks[index] for index in span.span.chunks]
-
     def _promote(self, span: SpanState, nbytes: int) -> None:
         """Bring a span's records to the device, for good or until `_demote`."""
-        for chunk in self._chunks(span):
+        for chunk in self.registry.chunks_in(span):
             self.finish(chunk)
         self.pipeline.acquire_aside([span])
         self.values.keep_written(span)
         if not span.pinned:
             self.tier.pin(span)
-        for chunk in self._chunks(span):
+        for chunk in self.registry.chunks_in(span):
             entry = self.records.obtain(chunk, STATES)
             states = segments(chunk, None, entry.memory)
             chunk.device_states = {name: tensor.to(span.flat.device, copy=True) for name, tensor in states.items()}
@@ -208,7 +206,7 @@ class Margin:
         self.gradients.drain()
         self.updater.drain()
         self.values.keep_written(span)
-        for chunk in self._chunks(span):
+        for chunk in self.registry.chunks_in(span):
             state = self.updater.device_state(chunk)
             entries = {kind: self.records.fresh(chunk, kind) for kind in (WEIGHTS, STATES)}
             self.records.begin_update(*entries.values())

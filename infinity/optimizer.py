@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from infinity.chunks import FORMATS
 from infinity.errors import ConfigError, UsageError
 from infinity.residency import owner_of
 from infinity.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise
 from infinity.scaling import LossScale
 
 
-_RESERVED = ("weight", "residual", "master")  # segments of every record
+_RESERVED = tuple(dict.fromkeys(segment.name for format in FORMATS.values() for segment in format))  # weight, residual, master
 
 
 class Elementwise(torch.optim.Optimizer):

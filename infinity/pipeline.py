@@ -320,13 +320,10 @@ class Pipeline:
 
     # Actions.
 
-    def _chunks(self, span: SpanState) -> list[ChunkState]:
-        return [self.registry.chunks[index] for index in span.span.chunks]
-
     def _read(self, span: SpanState) -> None:
         if span.presence is not Presence.AWAY:
             return
-        for chunk in self._chunks(span):
+        for chunk in self.registry.chunks_in(span):
             if chunk.weights_home == "device":
                 continue
             chunk.copy_expected = True
@@ -351,7 +348,7 @@ class Pipeline:
         ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
         span.become(Presence.FETCHING)
         span.fetch = []
-        for chunk in self._chunks(span):
+        for chunk in self.registry.chunks_in(span):
             if chunk.pending is not None:
                 self.begin_update(chunk)
             update, request = chunk.updating, None

@@ -432,6 +432,9 @@ class Registry:
     def chunks_of(self, state: ParameterState) -> list[ChunkState]:
         return [self.chunks[index] for index in self.layout.chunks_of(state.index)]
 
+    def chunks_in(self, span: SpanState) -> list[ChunkState]:
+        return [self.chunks[index] for index in span.span.chunks]
+
     def free_device(self) -> None:
         """Let go of all device memory; the parameters are placeholders from now on, whatever they were."""
         for span in self.spans:

@@ -1,6 +1,6 @@
 """The loss scale of fp16 training: gradients are multiplied up so that small ones do not flush to zero.
 
-Knows numbers and one autograd function. Must not know gradients' whereabouts: the engine says whether a step overflowed.
+Knows numbers and two autograd functions. Must not know gradients' whereabouts: the engine says whether a step overflowed.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ class Scaler:
         self.scale = settings.initial
         self.num_clean = 0  # steps since the last overflow or growth
 
+    @property
+    def factor(self) -> float:
+        """What this rank's gradients are multiplied by."""
+        return self.scale / self.world
+
     def apply(self, output: torch.Tensor) -> torch.Tensor:
         """The output in fp32; in backward its gradient is scaled, in fp32, and only then rounded to the output's dtype."""
         return _Scaled.apply(output, self)
@@ -83,7 +88,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return (grad * (ctx.scaler.scale / ctx.scaler.world)).to(ctx.dtype), None
+        return (grad * ctx.scaler.factor).to(ctx.dtype), None
 
 
 class _Unscaled(torch.autograd.Function):
@@ -94,4 +99,4 @@ class _Unscaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return (grad.float() / (ctx.scaler.scale / ctx.scaler.world)).to(grad.dtype), None
+        return (grad.float() / ctx.scaler.factor).to(grad.dtype), None

@@ -140,7 +140,7 @@ class Values:
 
     def keeps_snapshot(self, span: SpanState) -> bool:
         """Whether, on the device, it needs one; see [Note: weights written in forward] in residency.py."""
-        masters = {segment.name for index in span.span.chunks for segment in self.registry.chunks[index].record.segments}
+        masters = {segment.name for chunk in self.registry.chunks_in(span) for segment in chunk.record.segments}
         return bool(masters & {"residual", "master"}) and any(state.written_in_forward for state in span.params)
 
     def make_snapshot(self, span: SpanState) -> None:

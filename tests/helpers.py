@@ -192,3 +192,15 @@ class ScriptedGauge:
         peak = self.tier.held_nbytes + self.activations
         self.overflows += peak > self.capacity
         return peak
+
+
+def run_micro_batches(model, segments, batches, loss_of, by_layer):
+    """All backward passes of a step, by layer or in the ordinary loop; their losses."""
+    if by_layer:
+        return [loss.item() for loss in infinity.vertical(segments, batches, loss_of)]
+    losses = []
+    for x, y in batches:
+        loss = loss_of(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
+    return losses

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from helpers import ScriptedGauge
+from helpers import ScriptedGauge, run_micro_batches
 from infinity.gpt import GPT
 
 ROOT = Path(__file__).parent.parent
@@ -549,13 +549,7 @@ def accumulated(folder, by_layer, dtype, micros=3):
     with infinity.engine_of(model) as engine:
         for step in range(4):
             batch = [tuple(map(share, tokens(step, micro))) for micro in range(micros)]
-            if by_layer or (by_layer is None and step % 2):
-                losses += [loss.item() for loss in infinity.vertical(list(model), batch, loss_of)]
-            else:
-                for x, y in batch:
-                    loss = loss_of(model(x), y)
-                    loss.backward()
-                    losses.append(loss.item())
+            losses += run_micro_batches(model, list(model), batch, loss_of, step % 2 if by_layer is None else by_layer)
             adam.step()
             adam.zero_grad()
         return losses, states_of(engine, model)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
-from helpers import NVME, assert_nothing_held, assert_same_states, on_gpu, states_of, training
+from helpers import NVME, assert_nothing_held, assert_same_states, on_gpu, run_micro_batches, states_of, training
 from infinity.scaling import LossScale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,13 +53,7 @@ def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
     with training(make, directory, options=options, **config) as (model, engine, optimizer):
         for step in range(num_steps):
             batches = [(x.to(engine.device), y.to(engine.device)) for x, y in micro_batches(step)]
-            if by_layer:
-                losses += [loss.item() for loss in infinity.vertical(model.segments(), batches, loss_of)]
-            else:
-                for x, y in batches:
-                    loss = loss_of(model(x), y)
-                    loss.backward()
-                    losses.append(loss.item())
+            losses += run_micro_batches(model, model.segments(), batches, loss_of, by_layer)
             optimizer.step()
             optimizer.zero_grad()
             assert_nothing_held(engine)
@@ -106,11 +100,7 @@ def test_eight_micro_batches_read_14_bytes_a_parameter(update, tmp_path):
             for step in range(4):
                 if step == 2:
                     begin = engine.stats()["nvme_read_nbytes"]
-                if by_layer:
-                    infinity.vertical(model.segments(), micro_batches(step), loss_of)
-                else:
-                    for x, y in micro_batches(step):
-                        loss_of(model(x), y).backward()
+                run_micro_batches(model, model.segments(), micro_batches(step), loss_of, by_layer)
                 optimizer.step()
                 optimizer.zero_grad()
             stats = engine.stats()
@@ -187,11 +177,7 @@ def test_steps_by_layer_and_ordinary_ones_may_alternate(order, make, update, tmp
         with training(make, tmp_path / "other", options={"accumulation_steps": MICROS}, weights="host", states="host") as other:
             for step, by_layer in enumerate(order):
                 for net, adam in ((model, optimizer), (other[0], other[2])):
-                    if by_layer and net is model:
-                        infinity.vertical(net.segments(), micro_batches(step), loss_of)
-                    else:
-                        for x, y in micro_batches(step):
-                            loss_of(net(x), y).backward()
+                    run_micro_batches(net, net.segments(), micro_batches(step), loss_of, by_layer and net is model)
                     adam.step()
                     adam.zero_grad()
             for ours, theirs in zip(model.parameters(), other[0].parameters(), strict=True):
