@@ -14,15 +14,16 @@ Must not know the device, plans or arithmetic.
 # Who is granted an entry keeps its slot until done, and the lanes that wait for grants work first in, first out. So
 # pinned requests of one kind are granted in their order: were a later one served first because its copy happens to be
 # there, or because it is urgent, it could hold the last slot while the one before it, which its lane waits for, gets none.
-# An urgent request makes those before it urgent, too.
+# An urgent request makes those before it urgent, too: what is urgent is a number, up to which all of a kind are.
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 import aio_ext
 
-from infinity.chunks import GRADIENTS, WEIGHTS
+from infinity.chunks import GRADIENTS, KINDS, WEIGHTS
 from infinity.events import Events, now
 from infinity.lanes import Job, Lane
 from infinity.residency import ChunkState, Entry, HostCache, HostState
@@ -31,13 +32,13 @@ from infinity.residency import ChunkState, Entry, HostCache, HostState
 class Request(Job):
     """A wish for one kind of segments of a chunk in host memory. Its result is the entry, pinned for the asker."""
 
-    __slots__ = ("chunk", "kind", "pin", "urgent")
+    __slots__ = ("chunk", "kind", "number", "pin")
 
-    def __init__(self, chunk: ChunkState, kind: str, urgent: bool, pin: bool):
+    def __init__(self, chunk: ChunkState, kind: str, number: int, pin: bool):
         super().__init__(lambda: None)
         self.chunk = chunk
         self.kind = kind
-        self.urgent = urgent
+        self.number = number  # in order of asking
         self.pin = pin
 
     def grant(self, entry: Entry) -> None:
@@ -60,7 +61,10 @@ class Records:
         self.keep = keep
         self.on_read = None  # runs before each read, in the reader; tests inject delays here
         self.failure: BaseException | None = None
-        self._requests: list[Request] = []
+        self._pinned: dict[str, deque[Request]] = {kind: deque() for kind in KINDS}  # both in order of asking
+        self._ahead: list[Request] = []
+        self._urgent_until = dict.fromkeys(KINDS, -1)  # pinned requests of the kind up to this number are waited for
+        self._num_requests = 0
         self._closing = False
         self._writer = Lane("cn")
         self._settler = Lane("nc-settle")
@@ -69,22 +73,22 @@ class Records:
 
     def request(self, chunk: ChunkState, kind: str, *, urgent: bool = False, pin: bool = True) -> Request:
         """Ask for a copy. `pin=False` reads ahead: the copy may be taken back while unused."""
-        request = Request(chunk, kind, urgent, pin)
         with self.lock:
+            request = Request(chunk, kind, self._num_requests, pin)
+            self._num_requests += 1
             if pin:  # what was to be read ahead is needed now; read later, it would be read once more for nobody
-                self._requests = [r for r in self._requests if r.pin or (r.chunk, r.kind) != (chunk, kind)]
+                self._ahead = [r for r in self._ahead if (r.chunk, r.kind) != (chunk, kind)]
             if pin and urgent:
-                self._let_pass(self._requests, kind)
-            if self._requests or self.on_read is not None or not self._try(request):
-                self._requests.append(request)
+                self._urgent_until[kind] = request.number
+            if self._ahead or any(self._pinned.values()) or self.on_read is not None or not self._try(request):
+                (self._pinned[kind] if pin else self._ahead).append(request)
                 self.lock.notify_all()
         return request
 
     def hurry(self, request: Request) -> None:
         """Somebody waits for it: let it, and what was asked for of its kind before it, pass whatever is read ahead."""
         with self.lock:
-            if request in self._requests:
-                self._let_pass(self._requests[: self._requests.index(request) + 1], request.kind)
+            self._urgent_until[request.kind] = max(self._urgent_until[request.kind], request.number)
             self.lock.notify_all()
         if request.done and request.result is not None and hasattr(request.result.source, "promote"):
             request.result.source.promote()
@@ -92,8 +96,7 @@ class Records:
     def hurry_all(self) -> None:
         """The training thread waits for updates: let all that was asked for, in its order, pass what is read ahead."""
         with self.lock:
-            for kind in self.caches:
-                self._let_pass(self._requests, kind)
+            self._urgent_until = dict.fromkeys(KINDS, self._num_requests - 1)
             self.lock.notify_all()
 
     def settle(self, entry: Entry) -> None:
@@ -201,10 +204,8 @@ class Records:
         self._settler.close()
         self._writer.close()
 
-    @staticmethod
-    def _let_pass(requests: list[Request], kind: str) -> None:
-        for request in requests:
-            request.urgent = request.urgent or (request.pin and request.kind == kind)
+    def _is_urgent(self, request: Request) -> bool:
+        return request.pin and request.number <= self._urgent_until[request.kind]
 
     def _keeps(self, chunk: ChunkState, kind: str) -> bool:
         return self.keep or kind == GRADIENTS or (kind == WEIGHTS and chunk.keep_weights)
@@ -248,7 +249,7 @@ class Records:
         cache = self.caches[request.kind]
         entry = cache.find(request.chunk)
         if entry is None:
-            entry = cache.claim(request.chunk, urgent=request.urgent)
+            entry = cache.claim(request.chunk, urgent=self._is_urgent(request))
             if entry is None:
                 if request.pin:
                     self._make_clean(request.kind)
@@ -264,7 +265,7 @@ class Records:
             self.on_read()
         extent, buffer = self._place(request.chunk, request.kind, entry)
         start = now()
-        priority = aio_ext.DEMAND if request.urgent else aio_ext.PREFETCH
+        priority = aio_ext.DEMAND if self._is_urgent(request) else aio_ext.PREFETCH
         entry.source = self.swap.read(extent, buffer, priority=priority)
         what = (request.chunk.index, request.kind)
         self._settler.push(lambda: self._note_read(entry, entry.source, what, start))
@@ -285,25 +286,30 @@ class Records:
         with self.lock:
             while True:
                 granted = None
-                blocked: set[str] = set()  # kinds whose first pinned request waits; see [Note: order of grants]
-                for request in sorted(self._requests, key=lambda r: not r.urgent):
+                blocked: set[str] = set()  # kinds whose first pinned request waits
+                for request in self._next_ones():
                     if self.failure is not None:
                         request.refuse(self.failure)
-                        granted = request
-                    elif request.kind in blocked:
+                    elif request.kind in blocked or not self._try(request):
+                        blocked |= {request.kind} if request.pin else set()
                         continue
-                    elif self._try(request):
-                        granted = request
-                    elif request.pin:
-                        blocked.add(request.kind)
-                    if granted is not None:
-                        break
-                if granted is not None:
-                    self._requests.remove(granted)
+                    granted = request
+                    break
+                if granted is not None and granted.pin:
+                    self._pinned[granted.kind].popleft()
+                elif granted is not None:
+                    self._ahead.remove(granted)
                 elif self._closing:
                     return
                 else:
                     self.lock.wait()
+
+    def _next_ones(self) -> list[Request]:
+        """What may be granted next; see [Note: order of grants]."""
+        firsts = {kind: requests[0] for kind, requests in self._pinned.items() if requests}
+        waiting = [*firsts.values(), *self._ahead]
+        waiting.sort(key=lambda request: (not self._is_urgent(request), request.number))
+        return waiting
 
     def _try(self, request: Request) -> bool:
         try:

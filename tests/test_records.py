@@ -77,7 +77,7 @@ class Bench:
         with self.lock:
             self.lock.notify_all()
         with self.lock:
-            return sorted((r.chunk.index, r.kind) for r in self.records._requests)
+            return sorted((r.chunk.index, r.kind) for line in (*self.records._pinned.values(), self.records._ahead) for r in line)
 
     def held(self, kind=WEIGHTS):
         with self.lock:

@@ -74,7 +74,7 @@ def test_losses_and_states_are_those_of_the_ordinary_loop(places, update, dtype,
 @on_gpu
 @pytest.mark.parametrize("dtype, update", [("fp32", "backward"), ("bf16", "deferred"), ("bf16", "backward"), ("fp16", "deferred")])
 def test_on_a_gpu_losses_and_states_are_those_of_the_ordinary_loop(dtype, update, deterministic, tmp_path):
-    config = {"device": "cuda", "dtype": dtype, "update": update, "make": lambda: Chain(512), **NVME}
+    config = {"device": "cuda", "dtype": dtype, "update": update, "make": lambda: Chain(512), "chunk_mib": 1 / 4, **NVME}
     losses, states = run(tmp_path, True, **config)
     expected_losses, expected_states = run(tmp_path, False, **config)
     assert losses == expected_losses
@@ -91,11 +91,11 @@ def test_clipping_and_fp16_are_those_of_the_ordinary_loop(tmp_path):
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_eight_micro_batches_read_14_bytes_a_parameter(update, tmp_path):
     """The ordinary loop reads 42."""
-    make = lambda: Chain(hidden=256, num_blocks=24)  # 96 chunks: more than there are slots
+    make = lambda: Chain(hidden=128, num_blocks=24)  # 96 chunks: more than there are slots
     options = {"accumulation_steps": MICROS}
     read = {}
     for by_layer in (True, False):
-        config = NVME | {"dtype": "bf16", "chunk_mib": 1 / 8, "update": update, "options": options}
+        config = NVME | {"dtype": "bf16", "chunk_mib": 1 / 32, "update": update, "options": options}
         with training(make, tmp_path, **config) as (model, engine, optimizer):
             for step in range(4):
                 if step == 2:
