@@ -91,11 +91,11 @@ def test_clipping_and_fp16_are_those_of_the_ordinary_loop(tmp_path):
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_eight_micro_batches_read_14_bytes_a_parameter(update, tmp_path):
     """The ordinary loop reads 42."""
-    make = lambda: Chain(hidden=128, num_blocks=24)  # 96 chunks: more than there are slots
+    make = lambda: Chain(hidden=256, num_blocks=24)  # 96 chunks: more than there are slots
     options = {"accumulation_steps": MICROS}
     read = {}
     for by_layer in (True, False):
-        config = NVME | {"dtype": "bf16", "chunk_mib": 1 / 32, "update": update, "options": options}
+        config = NVME | {"dtype": "bf16", "chunk_mib": 1 / 8, "update": update, "options": options}
         with training(make, tmp_path, **config) as (model, engine, optimizer):
             for step in range(4):
                 if step == 2:
