@@ -23,7 +23,7 @@
  *         nbytes, offset: int
  *
  *     def direct_alignment(fd) -> (memory, offset)  # bytes; 4096 where the kernel says nothing, 0: no direct I/O
- *     def _inject(call, nth=0, times=1, result=None, *, every=1, delay=0.0)    # tests: see faults.h
+ *     def _inject(call, nth=0, times=1, result=None, *, every=1, delay=0.0, fd=-1)    # tests: see faults.h
  *     def _inject() -> int                          # forget all faults; how many calls met one
  *
  * The caller keeps fd open until the request is done. No bytes is a legal size, done at once. Files opened with O_DIRECT
@@ -575,15 +575,15 @@ static PyObject *direct_alignment(PyObject *Py_UNUSED(module), PyObject *argumen
 
 static PyObject *inject(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"call", "nth", "times", "result", "every", "delay", NULL};
+    static char *names[] = {"call", "nth", "times", "result", "every", "delay", "fd", NULL};
     static const char *const call_names[AIO_NUM_CALLS] = {"io_setup",   "io_submit", "io_getevents",
                                                           "io_destroy", "read",      "write"};
     const char *call = NULL;
-    struct aio_rule rule = {.times = 1, .every = 1, .call = AIO_NUM_CALLS};
+    struct aio_rule rule = {.times = 1, .every = 1, .fd = -1, .call = AIO_NUM_CALLS};
     PyObject *result = Py_None;
     double delay = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|zllO$ld:_inject", names, &call, &rule.nth, &rule.times, &result,
-                                     &rule.every, &delay))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|zllO$ldi:_inject", names, &call, &rule.nth, &rule.times, &result,
+                                     &rule.every, &delay, &rule.fd))
         return NULL;
     if (!call)
         return PyLong_FromLong(aio_fault_clear());
@@ -626,10 +626,11 @@ static PyMethodDef module_methods[] = {
     {"direct_alignment", direct_alignment, METH_O,
      "direct_alignment(fd) -> (memory, offset)\n--\n\nBytes that O_DIRECT needs: 4096 where unknown, 0 where it is refused."},
     {"_inject", (PyCFunction)(void (*)(void))inject, METH_VARARGS | METH_KEYWORDS,
-     "_inject(call=None, nth=0, times=1, result=None, *, every=1, delay=0.0)\n--\n\n"
+     "_inject(call=None, nth=0, times=1, result=None, *, every=1, delay=0.0, fd=-1)\n--\n\n"
      "Tests only. call: io_setup, io_submit, io_getevents, io_destroy, or read, write for a block of that kind; those from\n"
      "the nth on, each `every`-th, `times` of them (-1: all). result: -errno; for io_submit also how many are accepted; for a\n"
-     "block an int is bytes fewer than asked, a float the fraction moved. delay: seconds until a block reaches the kernel.\n"
+     "block an int is bytes fewer than asked, a float the fraction moved. delay: seconds until a block reaches the kernel;\n"
+     "with fd: only blocks of that file, as on a slow drive: so many seconds a MiB, one block behind the other.\n"
      "Without call: forget all and return how many were met."},
     {"_close_all", close_all, METH_NOARGS, "Finish and close every queue; registered with atexit."},
     {NULL, NULL, 0, NULL},

@@ -95,13 +95,13 @@ long aio_fault_clear(void)
     return fired;
 }
 
-/* The rule that this call meets, or NULL. With the lock held. */
-static struct aio_rule *meet(enum aio_call call)
+/* The rule that this call meets, or NULL. fd: the block's, -1 if it is none. With the lock held. */
+static struct aio_rule *meet(enum aio_call call, int fd)
 {
     struct aio_rule *met = NULL;
     for (int i = 0; i < num_rules; i++) {
         struct aio_rule *rule = &rules[i];
-        if (rule->call != call)
+        if (rule->call != call || (rule->fd >= 0 && rule->fd != fd))
             continue;
         long position = rule->seen++ - rule->nth;
         if (position < 0 || position % rule->every || (rule->times >= 0 && rule->fired >= rule->times) || met)
@@ -116,7 +116,7 @@ static struct aio_rule *meet(enum aio_call call)
 static int refused(enum aio_call call, int *result)
 {
     pthread_mutex_lock(&lock);
-    struct aio_rule *rule = meet(call);
+    struct aio_rule *rule = meet(call, -1);
     if (rule)
         *result = (int)rule->value;
     pthread_mutex_unlock(&lock);
@@ -177,7 +177,7 @@ static int submit_one(io_context_t context, struct iocb *iocb)
 {
     struct touched *entry = NULL;
     pthread_mutex_lock(&lock);
-    struct aio_rule *rule = meet(iocb->aio_lio_opcode == IO_CMD_PWRITE ? AIO_WRITE : AIO_READ);
+    struct aio_rule *rule = meet(iocb->aio_lio_opcode == IO_CMD_PWRITE ? AIO_WRITE : AIO_READ, iocb->aio_fildes);
     for (int i = 0; rule && i < MAX_BLOCKS && !entry; i++)
         if (!touched[i].iocb)
             entry = &touched[i];
@@ -185,8 +185,12 @@ static int submit_one(io_context_t context, struct iocb *iocb)
         *entry = (struct touched){.iocb = iocb, .context = context};
         num_touched++;
         shorten(entry, rule);
-        if (rule->delay_ns)
-            entry->due_ns = aio_now_ns() + rule->delay_ns;
+        if (rule->delay_ns) {
+            int64_t now = aio_now_ns(), late = now + rule->delay_ns;
+            if (rule->fd >= 0)
+                late = (rule->last_due_ns > now ? rule->last_due_ns : now) + (rule->delay_ns * (int64_t)entry->nbytes >> 20);
+            entry->due_ns = rule->last_due_ns = late;
+        }
     }
     int late = entry && entry->due_ns;
     unsigned long nbytes = entry ? entry->nbytes : iocb->u.c.nbytes;

@@ -31,8 +31,10 @@ struct aio_rule {
     long long value;  /* AIO_RESULT: what is returned; AIO_MISSING: bytes fewer than asked */
     double fraction;  /* AIO_FRACTION: of the bytes asked */
     int64_t delay_ns; /* the block reaches the kernel that much later */
+    int fd;           /* only blocks of this one, a slow drive then: the delay is for a MiB, behind the block before; -1: all */
     long nth, times, every;
     long seen, fired;
+    int64_t last_due_ns;
 };
 
 int aio_fault_add(const struct aio_rule *rule); /* -1: the table is full */

@@ -233,7 +233,7 @@ def _make_swap(config: Config, ranks: Ranks, placement: planner.Placement) -> tu
     if ranks.world > 1:
         token = torch.tensor(list(os.urandom(8)), dtype=torch.int64)
         run = bytes(ranks.broadcast_(token).tolist()).hex()
-    swap = Swap(config.nvme, rank=local_rank, world=local_world, run=run)
+    swap = Swap(config.nvme, rank=local_rank, world=local_world, run=run, expected_nbytes=total * local_world)
     extents: dict[str, list] = {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
     for index in range(len(placement.homes[WEIGHTS])):  # what is read together lies together
         for kind in KINDS:

@@ -34,11 +34,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aio_ext
+from infinity import drives
 from infinity.errors import ConfigError, SwapError, UsageError
 
 ALIGNMENT = 4096  # of extents, offsets and sizes: what every drive in use accepts, see aio_ext.direct_alignment
 STRIPE_UNIT = 1 << 20
-INFLIGHT_NBYTES = 16 << 20  # in the kernel, a path: below, mixed reads and writes were up to 8 % slower
+MEASURE_FROM_NBYTES = 1 << 30  # of swap a path: below, defaults serve, and measuring would take longer than the run
 
 LOCK_NAME = re.compile(r"infinity-rank(\d+)\.lock")
 FOLDER_NAME = re.compile(r"infinity-[0-9a-f]{12}")
@@ -123,12 +124,22 @@ class Swap:
 
     paths: existing directories, best one a drive. rank, world: this rank among the ranks that share them on this node. run:
     a name that all ranks of this run give, and no other run does; by default it is taken from the launcher's environment.
+    expected_nbytes: what will be allocated, about. From 1 GiB a path on, drives that never were are measured, in seconds; what
+    was found stays there in infinity-drive.json.
 
     Raises ConfigError for paths that do not exist or are named twice, SwapError (an OSError with errno and filename) for those
     that cannot be used: no directory, not writable, in use by another run. What a dead run left there is removed.
     """
 
-    def __init__(self, paths: Sequence[str | os.PathLike], *, rank: int = 0, world: int = 1, run: str | None = None):
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike],
+        *,
+        rank: int = 0,
+        world: int = 1,
+        run: str | None = None,
+        expected_nbytes: int = 0,
+    ):
         if not 0 <= rank < world:
             raise ConfigError(f"rank={rank} of world={world}: expected 0 <= rank < world")
         paths = [Path(path) for path in paths]
@@ -140,35 +151,38 @@ class Swap:
         self._reserved = self._closed = False
         self._directories: list[_Directory] = []
         run = _run_name(world) if run is None else hashlib.sha256(run.encode()).hexdigest()[:12]
+        must_measure = expected_nbytes >= MEASURE_FROM_NBYTES * len(paths)
         try:
             for path in paths:
-                self._directories.append(_Directory(path, run, rank))
+                self._directories.append(_Directory(path, run, rank, must_measure))
         except BaseException:
             self.close()
             raise
+        rates = [directory.drive.nbytes_per_s for directory in self._directories]
+        self._weights = rates if all(rates) else [1.0] * len(paths)
         _live.add(self)
 
     def allocate(self, nbytes: int) -> Extent:
         """Plan a range of at least nbytes, rounded up to 4096; nothing is written yet. Raises UsageError after `reserve`.
 
-        From 1 MiB a path on, the range is striped over all paths in equal shares of whole MiB; smaller ones go whole. Either
-        way the path with the least so far comes first.
+        From 1 MiB a path on, the range is striped over the paths in whole MiB, so that each holds its part of the bandwidth
+        measured; smaller ones go whole. Either way the path that is farthest behind its part comes first.
         """
         if self._reserved or self._closed:
             raise UsageError("Swap.allocate after reserve() or close(): the files have their size; allocate everything before")
         if nbytes <= 0:
             raise ValueError(f"allocate({nbytes}): expected a positive number of bytes")
         nbytes = _round_up(nbytes, ALIGNMENT)
-        paths = sorted(range(len(self._directories)), key=lambda path: self._directories[path].nbytes)
-        shares = [nbytes]
-        if nbytes >= STRIPE_UNIT * len(paths):
-            num_units = -(-nbytes // STRIPE_UNIT)
-            shares = [(num_units + place) // len(paths) * STRIPE_UNIT for place in reversed(range(len(paths)))]
-            shares[-1] -= num_units * STRIPE_UNIT - nbytes
-        stripes = []
-        for path, share in zip(paths, shares):
+        held = [directory.nbytes / STRIPE_UNIT for directory in self._directories]
+        num_units = -(-nbytes // STRIPE_UNIT) if nbytes >= STRIPE_UNIT * len(held) else 1
+        units = drives.shares(num_units, self._weights, held)
+        paths = sorted((path for path in range(len(held)) if units[path]), key=lambda path: held[path] / self._weights[path])
+        stripes, left = [], nbytes
+        for path in paths:
+            share = left if path == paths[-1] else units[path] * STRIPE_UNIT
             stripes.append(Stripe(path, self._directories[path].nbytes, share))
             self._directories[path].nbytes += share
+            left -= share
         return Extent(nbytes, tuple(stripes))
 
     def reserve(self) -> None:
@@ -183,7 +197,7 @@ class Swap:
             self._check_space()
             try:
                 for directory in self._directories:
-                    directory.make_file()
+                    directory.make_file(num_sharers=self.world)
             except BaseException:
                 for directory in self._directories:
                     directory.remove_file()
@@ -212,8 +226,8 @@ class Swap:
         return self._moved["write"]
 
     def stats(self) -> dict[str, dict]:
-        """The counters of each path's queue (see aio_ext), by path; empty before `reserve` and after `close`."""
-        return {str(directory.path): directory.queue.stats() for directory in self._directories if directory.queue}
+        """The counters of each path's queues (see aio_ext) added up, by path; empty before `reserve` and after `close`."""
+        return {str(directory.path): directory.stats() for directory in self._directories if directory.queues}
 
     def close(self) -> None:
         """Finish what was submitted, remove the files and give the directories back. Idempotent; done at exit, too."""
@@ -261,7 +275,8 @@ class Swap:
             low, high = max(offset, start), min(end, start + stripe.nbytes)
             if low < high:
                 directory = self._directories[stripe.path]
-                submit = directory.queue.read if op == "read" else directory.queue.write
+                queue = directory.queue_of(stripe)
+                submit = queue.read if op == "read" else queue.write
                 piece = view[low - offset : high - offset]
                 ticket = submit(directory.file, piece, stripe.offset + low - start, priority=priority)
                 parts.append((ticket, directory.file_path))
@@ -292,10 +307,10 @@ class Swap:
 class _Directory:
     """One path: the lock and the folder from the start, the file and its queue from `make_file` on."""
 
-    def __init__(self, path: Path, run: str, rank: int):
+    def __init__(self, path: Path, run: str, rank: int, must_measure: bool):
         self.path = path
         self.nbytes = 0  # of the file, as allocated so far
-        self.queue: aio_ext.Queue | None = None
+        self.queues: list[aio_ext.Queue] = []
         self.file = -1
         self._lock_fd = self._folder_fd = -1
         self._lock_path = path / f"infinity-rank{rank}.lock"
@@ -308,31 +323,47 @@ class _Directory:
                 runs = self._refuse_or_runs(run, rank)
                 _reclaim(path, runs)
                 self._take(run)
+            try:
+                with _guard(path):  # the first rank measures, the others read what it found
+                    self.drive = self._known_drive(must_measure)
+            except BaseException:
+                self.release()
+                raise
         except BaseException as error:
             self._close_descriptors()
             if isinstance(error, OSError) and not isinstance(error, SwapError):
                 raise _swap_error(error.errno, "the swap directory cannot be used", error.filename or path) from error
             raise
 
-    def make_file(self) -> None:
+    def make_file(self, num_sharers: int) -> None:
         if not self.nbytes:
             return
         try:
-            # Made without O_DIRECT: a filesystem that refuses it may create the file nevertheless.
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            self.file = os.open(self.file_path.name, flags, 0o600, dir_fd=self._folder_fd)
-            os.fchmod(self.file, 0o600)
-            os.posix_fallocate(self.file, 0, self.nbytes)
-            self._go_direct()
-            self.queue = aio_ext.Queue(inflight_nbytes=INFLIGHT_NBYTES)
+            refusal = self._open_file(self.nbytes)
+            if refusal:
+                warnings.warn(
+                    f"swap in {self.path}: {refusal}; it works through the page cache, slower and with more memory. Name a "
+                    "directory on a local ext4 or xfs drive.",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            for _ in range(self.drive.num_queues):
+                self.queues.append(self.drive.queue(num_sharers))
         except OSError as error:
             text = f"the swap file of {_gib(self.nbytes)} cannot be made ({error.strerror})"
             raise _swap_error(error.errno, text, self.file_path) from error
 
+    def queue_of(self, stripe: Stripe) -> aio_ext.Queue:
+        """Always the same for a stripe: requests for the same bytes are kept in order by their queue."""
+        return self.queues[stripe.offset // STRIPE_UNIT % len(self.queues)]
+
+    def stats(self) -> dict:
+        each = [queue.stats() for queue in self.queues]
+        return {name: sum(stats[name] for stats in each) for name in each[0]}
+
     def remove_file(self) -> None:
-        if self.queue:
-            self.queue.close()
-            self.queue = None
+        while self.queues:
+            self.queues.pop().close()
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
@@ -350,8 +381,8 @@ class _Directory:
     def release(self) -> None:
         if self._lock_fd < 0:
             return
-        if self.queue:
-            self.queue.close()  # before the guard: this may take a while
+        for queue in self.queues:
+            queue.close()  # before the guard: this may take a while
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # the directory may be gone: then there is nothing to guard
                 stack.enter_context(_guard(self.path))
@@ -428,8 +459,37 @@ class _Directory:
             os.unlink(self._lock_path)
             raise
 
-    def _go_direct(self) -> None:
-        """Reopen the file with O_DIRECT if that works here; else say why not."""
+    def _known_drive(self, must_measure: bool) -> drives.Drive:
+        """What was measured here, now or earlier."""
+        with contextlib.ExitStack() as stack:
+            directory_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, directory_fd)
+            drive = drives.load(directory_fd)
+            if drive is not None or not must_measure:
+                return drive or drives.Drive()
+            try:
+                stack.callback(self.remove_file)
+                if self._open_file(drives.SCRATCH_NBYTES) is not None:
+                    return drives.Drive()  # the page cache would be measured
+                drive = drives.measure(self.file, drives.SCRATCH_NBYTES)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    return drives.Drive()  # there is no room for the swap either, and reserve() says how much is missing
+                raise _swap_error(error.errno, f"measuring the drive failed ({error.strerror})", self.file_path) from error
+            drives.store(directory_fd, drive)
+            return drive
+
+    def _open_file(self, nbytes: int) -> str | None:
+        """Make the swap file, of so many bytes. Why it has no direct I/O, if it has none."""
+        # Made without O_DIRECT: a filesystem that refuses it may create the file nevertheless.
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.file = os.open(self.file_path.name, flags, 0o600, dir_fd=self._folder_fd)
+        os.fchmod(self.file, 0o600)
+        os.posix_fallocate(self.file, 0, nbytes)
+        return self._go_direct()
+
+    def _go_direct(self) -> str | None:
+        """Reopen the file with O_DIRECT if that works here; else why not."""
         filesystem = _filesystem_of(self.path)
         refusal = f"{filesystem} keeps files in memory" if filesystem in MEMORY_FILESYSTEMS else None
         if not refusal:
@@ -441,13 +501,7 @@ class _Directory:
                 refusal = _direct_refusal(direct, filesystem)
                 os.close(self.file if refusal is None else direct)
                 self.file = direct if refusal is None else self.file
-        if refusal:
-            warnings.warn(
-                f"swap in {self.path}: {refusal}; it works through the page cache, slower and with more memory. Name a "
-                "directory on a local ext4 or xfs drive.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+        return refusal
 
 
 def _swap_error(code: int | None, text: str, path) -> SwapError:

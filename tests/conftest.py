@@ -3,6 +3,24 @@
 import pytest
 import torch
 
+from aio_ext import _aio
+
+
+@pytest.fixture(autouse=True)
+def no_faults_left():
+    """Whatever a test injects into aio_ext ends with it."""
+    yield
+    _aio._inject()
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Three directories on one filesystem."""
+    made = [tmp_path / f"drive{i}" for i in range(3)]
+    for path in made:
+        path.mkdir()
+    return made
+
 
 @pytest.fixture
 def one_thread():

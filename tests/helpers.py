@@ -1,6 +1,8 @@
 """What the engine's tests share: the reference that it must equal bit by bit, and ways to build, tighten and compare."""
 
 import contextlib
+import mmap
+import random
 import re
 
 import pytest
@@ -14,6 +16,18 @@ NVME = {"weights": "nvme", "states": "nvme", "residency": "none"}
 def on_gpu(test):
     """Mark a test that needs CUDA: `make test-gpu` runs it."""
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+def memory(nbytes, fill=None):
+    """Page-aligned memory; random bytes unless `fill` says which."""
+    pages = mmap.mmap(-1, max(nbytes, 1))
+    pages[:nbytes] = random.randbytes(nbytes) if fill is None else bytes([fill]) * nbytes
+    return memoryview(pages)[:nbytes]
+
+
+def everything_in(*paths):
+    """Names of all that lies below these directories."""
+    return sorted(str(found.relative_to(path)) for path in paths for found in path.rglob("*"))
 
 
 class ReferenceAdamW(torch.optim.Optimizer):

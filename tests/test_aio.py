@@ -21,15 +21,10 @@ import pytest
 
 import aio_ext
 from aio_ext import _aio
+from helpers import memory
 
 BLOCK = 64 << 10
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def no_faults_left():
-    yield
-    _aio._inject()
 
 
 @pytest.fixture
@@ -50,13 +45,6 @@ def direct(tmp_path):
     yield make
     for fd in fds:
         os.close(fd)
-
-
-def memory(nbytes, fill=None):
-    """Page-aligned memory; random bytes unless `fill` says which."""
-    pages = mmap.mmap(-1, max(nbytes, 1))
-    pages[:nbytes] = random.randbytes(nbytes) if fill is None else bytes([fill]) * nbytes
-    return memoryview(pages)[:nbytes]
 
 
 def content(fd, nbytes, offset=0):

@@ -22,12 +22,6 @@ NBYTES = 4096
 SECONDS = 20  # after which something is taken to hang
 
 
-@pytest.fixture(autouse=True)
-def no_faults_left():
-    yield
-    _aio._inject()
-
-
 class Bench:
     """Eight chunks on NVMe, whose weights are filled with their number, and two slots of each kind."""
 

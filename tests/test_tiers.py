@@ -20,37 +20,13 @@ import pytest
 
 import aio_ext
 from aio_ext import _aio
+from helpers import everything_in, memory
 from infinity import tiers
 from infinity.errors import ConfigError, SwapError, UsageError
 from infinity.tiers import Extent, Stripe, Swap
 
 ROOT = Path(__file__).parent.parent
 KIB, MIB, PAGE = 1 << 10, 1 << 20, 4096
-
-
-@pytest.fixture(autouse=True)
-def no_faults_left():
-    yield
-    _aio._inject()
-
-
-@pytest.fixture
-def paths(tmp_path):
-    """Three directories on one filesystem."""
-    made = [tmp_path / f"drive{i}" for i in range(3)]
-    for path in made:
-        path.mkdir()
-    return made
-
-
-def memory(nbytes, fill=None):
-    pages = mmap.mmap(-1, nbytes)
-    pages[:] = random.randbytes(nbytes) if fill is None else bytes([fill]) * nbytes
-    return memoryview(pages)
-
-
-def everything_in(*paths):
-    return sorted(str(found.relative_to(path)) for path in paths for found in path.rglob("*"))
 
 
 def swap_file(path, rank=0):

@@ -1,0 +1,195 @@
+"""What a drive can do: measured once a path, kept in a file beside the swap files.
+
+Knows file descriptors, queues and seconds. Must not know swap files, extents or ranks.
+
+    drive = load(directory_fd) or measure(fd, nbytes)
+
+# [Note: how much goes to the kernel]
+# What the kernel holds cannot be overtaken: a read that an op waits for comes behind it. So as little as keeps the drive busy:
+# its bandwidth times the time that one block takes alone, and half as much again. On the two drives at hand (2-3 GB/s, 0.7 ms)
+# that is 3 MiB, where a demand read behind 256 MiB of writes takes 2.5 times its lone time; 16 MiB make it 10 times, for 4 % of
+# throughput in 15 % of spread. Where more is clearly faster, as on an array of drives, more is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import aio_ext
+
+CACHE_NAME = "infinity-drive.json"
+SCRATCH_NBYTES = 128 << 20  # of the file that is measured on
+
+_MIB = 1 << 20
+_REQUEST_NBYTES = 4 * _MIB
+_NUM_REQUESTS = 8  # under way
+_MOST_INFLIGHT_NBYTES = 64 * _MIB
+_SECONDS = 0.07  # of one measurement of bandwidth
+_ROUNDS = 3
+_FASTER, _MUCH_FASTER = 1.05, 1.2  # times as fast, in each round: worth another setting; worth a longer wait for demand reads
+_MIXES = {"read": (1, 0), "write": (0, 1), "mixed": (14, 12)}  # the mixed one is that of a training step
+
+
+@dataclass(frozen=True)
+class Drive:
+    """Settings of the queues of one path, and how fast these are: bytes a second with 14 reads to 12 writes, and seconds
+    that a block takes alone. Both are 0 where nothing was measured."""
+
+    block_nbytes: int = _MIB
+    inflight_nbytes: int = 4 * _MIB
+    depth: int = 64
+    num_queues: int = 1
+    nbytes_per_s: float = 0.0
+    block_s: float = 0.0
+
+    def queue(self, num_sharers: int = 1) -> aio_ext.Queue:
+        """A queue with its part of what may be in the kernel, where so many of them share the drive."""
+        inflight_nbytes = max(2 * self.block_nbytes, self.inflight_nbytes // (self.num_queues * num_sharers))
+        return aio_ext.Queue(block_nbytes=self.block_nbytes, inflight_nbytes=inflight_nbytes, depth=self.depth)
+
+
+def measure(fd: int, nbytes: int) -> Drive:
+    """Try settings on an O_DIRECT file of nbytes, at least 32 MiB, whose bytes are lost. Two or three seconds. Raises OSError."""
+    probe = _Probe(fd, nbytes)
+    try:
+        probe.fill()
+        block_s = probe.block_seconds()
+        peak = max(probe.rate(mix, Drive(inflight_nbytes=32 * _MIB)) for mix in ("read", "write"))
+        least = max(2, round(1.5 * peak * block_s / _MIB)) * _MIB
+        inflight = [nbytes for nbytes in (least, 2 * least, 4 * least) if nbytes <= _MOST_INFLIGHT_NBYTES] or [_MOST_INFLIGHT_NBYTES]
+        drive = probe.choose([Drive(inflight_nbytes=nbytes) for nbytes in inflight], _MUCH_FASTER)
+        blocks = [_with(drive, block_nbytes=nbytes) for nbytes in (512 << 10, 2 * _MIB) if 2 * nbytes <= drive.inflight_nbytes]
+        drive = probe.choose([drive, *blocks], _FASTER)
+        drive = probe.choose([drive, _with(drive, num_queues=2)], _FASTER)
+        rate = statistics.median(probe.rate("mixed", drive) for _ in range(_ROUNDS))
+        depth = max(32, 4 * drive.inflight_nbytes // drive.block_nbytes)  # small requests make small blocks
+        return _with(drive, depth=depth, nbytes_per_s=rate, block_s=block_s)
+    finally:
+        probe.close()
+
+
+def load(directory_fd: int) -> Drive | None:
+    """What was measured in this directory earlier, on the same device; None if nothing sensible is there."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        fd = os.open(CACHE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+        with open(fd) as file:
+            content = json.loads(file.read(4096))
+        drive = Drive(**content["drive"])
+        if content["device"] == os.fstat(directory_fd).st_dev and _is_sensible(drive):
+            return drive
+    return None
+
+
+def store(directory_fd: int, drive: Drive) -> None:
+    """Keep it for the next run. A directory that takes no file is measured each time."""
+    content = {
+        "about": "measured by infinity; delete to measure again, or edit",
+        "device": os.fstat(directory_fd).st_dev,
+        "drive": asdict(drive),
+    }
+    with contextlib.suppress(OSError):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(CACHE_NAME, flags, 0o600, dir_fd=directory_fd), "w") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+
+
+def shares(num_units: int, weights: list[float], held: list[float]) -> list[int]:
+    """Units for each path in proportion to its weight. What does not divide goes to who is farthest behind with what it holds."""
+    given = [int(num_units * weight / sum(weights)) for weight in weights]
+    for _ in range(num_units - sum(given)):
+        least = min(range(len(weights)), key=lambda path: (held[path] + given[path]) / weights[path])
+        given[least] += 1
+    return given
+
+
+def _with(drive: Drive, **changes) -> Drive:
+    return Drive(**(asdict(drive) | changes))
+
+
+def _is_sensible(drive: Drive) -> bool:
+    """Whether a queue can be made of it; a person may have edited the file."""
+    whole = (drive.block_nbytes, drive.inflight_nbytes, drive.depth, drive.num_queues)
+    return (
+        all(type(value) is int and value > 0 for value in whole)
+        and drive.block_nbytes % 4096 == 0
+        and drive.block_nbytes <= drive.inflight_nbytes <= 1 << 30
+        and drive.depth <= 4096
+        and drive.num_queues <= 16
+        and all(isinstance(value, (int, float)) and 0 <= value < 1e15 for value in (drive.nbytes_per_s, drive.block_s))
+    )
+
+
+class _Probe:
+    """A file and memory on huge pages to measure with."""
+
+    def __init__(self, fd: int, nbytes: int):
+        self.fd = fd
+        self.num_requests = nbytes // _REQUEST_NBYTES
+        self._pages = mmap.mmap(-1, _NUM_REQUESTS * _REQUEST_NBYTES)
+        with contextlib.suppress(OSError, AttributeError):
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = memoryview(self._pages)
+        noise = os.urandom(_MIB)  # some drives are faster with zeros
+        for start in range(0, len(self._memory), _MIB):
+            self._memory[start : start + _MIB] = noise
+        self._buffers = [self._memory[i * _REQUEST_NBYTES : (i + 1) * _REQUEST_NBYTES] for i in range(_NUM_REQUESTS)]
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            buffer.release()
+        self._memory.release()
+        self._pages.close()
+
+    def fill(self) -> None:
+        """Reads of what was never written do not reach the drive."""
+        with Drive(inflight_nbytes=32 * _MIB).queue() as queue:
+            writes = [
+                queue.write(self.fd, self._buffers[i % _NUM_REQUESTS], i * _REQUEST_NBYTES) for i in range(self.num_requests)
+            ]
+            for ticket in writes:
+                ticket.wait()
+
+    def block_seconds(self) -> float:
+        """How long a block takes to read while nothing else is under way."""
+        seconds = []
+        with Drive().queue() as queue:
+            for i in range(15):
+                start = time.perf_counter()
+                queue.read(self.fd, self._buffers[0][:_MIB], i * 7 % (4 * self.num_requests) * _MIB).wait()
+                seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
+
+    def rate(self, mix: str, drive: Drive) -> float:
+        """Bytes a second, from the first request to the end of the last."""
+        reads, writes = _MIXES[mix]
+        tickets: list[aio_ext.Ticket] = []
+        with contextlib.ExitStack() as stack:
+            queues = [stack.enter_context(drive.queue()) for _ in range(drive.num_queues)]
+            start, number = time.perf_counter(), 0
+            while number < _NUM_REQUESTS or time.perf_counter() - start < _SECONDS:
+                if number >= _NUM_REQUESTS:
+                    tickets[number - _NUM_REQUESTS].wait()
+                is_read = (number + 1) * reads // (reads + writes) > number * reads // (reads + writes)
+                place = number % self.num_requests
+                queue = queues[place % len(queues)]
+                submit: Callable = queue.read if is_read else queue.write
+                buffer = self._buffers[number % _NUM_REQUESTS]
+                tickets.append(submit(self.fd, buffer, place * _REQUEST_NBYTES, priority=aio_ext.PREFETCH))
+                number += 1
+            for ticket in tickets[-_NUM_REQUESTS:]:
+                ticket.wait()
+            return number * _REQUEST_NBYTES / (time.perf_counter() - start)
+
+    def choose(self, drives: list[Drive], least_gain: float) -> Drive:
+        """The first, unless another is so many times faster in every round; then the fastest of those."""
+        rates = [[self.rate("mixed", drive) for drive in drives] for _ in range(_ROUNDS)]
+        gains = [min(rate[i] / rate[0] for rate in rates) for i in range(len(drives))]
+        best = max(range(len(drives)), key=lambda i: gains[i])
+        return drives[best] if gains[best] > least_gain else drives[0]
