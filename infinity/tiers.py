@@ -24,6 +24,7 @@ import hashlib
 import mmap
 import os
 import re
+import signal
 import stat
 import threading
 import time
@@ -161,6 +162,7 @@ class Swap:
         rates = [directory.drive.nbytes_per_s for directory in self._directories]
         self._weights = rates if all(rates) else [1.0] * len(paths)
         _live.add(self)
+        _clean_up_on_sigterm()
 
     def allocate(self, nbytes: int) -> Extent:
         """Plan a range of at least nbytes, rounded up to 4096; nothing is written yet. Raises UsageError after `reserve`.
@@ -230,7 +232,7 @@ class Swap:
         return {str(directory.path): directory.stats() for directory in self._directories if directory.queues}
 
     def close(self) -> None:
-        """Finish what was submitted, remove the files and give the directories back. Idempotent; done at exit, too."""
+        """Finish what was submitted, remove the files and give the directories back. Idempotent; done at exit and on SIGTERM."""
         if self._pid == os.getpid():
             for directory in self._directories:
                 directory.release()
@@ -395,6 +397,13 @@ class _Directory:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._lock_fd, fcntl.LOCK_UN)  # also for children that could not close it
             self._close_descriptors()
+
+    def remove_names(self) -> None:
+        """What is left of the file goes with this process, which is about to end, as does the lock."""
+        if self._lock_fd >= 0:
+            for remove, path in ((os.unlink, self.file_path), (os.rmdir, self._folder), (os.unlink, self._lock_path)):
+                with contextlib.suppress(OSError):
+                    remove(path)
 
     def disown(self) -> None:
         """In a forked child: let go of the parent's lock and files."""
@@ -628,6 +637,24 @@ def _disown_all() -> None:
     for swap in list(_live):
         for directory in swap._directories:
             directory.disown()
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _clean_up_on_sigterm() -> None:
+    """Have SIGTERM, which ends the process at once, take the swap along. A handler of the program's own stays."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(number: int, frame) -> None:
+    """Nothing is raised: wherever the program is, an exception could be swallowed there, or leave it half-way through a change."""
+    for swap in list(_live):
+        for directory in swap._directories:
+            directory.remove_names()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 atexit.register(_close_all)

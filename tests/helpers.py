@@ -2,8 +2,13 @@
 
 import contextlib
 import mmap
+import os
 import random
 import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +33,25 @@ def memory(nbytes, fill=None):
 def everything_in(*paths):
     """Names of all that lies below these directories."""
     return sorted(str(found.relative_to(path)) for path in paths for found in path.rglob("*"))
+
+
+def start_python(source, *arguments, **options):
+    """A process that runs the source, with pipes to its output; the package and the tests are on its path."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=environment, **pipes, **options)
+
+
+def run_python(source, *arguments, **options):
+    """The same, ended: what it printed and its returncode."""
+    with start_python(source, *arguments, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=300)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 class ReferenceAdamW(torch.optim.Optimizer):

@@ -21,7 +21,7 @@ import pytest
 
 import aio_ext
 from aio_ext import _aio
-from helpers import memory
+from helpers import memory, run_python
 
 BLOCK = 64 << 10
 ROOT = Path(__file__).parent.parent
@@ -60,12 +60,6 @@ def plug(queue, fd, seconds=0.3):
     """Occupy a queue that has room for one block: a write that reaches the kernel `seconds` late."""
     _aio._inject("write", 0, 1, None, delay=seconds)
     return queue.write(fd, memory(4096), 1 << 30, priority=aio_ext.DEMAND)
-
-
-def run_python(source, *arguments, **options):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, **options)
 
 
 # ---- bytes ----

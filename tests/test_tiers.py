@@ -7,11 +7,10 @@ import errno
 import mmap
 import os
 import random
+import signal
 import stat
-import subprocess
-import sys
-import textwrap
 import threading
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ import pytest
 
 import aio_ext
 from aio_ext import _aio
-from helpers import everything_in, memory
+from helpers import everything_in, memory, run_python, start_python
 from infinity import tiers
 from infinity.errors import ConfigError, SwapError, UsageError
 from infinity.tiers import Extent, Stripe, Swap
@@ -558,12 +557,6 @@ KILLS = """
 """
 
 
-def run_python(source, *arguments):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-
-
 def test_what_killed_runs_leave_is_reclaimed(paths):
     done = run_python(KILLS, paths[0], 50)
     expected = ["left by the last one: True", "refused: True", "beside the orphan: True", "at the end: []"]
@@ -598,6 +591,43 @@ def test_exit_finishes_and_removes_and_a_forked_child_does_not(paths):
     done = run_python(EXIT, paths[0])
     assert (done.stdout, done.returncode) == ("exit\n", 0), done.stderr  # Python 3.12 warns on stderr that threads were forked
     assert everything_in(*paths) == []
+
+
+TERMINATED = """
+    import signal, sys, time, torch, infinity
+    from torch import nn
+    if sys.argv[2] == "own":
+        signal.signal(signal.SIGTERM, lambda *_: print("own"))
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    config = infinity.Config(nvme=sys.argv[1], device="cpu", dtype="fp32", weights="nvme", states="nvme", residency="none", chunk_mib=0.25)
+    engine = infinity.offload(model, config)
+    optimizer = infinity.AdamW(model.parameters())
+    print("begun", flush=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and sys.argv[2] != "own":
+        model(torch.ones(4, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    signal.raise_signal(signal.SIGTERM)
+    print("goes on")
+    engine.close()
+"""
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.long)])
+def test_sigterm_at_any_moment_of_training_leaves_nothing(paths, num_kills):
+    for _ in range(num_kills):
+        process = start_python(TERMINATED, paths[0], "ours")
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(random.random())
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, everything_in(*paths)) == (-signal.SIGTERM, []), errors
+
+
+def test_a_programs_own_handler_of_sigterm_stays(paths):
+    done = run_python(TERMINATED, paths[0], "own")
+    assert (done.stdout, done.returncode) == ("begun\nown\ngoes on\n", 0), done.stderr
 
 
 def test_a_dropped_swap_cleans_up(paths):
