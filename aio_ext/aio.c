@@ -3,16 +3,16 @@
  *
  *     DEMAND, PREFETCH, WRITE = 0, 1, 2           # priorities: what an op waits for, what it will want, the rest
  *
- *     class Queue(*, block_nbytes=1 << 20, inflight_nbytes=8 << 20, depth=64):
+ *     class Queue(*, block_nbytes=1 << 20, inflight_nbytes=8 << 20, inflight_write_nbytes=None, depth=64):
  *         """One io context and one I/O thread. Requests are cut into blocks of block_nbytes (a multiple of 4096); at
- *         most inflight_nbytes of them, but at least one, are with the kernel; the rest waits by priority, and
- *         inside a priority in order of submission."""
+ *         most inflight_nbytes of them, but at least one, are with the kernel, and of writes at most inflight_write_nbytes;
+ *         the rest waits by priority, and inside a priority in order of submission."""
  *         def read(fd, buffer, offset, *, priority=PREFETCH) -> Ticket     # buffer: contiguous, writable
  *         def write(fd, buffer, offset, *, priority=WRITE) -> Ticket       # buffer: contiguous
  *         def close()                     # finishes all that was submitted; idempotent; also a context manager
  *         def stats() -> dict             # cumulative, from the queue's start
  *         depth: int                      # granted: halved, with a RuntimeWarning, while fs.aio-max-nr is too low
- *         block_nbytes, inflight_nbytes: int
+ *         block_nbytes, inflight_nbytes, inflight_write_nbytes: int
  *         closed: bool
  *
  *     class Ticket:
@@ -162,12 +162,19 @@ static void set_os_error(int code, PyObject *text)
 
 static PyObject *Queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"block_nbytes", "inflight_nbytes", "depth", NULL};
-    Py_ssize_t block_nbytes = 1 << 20, inflight_nbytes = 8 << 20, depth = 64;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$nnn:Queue", names, &block_nbytes, &inflight_nbytes, &depth))
+    static char *names[] = {"block_nbytes", "inflight_nbytes", "inflight_write_nbytes", "depth", NULL};
+    Py_ssize_t block_nbytes = 1 << 20, inflight_nbytes = 8 << 20, write_nbytes = PY_SSIZE_T_MAX, depth = 64;
+    PyObject *write_limit = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$nnOn:Queue", names, &block_nbytes, &inflight_nbytes, &write_limit, &depth))
         return NULL;
+    if (write_limit != Py_None) {
+        write_nbytes = PyNumber_AsSsize_t(write_limit, PyExc_OverflowError);
+        if (write_nbytes == -1 && PyErr_Occurred())
+            return NULL;
+    }
     if (parse_size("block_nbytes", block_nbytes, 4096, 1 << 30, 4096) < 0 ||
         parse_size("inflight_nbytes", inflight_nbytes, 1, PY_SSIZE_T_MAX, 1) < 0 ||
+        parse_size("inflight_write_nbytes", write_nbytes, 1, PY_SSIZE_T_MAX, 1) < 0 ||
         parse_size("depth", depth, 1, 65536, 1) < 0)
         return NULL;
     State *state = PyType_GetModuleState(type);
@@ -177,7 +184,10 @@ static PyObject *Queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!self)
         return NULL;
     Shared *shared = PyMem_Calloc(1, sizeof *shared);
-    if (!shared || !(shared->core = core_new((size_t)block_nbytes, (size_t)inflight_nbytes, (int)depth))) {
+    if (write_nbytes > inflight_nbytes)
+        write_nbytes = inflight_nbytes;
+    if (!shared ||
+        !(shared->core = core_new((size_t)block_nbytes, (size_t)inflight_nbytes, (size_t)write_nbytes, (int)depth))) {
         PyMem_Free(shared);
         PyErr_NoMemory();
         goto error;
@@ -359,6 +369,11 @@ static PyObject *Queue_inflight_nbytes(Queue *self, void *Py_UNUSED(closure))
     return PyLong_FromSize_t(self->shared->core->inflight_limit);
 }
 
+static PyObject *Queue_inflight_write_nbytes(Queue *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(self->shared->core->inflight_write_limit);
+}
+
 static PyObject *Queue_closed(Queue *self, void *Py_UNUSED(closure))
 {
     return PyBool_FromLong(self->shared->closed);
@@ -381,12 +396,13 @@ static PyGetSetDef Queue_getset[] = {
     {"depth", (getter)Queue_depth, NULL, "Blocks that io_setup granted.", NULL},
     {"block_nbytes", (getter)Queue_block_nbytes, NULL, "Largest transfer handed to the kernel.", NULL},
     {"inflight_nbytes", (getter)Queue_inflight_nbytes, NULL, "Bound of the bytes with the kernel.", NULL},
+    {"inflight_write_nbytes", (getter)Queue_inflight_write_nbytes, NULL, "Bound of those of writes.", NULL},
     {"closed", (getter)Queue_closed, NULL, "close() was called.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot Queue_slots[] = {
-    {Py_tp_doc, "Queue(*, block_nbytes=1048576, inflight_nbytes=8388608, depth=64)\n--\n\n"
+    {Py_tp_doc, "Queue(*, block_nbytes=1048576, inflight_nbytes=8388608, inflight_write_nbytes=None, depth=64)\n--\n\n"
                 "One libaio context and its I/O thread; see the head of aio.c."},
     {Py_tp_new, Queue_new},
     {Py_tp_dealloc, Queue_dealloc},

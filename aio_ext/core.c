@@ -233,6 +233,7 @@ static void block_done(Core *core, Block *block, long long result)
 {
     Request *request = block->request;
     core->stats.inflight_nbytes -= block->nbytes;
+    core->inflight_write_nbytes -= request->is_write ? block->nbytes : 0;
     if (result == -EAGAIN || result == -EINTR) {
         int64_t now = aio_now_ns();
         if (!block->pause_ns)
@@ -272,9 +273,12 @@ static void block_done(Core *core, Block *block, long long result)
         block_free(core, block);
 }
 
-static int fits(const Core *core, size_t nbytes)
+/* One block always may go, whatever its size. */
+static int fits(const Core *core, size_t nbytes, int is_write)
 {
-    return !core->stats.inflight_nbytes || core->stats.inflight_nbytes + nbytes <= core->inflight_limit;
+    if (core->stats.inflight_nbytes && core->stats.inflight_nbytes + nbytes > core->inflight_limit)
+        return 0;
+    return !is_write || !core->inflight_write_nbytes || core->inflight_write_nbytes + nbytes <= core->inflight_write_limit;
 }
 
 static void batch_add(Core *core, int position, Block *block)
@@ -286,6 +290,7 @@ static void batch_add(Core *core, int position, Block *block)
     iocb->data = (void *)(intptr_t)(block - core->blocks);
     core->batch[position] = iocb;
     core->stats.inflight_nbytes += block->nbytes;
+    core->inflight_write_nbytes += block->request->is_write ? block->nbytes : 0;
     if (core->stats.inflight_nbytes > core->stats.peak_inflight_nbytes)
         core->stats.peak_inflight_nbytes = core->stats.inflight_nbytes;
 }
@@ -311,7 +316,7 @@ static int gather(Core *core, int64_t *sleep_ns)
         repeat = block->next;
         if (block->request->error.code) {
             block_free(core, block);
-        } else if (block->due_ns <= now && fits(core, block->nbytes)) {
+        } else if (block->due_ns <= now && fits(core, block->nbytes, block->request->is_write)) {
             batch_add(core, count++, block);
         } else {
             block->next = core->first_repeat;
@@ -325,7 +330,7 @@ static int gather(Core *core, int64_t *sleep_ns)
     while (!waiting && core->free_block >= 0 && (request = most_urgent(core))) {
         size_t left = request->nbytes - request->issued_nbytes;
         size_t nbytes = left < core->block_nbytes ? left : core->block_nbytes;
-        if (!fits(core, nbytes))
+        if (!fits(core, nbytes, request->is_write))
             break;
         Block *block = &core->blocks[core->free_block];
         core->free_block = block->next;
@@ -378,7 +383,7 @@ static void submit_batch(Core *core, int count)
 /* After an error of the context itself: io_destroy has waited for the kernel, so all can fail. */
 static void fail_all(Core *core, int code)
 {
-    core->stats.inflight_nbytes = 0;
+    core->stats.inflight_nbytes = core->inflight_write_nbytes = 0;
     while (core->oldest) {
         Request *request = core->oldest;
         request->error.code = code;
@@ -470,13 +475,14 @@ static void wake(Core *core)
     (void)put;
 }
 
-Core *core_new(size_t block_nbytes, size_t inflight_limit, int depth)
+Core *core_new(size_t block_nbytes, size_t inflight_limit, size_t inflight_write_limit, int depth)
 {
     Core *core = calloc(1, sizeof *core);
     if (!core)
         return NULL;
     core->block_nbytes = block_nbytes;
     core->inflight_limit = inflight_limit;
+    core->inflight_write_limit = inflight_write_limit;
     core->depth = depth;
     core->eventfd = core->first_repeat = -1;
     pthread_mutex_init(&core->lock, NULL);

@@ -51,7 +51,7 @@ typedef struct {
 } Stats;
 
 typedef struct {
-    size_t block_nbytes, inflight_limit;
+    size_t block_nbytes, inflight_limit, inflight_write_limit;
     int depth, eventfd, has_thread;
     pthread_t thread;
     io_context_t context;
@@ -66,6 +66,7 @@ typedef struct {
     uint64_t num_submitted;
     int asleep, closing, exited, joined;
     int broken; /* the errno after which the context cannot be used */
+    size_t inflight_write_nbytes;
     Stats stats;
 
     struct block *blocks; /* depth of them */
@@ -77,7 +78,7 @@ typedef struct {
 /* Whose system calls are used from now on: aio_kernel at first. */
 void core_use(const struct aio_calls *calls);
 
-Core *core_new(size_t block_nbytes, size_t inflight_limit, int depth); /* NULL: no memory */
+Core *core_new(size_t block_nbytes, size_t inflight_limit, size_t inflight_write_limit, int depth); /* NULL: no memory */
 int core_start(Core *core);  /* context, blocks, thread; 0 or an errno; may halve depth */
 void core_free(Core *core);  /* after core_exited, and with all requests given back */
 

@@ -2,8 +2,9 @@
 
     python bench/aio.py [--nvme DIR] [--rounds 9] [--seconds 1.5] [--depth 8] [--json FILE]
 
-Both move the same written file past the page cache from huge pages: same block size, same number of blocks in the kernel, same
-mix, alternating in one run. fio needs huge pages of its own (`sysctl vm.nr_hugepages=64`); without fio, ours are measured alone.
+Both move the same written file past the page cache from huge pages: requests of one block each, same block size, same number
+of blocks in the kernel and as many waiting, same mix, alternating in one run. Demand reads are timed with the settings that
+the engine measures on a path. fio needs huge pages of its own (`sysctl vm.nr_hugepages=64`); without fio, ours run alone.
 """
 
 import argparse
@@ -16,13 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import aio_ext
-from infinity.arena import Arena, Slots
+from infinity import drives
+from infinity.arena import Arena
 
 MIB = 1 << 20
-REQUEST_NBYTES = 16 * MIB  # a chunk's segment, so to speak
+REQUEST_NBYTES = 16 * MIB  # of the writes that a demand read comes behind: a chunk's segment, so to speak
 NUM_SLOTS = 8
 MIXES = {"read": (1, 0), "write": (0, 1), "mixed": (14, 12)}  # reads and writes among so many requests
 
@@ -33,19 +36,23 @@ def main():
     parser.add_argument("--gigabytes", type=float, default=2, help="size of the file")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
-    parser.add_argument("--block-mib", type=int, default=1)
+    parser.add_argument("--block-kib", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=8, help="blocks in the kernel")
     parser.add_argument("--json")
     options = parser.parse_args()
     Path(options.nvme).mkdir(exist_ok=True)
-    block_nbytes = options.block_mib * MIB
     fio = fio_command()
     with tempfile.NamedTemporaryFile(dir=options.nvme, prefix="aio-", suffix=".bench") as file, Bench(file.name, options) as bench:
-        report = {"block_mib": options.block_mib, "depth": options.depth, "fio": fio_version() if fio else None}
+        block_nbytes = options.block_kib << 10
+        alike = {"block_nbytes": block_nbytes, "inflight_nbytes": options.depth * block_nbytes, "depth": options.depth}
+        drive = drives.measure(bench.fd, bench.num_requests * REQUEST_NBYTES)
+        report = {"block_kib": options.block_kib, "depth": options.depth, "fio": fio_version() if fio else None, "drive": asdict(drive)}
+        print(f"{options.depth} blocks of {options.block_kib} KiB in the kernel, {report['fio']}; measured: {drive}")
         for mix in MIXES:
             ours, theirs, cores = [], [], []
             for round_ in range(options.rounds):
-                gbps, core = bench.throughput(mix, block_nbytes, options.depth, options.seconds)
+                with aio_ext.Queue(**alike) as queue:
+                    gbps, core = bench.throughput(queue, mix, options.seconds)
                 ours.append(gbps)
                 cores.append(core / gbps)
                 if fio:
@@ -56,10 +63,10 @@ def main():
                 ratio = statistics.median(a / b for a, b in zip(ours, theirs))
                 line += f"; fio {spread(theirs)}; ratio of pairs, median {ratio:.3f}"
             print(line, flush=True)
-        report["latency"] = latency = bench.latency(block_nbytes, options.depth)
+        report["latency"] = latency = bench.latency(drive)
         lone, loaded = (1e3 * statistics.median(latency[name]) for name in ("lone_s", "loaded_s"))
         print(f"demand read of 1 MiB: alone {lone:.2f} ms, behind 256 MiB of writes {loaded:.2f} ms: {loaded / lone:.2f}x")
-        report["disturbed"] = [bench.disturbed(block_nbytes, options.depth, options.seconds) for _ in range(options.rounds)]
+        report["disturbed"] = [bench.disturbed(drive, options.seconds) for _ in range(options.rounds)]
         ratio = statistics.median(with_ / without for with_, without in report["disturbed"])
         print(f"mixed throughput with demand reads every 20 ms, of that without: {ratio:.3f}")
     if options.json:
@@ -76,74 +83,78 @@ class Bench:
     def __init__(self, path: str, options):
         self.num_requests = round(options.gigabytes * 1e9 / REQUEST_NBYTES)
         self.arena = Arena()
-        self.slots = Slots(self.arena, "bench", REQUEST_NBYTES, NUM_SLOTS)
-        self.buffers = [self.slots.try_acquire() for _ in range(NUM_SLOTS)]
-        for slot in self.buffers:
-            slot.buffer[:] = os.urandom(MIB) * (REQUEST_NBYTES // MIB)
+        self.whole = self.arena.region(NUM_SLOTS * REQUEST_NBYTES).buffer
+        self.buffers = [self.whole[i * REQUEST_NBYTES : (i + 1) * REQUEST_NBYTES] for i in range(NUM_SLOTS)]
+        noise = os.urandom(MIB)
+        for start in range(0, len(self.whole), MIB):
+            self.whole[start : start + MIB] = noise
         self.fd = os.open(path, os.O_RDWR | os.O_DIRECT)
         os.posix_fallocate(self.fd, 0, self.num_requests * REQUEST_NBYTES)
         self.demanded = self.arena.region(MIB)
         self.demand_offset = (self.num_requests - 1) * REQUEST_NBYTES
         with aio_ext.Queue() as queue:
             for number in range(self.num_requests):
-                queue.write(self.fd, self.buffers[number % NUM_SLOTS].buffer, number * REQUEST_NBYTES)
+                queue.write(self.fd, self.buffers[number % NUM_SLOTS], number * REQUEST_NBYTES)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
         os.close(self.fd)
-        for slot in self.buffers:
-            slot.release()
-        self.slots.close()
         self.arena.close()
 
-    def throughput(self, mix: str, block_nbytes: int, depth: int, seconds: float, demand_every: float = 0.0) -> tuple[float, float]:
-        """(GB/s, cores that the I/O thread and this one used). With `demand_every`, a 1 MiB demand read so often beside it."""
+    def throughput(self, queue, mix: str, seconds: float, demand_every: float = 0.0) -> tuple[float, float]:
+        """(GB/s, cores that the I/O thread and this one used). With `demand_every`, a 1 MiB demand read so often beside it.
+
+        Waits for the oldest request, while blocks complete in any order: with fewer buffers the kernel would not have its depth.
+        """
         reads, writes = MIXES[mix]
-        with aio_ext.Queue(block_nbytes=block_nbytes, inflight_nbytes=depth * block_nbytes, depth=depth) as queue:
-            tickets, number = [None] * NUM_SLOTS, 0
-            start, cpu = time.perf_counter(), time.process_time()
-            next_demand, num_demands = start + demand_every, 0
-            while (now := time.perf_counter()) - start < seconds:
-                index = number % NUM_SLOTS
-                ticket = tickets[index]
-                if ticket is not None:
-                    while not ticket.wait(max(0.0, next_demand - time.perf_counter()) if demand_every else None):
-                        queue.read(self.fd, self.demanded.buffer, self.demand_offset, priority=aio_ext.DEMAND)
-                        num_demands += 1
-                        next_demand += demand_every
-                is_read = (number + 1) * reads // (reads + writes) > number * reads // (reads + writes)
-                submit = queue.read if is_read else queue.write
-                offset = number % (self.num_requests - 1) * REQUEST_NBYTES
-                tickets[index] = submit(self.fd, self.buffers[index].buffer, offset, priority=aio_ext.PREFETCH)
-                number += 1
-            cpu, stats = time.process_time() - cpu, queue.stats()
-        moved = stats["read_nbytes"] + stats["write_nbytes"] - num_demands * MIB
+        block_nbytes, before = queue.block_nbytes, queue.stats()
+        num_buffers = 2 * queue.inflight_nbytes // block_nbytes
+        num_places = (self.num_requests - 1) * REQUEST_NBYTES // block_nbytes
+        buffers = [self.whole[i * block_nbytes : (i + 1) * block_nbytes] for i in range(num_buffers)]
+        tickets, number = [None] * num_buffers, 0
+        start, cpu = time.perf_counter(), time.process_time()
+        next_demand, num_demands = start + demand_every, 0
+        while (now := time.perf_counter()) - start < seconds:
+            index = number % num_buffers
+            ticket = tickets[index]
+            if ticket is not None:
+                while not ticket.wait(max(0.0, next_demand - time.perf_counter()) if demand_every else None):
+                    queue.read(self.fd, self.demanded.buffer, self.demand_offset, priority=aio_ext.DEMAND)
+                    num_demands += 1
+                    next_demand += demand_every
+            is_read = (number + 1) * reads // (reads + writes) > number * reads // (reads + writes)
+            submit = queue.read if is_read else queue.write
+            tickets[index] = submit(self.fd, buffers[index], number % num_places * block_nbytes)
+            number += 1
+        cpu, stats = time.process_time() - cpu, queue.stats()
+        moved = sum(stats[name] - before[name] for name in ("read_nbytes", "write_nbytes")) - num_demands * MIB
         return moved / (now - start) / 1e9, cpu / (now - start)
 
-    def latency(self, block_nbytes: int, depth: int, num_reads: int = 31) -> dict[str, list[float]]:
+    def latency(self, drive: drives.Drive, num_reads: int = 31) -> dict[str, list[float]]:
         """Seconds of a 1 MiB demand read, alone and right after 256 MiB of writes were queued; alternating."""
         seconds = {"lone_s": [], "loaded_s": []}
-        with aio_ext.Queue(block_nbytes=block_nbytes, inflight_nbytes=depth * block_nbytes, depth=depth) as queue:
+        with drive.queue() as queue:
             for number in range(num_reads):
                 for name, load in (("lone_s", 0), ("loaded_s", 256 * MIB // REQUEST_NBYTES)):
                     writes = [
-                        queue.write(self.fd, self.buffers[1 + i % (NUM_SLOTS - 1)].buffer, i * REQUEST_NBYTES) for i in range(load)
+                        queue.write(self.fd, self.buffers[1 + i % (NUM_SLOTS - 1)], i * REQUEST_NBYTES) for i in range(load)
                     ]
                     if load:
                         time.sleep(0.005)  # the kernel has its share
                     offset = (load + number % 8) * REQUEST_NBYTES
                     start = time.perf_counter()
-                    queue.read(self.fd, self.buffers[0].buffer[:MIB], offset, priority=aio_ext.DEMAND).wait()
+                    queue.read(self.fd, self.buffers[0][:MIB], offset, priority=aio_ext.DEMAND).wait()
                     seconds[name].append(time.perf_counter() - start)
                     for ticket in writes:
                         ticket.wait()
         return seconds
 
-    def disturbed(self, block_nbytes: int, depth: int, seconds: float) -> tuple[float, float]:
+    def disturbed(self, drive: drives.Drive, seconds: float) -> tuple[float, float]:
         """Mixed GB/s with a demand read every 20 ms, whose bytes do not count, and without."""
-        return tuple(self.throughput("mixed", block_nbytes, depth, seconds, every)[0] for every in (0.02, 0.0))
+        with drive.queue() as queue:
+            return tuple(self.throughput(queue, "mixed", seconds, every)[0] for every in (0.02, 0.0))
 
 
 def fio_command() -> str | None:
@@ -165,7 +176,7 @@ def fio_gbps(fio: str, path: str, mix: str, options) -> float:
     """GB/s of fio's libaio engine with its default of sequential I/O, on the same file."""
     kind = {"read": ["--rw=read"], "write": ["--rw=write"], "mixed": ["--rw=rw", f"--rwmixread={100 * 14 / 26:.0f}"]}[mix]
     command = [fio, "--name=bench", f"--filename={path}", "--ioengine=libaio", "--direct=1", "--iomem=mmaphuge", *kind]
-    command += [f"--bs={options.block_mib}m", f"--iodepth={options.depth}", "--time_based", f"--runtime={options.seconds}"]
+    command += [f"--bs={options.block_kib}k", f"--iodepth={options.depth}", "--time_based", f"--runtime={options.seconds}"]
     command += ["--output-format=json", "--group_reporting", "--allow_file_create=0", "--overwrite=0"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (job,) = json.loads(done.stdout)["jobs"]

@@ -5,15 +5,16 @@ Knows file descriptors, queues and seconds. Must not know swap files, extents or
     drive = load(directory_fd) or measure(fd, nbytes)
 
 # [Note: how much goes to the kernel]
-# What the kernel holds cannot be overtaken: a read that an op waits for comes behind it. So as little as keeps the drive busy:
-# its bandwidth times the time that one block takes alone, and half as much again. On the two drives at hand (2-3 GB/s, 0.7 ms)
-# that is 3 MiB, where a demand read behind 256 MiB of writes takes 2.5 times its lone time; 16 MiB make it 10 times, for 4 % of
-# throughput in 15 % of spread. Where more is clearly faster, as on an array of drives, more is taken.
+# What the kernel holds cannot be overtaken: a read that an op waits for comes behind it. More keeps the drive busier. Writes, which
+# nobody waits for, are as fast with little: of them the kernel gets the most with which such a read takes no more than 2.5 times
+# its lone time. On the two drives at hand (2-3 GB/s, 0.7 ms a block) that is 2-4 MiB; with 8 MiB it takes 5 times. Reads and
+# writes together, which are 4-12 % faster with 8 MiB than with 2, have the larger bound.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -30,10 +31,11 @@ SCRATCH_NBYTES = 128 << 20  # of the file that is measured on
 _MIB = 1 << 20
 _REQUEST_NBYTES = 4 * _MIB
 _NUM_REQUESTS = 8  # under way
-_MOST_INFLIGHT_NBYTES = 64 * _MIB
+_WRITES_NBYTES = [n * _MIB for n in (2, 3, 4, 6, 8, 12, 16, 24, 32)]  # in the kernel
+_PATIENCE = 2.5  # times its lone time that a demand read may take
 _SECONDS = 0.07  # of one measurement of bandwidth
 _ROUNDS = 3
-_FASTER, _MUCH_FASTER = 1.05, 1.2  # times as fast, in each round: worth another setting; worth a longer wait for demand reads
+_FASTER = 1.05  # times as fast, in each round: worth another setting
 _MIXES = {"read": (1, 0), "write": (0, 1), "mixed": (14, 12)}  # the mixed one is that of a training step
 
 
@@ -43,7 +45,8 @@ class Drive:
     that a block takes alone. Both are 0 where nothing was measured."""
 
     block_nbytes: int = _MIB
-    inflight_nbytes: int = 4 * _MIB
+    inflight_nbytes: int = 8 * _MIB
+    inflight_write_nbytes: int = 3 * _MIB
     depth: int = 64
     num_queues: int = 1
     nbytes_per_s: float = 0.0
@@ -51,8 +54,13 @@ class Drive:
 
     def queue(self, num_sharers: int = 1) -> aio_ext.Queue:
         """A queue with its part of what may be in the kernel, where so many of them share the drive."""
-        inflight_nbytes = max(2 * self.block_nbytes, self.inflight_nbytes // (self.num_queues * num_sharers))
-        return aio_ext.Queue(block_nbytes=self.block_nbytes, inflight_nbytes=inflight_nbytes, depth=self.depth)
+        whole, writes = (
+            max(2 * self.block_nbytes, nbytes // (self.num_queues * num_sharers))
+            for nbytes in (self.inflight_nbytes, self.inflight_write_nbytes)
+        )
+        return aio_ext.Queue(
+            block_nbytes=self.block_nbytes, inflight_nbytes=whole, inflight_write_nbytes=writes, depth=self.depth
+        )
 
 
 def measure(fd: int, nbytes: int) -> Drive:
@@ -61,13 +69,12 @@ def measure(fd: int, nbytes: int) -> Drive:
     try:
         probe.fill()
         block_s = probe.block_seconds()
-        peak = max(probe.rate(mix, Drive(inflight_nbytes=32 * _MIB)) for mix in ("read", "write"))
-        least = max(2, round(1.5 * peak * block_s / _MIB)) * _MIB
-        inflight = [nbytes for nbytes in (least, 2 * least, 4 * least) if nbytes <= _MOST_INFLIGHT_NBYTES] or [_MOST_INFLIGHT_NBYTES]
-        drive = probe.choose([Drive(inflight_nbytes=nbytes) for nbytes in inflight], _MUCH_FASTER)
-        blocks = [_with(drive, block_nbytes=nbytes) for nbytes in (512 << 10, 2 * _MIB) if 2 * nbytes <= drive.inflight_nbytes]
-        drive = probe.choose([drive, *blocks], _FASTER)
-        drive = probe.choose([drive, _with(drive, num_queues=2)], _FASTER)
+        patient = itertools.takewhile(lambda nbytes: probe.block_seconds(nbytes) <= _PATIENCE * block_s, _WRITES_NBYTES[1:])
+        drive = Drive(inflight_write_nbytes=max(patient, default=_WRITES_NBYTES[0]))
+        drive = probe.choose([drive, *(_with(drive, inflight_nbytes=nbytes) for nbytes in (16 * _MIB, 32 * _MIB))])
+        blocks = [_with(drive, block_nbytes=nbytes) for nbytes in (512 << 10, 2 * _MIB)]
+        drive = probe.choose([drive, *blocks])
+        drive = probe.choose([drive, _with(drive, num_queues=2)])
         rate = statistics.median(probe.rate("mixed", drive) for _ in range(_ROUNDS))
         depth = max(32, 4 * drive.inflight_nbytes // drive.block_nbytes)  # small requests make small blocks
         return _with(drive, depth=depth, nbytes_per_s=rate, block_s=block_s)
@@ -115,7 +122,7 @@ def _with(drive: Drive, **changes) -> Drive:
 
 def _is_sensible(drive: Drive) -> bool:
     """Whether a queue can be made of it; a person may have edited the file."""
-    whole = (drive.block_nbytes, drive.inflight_nbytes, drive.depth, drive.num_queues)
+    whole = (drive.block_nbytes, drive.inflight_nbytes, drive.inflight_write_nbytes, drive.depth, drive.num_queues)
     return (
         all(type(value) is int and value > 0 for value in whole)
         and drive.block_nbytes % 4096 == 0
@@ -156,14 +163,20 @@ class _Probe:
             for ticket in writes:
                 ticket.wait()
 
-    def block_seconds(self) -> float:
-        """How long a block takes to read while nothing else is under way."""
+    def block_seconds(self, writes_nbytes: int = 0) -> float:
+        """How long a demanded block takes alone, or behind queued writes with so much of them in the kernel."""
         seconds = []
-        with Drive().queue() as queue:
-            for i in range(15):
+        with Drive(inflight_write_nbytes=writes_nbytes or _MIB).queue() as queue:
+            for i in range(11):
+                places = range(1, _NUM_REQUESTS if writes_nbytes else 1)
+                writes = [queue.write(self.fd, self._buffers[place], place * _REQUEST_NBYTES) for place in places]
+                time.sleep(0.002)  # until the kernel has its part
                 start = time.perf_counter()
-                queue.read(self.fd, self._buffers[0][:_MIB], i * 7 % (4 * self.num_requests) * _MIB).wait()
+                place = i % 4 if writes else i * 7 % (4 * self.num_requests)
+                queue.read(self.fd, self._buffers[0][:_MIB], place * _MIB, priority=aio_ext.DEMAND).wait()
                 seconds.append(time.perf_counter() - start)
+                for ticket in writes:
+                    ticket.wait()
         return statistics.median(seconds)
 
     def rate(self, mix: str, drive: Drive) -> float:
@@ -181,15 +194,15 @@ class _Probe:
                 queue = queues[place % len(queues)]
                 submit: Callable = queue.read if is_read else queue.write
                 buffer = self._buffers[number % _NUM_REQUESTS]
-                tickets.append(submit(self.fd, buffer, place * _REQUEST_NBYTES, priority=aio_ext.PREFETCH))
+                tickets.append(submit(self.fd, buffer, place * _REQUEST_NBYTES))
                 number += 1
             for ticket in tickets[-_NUM_REQUESTS:]:
                 ticket.wait()
             return number * _REQUEST_NBYTES / (time.perf_counter() - start)
 
-    def choose(self, drives: list[Drive], least_gain: float) -> Drive:
-        """The first, unless another is so many times faster in every round; then the fastest of those."""
+    def choose(self, drives: list[Drive]) -> Drive:
+        """The first, unless another is clearly faster in every round; then the fastest of those."""
         rates = [[self.rate("mixed", drive) for drive in drives] for _ in range(_ROUNDS)]
         gains = [min(rate[i] / rate[0] for rate in rates) for i in range(len(drives))]
         best = max(range(len(drives)), key=lambda i: gains[i])
-        return drives[best] if gains[best] > least_gain else drives[0]
+        return drives[best] if gains[best] > _FASTER else drives[0]

@@ -170,9 +170,13 @@ class Engine:
         with contextlib.ExitStack() as parts:  # from the last to the first, also where one of them raises
             parts.callback(_guard_after_close, self._model(), self.registry.params)
             parts.callback(self.ranks.leave)
+            parts.callback(self.hooks.remove)
+            parts.callback(self._close_parts)
+
+    def _close_parts(self) -> None:
+        with contextlib.ExitStack() as parts:  # from the last to the first
             parts.callback(self.arena.close)
             parts.callback(self.registry.free_device)
-            parts.callback(self.hooks.remove)
             if self.swap is not None:
                 parts.callback(self.swap.close)
             for part in (self.records, self.updater, self.gradients, self.pipeline):
@@ -722,8 +726,7 @@ class Engine:
         try:
             self.values.write_initial(self._initial)
         except BaseException:
-            if self.swap is not None:
-                self.swap.close()
+            self._close_parts()
             raise
         for module in model.modules():
             for name, buffer in module._buffers.items():

@@ -54,6 +54,7 @@ RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB
 REMEDIES = {
     errno.EIO: "the drive failed or the file was cut: see dmesg, and use another directory",
     errno.ENOSPC: "free space there or name another directory",
+    errno.ENOMEM: "free memory, or raise the limit of this process's control group",
     errno.EDQUOT: "raise the quota or name another directory",
     errno.EINVAL: "pass memory, offsets and sizes that are multiples of 4096",
     errno.EFBIG: "raise the file size limit (ulimit -f)",
@@ -280,7 +281,13 @@ class Swap:
                 queue = directory.queue_of(stripe)
                 submit = queue.read if op == "read" else queue.write
                 piece = view[low - offset : high - offset]
-                ticket = submit(directory.file, piece, stripe.offset + low - start, priority=priority)
+                try:
+                    ticket = submit(directory.file, piece, stripe.offset + low - start, priority=priority)
+                except OSError as error:
+                    for ticket, _ in parts:  # nobody else would wait until they let the buffer go
+                        with contextlib.suppress(OSError):
+                            ticket.wait()
+                    raise _swap_error(error.errno, error.strerror, directory.file_path) from error
                 parts.append((ticket, directory.file_path))
             start += stripe.nbytes
         with self._lock:
@@ -300,8 +307,8 @@ class Swap:
                 ranks = f" ({self.world} ranks)" if self.world > 1 else ""
                 raise SwapError(
                     errno.ENOSPC,
-                    f"swap needs {_gib(needed)}{ranks} on this filesystem and {_gib(available)} are available: free space "
-                    "there, name another directory in `nvme`, or raise host_memory",
+                    f"swap needs {needed:,} bytes{ranks} on this filesystem and {available:,} are available: free space there, "
+                    "name another directory in `nvme`, or raise host_memory",
                     ", ".join(str(directory.path) for directory in directories),
                 )
 
@@ -445,9 +452,9 @@ class _Directory:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._lock_fd = os.open(self._lock_path, flags, 0o600)
         os.fchmod(self._lock_fd, 0o600)
-        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(self._lock_fd, f"{os.getpid()} {run}\n".encode())
         try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(self._lock_fd, f"{os.getpid()} {run}\n".encode())
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._folder, 0o700)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

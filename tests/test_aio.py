@@ -5,6 +5,7 @@ signals, sizes, threads, forks and order all need the same queue, file and way t
 """
 
 import errno
+import gc
 import mmap
 import os
 import random
@@ -149,6 +150,23 @@ def test_bytes_in_the_kernel_are_bounded(direct, inflight_nbytes, peak):
             queue.read(fd, memory(16 * BLOCK, 0), 0)
         queue.close()
         assert queue.stats()["peak_inflight_nbytes"] == peak
+
+
+@pytest.mark.parametrize("limit, most", [(1, 1), (2 * BLOCK, 2), (3 * BLOCK - 1, 2), (None, 6), (9 * BLOCK, 6)])
+def test_writes_in_the_kernel_have_a_bound_of_their_own(direct, limit, most):
+    """Writes are held back late in the kernel, so those that are there can be counted; reads still pass."""
+    fd, data = direct(16 * BLOCK)
+    with aio_ext.Queue(block_nbytes=BLOCK, inflight_nbytes=6 * BLOCK, inflight_write_nbytes=limit) as queue:
+        assert queue.inflight_write_nbytes == min(limit or 6 * BLOCK, 6 * BLOCK)
+        _aio._inject("write", 0, -1, None, delay=0.15)
+        write = queue.write(fd, memory(8 * BLOCK), 0)
+        time.sleep(0.05)
+        assert queue.stats()["inflight_nbytes"] == most * BLOCK
+        back = memory(BLOCK, 0)
+        read = queue.read(fd, back, 12 * BLOCK, priority=aio_ext.DEMAND)
+        assert read.wait(0.05) is (most < 6)
+        _aio._inject()
+        assert write.wait() and read.wait() and back == data[12 * BLOCK : 13 * BLOCK]
 
 
 # ---- faults: promise 1 ----
@@ -376,6 +394,7 @@ def test_depth_is_halved_until_granted_and_it_says_so():
 
 def test_a_warning_turned_error_leaves_no_queue_behind():
     left = []
+    gc.collect()  # of other tests' exceptions
     for _ in range(5):
         _aio._inject("io_setup", 0, 1, -errno.EAGAIN)
         with warnings.catch_warnings(), pytest.raises(RuntimeWarning):
@@ -825,6 +844,8 @@ def test_wrong_arguments_raise_and_leak_nothing(direct):
         {"block_nbytes": 5000},
         {"block_nbytes": 2 << 30},
         {"inflight_nbytes": 0},
+        {"inflight_write_nbytes": 0},
+        {"inflight_write_nbytes": -4096},
         {"depth": 0},
         {"depth": 65537},
         {"depth": -1},

@@ -54,6 +54,7 @@ def test_a_path_is_measured_once_and_its_settings_are_used(paths, monkeypatch):
         for queue in directory.queues:
             assert queue.block_nbytes == measured[0].block_nbytes and queue.depth == measured[0].depth
             assert queue.inflight_nbytes <= measured[0].inflight_nbytes
+            assert queue.inflight_write_nbytes <= max(2 * queue.block_nbytes, measured[0].inflight_write_nbytes)
         assert directory.file_path.stat().st_size == MIB  # nothing of the scratch file
     assert everything_in(paths[0]) == [drives.CACHE_NAME]
     assert (paths[0] / drives.CACHE_NAME).stat().st_mode & 0o777 == 0o600

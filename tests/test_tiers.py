@@ -239,7 +239,7 @@ def test_too_little_space_is_refused_before_anything_is_written(paths, monkeypat
     with Swap(paths[:num_paths], world=world) as swap:
         swap.allocate(6 * MIB)
         fake_space(monkeypatch, world * 6 * MIB - PAGE)
-        with pytest.raises(SwapError, match=f"needs {world * 6 / 1024:.2f} GiB.*are available: free space") as caught:
+        with pytest.raises(SwapError, match=f"needs {world * 6 * MIB:,} bytes.*are available: free space") as caught:
             swap.reserve()
         assert caught.value.errno == errno.ENOSPC and str(paths[0]) in caught.value.filename
         assert list(paths[0].glob("infinity-*/*")) == []
