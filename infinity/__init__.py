@@ -3,7 +3,7 @@
 from infinity.config import Config
 from infinity.engine import Engine, engine_of, gathered, offload
 from infinity.init import init
-from infinity.errors import BudgetError, ConfigError, NonFiniteError, SwapError, UsageError
+from infinity.errors import BudgetError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
 from infinity.optimizer import SGD, Adam, AdamW, Elementwise, Lion
 from infinity.rules import Rule
 from infinity.scaling import LossScale
@@ -20,6 +20,7 @@ __all__ = [
     "Lion",
     "LossScale",
     "NonFiniteError",
+    "PeerError",
     "Rule",
     "SGD",
     "SwapError",

@@ -180,7 +180,7 @@ def _connect(
 
     arena, lock = Arena(pin=cuda), threading.Condition()
     caches: dict[str, HostCache] = {}
-    records_ = Records(swap, caches, lock, events, keep)
+    records_ = Records(swap, caches, lock, events, keep, f"{ranks.name}, " if ranks.world > 1 else "")
     pipeline = Pipeline(registry, tier, records_, ranks, device, events, keep=keep)
     next_uses = (pipeline.next_weights_use, pipeline.next_states_use, pipeline.next_gradient_use)
     for kind, next_use in zip(KINDS, next_uses):

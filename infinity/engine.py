@@ -31,10 +31,11 @@ from infinity.adam import NormAccumulator
 from infinity.assembly import assemble
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHTS
 from infinity.config import Config
-from infinity.errors import ConfigError, NonFiniteError, UsageError
+from infinity.errors import ConfigError, NonFiniteError, PeerError, UsageError
 from infinity.events import Events
 from infinity.gauge import gauge_of
 from infinity.hooks import Hooks, map_tensors, tensors_in
+from infinity.lanes import Lane
 from infinity.margin import Margin
 from infinity.partition import Ranks
 from infinity.residency import (
@@ -176,7 +177,7 @@ class Engine:
     def _close_parts(self) -> None:
         with contextlib.ExitStack() as parts:  # from the last to the first
             parts.callback(self.arena.close)
-            parts.callback(self.registry.free_device)
+            parts.callback(self._free_device)
             if self.swap is not None:
                 parts.callback(self.swap.close)
             for part in (self.records, self.updater, self.gradients, self.pipeline):
@@ -185,12 +186,14 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind, error, trace) -> None:
+        if error is not None:
+            self.ranks.report(error)
         self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._started else "not started"
-        return f"Engine({len(self._named)} parameters, {self.device}, rank {self.ranks.rank} of {self.ranks.world}, {state})"
+        return f"Engine({len(self._named)} parameters, {self.device}, {self.ranks.name}, {state})"
 
     # What the optimizer calls.
 
@@ -286,7 +289,7 @@ class Engine:
         self._end_step()
         if raises:
             raise NonFiniteError(
-                f"rank {self.ranks.rank} of {self.ranks.world}: gradients of this step are not finite; {found}. No state was "
+                f"{self.ranks.name}: gradients of this step are not finite; {found}. No state was "
                 f"changed; a lower learning rate or max_grad_norm may help, nonfinite='skip' goes on without the step."
             )
 
@@ -503,6 +506,19 @@ class Engine:
         if failure is not None:
             raise failure
 
+    def _free_device(self) -> None:
+        if not any(lane.is_stuck for lane in self._lanes()):  # what a collective may still write to stays
+            self.registry.free_device()
+
+    def _lanes(self) -> list[Lane]:
+        return [self.pipeline.cg, self.pipeline.gg, self.gradients.gc, self.updater.lane]
+
+    def _give_up(self, error: BaseException) -> None:
+        """A rank has failed: nobody here waits any longer for what needs all of them."""
+        for lane in self._lanes():
+            lane.abandon(error)
+        self.records.fail(error)
+
     # Gradients and updates.
 
     def _complete(self, chunk: ChunkState) -> None:
@@ -717,6 +733,10 @@ class Engine:
             finish=self._finish_announced,
         )
         self.gradients.raise_failure = self.raise_failure
+        self.records.on_failure = self.ranks.report
+        for lane in self._lanes():
+            lane.on_error = lambda error, what, ranks=self.ranks: ranks.report(error, f"{what}: ")
+        self.ranks.listen(self._give_up)
         self.pipeline.begin_update = lambda chunk: self._begin_update(chunk, chunk.pending)
         self.pipeline.in_backward = lambda: self.backward_task is not None
         self.pipeline.reduce = self._reduce

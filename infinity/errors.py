@@ -20,5 +20,9 @@ class SwapError(OSError):
     """Reading or writing swapped state failed. Carries errno and the path, as every OSError does."""
 
 
+class PeerError(RuntimeError):
+    """Another rank failed, so this one cannot go on; the message names that rank and repeats its error."""
+
+
 class NonFiniteError(ArithmeticError):
     """A gradient is infinite or not a number, and nonfinite='raise'; the step has changed nothing."""

@@ -135,7 +135,7 @@ class Gradients:
         chunk.flat_gradient = None
         chunk.used = set()
         ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
-        scattered = self.gg.push(lambda: self._run_reduce(chunk, flat, ready))
+        scattered = self.gg.push(lambda: self._run_reduce(chunk, flat, ready), f"chunk {chunk.index}")
         nbytes = flat.numel() * flat.element_size()
         self._send(nbytes)
         self.tier.book(-nbytes)
@@ -302,11 +302,11 @@ class Gradients:
         if self.cuda:
             with torch.cuda.stream(self.gather_stream):
                 self.gather_stream.wait_event(ready)
-                shard = self.ranks.reduce_scatter(flat)
+                shard = self.ranks.reduce_scatter(flat, f"chunk {chunk.index}")
                 flat.record_stream(self.gather_stream)
                 done = self.gather_stream.record_event()
         else:
-            shard, done = self.ranks.reduce_scatter(flat), None
+            shard, done = self.ranks.reduce_scatter(flat, f"chunk {chunk.index}"), None
         self.events.moved("rs", chunk.index, flat.numel() * flat.element_size(), start, now())
         return shard, done
 

@@ -10,16 +10,20 @@ import queue
 import threading
 from collections.abc import Callable
 
+_GLANCE_S = 0.5  # how often who waits looks whether the lane was abandoned
+
 
 class Job:
     """A piece of work handed to a lane. `wait` returns once it is over and raises what it raised, every time."""
 
-    __slots__ = ("_done", "_error", "_work", "result")
+    __slots__ = ("_done", "_error", "_work", "lane", "result", "what")
 
     def __init__(self, work: Callable[[], object]):
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._work: Callable[[], object] | None = work
+        self.lane: Lane | None = None
+        self.what = ""
         self.result: object = None
 
     @property
@@ -27,7 +31,9 @@ class Job:
         return self._done.is_set()
 
     def wait(self) -> object:
-        self._done.wait()
+        while not self._done.wait(_GLANCE_S):
+            if self.lane is not None and self.lane.abandoned is not None:
+                raise self.lane.abandoned
         if self._error is not None:
             raise self._error
         return self.result
@@ -48,15 +54,18 @@ class Lane:
     def __init__(self, name: str):
         self.name = name
         self.on_job: Callable[[], None] | None = None  # runs before each job, in the lane; tests inject delays here
+        self.on_error: Callable[[BaseException, str], None] | None = None  # told, in the lane, what a job raised, and its `what`
+        self.abandoned: BaseException | None = None
         self._ended = False
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=f"infinity-{name}", daemon=True)
         self._thread.start()
 
-    def push(self, work: Callable[[], object]) -> Job:
+    def push(self, work: Callable[[], object], what: str = "") -> Job:
         if self._ended:
             raise RuntimeError(f"nothing can be given to lane {self.name} any more: the engine is closed")
         job = Job(work)
+        job.lane, job.what = self, what
         self._jobs.put(job)
         return job
 
@@ -64,16 +73,29 @@ class Lane:
         """Wait until all that was pushed so far is over, whether it succeeded or not."""
         self.push(lambda: None).wait()
 
+    def abandon(self, error: BaseException) -> None:
+        """Whatever is not done soon may never be: who waits for it gets the error, and `close` no longer waits."""
+        self.abandoned = error
+
+    @property
+    def is_stuck(self) -> bool:
+        """Closed, and still inside a job: it was abandoned there."""
+        return self._ended and self._thread.is_alive()
+
     def close(self) -> None:
         """Finish what was pushed and end the thread; idempotent."""
         if not self._ended:
             self._ended = True
             self._jobs.put(None)
-            self._thread.join()
+            self._thread.join(_GLANCE_S)
+            while self._thread.is_alive() and self.abandoned is None:
+                self._thread.join(_GLANCE_S)
 
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
             if self.on_job is not None:
                 self.on_job()
             job.run()
+            if job._error is not None and self.on_error is not None:
+                self.on_error(job._error, f"{job.what} ({self.name})")
             del job  # else the last job's result lives until the next one arrives

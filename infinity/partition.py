@@ -9,16 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from infinity.errors import UsageError
+from infinity.errors import PeerError, UsageError
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 CONTROL_TIMEOUT_S = 600
+WATCH_S = 0.5  # how often each rank looks whether another one has failed
+
+_numbers = itertools.count()
+
+# [Note: how a failure reaches the other ranks]
+# A rank that fails writes why into the store that the launcher made, where the first word stands; each rank has a thread that looks
+# there. Who finds another's failure tells its engine, whose threads stop waiting for each other, and aborts the device's collectives,
+# which would wait for the lost rank until their timeout. So all ranks end with the first error of any, also while the one that failed
+# still lives. gloo has no abort: small collectives are waited for in steps of WATCH_S; a lane inside a large one is left behind.
 
 
 class Ranks:
@@ -32,50 +45,89 @@ class Ranks:
     def __init__(self, device: torch.device):
         self.rank, self.world = 0, 1
         self.data = self.control = self.order = None
+        self.name = "this process"
         self._num_users = 0
+        self._store = None
+        self._closing = threading.Event()
+        self._listeners: list[weakref.WeakMethod] = []
+        self.failure: BaseException | None = None  # of this rank, or a PeerError
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
             timeout = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
             self.data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
             self.control = dist.new_group(backend="gloo", timeout=timeout)
             self.order = dist.new_group(backend="gloo", timeout=timeout)
+            self.name = f"rank {self.rank} of {self.world}"
+            self._store = dist.PrefixStore(f"infinity-{next(_numbers)}", dist.distributed_c10d._get_default_store())
+            threading.Thread(target=self._watch, name="infinity-watch", daemon=True).start()
 
-    def gather(self, chunk: torch.Tensor) -> None:
-        """All-gather in place: chunk is 1-D [world * shard_numel], this rank's shard already in its place."""
+    def report(self, error: BaseException, what: str = "") -> None:
+        """Tell the other ranks that this one cannot go on, and at what; see [Note: how a failure reaches the other ranks]."""
+        if self._store is not None and self.failure is None:
+            self.failure = error
+            with contextlib.suppress(Exception):  # the store may be gone, and everyone with it
+                self._store.compare_set("failure", "", f"{self.rank} {self.name} failed: {what}{type(error).__name__}: {error}")
+
+    def listen(self, listener: Callable[[BaseException], None]) -> None:
+        """Have a method told of the first failure of any rank, from a thread of its own."""
+        self._listeners.append(weakref.WeakMethod(listener))
+
+    def _watch(self) -> None:
+        while not self._closing.wait(WATCH_S):
+            try:
+                found = self._store.check(["failure"]) and self._store.get("failure").decode()
+            except Exception:  # the rank that kept it is gone; its connections say so to whoever needs it
+                return
+            if not found:
+                continue
+            rank, _, text = found.partition(" ")
+            if int(rank) != self.rank:
+                self.failure = PeerError(f"{self.name} ends because {text}")
+            for listener in self._listeners:
+                if (method := listener()) is not None:
+                    method(self.failure)
+            if self.data is not None and dist.get_backend(self.data) == "nccl":
+                self.data._get_backend(torch.device("cuda")).abort()
+            return
+
+    def gather(self, chunk: torch.Tensor, what: str) -> None:
+        """All-gather in place: chunk is 1-D [world * shard_numel], this rank's shard already in its place. what: for errors."""
+        self._check()
         shard_numel = chunk.numel() // self.world
         shard = chunk[self.rank * shard_numel : (self.rank + 1) * shard_numel]
-        with self._explained("an all-gather of weights"):
+        with self._explained(f"the all-gather of weights, {what},"):
             _all_gather(chunk, shard, group=self.data)
 
-    def reduce_scatter(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Sum a 1-D [world * n] tensor over the ranks; returns this rank's [n]."""
+    def reduce_scatter(self, chunk: torch.Tensor, what: str) -> torch.Tensor:
+        """Sum a 1-D [world * n] tensor over the ranks; returns this rank's [n]. what: for errors."""
+        self._check()
         shard = torch.empty(chunk.numel() // self.world, dtype=chunk.dtype, device=chunk.device)
-        with self._explained("a reduce-scatter of gradients"):
+        with self._explained(f"the reduce-scatter of gradients, {what},"):
             _reduce_scatter(shard, chunk, group=self.data)
         return shard
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add a small host tensor up over the ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(tensor, group=self.control)
+            self._wait(dist.all_reduce(tensor, group=self.control, async_op=True))
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the maximum of a small host tensor over the ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
+            self._wait(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True))
         return tensor
 
     def min_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the minimum of a small host tensor over the ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.control)
+            self._wait(dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.control, async_op=True))
         return tensor
 
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Give every rank the source's host tensor, in place."""
         if self.world > 1:
-            dist.broadcast(tensor, src=source, group=self.control)
+            self._wait(dist.broadcast(tensor, src=source, group=self.control, async_op=True))
         return tensor
 
     def all_gather_slices(self, piece: torch.Tensor) -> torch.Tensor:
@@ -83,23 +135,24 @@ class Ranks:
         if self.world == 1:
             return piece
         whole = torch.empty(self.world * piece.numel(), dtype=piece.dtype)
-        _all_gather(whole, piece, group=self.control)
+        self._wait(_all_gather(whole, piece, group=self.control, async_op=True))
         return whole
 
     def agree(self, *values: int, group=None) -> bool:
         """Whether every rank gave the same integers."""
         if self.world == 1:
             return True
+        self._check()
         low = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64)
         with self._explained("the exchange of what comes next"):
-            dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group or self.control)
+            self._wait(dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group or self.control, async_op=True))
         return all(low[i].item() == -low[len(values) + i].item() for i in range(len(values)))
 
     def require_order(self, what: str, *values: int) -> None:
         """Raise UsageError, on every rank, where the ranks are about to issue different collectives."""
         if not self.agree(*values, group=self.order):
             raise UsageError(
-                f"rank {self.rank} of {self.world}: the ranks disagree about {what} (here: {values}). All ranks must "
+                f"{self.name}: the ranks disagree about {what} (here: {values}). All ranks must "
                 f"run the same modules in the same order; look for branches that depend on the rank or on its data."
             )
 
@@ -108,15 +161,35 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
+            self._closing.wait(2 * WATCH_S)  # it may be about to hear why
+            if self.failure is not None:
+                raise self.failure from error
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RuntimeError(
-                f"rank {self.rank} of {self.world}: {what} failed: another rank has failed, or runs other modules or in another "
-                f"order. See the first error of the other ranks ({reason})"
+                f"{self.name}: {what} failed: another rank has failed, or runs other modules or in another order. See the first "
+                f"error of the other ranks ({reason})"
             ) from error
+
+    def _check(self) -> None:
+        """A rank that failed has left out a collective: with its next one it would meet the others in that."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _wait(self, work: dist.Work) -> None:
+        """Until it is done, unless a rank has failed."""
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=WATCH_S))
+                return
+            except RuntimeError:
+                if self.failure is not None:
+                    raise self.failure from None
+                if work.is_completed():  # else the time is over, and nothing else
+                    raise
 
     def barrier(self) -> None:
         if self.world > 1:
-            dist.barrier(group=self.control)
+            self._wait(dist.barrier(group=self.control, async_op=True))
 
     def join(self) -> None:
         """One engine more uses the groups: all that are built in one `infinity.init` share them."""
@@ -129,6 +202,9 @@ class Ranks:
             self.close()
 
     def close(self) -> None:
+        self._closing.set()
+        if self.failure is not None:
+            return  # a thread may be inside a collective, which would end the process; the groups go with it
         for group in (self.data, self.control, self.order):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)

@@ -355,7 +355,7 @@ class Pipeline:
             if chunk.weights_home != "device":
                 request = self.records.request(chunk, WEIGHTS, urgent=needed)
             chunk.copy_expected = self._copied_again(span)
-            job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready))
+            job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready), f"chunk {chunk.index}")
             chunk.copy_job = job
             span.fetch.append(Part(chunk, request, update, job))
 
@@ -373,7 +373,7 @@ class Pipeline:
             if part.gather is None:
                 self._num_collectives += 1
                 order = (0, self._num_collectives, part.chunk.index) if self._off_plan else None
-                part.gather = self.gg.push(lambda p=part, o=order: self._run_gather(p, o))
+                part.gather = self.gg.push(lambda p=part, o=order: self._run_gather(p, o), f"chunk {part.chunk.index}")
 
     def _evict(self, span: SpanState) -> None:
         """Free the span, once nobody holds it; until then only note that the plan counts it as gone."""
@@ -446,9 +446,12 @@ class Pipeline:
                     if event is not None:
                         torch.cuda.current_stream(self.device).wait_event(event)
         except BaseException:
-            for job in [job for part in span.fetch for job in (part.copy, part.gather) if job is not None]:
+            jobs = [job for part in span.fetch for job in (part.copy, part.gather) if job is not None]
+            for job in jobs:
                 with contextlib.suppress(Exception):  # the first error is the one to tell; no job may outlive the storage
                     job.wait()
+            if not all(job.done for job in jobs):  # the lane was abandoned: what it still writes to stays
+                raise
             span.fetch = None
             span.become(Presence.AWAY)
             if not span.pinned:
@@ -514,9 +517,9 @@ class Pipeline:
             with torch.cuda.stream(self.gather_stream):
                 if event is not None:
                     self.gather_stream.wait_event(event)
-                self.ranks.gather(whole)
+                self.ranks.gather(whole, f"chunk {part.chunk.index}")
                 done = self.gather_stream.record_event()
         else:
-            self.ranks.gather(whole)
+            self.ranks.gather(whole, f"chunk {part.chunk.index}")
         self.events.moved("gg", chunk.index, whole.numel() * whole.element_size(), start, now())
         return done

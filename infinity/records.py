@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import aio_ext
 
@@ -53,12 +54,14 @@ class Request(Job):
 class Records:
     """Moves records between the swap and host memory. `keep` leaves clean copies in their slots until these are needed."""
 
-    def __init__(self, swap, caches: dict[str, HostCache], lock: threading.Condition, events: Events, keep: bool):
+    def __init__(self, swap, caches: dict[str, HostCache], lock: threading.Condition, events: Events, keep: bool, who: str = ""):
         self.swap = swap  # None if nothing lives on NVMe
         self.caches = caches
         self.lock = lock
         self.events = events
         self.keep = keep
+        self.who = who  # begins the text of errors, such as "rank 1 of 2, "
+        self.on_failure: Callable[[BaseException, str], None] | None = None  # told of the first one, and at what it was
         self.on_read = None  # runs before each read, in the reader; tests inject delays here
         self.failure: BaseException | None = None
         self._pinned: dict[str, deque[Request]] = {kind: deque() for kind in KINDS}  # both in order of asking
@@ -155,7 +158,8 @@ class Records:
                     self.caches[kind].unpin(entry, keep=True)
                     continue
                 entry.become(HostState.WRITING)
-            started.append((kind, entry, self.swap.write(*self._place(chunk, kind, entry)), now()))
+            transfer = self.swap.write(*self._place(chunk, kind, entry), what=self._name(chunk, kind))
+            started.append((kind, entry, transfer, now()))
         if started:
             self._writer.push(lambda: self._finish_writes(chunk, started))
 
@@ -234,11 +238,16 @@ class Records:
             self.fail(error)
             raise
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, what: str = "") -> None:
         """A write or an update was lost, its slots with it: who waits for one must learn of it instead of waiting for ever."""
         with self.lock:
-            self.failure = self.failure or error
+            is_first, self.failure = self.failure is None, self.failure or error
             self.lock.notify_all()
+        if is_first and self.on_failure is not None:
+            self.on_failure(error, what)
+
+    def _name(self, chunk: ChunkState, kind: str) -> str:
+        return f"{self.who}chunk {chunk.index} ({kind}): "
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
@@ -266,7 +275,7 @@ class Records:
         extent, buffer = self._place(request.chunk, request.kind, entry)
         start = now()
         priority = aio_ext.DEMAND if self._is_urgent(request) else aio_ext.PREFETCH
-        entry.source = self.swap.read(extent, buffer, priority=priority)
+        entry.source = self.swap.read(extent, buffer, priority=priority, what=self._name(request.chunk, request.kind))
         what = (request.chunk.index, request.kind)
         self._settler.push(lambda: self._note_read(entry, entry.source, what, start))
 

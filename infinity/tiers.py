@@ -84,11 +84,12 @@ class Extent:
 class Transfer:
     """A read or write under way: one ticket a stripe."""
 
-    __slots__ = ("_parts", "nbytes")
+    __slots__ = ("_parts", "nbytes", "what")
 
-    def __init__(self, parts: list[tuple[aio_ext.Ticket, Path]], nbytes: int):
+    def __init__(self, parts: list[tuple[aio_ext.Ticket, Path]], nbytes: int, what: str = ""):
         self._parts = parts
         self.nbytes = nbytes
+        self.what = what  # begins the text of an error
 
     def wait(self, timeout: float | None = None) -> bool:
         """True once all is moved, False after `timeout` seconds. Raises SwapError if a stripe failed, each time it is called.
@@ -102,7 +103,7 @@ class Transfer:
                 if not ticket.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                     return False
             except OSError as error:
-                failure = failure or _swap_error(error.errno, error.strerror, path)
+                failure = failure or _swap_error(error.errno, self.what + error.strerror, path)
         if failure:
             raise failure
         return True
@@ -207,16 +208,18 @@ class Swap:
                 raise
         self._reserved = True
 
-    def read(self, extent: Extent, buffer, *, offset: int = 0, priority: int = aio_ext.PREFETCH) -> Transfer:
+    def read(
+        self, extent: Extent, buffer, *, offset: int = 0, priority: int = aio_ext.PREFETCH, what: str = ""
+    ) -> Transfer:
         """Fill the buffer (contiguous, writable) from the extent. Offset and the buffer's size are multiples of 4096.
 
-        A read that overlaps an earlier write waits for it, whatever the priorities.
+        A read that overlaps an earlier write waits for it, whatever the priorities. The text of an error begins with `what`.
         """
-        return self._move("read", extent, buffer, offset, priority)
+        return self._move("read", extent, buffer, offset, priority, what)
 
-    def write(self, extent: Extent, buffer, *, offset: int = 0, priority: int = aio_ext.WRITE) -> Transfer:
+    def write(self, extent: Extent, buffer, *, offset: int = 0, priority: int = aio_ext.WRITE, what: str = "") -> Transfer:
         """Write the buffer (contiguous) to the extent; it must not change until the transfer is done."""
-        return self._move("write", extent, buffer, offset, priority)
+        return self._move("write", extent, buffer, offset, priority, what)
 
     @property
     def read_nbytes(self) -> int:
@@ -262,7 +265,7 @@ class Swap:
         if self._reserved != reserved:
             raise UsageError("Swap.reserve() comes once, before the first read or write")
 
-    def _move(self, op: str, extent: Extent, buffer, offset: int, priority: int) -> Transfer:
+    def _move(self, op: str, extent: Extent, buffer, offset: int, priority: int, what: str) -> Transfer:
         self._check_usable(reserved=True)
         view = memoryview(buffer)
         if view.ndim != 1 or view.format != "B":
@@ -287,12 +290,12 @@ class Swap:
                     for ticket, _ in parts:  # nobody else would wait until they let the buffer go
                         with contextlib.suppress(OSError):
                             ticket.wait()
-                    raise _swap_error(error.errno, error.strerror, directory.file_path) from error
+                    raise _swap_error(error.errno, what + error.strerror, directory.file_path) from error
                 parts.append((ticket, directory.file_path))
             start += stripe.nbytes
         with self._lock:
             self._moved[op] += view.nbytes
-        return Transfer(parts, view.nbytes)
+        return Transfer(parts, view.nbytes, what)
 
     def _check_space(self) -> None:
         """Every rank of this node needs as much as this one; what some of them have reserved already counts as available."""

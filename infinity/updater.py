@@ -96,7 +96,7 @@ class Updater:
         if gradient_job.done:
             self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
         self._begun.append(gradient_job)
-        chunk.updating = self.lane.push(lambda: self._run(work))
+        chunk.updating = self.lane.push(lambda: self._run(work, f"chunk {chunk.index}"), f"chunk {chunk.index}")
         chunk.pending = None
 
     def frees_gradient_soon(self) -> bool:
@@ -111,12 +111,12 @@ class Updater:
     def close(self) -> None:
         self.lane.close()
 
-    def _run(self, work) -> None:
+    def _run(self, work, what: str) -> None:
         try:
             work()
         except BaseException as error:
             self.failure = self.failure or error
-            self.records.fail(error)
+            self.records.fail(error, f"{what} (update): ")
             raise
         finally:
             self._begun.popleft()

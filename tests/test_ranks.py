@@ -4,14 +4,17 @@ The ranks are processes that live as long as this file's tests and run functions
 must stand in the file that starts them.
 """
 
+import errno
 import gc
 import math
 import multiprocessing
 import os
+import re
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 import traceback
 from pathlib import Path
 from unittest import mock
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
+from aio_ext import _aio
 from helpers import ScriptedGauge, run_micro_batches
 from infinity.gpt import GPT
 
@@ -706,3 +710,66 @@ def parted(folder, when, update):
         x.sum().backward()
         adam.step()
         adam.zero_grad()
+
+
+# ---- one rank's failure: promise 15 ----
+
+STAGES = ["nc", "cn", "cg", "gg", "reduce", "update", "program"]
+LOSSES = [  # by default each stage once, in the long form on each rank and in both modes
+    pytest.param(stage, loser, update, marks=[] if (loser, update) == (i % 2, ("backward", "deferred")[i // 2 % 2]) else pytest.mark.long)
+    for i, stage in enumerate(STAGES)
+    for loser in (0, 1)
+    for update in ("backward", "deferred")
+]
+
+
+def losing(folder, stage, loser, update):
+    """Train until, in the third step, something fails on one rank, and let the exception out of the engine."""
+    model, adam = made(folder, update=update, **ON_NVME)
+    with infinity.engine_of(model) as engine:
+        for step in range(8):
+            if step == 2 and dist.get_rank() == loser:
+                fail_at(engine, stage)
+            model(*tokens(step, 0)).backward()
+            adam.step()
+            adam.zero_grad()
+
+
+def fail_at(engine, stage):
+    def fail(*arguments, **options):
+        raise MemoryError(f"no memory for {stage}")
+
+    if stage in ("nc", "cn"):
+        _aio._inject("read" if stage == "nc" else "write", 2, -1, -errno.EIO)
+    elif stage == "cg":
+        engine.pipeline._finish_copy = engine.pipeline._run_copy = fail
+    elif stage == "gg":
+        engine.ranks.gather = fail
+    elif stage == "reduce":
+        engine.ranks.reduce_scatter = fail
+    elif stage == "update":
+        engine.updater._update_on_host = fail
+    else:
+        fail()
+
+
+@pytest.mark.parametrize("stage, loser, update", LOSSES)
+def test_one_ranks_failure_ends_all_soon_and_names_rank_and_chunk(tmp_path, stage, loser, update):
+    world = World(2, tmp_path)
+    try:
+        world.run(losing, tmp_path, "none", -1, update)  # imports and the like do not count
+        start = time.monotonic()
+        answers = world.attempt(losing, tmp_path, stage, loser, update)
+        seconds = time.monotonic() - start
+        print(f"{stage}, rank {loser}: {seconds:.1f} s")
+        assert seconds < 30
+        for rank, (good, answer) in enumerate(answers):
+            assert not good
+            assert "no memory for" in answer or "Input/output error" in answer, answer
+            assert f"rank {loser} of 2" in answer or rank == loser, answer
+            if stage in ("nc", "cn"):
+                assert re.search(rf"rank {loser} of 2, chunk \d+ \((weights|states|gradients)\)", answer), answer
+            elif stage != "program" and rank != loser:
+                assert re.search(rf"rank {loser} of 2 failed: chunk \d+", answer), answer
+    finally:
+        world.close()
