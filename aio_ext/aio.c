@@ -43,6 +43,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "core.h"
@@ -264,6 +265,11 @@ static PyObject *queue_submit(Queue *self, PyObject *args, PyObject *kwargs, int
         return NULL;
     if (fd < 0) {
         PyErr_Format(PyExc_ValueError, "fd=%d: expected an open file descriptor", fd);
+        goto error;
+    }
+    struct stat status; /* a pipe without bytes would hold up the I/O thread; what is not open is told by wait() */
+    if (!fstat(fd, &status) && !S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) {
+        PyErr_Format(PyExc_ValueError, "fd=%d: expected a regular file or a block device", fd);
         goto error;
     }
     if (offset < 0 || offset > LLONG_MAX - view.len) {

@@ -31,7 +31,7 @@ from infinity.adam import NormAccumulator
 from infinity.assembly import assemble
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHTS
 from infinity.config import Config
-from infinity.errors import ConfigError, NonFiniteError, PeerError, UsageError
+from infinity.errors import ConfigError, NonFiniteError, UsageError
 from infinity.events import Events
 from infinity.gauge import gauge_of
 from infinity.hooks import Hooks, map_tensors, tensors_in

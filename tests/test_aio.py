@@ -825,7 +825,19 @@ def test_wrong_arguments_raise_and_leak_nothing(direct):
             (lambda: aio_ext.direct_alignment("x"), TypeError),
             (lambda: aio_ext.direct_alignment(10**6), OSError),
             (lambda: aio_ext.Ticket(), TypeError),
+            (lambda: ticket.promote(0, 1), TypeError),
+            (lambda: ticket.wait(1, 2), TypeError),
+            (lambda: ticket.wait(seconds=1), TypeError),
+            (lambda: setattr(ticket, "nbytes", 1), AttributeError),
+            (lambda: setattr(queue, "depth", 1), AttributeError),
+            (lambda: queue.close(1), TypeError),
+            (lambda: queue.stats(1), TypeError),
+            (lambda: aio_ext.Queue(inflight_write_nbytes="1"), TypeError),
+            (lambda: aio_ext.Queue(inflight_write_nbytes=2**70), OverflowError),
             (lambda: _aio._inject("sleep"), ValueError),
+            (lambda: _aio._inject("read", every=0), ValueError),
+            (lambda: _aio._inject("read", result=1.5), ValueError),
+            (lambda: _aio._inject("io_setup", delay=1.0), ValueError),
         ):
             with pytest.raises(expected):
                 call()
@@ -834,6 +846,46 @@ def test_wrong_arguments_raise_and_leak_nothing(direct):
         with pytest.raises(ValueError, match="closed queue"):
             submit(fd, buffer, 0)
         buffer.append(0)
+
+
+def test_what_only_the_kernel_can_refuse_raises_and_leaks_nothing(direct, tmp_path):
+    fd, _ = direct(2 * BLOCK)
+    path = f"/proc/self/fd/{fd}"
+    read_only, write_only, closed = os.open(path, os.O_RDONLY), os.open(path, os.O_WRONLY), os.dup2(fd, 900)
+    os.close(closed)
+    folder, pipe = os.open(tmp_path, os.O_RDONLY), os.pipe()
+    page, odd = memory(4096), memory(4097)[1:]
+    with aio_ext.Queue() as queue:
+        for submit, *arguments in [
+            (queue.read, fd, page, 1),
+            (queue.write, fd, page, 1),
+            (queue.read, fd, page[:100], 0),
+            (queue.write, fd, page[:100], 0),
+            (queue.read, fd, odd[:255], 0),
+            (queue.read, fd, page, 2 * BLOCK),
+            (queue.read, fd, page, 1 << 62),
+            (queue.write, fd, page, (1 << 63) - 8192),
+            (queue.read, closed, page, 0),
+            (queue.write, closed, page, 0),
+            (queue.read, write_only, page, 0),
+            (queue.write, read_only, page, 0),
+        ]:
+            before = sys.getrefcount(arguments[1])
+            ticket = submit(*arguments)
+            for _ in range(2):
+                with pytest.raises(OSError) as caught:
+                    ticket.wait()
+                assert caught.value.errno in (errno.EINVAL, errno.EIO, errno.EBADF, errno.EFBIG)
+            assert f"file offset {arguments[2]}" in str(caught.value)
+            del ticket, caught
+            queue.stats()
+            after = sys.getrefcount(arguments[1])
+            assert after == before, arguments
+        for submit, other in [(queue.read, folder), (queue.read, pipe[0]), (queue.write, pipe[1])]:
+            with pytest.raises(ValueError, match="expected a regular file or a block device"):
+                submit(other, page, 0)
+    for other in (read_only, write_only, folder, *pipe):
+        os.close(other)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_the_same_directory_twice(tmp_path):
 def test_too_little_space(tmp_path, monkeypatch):
     config = settings(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=10, f_frsize=4096))
-    with pytest.raises(SwapError, match=r"swap needs \S+ GiB on this filesystem and \S+ GiB are available: free space") as error:
+    with pytest.raises(SwapError, match=r"swap needs [\d,]+ bytes on this filesystem and 40,960 are available: free space") as error:
         start(config)
     assert error.value.errno == errno.ENOSPC and error.value.filename == str(tmp_path)
     assert files(tmp_path) == []

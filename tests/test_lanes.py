@@ -100,3 +100,28 @@ def test_many_threads_wait_for_one_job():
     for thread in (*threads, runner):
         thread.join(SECONDS)
     assert results == ["result"] * 16
+
+
+def test_on_error_is_told_what_failed_and_at_what(lane):
+    told = []
+    lane.on_error = lambda error, what: told.append((str(error), what))
+    lane.push(lambda: None, "fine")
+    lane.push(lambda: 1 / 0, "chunk 7")
+    lane.push(lambda: None)
+    lane.drain()
+    assert told == [("division by zero", "chunk 7 (test)")]
+
+
+def test_who_waits_for_an_abandoned_lane_gets_the_error_and_closing_leaves_it_behind():
+    lane, gate = Lane("test"), threading.Event()
+    stuck, behind = lane.push(gate.wait), lane.push(lambda: "done")
+    threading.Timer(0.1, lane.abandon, [RuntimeError("another rank")]).start()
+    for job in (stuck, behind):
+        with pytest.raises(RuntimeError, match="another rank"):
+            job.wait()
+    assert not lane.is_stuck
+    lane.close()
+    assert lane.is_stuck
+    gate.set()
+    lane._thread.join(SECONDS)
+    assert not lane.is_stuck and (stuck.wait(), behind.wait()) == (True, "done")
