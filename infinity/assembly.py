@@ -7,6 +7,7 @@ and the space on them have been found sufficient.
 from __future__ import annotations
 
 import ctypes
+import contextlib
 import os
 import threading
 from dataclasses import dataclass
@@ -102,8 +103,10 @@ def assemble(
         numel = _best_chunk_numel(arrange, planner.chunk_numels(sum(spec.numel for spec in specs), world=ranks.world))
     layout_, records, placement = arrange(numel, ranks.rank)
     swap, extents = _make_swap(config, ranks, placement)
-    try:
-        return _connect(
+    with contextlib.ExitStack() as undo:  # what is made is closed again if something after it cannot be made
+        if swap is not None:
+            undo.callback(swap.close)
+        made = _connect(
             named,
             written,
             config,
@@ -117,11 +120,10 @@ def assemble(
             placement,
             swap,
             extents,
+            undo,
         )
-    except BaseException:
-        if swap is not None:
-            swap.close()
-        raise
+        undo.pop_all()
+    return made
 
 
 def _best_chunk_numel(arrange, candidates: list[int]) -> int:
@@ -152,6 +154,7 @@ def _connect(
     placement: planner.Placement,
     swap: Swap | None,
     extents: dict[str, list],
+    undo: contextlib.ExitStack,
 ) -> Assembly:
     cuda, keep = device.type == "cuda", config.residency == "auto"
     if not cuda:
@@ -179,9 +182,12 @@ def _connect(
             tier.allocate(span)
 
     arena, lock = Arena(pin=cuda), threading.Condition()
+    undo.callback(arena.close)
     caches: dict[str, HostCache] = {}
     records_ = Records(swap, caches, lock, events, keep, f"{ranks.name}, " if ranks.world > 1 else "")
+    undo.callback(records_.close)
     pipeline = Pipeline(registry, tier, records_, ranks, device, events, keep=keep)
+    undo.callback(pipeline.close)
     next_uses = (pipeline.next_weights_use, pipeline.next_states_use, pipeline.next_gradient_use)
     for kind, next_use in zip(KINDS, next_uses):
         sizes, count = placement.sizes[kind], placement.slots[kind]
@@ -212,6 +218,7 @@ def _connect(
         spill=placement.slots[GRADIENTS] > 0 and waiting,
         limit_nbytes=placement.gradient_limit_nbytes - largest_gradient,
     )
+    undo.callback(gradients.close)
     threads = max(1, len(os.sched_getaffinity(0)) // _local_world(ranks))
     seed = config.seed if config.moments == "bf16" else None
     updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed)

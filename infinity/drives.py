@@ -34,6 +34,7 @@ _NUM_REQUESTS = 8  # under way
 _WRITES_NBYTES = [n * _MIB for n in (2, 3, 4, 6, 8, 12, 16, 24, 32)]  # in the kernel
 _PATIENCE = 2.5  # times its lone time that a demand read may take
 _SECONDS = 0.07  # of one measurement of bandwidth
+_SLOW_NBYTES_PER_S = 200e6  # below, trying settings would take a minute and gain little
 _ROUNDS = 3
 _FASTER = 1.05  # times as fast, in each round: worth another setting
 _MIXES = {"read": (1, 0), "write": (0, 1), "mixed": (14, 12)}  # the mixed one is that of a training step
@@ -41,8 +42,8 @@ _MIXES = {"read": (1, 0), "write": (0, 1), "mixed": (14, 12)}  # the mixed one i
 
 @dataclass(frozen=True)
 class Drive:
-    """Settings of the queues of one path, and how fast these are: bytes a second with 14 reads to 12 writes, and seconds
-    that a block takes alone. Both are 0 where nothing was measured."""
+    """Settings of the queues of one path (the first three and depth as of aio_ext.Queue, and how many there are), and how fast
+    these are: bytes a second with 14 reads to 12 writes, and seconds that a block takes alone; 0 where nothing was measured."""
 
     block_nbytes: int = _MIB
     inflight_nbytes: int = 8 * _MIB
@@ -64,11 +65,15 @@ class Drive:
 
 
 def measure(fd: int, nbytes: int) -> Drive:
-    """Try settings on an O_DIRECT file of nbytes, at least 32 MiB, whose bytes are lost. Two or three seconds. Raises OSError."""
+    """Try settings on an O_DIRECT file of nbytes, at least 32 MiB, whose bytes are lost. Takes some seconds. Raises OSError."""
     probe = _Probe(fd, nbytes)
     try:
+        start = time.perf_counter()
         probe.fill()
+        is_slow = nbytes / (time.perf_counter() - start) < _SLOW_NBYTES_PER_S
         block_s = probe.block_seconds()
+        if is_slow:
+            return Drive(nbytes_per_s=probe.rate("mixed", Drive()), block_s=block_s)
         patient = itertools.takewhile(lambda nbytes: probe.block_seconds(nbytes) <= _PATIENCE * block_s, _WRITES_NBYTES[1:])
         drive = Drive(inflight_write_nbytes=max(patient, default=_WRITES_NBYTES[0]))
         drive = probe.choose([drive, *(_with(drive, inflight_nbytes=nbytes) for nbytes in (16 * _MIB, 32 * _MIB))])
@@ -84,10 +89,10 @@ def measure(fd: int, nbytes: int) -> Drive:
 
 def load(directory_fd: int) -> Drive | None:
     """What was measured in this directory earlier, on the same device; None if nothing sensible is there."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError), contextlib.ExitStack() as stack:
         fd = os.open(CACHE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
-        with open(fd) as file:
-            content = json.loads(file.read(4096))
+        stack.callback(os.close, fd)
+        content = json.loads(os.read(fd, 4096))
         drive = Drive(**content["drive"])
         if content["device"] == os.fstat(directory_fd).st_dev and _is_sensible(drive):
             return drive
@@ -109,6 +114,7 @@ def store(directory_fd: int, drive: Drive) -> None:
 
 def shares(num_units: int, weights: list[float], held: list[float]) -> list[int]:
     """Units for each path in proportion to its weight. What does not divide goes to who is farthest behind with what it holds."""
+    weights = [max(weight, max(weights) / 256) for weight in weights]
     given = [int(num_units * weight / sum(weights)) for weight in weights]
     for _ in range(num_units - sum(given)):
         least = min(range(len(weights)), key=lambda path: (held[path] + given[path]) / weights[path])
@@ -127,6 +133,7 @@ def _is_sensible(drive: Drive) -> bool:
         all(type(value) is int and value > 0 for value in whole)
         and drive.block_nbytes % 4096 == 0
         and drive.block_nbytes <= drive.inflight_nbytes <= 1 << 30
+        and drive.inflight_write_nbytes <= 1 << 30
         and drive.depth <= 4096
         and drive.num_queues <= 16
         and all(isinstance(value, (int, float)) and 0 <= value < 1e15 for value in (drive.nbytes_per_s, drive.block_s))

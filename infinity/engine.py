@@ -176,8 +176,7 @@ class Engine:
 
     def _close_parts(self) -> None:
         with contextlib.ExitStack() as parts:  # from the last to the first
-            parts.callback(self.arena.close)
-            parts.callback(self._free_device)
+            parts.callback(self._free_memory)
             if self.swap is not None:
                 parts.callback(self.swap.close)
             for part in (self.records, self.updater, self.gradients, self.pipeline):
@@ -187,7 +186,7 @@ class Engine:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if error is not None:
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self.ranks.report(error)
         self.close()
 
@@ -506,9 +505,10 @@ class Engine:
         if failure is not None:
             raise failure
 
-    def _free_device(self) -> None:
-        if not any(lane.is_stuck for lane in self._lanes()):  # what a collective may still write to stays
+    def _free_memory(self) -> None:
+        if not any(lane.is_stuck for lane in self._lanes()):  # what a collective or a copy may still write to stays
             self.registry.free_device()
+            self.arena.close()
 
     def _lanes(self) -> list[Lane]:
         return [self.pipeline.cg, self.pipeline.gg, self.gradients.gc, self.updater.lane]
@@ -698,6 +698,15 @@ class Engine:
         if self._started:
             return
         self._check_open()
+        try:
+            self._set_up()
+        except (ConfigError, UsageError):  # the same on all ranks, or told by the launcher
+            raise
+        except BaseException as error:
+            self.ranks.report(error, "start: ")
+            raise
+
+    def _set_up(self) -> None:
         model = self._model()
         self.deferred = self._deferred()
         self.accumulating = self.optimizer is not None and self.optimizer.accumulation_steps > 1
@@ -744,17 +753,20 @@ class Engine:
         self.pipeline.read_states = self._read_states
         self.pipeline.write_back = self.values.adopt
         try:
-            self.values.write_initial(self._initial)
+            self._let_go(model)
         except BaseException:
             self._close_parts()
             raise
+        self._started = True
+
+    def _let_go(self, model: nn.Module) -> None:
+        self.values.write_initial(self._initial)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
         self.hooks = Hooks(self, model, self.registry, self.pipeline)
         _disarm_guard(model)
-        self._started = True
         self._reset_step()
         self.first_step = True
 

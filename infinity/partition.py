@@ -1,16 +1,19 @@
 """Ranks: how shards become chunks and gradients become shards.
 
-The one module that talks to torch.distributed, beside the command line, which starts and ends it. Knows flat tensors and ranks; must not know parameters, plans or tiers.
+The one module that talks to torch.distributed, beside the command line, which starts and ends it. Knows flat tensors and
+ranks; must not know parameters, plans or tiers. Two calls have no public name there: the store, and a group's abort.
 Device collectives are called by one thread only, in the plan's order: two gathers of equal size that are issued in
 different orders on two ranks do not fail, they deliver each other's data.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -67,6 +70,7 @@ class Ranks:
             self.failure = error
             with contextlib.suppress(Exception):  # the store may be gone, and everyone with it
                 self._store.compare_set("failure", "", f"{self.rank} {self.name} failed: {what}{type(error).__name__}: {error}")
+                atexit.register(time.sleep, 3 * WATCH_S)  # the store may end with this process: let the others look
 
     def listen(self, listener: Callable[[BaseException], None]) -> None:
         """Have a method told of the first failure of any rank, from a thread of its own."""
@@ -76,18 +80,19 @@ class Ranks:
         while not self._closing.wait(WATCH_S):
             try:
                 found = self._store.check(["failure"]) and self._store.get("failure").decode()
-            except Exception:  # the rank that kept it is gone; its connections say so to whoever needs it
-                return
+            except Exception:
+                found = "-1 the rank that keeps the launcher's store is gone"
             if not found:
                 continue
             rank, _, text = found.partition(" ")
-            if int(rank) != self.rank:
+            if int(rank) != self.rank and not isinstance(self.failure, PeerError):
                 self.failure = PeerError(f"{self.name} ends because {text}")
             for listener in self._listeners:
                 if (method := listener()) is not None:
                     method(self.failure)
-            if self.data is not None and dist.get_backend(self.data) == "nccl":
-                self.data._get_backend(torch.device("cuda")).abort()
+            with contextlib.suppress(Exception):  # close() may have been faster
+                if dist.get_backend(data := self.data) == "nccl":
+                    data._get_backend(torch.device("cuda")).abort()
             return
 
     def gather(self, chunk: torch.Tensor, what: str) -> None:
@@ -184,8 +189,9 @@ class Ranks:
             except RuntimeError:
                 if self.failure is not None:
                     raise self.failure from None
-                if work.is_completed():  # else the time is over, and nothing else
-                    raise
+                if work.is_completed():  # since the time was over; or this raises what went wrong
+                    work.wait()
+                    return
 
     def barrier(self) -> None:
         if self.world > 1:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 import aio_ext
 
 from infinity.chunks import GRADIENTS, KINDS, WEIGHTS
+from infinity.errors import UsageError
 from infinity.events import Events, now
 from infinity.lanes import Job, Lane
 from infinity.residency import ChunkState, Entry, HostCache, HostState
@@ -158,7 +159,11 @@ class Records:
                     self.caches[kind].unpin(entry, keep=True)
                     continue
                 entry.become(HostState.WRITING)
-            transfer = self.swap.write(*self._place(chunk, kind, entry), what=self._name(chunk, kind))
+            try:
+                transfer = self.swap.write(*self._place(chunk, kind, entry), what=self._name(chunk, kind))
+            except BaseException as error:
+                self.fail(error)
+                raise
             started.append((kind, entry, transfer, now()))
         if started:
             self._writer.push(lambda: self._finish_writes(chunk, started))
@@ -309,6 +314,8 @@ class Records:
                 elif granted is not None:
                     self._ahead.remove(granted)
                 elif self._closing:
+                    for request in [r for line in (*self._pinned.values(), self._ahead) for r in line]:
+                        request.refuse(UsageError("the engine was closed before this could be read"))
                     return
                 else:
                     self.lock.wait()

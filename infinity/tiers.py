@@ -150,21 +150,23 @@ class Swap:
         self.world = world
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._closing = threading.RLock()
         self._moved = {"read": 0, "write": 0}
         self._reserved = self._closed = False
         self._directories: list[_Directory] = []
         run = _run_name(world) if run is None else hashlib.sha256(run.encode()).hexdigest()[:12]
         must_measure = expected_nbytes >= MEASURE_FROM_NBYTES * len(paths)
+        _live.add(self)
+        _clean_up_on_sigterm()
         try:
             for path in paths:
-                self._directories.append(_Directory(path, run, rank, must_measure))
+                self._directories.append(_Directory(path, run, rank))
+                self._directories[-1].claim(must_measure)
         except BaseException:
             self.close()
             raise
         rates = [directory.drive.nbytes_per_s for directory in self._directories]
         self._weights = rates if all(rates) else [1.0] * len(paths)
-        _live.add(self)
-        _clean_up_on_sigterm()
 
     def allocate(self, nbytes: int) -> Extent:
         """Plan a range of at least nbytes, rounded up to 4096; nothing is written yet. Raises UsageError after `reserve`.
@@ -184,8 +186,7 @@ class Swap:
         stripes, left = [], nbytes
         for path in paths:
             share = left if path == paths[-1] else units[path] * STRIPE_UNIT
-            stripes.append(Stripe(path, self._directories[path].nbytes, share))
-            self._directories[path].nbytes += share
+            stripes.append(Stripe(path, self._directories[path].append(share), share))
             left -= share
         return Extent(nbytes, tuple(stripes))
 
@@ -236,10 +237,12 @@ class Swap:
         return {str(directory.path): directory.stats() for directory in self._directories if directory.queues}
 
     def close(self) -> None:
-        """Finish what was submitted, remove the files and give the directories back. Idempotent; done at exit and on SIGTERM."""
+        """Finish what was submitted, remove the files and give the directories back. Idempotent; done at exit and, if the program
+        has no handler of its own and the first Swap was made in its main thread, on SIGTERM."""
         if self._pid == os.getpid():
-            for directory in self._directories:
-                directory.release()
+            with self._closing:
+                for directory in self._directories:
+                    directory.release()
         self._closed = True
         _live.discard(self)
 
@@ -319,8 +322,10 @@ class Swap:
 class _Directory:
     """One path: the lock and the folder from the start, the file and its queue from `make_file` on."""
 
-    def __init__(self, path: Path, run: str, rank: int, must_measure: bool):
+    def __init__(self, path: Path, run: str, rank: int):
         self.path = path
+        self.run, self.rank = run, rank
+        self.drive = drives.Drive()
         self.nbytes = 0  # of the file, as allocated so far
         self.queues: list[aio_ext.Queue] = []
         self.file = -1
@@ -328,15 +333,19 @@ class _Directory:
         self._lock_path = path / f"infinity-rank{rank}.lock"
         self._folder = path / f"infinity-{run}"
         self.file_path = self._folder / f"rank{rank}.swap"
+        self._stripe_numbers: dict[int, int] = {}  # by offset
+
+    def claim(self, must_measure: bool) -> None:
+        """Take the directory, remove what dead runs left there, and know its drive."""
         try:
-            status = os.stat(path)
+            status = os.stat(self.path)
             self.identity = (status.st_dev, status.st_ino)
-            with _guard(path):
-                runs = self._refuse_or_runs(run, rank)
-                _reclaim(path, runs)
-                self._take(run)
+            with _guard(self.path):
+                runs = self._refuse_or_runs(self.run, self.rank)
+                _reclaim(self.path, runs)
+                self._take(self.run)
             try:
-                with _guard(path):  # the first rank measures, the others read what it found
+                with _guard(self.path):  # the first rank measures, the others read what it found
                     self.drive = self._known_drive(must_measure)
             except BaseException:
                 self.release()
@@ -344,8 +353,15 @@ class _Directory:
         except BaseException as error:
             self._close_descriptors()
             if isinstance(error, OSError) and not isinstance(error, SwapError):
-                raise _swap_error(error.errno, "the swap directory cannot be used", error.filename or path) from error
+                raise _swap_error(error.errno, "the swap directory cannot be used", error.filename or self.path) from error
             raise
+
+    def append(self, nbytes: int) -> int:
+        """Lay a stripe behind the others; its offset."""
+        offset = self.nbytes
+        self._stripe_numbers[offset] = len(self._stripe_numbers)
+        self.nbytes += nbytes
+        return offset
 
     def make_file(self, num_sharers: int) -> None:
         if not self.nbytes:
@@ -367,7 +383,7 @@ class _Directory:
 
     def queue_of(self, stripe: Stripe) -> aio_ext.Queue:
         """Always the same for a stripe: requests for the same bytes are kept in order by their queue."""
-        return self.queues[stripe.offset // STRIPE_UNIT % len(self.queues)]
+        return self.queues[self._stripe_numbers[stripe.offset] % len(self.queues)]
 
     def stats(self) -> dict:
         each = [queue.stats() for queue in self.queues]
@@ -652,15 +668,19 @@ def _disown_all() -> None:
 
 
 def _clean_up_on_sigterm() -> None:
-    """Have SIGTERM, which ends the process at once, take the swap along. A handler of the program's own stays."""
+    """Have SIGTERM, which ends the process, take the swap along. A handler of the program's own stays."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
 def _on_sigterm(number: int, frame) -> None:
-    """Nothing is raised: wherever the program is, an exception could be swallowed there, or leave it half-way through a change."""
-    for swap in list(_live):
+    """Nothing is raised: wherever the program is, an exception could be swallowed there, or leave it half-way through a change.
+
+    Python calls this once the main thread is back from C, such as a collective; who kills the process before leaves files that
+    the next run removes.
+    """
+    for swap in [swap for swap in _live if swap._pid == os.getpid()]:  # a child may be here before it could disown them
         for directory in swap._directories:
             directory.remove_names()
     signal.signal(number, signal.SIG_DFL)

@@ -103,6 +103,7 @@ GOOD = {"drive": {"inflight_nbytes": 8 * MIB, "nbytes_per_s": 1e9, "block_s": 0.
         lambda content: "[]",
         lambda content: json.dumps(content)[:-9],
         lambda content: "\x00" * 4096,
+        lambda content: "[" * 4096,
         lambda content: json.dumps(content | {"device": content["device"] + 1}),
         lambda content: json.dumps({"drive": content["drive"]}),
         *(
@@ -115,6 +116,7 @@ GOOD = {"drive": {"inflight_nbytes": 8 * MIB, "nbytes_per_s": 1e9, "block_s": 0.
                 ("inflight_nbytes", 1 << 40),
                 ("inflight_nbytes", "8MiB"),
                 ("inflight_nbytes", 1.5e6),
+                ("inflight_write_nbytes", 10**30),
                 ("depth", 0),
                 ("depth", 1 << 20),
                 ("num_queues", 1000),
@@ -243,21 +245,21 @@ def test_a_slow_path_takes_its_share_and_no_more(paths, by_itself):
 def test_two_queues_a_path_keep_the_order_of_overlapping_requests(paths):
     keep(paths[0], num_queues=2, block_nbytes=64 << 10, inflight_nbytes=128 << 10)
     with Swap(paths[:1]) as swap:
-        extents = [swap.allocate(MIB) for _ in range(6)]
+        extents = [swap.allocate(2 * MIB) for _ in range(6)]
         swap.reserve()
         assert len(swap._directories[0].queues) == 2
-        datas = [memory(MIB) for _ in range(4)]
+        datas = [memory(2 * MIB) for _ in range(4)]
         for round_ in range(20):
-            backs = [memory(MIB, 0) for _ in extents]
+            backs = [memory(2 * MIB, 0) for _ in extents]
             for extent in extents:
                 swap.write(extent, datas[round_ % 4])
             reads = [swap.read(extent, back, priority=aio_ext.DEMAND) for extent, back in zip(extents, backs)]
             assert all(read.wait() for read in reads)
             assert all(back == datas[round_ % 4] for back in backs)
         each = [queue.stats() for queue in swap._directories[0].queues]
-        assert all(stats["num_writes"] > 0 for stats in each)
+        assert [stats["num_writes"] for stats in each] == [60, 60]
         (total,) = swap.stats().values()
-        assert total["write_nbytes"] == sum(stats["write_nbytes"] for stats in each) == 120 * MIB
+        assert total["write_nbytes"] == sum(stats["write_nbytes"] for stats in each) == 240 * MIB
 
 
 @pytest.mark.parametrize("op", ["read", "write"])

@@ -773,3 +773,41 @@ def test_one_ranks_failure_ends_all_soon_and_names_rank_and_chunk(tmp_path, stag
                 assert re.search(rf"rank {loser} of 2 failed: chunk \d+", answer), answer
     finally:
         world.close()
+
+
+def slowly(num_rounds):
+    """Agree again and again, one rank so late that the other's wait is just over."""
+    ranks = infinity.partition.Ranks(torch.device("cpu"))
+    agreed = 0
+    for number in range(num_rounds):
+        if ranks.rank:
+            time.sleep(infinity.partition.WATCH_S - 0.003 + 0.0002 * (number % 30))
+        agreed += ranks.agree(number)
+    ranks.close()
+    return agreed
+
+
+@pytest.mark.parametrize("num_rounds", [10, pytest.param(60, marks=pytest.mark.long)])
+def test_a_rank_that_comes_late_is_no_failure(worlds, num_rounds):
+    assert worlds(2).run(slowly, num_rounds) == [num_rounds] * 2
+
+
+def starting(folder, loser):
+    if dist.get_rank() == loser:
+        infinity.tiers.Swap.reserve = mock.Mock(side_effect=infinity.SwapError(errno.ENOSPC, "no space for swap", "/there"))
+    model, adam = made(folder, **ON_NVME)
+    for _ in range(3):
+        model(*tokens(0, 0)).backward()
+        adam.step()
+
+
+@pytest.mark.parametrize("loser", [0, 1])
+def test_a_rank_that_cannot_start_ends_all(tmp_path, loser):
+    world = World(2, tmp_path)
+    try:
+        start = time.monotonic()
+        answers = world.attempt(starting, tmp_path, loser)
+        assert time.monotonic() - start < 30
+        assert all(not good and "no space for swap" in answer for good, answer in answers), answers
+    finally:
+        world.close()

@@ -633,3 +633,24 @@ def test_a_programs_own_handler_of_sigterm_stays(paths):
 def test_a_dropped_swap_cleans_up(paths):
     Swap(paths[:1]).allocate(PAGE)
     assert everything_in(*paths) == []
+
+
+def test_many_threads_may_close_at_once(paths):
+    for _ in range(20):
+        swap = Swap(paths[:1])
+        swap.allocate(PAGE)
+        swap.reserve()
+        errors = []
+
+        def close(swap=swap, errors=errors):
+            try:
+                swap.close()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == [] and everything_in(*paths) == []
