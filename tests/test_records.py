@@ -12,7 +12,7 @@ import infinity
 from aio_ext import _aio
 from infinity.arena import Arena, Slots
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS
-from infinity.errors import SwapError
+from infinity.errors import SwapError, UsageError
 from infinity.events import Events
 from infinity.records import Records
 from infinity.residency import HostCache, HostState
@@ -400,8 +400,11 @@ def test_closing_with_requests_that_nobody_will_grant_does_not_hang(bench):
     b = bench()
     for index in (0, 1):
         b.granted(b.request(index))
-    b.request(2, pin=False)
+    left = [b.request(2, pin=False), b.request(2), b.request(3)]
     assert in_thread(b.records.close)() is None
+    for request in left[1:]:  # the first one is not needed any more
+        with pytest.raises(UsageError, match="closed"):
+            request.wait()
 
 
 # ---- what the engine's user sees ----
