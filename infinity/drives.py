@@ -1,14 +1,14 @@
 """What a drive can do: measured once a path, kept in a file beside the swap files.
 
-Knows file descriptors, queues and seconds. Must not know swap files, extents or ranks.
+Knows file descriptors, queues, seconds, and shares in proportion to bandwidth. Must not know swap files, extents or ranks.
 
     drive = load(directory_fd) or measure(fd, nbytes)
 
 # [Note: how much goes to the kernel]
 # What the kernel holds cannot be overtaken: a read that an op waits for comes behind it. More keeps the drive busier. Writes, which
-# nobody waits for, are as fast with little: of them the kernel gets the most with which such a read takes no more than 2.5 times
-# its lone time. On the two drives at hand (2-3 GB/s, 0.7 ms a block) that is 2-4 MiB; with 8 MiB it takes 5 times. Reads and
-# writes together, which are 4-12 % faster with 8 MiB than with 2, have the larger bound.
+# nobody waits for, are about as fast with little: of them the kernel gets the most with which such a read takes no more than 2.5
+# times its lone time. On the two drives at hand (2-3 GB/s, 0.7 ms a block) that is 2-6 MiB; with 8 MiB it takes 5 to 8 times.
+# Reads and writes together were 8 and 12 % faster with 8 MiB than with 2, in one run on each; they have the larger bound.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import aio_ext
 
@@ -37,7 +36,14 @@ _SECONDS = 0.07  # of one measurement of bandwidth
 _SLOW_NBYTES_PER_S = 200e6  # below, trying settings would take a minute and gain little
 _ROUNDS = 3
 _FASTER = 1.05  # times as fast, in each round: worth another setting
-_MIXES = {"read": (1, 0), "write": (0, 1), "mixed": (14, 12)}  # the mixed one is that of a training step
+
+MIXES = {"read": (1, 0), "write": (0, 1), "mixed": (14, 12)}  # reads and writes; the mixed one is that of a training step
+
+
+def is_read(mix: str, number: int) -> bool:
+    """Whether the request of this number is a read, so that the two are spread evenly."""
+    reads, writes = MIXES[mix]
+    return (number + 1) * reads // (reads + writes) > number * reads // (reads + writes)
 
 
 @dataclass(frozen=True)
@@ -76,13 +82,13 @@ def measure(fd: int, nbytes: int) -> Drive:
             return Drive(nbytes_per_s=probe.rate("mixed", Drive()), block_s=block_s)
         patient = itertools.takewhile(lambda nbytes: probe.block_seconds(nbytes) <= _PATIENCE * block_s, _WRITES_NBYTES[1:])
         drive = Drive(inflight_write_nbytes=max(patient, default=_WRITES_NBYTES[0]))
-        drive = probe.choose([drive, *(_with(drive, inflight_nbytes=nbytes) for nbytes in (16 * _MIB, 32 * _MIB))])
-        blocks = [_with(drive, block_nbytes=nbytes) for nbytes in (512 << 10, 2 * _MIB)]
+        drive = probe.choose([drive, *(replace(drive, inflight_nbytes=nbytes) for nbytes in (16 * _MIB, 32 * _MIB))])
+        blocks = [replace(drive, block_nbytes=nbytes) for nbytes in (512 << 10, 2 * _MIB)]
         drive = probe.choose([drive, *blocks])
-        drive = probe.choose([drive, _with(drive, num_queues=2)])
+        drive = probe.choose([drive, replace(drive, num_queues=2)])
         rate = statistics.median(probe.rate("mixed", drive) for _ in range(_ROUNDS))
         depth = max(32, 4 * drive.inflight_nbytes // drive.block_nbytes)  # small requests make small blocks
-        return _with(drive, depth=depth, nbytes_per_s=rate, block_s=block_s)
+        return replace(drive, depth=depth, nbytes_per_s=rate, block_s=block_s)
     finally:
         probe.close()
 
@@ -120,10 +126,6 @@ def shares(num_units: int, weights: list[float], held: list[float]) -> list[int]
         least = min(range(len(weights)), key=lambda path: (held[path] + given[path]) / weights[path])
         given[least] += 1
     return given
-
-
-def _with(drive: Drive, **changes) -> Drive:
-    return Drive(**(asdict(drive) | changes))
 
 
 def _is_sensible(drive: Drive) -> bool:
@@ -188,7 +190,6 @@ class _Probe:
 
     def rate(self, mix: str, drive: Drive) -> float:
         """Bytes a second, from the first request to the end of the last."""
-        reads, writes = _MIXES[mix]
         tickets: list[aio_ext.Ticket] = []
         with contextlib.ExitStack() as stack:
             queues = [stack.enter_context(drive.queue()) for _ in range(drive.num_queues)]
@@ -196,10 +197,9 @@ class _Probe:
             while number < _NUM_REQUESTS or time.perf_counter() - start < _SECONDS:
                 if number >= _NUM_REQUESTS:
                     tickets[number - _NUM_REQUESTS].wait()
-                is_read = (number + 1) * reads // (reads + writes) > number * reads // (reads + writes)
                 place = number % self.num_requests
                 queue = queues[place % len(queues)]
-                submit: Callable = queue.read if is_read else queue.write
+                submit = queue.read if is_read(mix, number) else queue.write
                 buffer = self._buffers[number % _NUM_REQUESTS]
                 tickets.append(submit(self.fd, buffer, place * _REQUEST_NBYTES))
                 number += 1

@@ -700,7 +700,7 @@ class Engine:
         self._check_open()
         try:
             self._set_up()
-        except (ConfigError, UsageError):  # the same on all ranks, or told by the launcher
+        except (ConfigError, UsageError):  # mistakes of the program or its settings, which all ranks share as a rule
             raise
         except BaseException as error:
             self.ranks.report(error, "start: ")
@@ -760,6 +760,7 @@ class Engine:
         self._started = True
 
     def _let_go(self, model: nn.Module) -> None:
+        """Give the parameters' values to their records, and the modules to the hooks."""
         self.values.write_initial(self._initial)
         for module in model.modules():
             for name, buffer in module._buffers.items():

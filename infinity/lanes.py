@@ -30,6 +30,11 @@ class Job:
     def done(self) -> bool:
         return self._done.is_set()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What it raised."""
+        return self._error
+
     def wait(self) -> object:
         while not self._done.wait(_GLANCE_S):
             if self.lane is not None and self.lane.abandoned is not None:
@@ -96,6 +101,6 @@ class Lane:
             if self.on_job is not None:
                 self.on_job()
             job.run()
-            if job._error is not None and self.on_error is not None:
-                self.on_error(job._error, f"{job.what} ({self.name})")
+            if job.error is not None and self.on_error is not None:
+                self.on_error(job.error, f"{job.what} ({self.name})")
             del job  # else the last job's result lives until the next one arrives

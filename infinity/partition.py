@@ -85,7 +85,7 @@ class Ranks:
             if not found:
                 continue
             rank, _, text = found.partition(" ")
-            if int(rank) != self.rank and not isinstance(self.failure, PeerError):
+            if int(rank) != self.rank:
                 self.failure = PeerError(f"{self.name} ends because {text}")
             for listener in self._listeners:
                 if (method := listener()) is not None:

@@ -322,10 +322,8 @@ class Records:
 
     def _next_ones(self) -> list[Request]:
         """What may be granted next; see [Note: order of grants]."""
-        firsts = {kind: requests[0] for kind, requests in self._pinned.items() if requests}
-        waiting = [*firsts.values(), *self._ahead]
-        waiting.sort(key=lambda request: (not self._is_urgent(request), request.number))
-        return waiting
+        waiting = [*(requests[0] for requests in self._pinned.values() if requests), *self._ahead]
+        return sorted(waiting, key=lambda request: (not self._is_urgent(request), request.number))
 
     def _try(self, request: Request) -> bool:
         try:

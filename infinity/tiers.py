@@ -4,7 +4,7 @@ Knows paths, files, locks and extents. Must not know records, chunks, tensors, d
 anything contiguous, and how many ranks share the directories is told.
 
 Longer than other files here because a directory's claim and its use have one life. The order: what callers use (Extent,
-Transfer, Swap), one directory, helpers, exit and fork.
+Transfer, Swap), one directory, helpers, exit, fork and SIGTERM.
 
 # [Note: whose directory it is]
 # In each directory a rank holds `infinity-rank<rank>.lock` with flock for as long as it lives; the file says its pid and run.

@@ -24,7 +24,6 @@ from infinity import tiers
 from infinity.errors import ConfigError, SwapError, UsageError
 from infinity.tiers import Extent, Stripe, Swap
 
-ROOT = Path(__file__).parent.parent
 KIB, MIB, PAGE = 1 << 10, 1 << 20, 4096
 
 
