@@ -3,9 +3,10 @@
     python bench/aio.py [--nvme DIR] [--rounds 9] [--seconds 1.5] [--depth 8] [--json FILE]
 
 Both move the same written file past the page cache from huge pages: requests of one block each, same block size, same number
-of blocks in the kernel, the same amount of memory, same mix, alternating in one run. (With 16 buffers beside fio's 8 the ratio was
-0.85 on one host, with 9 in another run 0.92-0.98.) Demand reads are timed with the settings that
-the engine measures on a path. fio needs huge pages of its own (`sysctl vm.nr_hugepages=64`); without fio, ours run alone.
+of blocks in the kernel, the same amount of memory, same mix. Once alternating, where a drive that others use as well gives now
+more, now less to either; and once at the same time, where it gives both the same, so that whoever is slower at asking again gets
+less. Demand reads are timed with the settings that the engine measures on a path. fio needs huge pages of its own
+(`sysctl vm.nr_hugepages=64`); without fio, ours run alone.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -60,9 +62,12 @@ def main():
             report[mix] = {"ours_gbps": ours, "fio_gbps": theirs, "cores_a_gbps": cores}
             line = f"{mix:6s} {spread(ours)} GB/s, {100 * statistics.median(cores):.1f} % of a core a GB/s"
             if fio:
-                ratio = statistics.median(a / b for a, b in zip(ours, theirs))
-                line += f"; fio {spread(theirs)}; ratio of pairs, median {ratio:.3f}"
+                line += f"; fio {spread(theirs)}; ratio of pairs {spread([a / b for a, b in zip(ours, theirs)])}"
             print(line, flush=True)
+            if fio:
+                together = [bench.beside_fio(fio, file.name, mix, alike, options) for _ in range(options.rounds)]
+                report[mix]["together_gbps"] = together
+                print(f"{'':6s} at the same time: ratio of pairs {spread([a / b for a, b in together])}", flush=True)
         report["latency"] = latency = bench.latency(drive)
         lone, loaded = (1e3 * statistics.median(latency[name]) for name in ("lone_s", "loaded_s"))
         print(f"demand read of 1 MiB: alone {lone:.2f} ms, behind 256 MiB of writes {loaded:.2f} ms: {loaded / lone:.2f}x")
@@ -131,6 +136,16 @@ class Bench:
         moved = sum(stats[name] - before[name] for name in ("read_nbytes", "write_nbytes")) - num_demands * MIB
         return moved / (now - start) / 1e9, cpu / (now - start)
 
+    def beside_fio(self, fio: str, path: str, mix: str, alike: dict, options) -> tuple[float, float]:
+        """(GB/s, GB/s of fio) of both at once: ours from when fio warms up, which it does for a second, until it is about to end."""
+        with ThreadPoolExecutor(1) as pool, aio_ext.Queue(**alike) as queue:
+            theirs = pool.submit(fio_gbps, fio, path, mix, options, ramp_seconds=1)
+            self.throughput(queue, mix, 1.2)
+            gbps, _ = self.throughput(queue, mix, options.seconds - 0.2)
+            while not theirs.done():
+                self.throughput(queue, mix, 0.05)
+            return gbps, theirs.result()
+
     def latency(self, drive: drives.Drive, num_reads: int = 31) -> dict[str, list[float]]:
         """Seconds of a 1 MiB demand read, alone and right after 256 MiB of writes were queued; alternating."""
         seconds = {"lone_s": [], "loaded_s": []}
@@ -171,11 +186,12 @@ def fio_version() -> str:
     return subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
 
 
-def fio_gbps(fio: str, path: str, mix: str, options) -> float:
+def fio_gbps(fio: str, path: str, mix: str, options, *, ramp_seconds: float = 0) -> float:
     """GB/s of fio's libaio engine with its default of sequential I/O, on the same file."""
     kind = {"read": ["--rw=read"], "write": ["--rw=write"], "mixed": ["--rw=rw", f"--rwmixread={100 * 14 / 26:.0f}"]}[mix]
     command = [fio, "--name=bench", f"--filename={path}", "--ioengine=libaio", "--direct=1", "--iomem=mmaphuge", *kind]
     command += [f"--bs={options.block_kib}k", f"--iodepth={options.depth}", "--time_based", f"--runtime={options.seconds}"]
+    command += [f"--ramp_time={ramp_seconds}"]
     command += ["--output-format=json", "--group_reporting", "--allow_file_create=0", "--overwrite=0"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (job,) = json.loads(done.stdout)["jobs"]
