@@ -7,6 +7,7 @@ from infinity.errors import BudgetError, ConfigError, NonFiniteError, PeerError,
 from infinity.optimizer import SGD, Adam, AdamW, Elementwise, Lion
 from infinity.rules import Rule
 from infinity.scaling import LossScale
+from infinity.tiling import TiledEmbedding, TiledLinear, linear_cross_entropy, tile_large_layers
 from infinity.vertical import vertical
 
 __all__ = [
@@ -24,10 +25,14 @@ __all__ = [
     "Rule",
     "SGD",
     "SwapError",
+    "TiledEmbedding",
+    "TiledLinear",
     "UsageError",
     "engine_of",
     "gathered",
     "init",
+    "linear_cross_entropy",
     "offload",
+    "tile_large_layers",
     "vertical",
 ]

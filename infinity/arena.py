@@ -1,4 +1,4 @@
-"""Pinned host memory, and the fixed-size leases that it is handed out in.
+"""Pinned host memory, handed out in fixed-size leases (slots), or in pieces where sizes are not known before (a heap).
 
 Knows memory. Must not know what lies in it, nor chunks, tiers, devices' streams or files. Whoever releases a slot sees to
 it that nothing, a copy or a disk request, still uses it.
@@ -6,6 +6,7 @@ it that nothing, a copy or a disk request, still uses it.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import mmap
 import os
@@ -20,6 +21,7 @@ from infinity.errors import BudgetError, UsageError
 
 PAGE_NBYTES = 4096
 HUGE_NBYTES = 2 << 20
+HEAP_REGION_NBYTES = 64 << 20
 _TOUCH_NBYTES = 64 << 20  # by one thread at a time; few enough pages for torch not to spread them over its own threads
 _TOUCH_THREADS = 8
 
@@ -200,6 +202,82 @@ class Slot:
     def __repr__(self) -> str:
         name = self._slots.name if self._slots else "released"
         return f"Slot({self.index}, {_mib(self.nbytes)}, {name})"
+
+
+class Piece:
+    """Some bytes of a heap: nbytes, a multiple of 4096, from an address on."""
+
+    __slots__ = ("nbytes", "offset_nbytes", "region")
+
+    def __init__(self, region: Region, offset_nbytes: int, nbytes: int):
+        self.region = region
+        self.offset_nbytes = offset_nbytes
+        self.nbytes = nbytes
+
+    @property
+    def buffer(self) -> memoryview:
+        return self.region.buffer[self.offset_nbytes : self.offset_nbytes + self.nbytes]
+
+    @property
+    def address(self) -> int:
+        return self.region.address + self.offset_nbytes
+
+
+class Heap:
+    """Pieces of any size, for what comes in sizes that nobody knows before. Regions are taken as they are needed, and kept.
+
+    budget_nbytes: the most that the regions take. peak_nbytes: the most ever given out.
+    """
+
+    def __init__(self, arena: Arena, budget_nbytes: int):
+        self.budget_nbytes = budget_nbytes // PAGE_NBYTES * PAGE_NBYTES
+        self.nbytes = self.used_nbytes = self.peak_nbytes = 0
+        self._arena = arena
+        self._gaps: list[tuple[Region, list[tuple[int, int]]]] = []  # (begin, end) of each region's free ranges, ascending
+        self._lock = threading.Lock()
+
+    @property
+    def free_nbytes(self) -> int:
+        return self.budget_nbytes - self.used_nbytes
+
+    def take(self, nbytes: int) -> Piece | None:
+        """The first gap that holds nbytes, rounded up to 4096; None if there is none, and no budget for another region."""
+        nbytes = _round_up(max(nbytes, 1), PAGE_NBYTES)
+        with self._lock:
+            for region, gaps in self._gaps:
+                for index, (begin, end) in enumerate(gaps):
+                    if end - begin >= nbytes:
+                        return self._give(region, gaps, index, nbytes)
+            if self.nbytes + nbytes > self.budget_nbytes:
+                return None
+            region = self._arena.region(min(max(nbytes, HEAP_REGION_NBYTES), self.budget_nbytes - self.nbytes))
+            self.nbytes += region.nbytes
+            self._gaps.append((region, [(0, region.nbytes)]))
+            return self._give(region, self._gaps[-1][1], 0, nbytes)
+
+    def give_back(self, piece: Piece) -> None:
+        """The piece is free; it must not be used any more."""
+        begin, end = piece.offset_nbytes, piece.offset_nbytes + piece.nbytes
+        with self._lock:
+            gaps = next(gaps for region, gaps in self._gaps if region is piece.region)
+            index = bisect.bisect(gaps, (begin, end))
+            if index < len(gaps) and gaps[index][0] == end:
+                end = gaps.pop(index)[1]
+            if index and gaps[index - 1][1] == begin:
+                index -= 1
+                begin = gaps.pop(index)[0]
+            gaps.insert(index, (begin, end))
+            self.used_nbytes -= piece.nbytes
+
+    def _give(self, region: Region, gaps: list[tuple[int, int]], index: int, nbytes: int) -> Piece:
+        begin, end = gaps[index]
+        gaps[index : index + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
+        self.used_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+        return Piece(region, begin, nbytes)
+
+    def __repr__(self) -> str:
+        return f"Heap({_mib(self.used_nbytes)} of {_mib(self.budget_nbytes)} used)"
 
 
 def _round_up(nbytes: int, unit: int) -> int:

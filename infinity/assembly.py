@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from infinity import planner
+from infinity.activations import Activations
 from infinity.arena import Arena, Slots
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
 from infinity.config import Config
@@ -31,6 +32,8 @@ from infinity.residency import TORCH_DTYPES, Area, ChunkState, DeviceTier, HostC
 from infinity.tiers import Swap
 from infinity.updater import Updater
 
+ACTIVATION_SHARE = 1 / 4  # of host memory, where they live there
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 Named = list[tuple[str, nn.Parameter]]
@@ -38,7 +41,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass
 class Assembly:
-    """The parts of one engine. swap is None where nothing lives on NVMe."""
+    """The parts of one engine. swap is None where nothing lives on NVMe, activations where they stay on the device."""
 
     layout: Layout
     placement: planner.Placement
@@ -50,6 +53,7 @@ class Assembly:
     pipeline: Pipeline
     gradients: Gradients
     updater: Updater
+    activations: Activations | None
 
 
 def assemble(
@@ -69,7 +73,7 @@ def assemble(
 
     Raises BudgetError, ConfigError or SwapError where something does not fit.
     """
-    device_budget, host_budget = _budgets(config, device, ranks)
+    device_budget, host_budget = budgets(config, device, ranks)
     written = _written_in_forward(model, named)
     specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
     itemsize = TORCH_DTYPES[config.dtype].itemsize
@@ -87,6 +91,7 @@ def assemble(
             gradient_itemsize=4 if accumulating else None,
             device_budget=device_budget,
             host_budget=host_budget,
+            host_share=1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0,
             held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
             op_gradient_nbytes=max((p.numel() * itemsize for _, p in named if p.requires_grad), default=0),
             snapshot_nbytes=sum(
@@ -118,6 +123,7 @@ def assemble(
             layout_,
             records,
             placement,
+            int(host_budget * ACTIVATION_SHARE),
             swap,
             extents,
             undo,
@@ -152,6 +158,7 @@ def _connect(
     layout_: Layout,
     records: list[Record],
     placement: planner.Placement,
+    activation_nbytes: int,
     swap: Swap | None,
     extents: dict[str, list],
     undo: contextlib.ExitStack,
@@ -184,7 +191,8 @@ def _connect(
     arena, lock = Arena(pin=cuda), threading.Condition()
     undo.callback(arena.close)
     caches: dict[str, HostCache] = {}
-    records_ = Records(swap, caches, lock, events, keep, f"{ranks.name}, " if ranks.world > 1 else "")
+    who = f"{ranks.name}, " if ranks.world > 1 else ""
+    records_ = Records(swap, caches, lock, events, keep, who)
     undo.callback(records_.close)
     pipeline = Pipeline(registry, tier, records_, ranks, device, events, keep=keep)
     undo.callback(pipeline.close)
@@ -223,13 +231,16 @@ def _connect(
     seed = config.seed if config.moments == "bf16" else None
     updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed)
     caches[GRADIENTS].frees_soon = updater.frees_gradient_soon
-    return Assembly(layout_, placement, swap, arena, registry, tier, records_, pipeline, gradients, updater)
+    activations = None
+    if config.activations in ("host", "nvme"):
+        activations = Activations(arena, swap, device, activation_nbytes, to_nvme=config.activations == "nvme", who=who)
+    return Assembly(layout_, placement, swap, arena, registry, tier, records_, pipeline, gradients, updater, activations)
 
 
 def _make_swap(config: Config, ranks: Ranks, placement: planner.Placement) -> tuple[Swap | None, dict[str, list]]:
     """The swap, at its full size, and the extents by kind and chunk; None where there are no bytes."""
     total = int(ranks.max_(torch.tensor([placement.nvme_nbytes])).item())
-    if not total:
+    if not total and config.activations not in ("host", "nvme"):
         return None, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
     if config.creates_nvme:
         for path in config.nvme:
@@ -240,6 +251,7 @@ def _make_swap(config: Config, ranks: Ranks, placement: planner.Placement) -> tu
     if ranks.world > 1:
         token = torch.tensor(list(os.urandom(8)), dtype=torch.int64)
         run = bytes(ranks.broadcast_(token).tolist()).hex()
+    # Activations make their room on NVMe when it is known how large they are.
     swap = Swap(config.nvme, rank=local_rank, world=local_world, run=run, expected_nbytes=total * local_world)
     extents: dict[str, list] = {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
     for index in range(len(placement.homes[WEIGHTS])):  # what is read together lies together
@@ -267,7 +279,7 @@ def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Area]:
     return {index: Area(region, offset, nbytes[index]) for index, offset in offsets.items()}
 
 
-def _budgets(config: Config, device: torch.device, ranks: Ranks) -> tuple[int, int]:
+def budgets(config: Config, device: torch.device, ranks: Ranks) -> tuple[int, int]:
     """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks."""
     free_host = psutil.virtual_memory().available // _local_world(ranks)
     if device.type == "cuda":

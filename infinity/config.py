@@ -17,18 +17,16 @@ from infinity.errors import ConfigError
 
 DEFAULT_NVME = Path("infinity-swap")
 
-# The engine is younger than its design: values that the design names, but that nothing implements yet, get their own message.
 CHOICES = {
     "weights": ("auto", "device", "host", "nvme"),
     "states": ("auto", "device", "host", "nvme"),
-    "activations": ("auto", "device"),
+    "activations": ("auto", "device", "host", "nvme"),
     "dtype": ("bf16", "fp16", "fp32"),
     "moments": ("fp32", "bf16"),
     "residency": ("auto", "none"),
     "update": ("auto", "deferred", "backward"),
     "nonfinite": ("auto", "ignore", "raise", "skip"),
 }
-PLANNED = {"activations": ("host", "nvme")}
 
 
 def _refuse_unknown_fields(cls):
@@ -76,7 +74,8 @@ class Config:
     """Where optimizer states live: auto (the fastest tier with room), device, host or nvme."""
 
     activations: str = "auto"
-    """Where saved activations live: auto or device."""
+    """Where the activations live that autograd saves while the model runs, such as the inputs of checkpointed blocks, until
+    backward: device, host (what a quarter of host_memory does not hold goes on to NVMe) or nvme; auto is device."""
 
     dtype: str = "bf16"
     """What the model computes in: bf16 (a full fp32 master is kept, as weight and residual), fp16 (an fp32 master beside
@@ -104,6 +103,12 @@ class Config:
     PyTorch), skip (the step changes nothing), raise (step() raises NonFiniteError, and changes nothing), or auto: skip for
     fp16, whose loss scale then shrinks, else ignore."""
 
+    tile_above: int | str | None = "auto"
+    """Which linear and embedding layers are cut into tiles, each fetched and freed by itself: those whose weight takes more
+    than these bytes ("512MiB"), into tiles of at most as many; with "auto", those that with their gradient take more
+    than 7/8 of device_memory, into tiles of at most 1/8 of it; with None, none. Their parameters are new ones, named
+    `NAME.tiles.N.weight`; names in state dicts stay. See `infinity.tile_large_layers` for the layers left alone."""
+
     trace: bool = False
     """Record the time of every transfer and op, for `engine.stats()` and tests."""
 
@@ -126,6 +131,7 @@ class Config:
             settle(name, _choice)
         settle("chunk_mib", _size_mib)
         settle("device", _device)
+        settle("tile_above", _limit)
         settle("trace", _flag)
         settle("seed", _seed)
         problems += self._contradictions()
@@ -227,12 +233,19 @@ def _budget(name, value):
     return nbytes
 
 
+def _limit(name, value):
+    if value is None:
+        return None
+    try:
+        return _budget(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or None") from None
+
+
 def _choice(name, value):
     choices = CHOICES[name]
     if isinstance(value, str) and value in choices:
         return value
-    if isinstance(value, str) and value in PLANNED.get(name, ()):
-        raise ConfigError(f"{name}={value!r} is not supported yet; use {_either(choices)}")
     near = difflib.get_close_matches(str(value).lower(), choices, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"{name}={value!r}: expected {_either(choices)}{hint}")

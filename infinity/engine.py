@@ -12,9 +12,10 @@ happen between forward, backward and step() hang together: each guards the state
 # and no saved view needs its weights any more; step() updates the rest. Both compute the same, see updater.py.
 #
 # [Note: expected gradients]
-# How many gradients a parameter receives in one backward pass is known from the last step: several if reentrant
-# checkpoints share it, none if it is unused. In the first step a parameter of an op that ran once is expected to receive
-# one, of an op that did not run none; with anything else the chunk waits for the end of the pass.
+# How many gradients a parameter receives in one backward pass is known from the last step in which as many ops used it:
+# several if reentrant checkpoints share it, none if it is unused. In the first step, or if other ops run than in the last one, a
+# parameter of an op that ran once is expected to receive one, of an op that did not run none; with anything else the chunk waits
+# for the end of the pass.
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ import torch
 from torch import nn
 
 from infinity.adam import NormAccumulator
-from infinity.assembly import assemble
-from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHTS
+from infinity.assembly import assemble, budgets
+from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, WEIGHTS
 from infinity.config import Config
 from infinity.errors import ConfigError, NonFiniteError, UsageError
 from infinity.events import Events
+from infinity.facade import NO_COPY, Facade
 from infinity.gauge import gauge_of
 from infinity.hooks import Hooks, map_tensors, tensors_in
 from infinity.lanes import Lane
@@ -40,6 +42,7 @@ from infinity.margin import Margin
 from infinity.partition import Ranks
 from infinity.residency import (
     ChunkState,
+    TORCH_DTYPES,
     ParameterState,
     Presence,
     owner_of,
@@ -47,10 +50,13 @@ from infinity.residency import (
 )
 from infinity.scaling import LossScale, Scaler
 from infinity.schedule import NEVER
+from infinity.tiling import tile_large_layers
 from infinity.updater import Hyper, add_norm
 from infinity.values import Values
 
 _MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
+_AUTO_TILES = 8  # tiles of an "auto" size that the device has room for
+_LEAST_AUTO_TILE_NBYTES = 64 << 10  # smaller ones would be no help: it is the budget that is wrong
 _EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -79,11 +85,16 @@ class Engine:
         self.num_skipped = 0  # steps whose gradients were not finite
         self.by_layer: bool | None = None  # whether the step under way, or the last one, is one of infinity.vertical
         self.ranks.join()
+        self._departed: list[ParameterState] = []  # whose gradients have left, and param.grad says so
+        self._gradients_wait = False  # for a step() or zero_grad()
         self._reset_step()
+        self._indices = {id(param): index for index, (_, param) in enumerate(self._named)}
+        self._loaded: dict[int, torch.Tensor] = {}  # values that were asked for or given before the start, by index
         for _, param in self._named:
             set_owner(param, self)
         _engines[model] = weakref.ref(self)
         _guard_before_start(self, model)
+        self._facade = Facade(self, model)
 
     # The user's face.
 
@@ -105,8 +116,11 @@ class Engine:
             "nvme_read_nbytes": self.swap.read_nbytes if self.swap else 0,
             "nvme_write_nbytes": self.swap.write_nbytes if self.swap else 0,
             "num_plans": self.pipeline.num_plans,
+            "num_fetches_ahead": self.pipeline.num_ahead,  # to the device, before an op needed them
+            "num_fetches_late": self.pipeline.num_late,
             "loss_scale": self.scaler.scale if self.scaler is not None else None,
             "num_skipped_steps": self.num_skipped,
+            "activations": self.activations.stats() if self.activations is not None else None,
             "links": links,
         }
 
@@ -134,13 +148,46 @@ class Engine:
             raise ConfigError("the parameter is not one of this engine's")
         return self.values.read(state)
 
+    def manages(self, param: torch.Tensor) -> bool:
+        """Whether the parameter is one of this engine's."""
+        return id(param) in self._indices
+
+    def read_weight(self, param: torch.Tensor) -> torch.Tensor:
+        """A parameter's value, whole, on the CPU, in the dtype that the model computes in. Every rank must call it."""
+        self._check_open()
+        index = self._indices[id(param)]
+        if not self._started:
+            if index not in self._loaded:
+                self._loaded[index] = self._initial(index, param)
+            return self._loaded[index].to(TORCH_DTYPES[self.config.dtype], copy=True).reshape(param.shape)
+        self._refuse_half_updated("state_dict()")
+        return self.values.read(self.registry.params[index], weight_only=True)["weight"]
+
+    def write_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        """Give a parameter a value, of its shape; moments stay. Every rank must call it, with the same value."""
+        self._check_open()
+        index = self._indices[id(param)]
+        if not self._started:
+            self._loaded[index] = value.detach().reshape(-1).to("cpu", copy=True)
+            return
+        self._refuse_half_updated("load_state_dict()")
+        state = self.registry.params[index]
+        if self.registry.span_of(state).holds:
+            raise UsageError(f"load_state_dict() inside a forward pass, or inside infinity.gathered, that uses {state.name}")
+        for chunk in self.registry.chunks_of(state):
+            self._finish_announced(chunk)
+        self.values.write_weight(state, value.detach().reshape(-1).cpu())
+        for chunk in self.registry.chunks_of(state):
+            if chunk.weights_home != "device" and not chunk.on_device:
+                self._make_stale(chunk)
+
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor]):
         """The parameters are whole on the device inside the block; what it changes is kept, on every rank as on rank 0."""
         self._check_open()
         self._start()
         self._refuse_half_updated("infinity.gathered")
-        states = [self.registry.find(param) for param in params]
+        states = [self.registry.find(param) for param in params if param.numel()]
         if None in states:
             raise ConfigError("infinity.gathered: a parameter is not one of this engine's")
         spans = list(dict.fromkeys(self.registry.span_of(state) for state in states))
@@ -149,9 +196,11 @@ class Engine:
             self.values.keep_written(span)
         before = {span: span.flat.clone() for span in spans}
         try:
-            yield
+            with self.hooks.saved_tensors():
+                yield
         finally:
             for span in spans:
+                span.take_replaced()
                 for state in span.params:
                     state.version = state.param._version
                 self.values.adopt(span, before[span])
@@ -170,6 +219,7 @@ class Engine:
             return
         with contextlib.ExitStack() as parts:  # from the last to the first, also where one of them raises
             parts.callback(_guard_after_close, self._model(), self.registry.params)
+            parts.callback(self._facade.remove)
             parts.callback(self.ranks.leave)
             parts.callback(self.hooks.remove)
             parts.callback(self._close_parts)
@@ -179,8 +229,9 @@ class Engine:
             parts.callback(self._free_memory)
             if self.swap is not None:
                 parts.callback(self.swap.close)
-            for part in (self.records, self.updater, self.gradients, self.pipeline):
-                parts.callback(part.close)
+            for part in (self.records, self.updater, self.gradients, self.pipeline, self.activations):
+                if part is not None:
+                    parts.callback(part.close)
 
     def __enter__(self) -> Engine:
         return self
@@ -221,11 +272,13 @@ class Engine:
             self.margin.hold_records()
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                self.registry.find(param).group = index
+                if (state := self.registry.find(param)) is not None:
+                    state.group = index
 
     @torch.no_grad()
     def step(self) -> None:
         self._check_open()
+        self._check_gradients()
         if self.backward_task is not None:
             self._abandon_backward()
         if self.torn:
@@ -275,6 +328,7 @@ class Engine:
         completions = self._completions()
         self.pipeline.adopt(*completions, anew=self.margin.settle())
         self._reset_step()
+        self._gradients_wait = False
         self.pipeline.begin_cycle()
 
     def _skip(self, ready: list[ChunkState]) -> None:
@@ -304,6 +358,8 @@ class Engine:
     def zero_grad(self) -> None:
         if not self._started or self._closed:
             return
+        self._gradients_wait = False
+        self._clear_gradients()
         if self.backward_task is not None:
             self._abandon_backward()
         if any(chunk.updated for chunk in self.registry.chunks) and not self.torn:
@@ -343,12 +399,17 @@ class Engine:
         if self.backward_task not in (None, _MANY_GRAPHS) and not self._in_backward():
             self._abandon_backward()
         self._refuse_half_updated("a forward pass")
+        if not self._in_backward():
+            self._clear_gradients()
+            self._check_frozen()
         if self.backward_task is None and self.optimizer is not None and torch.is_grad_enabled():
             self._begin_step_of(by_layer=False)
         if self.optimizer is None and not torch.is_grad_enabled():
             self.hooks.recording = True  # without an optimizer a forward pass is the whole cycle
             self.pipeline.adopt((), (), anew=bool(self.pipeline.trace) and self.margin.settle())
             self.pipeline.begin_cycle()
+        if self.activations is not None:
+            self.activations.begin_forward(self._model().buffers())
         shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
         self.margin.begin_forward(shapes, self.hooks.recording)
 
@@ -358,6 +419,8 @@ class Engine:
             self.first_step = True
             self.pipeline.forget()
         self.by_layer = by_layer
+        if not self.num_backwards and not self.pipeline.trace and self.pipeline.has_begun:
+            self.pipeline.begin_cycle()  # evaluations have run since the last step
 
     def scaled(self, output):
         """The whole model's outputs: of an fp16 model in fp32, and their gradients loss-scaled."""
@@ -370,6 +433,7 @@ class Engine:
         """The gradient of an outermost output is known; once a backward pass."""
         if self.backward_task is not None:
             return
+        self._clear_gradients()
         self._check_open()
         if self.optimizer is None:
             raise UsageError("a backward pass needs an optimizer: make infinity.AdamW(model.parameters()) before it")
@@ -401,9 +465,10 @@ class Engine:
         self.early_hyper = self._hyper() if last and not self.deferred else None
         for state in self.registry.params:
             state.arrivals = 0
-            if self.first_step:
+            if self.first_step or state.touched != state.touched_last.get(self.num_backwards):
                 known = self.backward_task != _MANY_GRAPHS and state.touched <= 1  # there, forward is still to come
                 state.expected = state.touched if known else math.inf
+            state.touched_last[self.num_backwards] = state.touched
         for chunk in self.registry.chunks:
             chunk.missing = sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces)
             chunk.update_expected = self.early_hyper is not None and chunk.trainable and chunk.missing > 0
@@ -451,7 +516,35 @@ class Engine:
         for state in self.registry.params:
             state.arrived_last = state.arrivals
             state.touched = 0
+            if state.arrivals:
+                state.param.grad = state.departed
+                self._departed.append(state)
+        self._gradients_wait = True
         self._update_waiting()
+
+    def _check_gradients(self) -> None:
+        """Raise UsageError if somebody dropped gradients where this engine does not see it."""
+        dropped = [state.name for state in self._departed if state.param.grad is None]
+        if dropped and self._gradients_wait:
+            raise UsageError(
+                f"the gradient of {dropped[0]} was dropped, as by model.zero_grad(), where the engine does not see it and would use "
+                f"it nevertheless. Call optimizer.zero_grad()."
+            )
+
+    def _clear_gradients(self) -> None:
+        """Autograd is to find no gradient to add to."""
+        self._check_gradients()
+        for state in self._departed:
+            state.param.grad = None
+        self._departed.clear()
+
+    def _check_frozen(self) -> None:
+        for state in self._frozen:
+            if state.param.requires_grad:
+                raise UsageError(
+                    f"{state.name} was frozen when the engine started and has no optimizer states. Call requires_grad_() before the "
+                    f"optimizer is made; parameters that train may be frozen, and thawed again, at any time."
+                )
 
     def reduce_all(self) -> list[ChunkState]:
         """Reduce whatever gradients any rank has gathered since the last reduction; every rank must call it."""
@@ -502,6 +595,8 @@ class Engine:
     def raise_failure(self) -> None:
         """Raise what went wrong in a lane, if anything did."""
         failure = self.records.failure or self.updater.failure or self.gradients.failure
+        if self.activations is not None:
+            failure = failure or self.activations.failure
         if failure is not None:
             raise failure
 
@@ -511,7 +606,8 @@ class Engine:
             self.arena.close()
 
     def _lanes(self) -> list[Lane]:
-        return [self.pipeline.cg, self.pipeline.gg, self.gradients.gc, self.updater.lane]
+        lanes = [self.pipeline.cg, self.pipeline.gg, self.gradients.gc, self.updater.lane]
+        return lanes + ([self.activations.copies, self.activations.writer] if self.activations is not None else [])
 
     def _give_up(self, error: BaseException) -> None:
         """A rank has failed: nobody here waits any longer for what needs all of them."""
@@ -531,8 +627,11 @@ class Engine:
             self._gradient_ready(chunk)
 
     def _reduce(self, chunk: ChunkState) -> None:
-        """The plan says that it is the chunk's turn; all ranks are at this point."""
-        if self.backward_task is None or chunk.updated:
+        """The plan says that it is the chunk's turn; all ranks are at this point.
+
+        In a step that has left the plan the chunk's gradient may not be complete here: it is left to the end of the pass.
+        """
+        if self.backward_task is None or chunk.updated or self.pipeline.off_plan:
             return
         self.gradients.reduce(chunk)
         self._gradient_ready(chunk)
@@ -725,6 +824,7 @@ class Engine:
         self.layout, self.placement = parts.layout, parts.placement
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
         self.records, self.pipeline, self.gradients, self.updater = parts.records, parts.pipeline, parts.gradients, parts.updater
+        self.activations = parts.activations
         self.values = Values(self.registry, self.records, self.updater, self.tier, self.ranks, self._finish_announced)
         config = self.config
         self.margin = Margin(
@@ -759,9 +859,20 @@ class Engine:
             raise
         self._started = True
 
+    def _begin(self, module, args, kwargs):
+        """The model's first pre-hook."""
+        self._start()
+        return self.hooks._before(module, args, kwargs)
+
+    def __deepcopy__(self, memo):
+        raise UsageError(NO_COPY)
+
+    def __reduce_ex__(self, protocol):
+        raise UsageError(NO_COPY)
+
     def _let_go(self, model: nn.Module) -> None:
         """Give the parameters' values to their records, and the modules to the hooks."""
-        self.values.write_initial(self._initial)
+        self.values.write_initial(self._initial_value)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -770,6 +881,10 @@ class Engine:
         _disarm_guard(model)
         self._reset_step()
         self.first_step = True
+        self._frozen = [state for state in self.registry.params if not state.trainable]
+
+    def _initial_value(self, index: int, param: nn.Parameter) -> torch.Tensor:
+        return self._loaded.pop(index) if index in self._loaded else self._initial(index, param)
 
     def _read_states(self, chunk: ChunkState) -> None:
         if chunk.states_home == "nvme" and chunk.trainable and not chunk.updated and chunk.pending is None:
@@ -789,7 +904,25 @@ def offload(model: nn.Module, config: Config | None = None) -> Engine:
     """Take a model that already exists: its parameters leave for the tiers once an optimizer is made or it first runs."""
     if any(owner_of(param) is not None for param in model.parameters()):
         raise UsageError(f"{type(model).__name__} is in an engine already")
-    return Engine(model, config or Config())
+    config = config or Config()
+    ranks = Ranks(_device(config))
+    cut_large_layers(model, config, ranks)
+    return Engine(model, config, ranks=ranks)
+
+
+def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tuple[str, int]]:
+    """Tile what `config.tile_above` says, before the model has an engine: (name, number of tiles). Every rank must call it."""
+    above = tile = config.tile_above
+    if above is None:
+        return []
+    if above == "auto":
+        budget = config.device_memory
+        if budget == "auto":
+            budget, _ = budgets(config, _device(config), ranks)
+        above, tile = budget * 7 // 16, budget // _AUTO_TILES  # an eighth is for what else an op holds
+        if tile < _LEAST_AUTO_TILE_NBYTES:
+            return []
+    return tile_large_layers(model, above_nbytes=above, tile_nbytes=tile, itemsize=WEIGHT_NBYTES[config.dtype])
 
 
 @contextlib.contextmanager
@@ -802,7 +935,7 @@ def gathered(params: torch.Tensor | Iterable[torch.Tensor]):
     if not params:
         yield
         return
-    engine = owner_of(params[0])
+    engine = owner_of(next((param for param in params if param.numel()), params[0]))
     if engine is None:
         raise ConfigError("infinity.gathered: the parameter is in no engine")
     with engine.gathered(params):
@@ -831,21 +964,16 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _guard_before_start(engine: Engine, model: nn.Module) -> None:
     """Start the engine when the model runs before an optimizer was made."""
-
-    def begin(module, args, kwargs):
-        engine._start()
-        return engine.hooks._before(module, args, kwargs)
-
-    model.__dict__["_infinity_start"] = model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+    model.__dict__["_infinity_start"] = model.register_forward_pre_hook(engine._begin, prepend=True, with_kwargs=True)
 
 
 def _guard_after_close(model: nn.Module | None, params: list[ParameterState]) -> None:
     """Refuse to run a model whose parameters are placeholders; it runs again once the user has given them values."""
-    away = [(state.name, state.param, state.placeholder.data_ptr()) for state in params]
+    away = {state.placeholder.data_ptr(): state.name for state in params}
 
     def refuse(module, args):
-        for name, param, address in away:
-            if param.data_ptr() == address:
+        for param in module.parameters():
+            if (name := away.get(param.data_ptr())) is not None:
                 raise UsageError(f"the engine is closed and {name} is only a placeholder; read what is to be kept before close()")
 
     if model is not None:

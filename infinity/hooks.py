@@ -21,6 +21,7 @@ longer does, and passes gradients on.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import weakref
@@ -36,7 +37,9 @@ from torch._C._autograd import (
 )
 from torch.autograd.function import BackwardCFunction
 
+from infinity.activations import Saved
 from infinity.errors import UsageError
+from infinity.facade import NO_COPY
 from infinity.pipeline import Pipeline
 from infinity.residency import ParameterState, Registry, SpanState
 
@@ -45,7 +48,7 @@ FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "a
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A module with parameters of its own, or an outermost one without."""
+    """A module with parameters, its own or its children's. `spans` and `params` are its own."""
 
     index: int
     name: str
@@ -94,17 +97,23 @@ class SavedTensors:
         self.hooks = hooks
         self.outer_pack, self.outer_unpack = outer if outer else (None, None)
 
+    @torch._dynamo.disable
     def pack(self, tensor: torch.Tensor):
         span = self.hooks.registry.owner(tensor)
         if span is not None:
             return self.hooks.save(span, tensor)
         if self.outer_pack is not None:
             return self.outer_unpack, self.outer_pack(tensor)
-        return tensor._version, tensor.detach()
+        return self.hooks.save_activation(tensor) or (tensor._version, tensor.detach())
 
+    @torch._dynamo.disable
     def unpack(self, saved):
         if isinstance(saved, Handle):
             return self.hooks.restore(saved)
+        if isinstance(saved, Saved):
+            if len(set(saved.versions)) > 1:
+                raise _modified(f"a saved tensor of shape {saved.shape}", *saved.versions)
+            return self.hooks.engine.activations.restore(saved)
         first, second = saved
         if callable(first):
             return first(second)
@@ -142,6 +151,7 @@ class Hooks:
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
         self._holding: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._loose: list[SpanState] = []  # held for a custom function's backward, until the next event
+        self._escaped: list[SpanState] = []  # of views that the outermost module returned, until backward ends
         self._handles = []
         self._model = weakref.ref(model)
         self._attach(model)
@@ -151,7 +161,7 @@ class Hooks:
         for name, module in model.named_modules():
             states = [self.registry.find(p) for p in module._parameters.values() if p is not None]
             states = [state for state in states if state is not None]
-            if not states and module is not model:
+            if not states and module is not model and not any(self.registry.find(param) for param in module.parameters()):
                 continue
             spans = dict.fromkeys(self.registry.span_of(state) for state in states)
             self.ops[module] = Op(len(self.ops), name or type(model).__name__, tuple(spans), tuple(states))
@@ -162,6 +172,12 @@ class Hooks:
             if state.trainable:
                 hook = state.param.register_post_accumulate_grad_hook(lambda param, s=state: self._gradient(s, param))
                 self._handles.append(hook)
+
+    def __deepcopy__(self, memo):
+        raise UsageError(NO_COPY)
+
+    def __reduce_ex__(self, protocol):
+        raise UsageError(NO_COPY)
 
     def remove(self) -> None:
         """Leave the modules as they were; parameters keep whatever they point to."""
@@ -179,6 +195,7 @@ class Hooks:
         outermost = not self.frames and phase == FORWARD
         if outermost:
             self.recording = torch.is_grad_enabled() or self.kept is not None
+            self.release_escaped()
             self.engine.begin_forward((args, kwargs))
         whole = module is self._model()
         scales = self.engine.scaler is not None and not self.frames and self.kept is None and torch.is_grad_enabled()
@@ -196,13 +213,27 @@ class Hooks:
                     state.touched += 1
             self.pipeline.acquire((phase, op.index), op.spans, record=self.recording)
             frame.spans.extend(op.spans)
-        if torch.is_grad_enabled():
-            top = _top_saved_tensors_default_hooks(True)
-            if not (top and getattr(top[0], "__self__", None).__class__ is SavedTensors):
-                saved = SavedTensors(self, top)
-                _push_saved_tensors_default_hooks(saved.pack, saved.unpack)
-                frame.pushed = True
+        frame.pushed = torch.is_grad_enabled() and self._push_saved_tensors()
         return map_tensors((args, kwargs), self._unscaled) if scales else None
+
+    def _push_saved_tensors(self) -> bool:
+        """Put ours in force, unless they are."""
+        top = _top_saved_tensors_default_hooks(True)
+        if top and getattr(top[0], "__self__", None).__class__ is SavedTensors:
+            return False
+        saved = SavedTensors(self, top)
+        _push_saved_tensors_default_hooks(saved.pack, saved.unpack)
+        return True
+
+    @contextlib.contextmanager
+    def saved_tensors(self):
+        """What autograd saves inside the block is as if an op had saved it."""
+        pushed = self._push_saved_tensors()
+        try:
+            yield
+        finally:
+            if pushed:
+                _pop_saved_tensors_default_hooks()
 
     def _unscaled(self, value: torch.Tensor) -> torch.Tensor:
         """An input of an fp16 model; what it depends on gets gradients that are not scaled."""
@@ -216,8 +247,11 @@ class Hooks:
             frame = self.frames.pop()
             if frame.pushed:
                 _pop_saved_tensors_default_hooks()
+            escaping = self._escaping(output) if frame.spans and frame.module is module else ()
             for span in frame.spans:
-                if self.kept is not None and span.index not in self.kept:
+                if span in escaping:
+                    (self.frames[-1].spans if self.frames else self._escaped).append(span)
+                elif self.kept is not None and span.index not in self.kept:
                     self.kept[span.index] = span
                 else:
                     self.pipeline.release(span)
@@ -231,6 +265,10 @@ class Hooks:
         if torch.is_grad_enabled():
             self._watch(frame, output)
         return output if whole else None
+
+    def _escaping(self, output) -> set[SpanState]:
+        """The spans that an output looks into: parameters, or views of them, that are returned are used by whoever called."""
+        return {span for tensor in tensors_in(output) if (span := self.registry.owner(tensor)) is not None}
 
     def _watch(self, frame: Frame, output) -> None:
         """Learn when gradients of an output are known."""
@@ -258,6 +296,11 @@ class Hooks:
         span = self.registry.span_of(state)
         if span.attached and span.holds:
             return
+        if in_backward and any(chunk.updated for chunk in self.registry.chunks_of(state)):
+            raise UsageError(
+                f"{state.name} is read in a backward pass that has updated it already. Use update='deferred' for hooks that look at "
+                f"weights in backward."
+            )
         if not in_backward and self.recording and _current_graph_task_id() == -1:
             state.touched += 1
         self.pipeline.acquire((ATTRIBUTE, span.index), (span,), record=self.recording)
@@ -279,6 +322,13 @@ class Hooks:
             frame.packed.add(span.index)
         return Handle(self, frame.op.index if frame else -1, span, tensor)
 
+    def save_activation(self, tensor: torch.Tensor) -> Saved | None:
+        """None: it stays where it is, such as what a backward pass, or a segment that goes backward next, computes anew."""
+        activations = self.engine.activations
+        if activations is None or self.kept is not None or _current_graph_task_id() != -1:
+            return None
+        return activations.save(tensor)
+
     def restore(self, handle: Handle) -> torch.Tensor:
         if handle.tensor._version != handle.version:
             raise _modified(f"a weight of {handle.span.params[0].name}'s span", handle.version, handle.tensor._version)
@@ -295,6 +345,7 @@ class Hooks:
     def release_all(self) -> None:
         """A backward pass is over: what a retained graph still refers to is held no longer."""
         self.release_loose()
+        self.release_escaped()
         for handle in list(self._holding):
             if handle.holding:
                 handle.holding = False
@@ -308,6 +359,10 @@ class Hooks:
                 handle.holding = False
                 self._holding.discard(handle)
                 self.pipeline.release(handle.span)
+
+    def release_escaped(self) -> None:
+        while self._escaped:
+            self.pipeline.release(self._escaped.pop())
 
     def release_loose(self) -> None:
         while self._loose:
@@ -329,6 +384,13 @@ class Hooks:
     @torch._dynamo.disable
     def _gradient(self, state: ParameterState, param: torch.Tensor) -> None:
         grad, param.grad = param.grad, None
+        if grad is None:  # somebody's hook was first, and dropped it
+            return
+        if grad.dtype is not state.placeholder.dtype:
+            raise UsageError(
+                f"{state.name} has a gradient in {grad.dtype}, but the engine keeps it in {state.placeholder.dtype}. Choose the dtype in "
+                f"infinity.Config, not with model.to() or model.float()."
+            )
         if grad.is_sparse:
             raise UsageError(f"{state.name} has a sparse gradient, which no tier can hold; build its module with sparse=False")
         self.engine.gradient(state, grad)

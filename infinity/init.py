@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.overrides import TorchFunctionMode
 
 from infinity.config import Config, format_bytes
-from infinity.engine import Engine, _device
+from infinity.engine import Engine, _device, cut_large_layers
 from infinity.errors import SwapError, UsageError
 from infinity.partition import Ranks
 
@@ -53,6 +53,9 @@ def init(config: Config | None = None, *, window: int = WINDOW_NBYTES):
     builder = _Builder(config, ranks, window)
     with builder:
         yield
+        for root in builder.roots():
+            if cut_large_layers(root, config, ranks):
+                builder.forget_unused()
     for root in builder.roots():
         if any(p.is_floating_point() and p.numel() for p in root.parameters()):
             Engine(root, config, builder.value, ranks)
@@ -107,6 +110,15 @@ class _Builder(TorchFunctionMode):
         """The modules that are no other's child, oldest first."""
         alive = [reference() for reference in self._modules.values()]
         return [module for module in alive if module is not None and id(module) not in self._children]
+
+    def forget_unused(self) -> None:
+        """Let go of parameters that are no longer any module's."""
+        used = {id(param) for root in self.roots() for param in root.parameters()}
+        for key in [key for key in (*self._home, *self._away) if key not in used]:
+            param = self._home.pop(key, None)
+            self._home_nbytes -= param.numel() * param.element_size() if param is not None else 0
+            self._away.pop(key, None)
+            self._offsets.pop(key, None)  # the address may be used again, by a larger one
 
     def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
         """The initial value of a parameter, 1-D on the CPU. Every rank must ask in the same order."""

@@ -106,7 +106,9 @@ class Elementwise(torch.optim.Optimizer):
         return groups
 
     def _parameters(self):
-        return [param for group in self.param_groups for param in group["params"]]
+        """Those that can be updated: what has no elements, or is frozen and no floating-point number, is nobody's."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [param for param in params if param.numel() and (param.is_floating_point() or param.requires_grad)]
 
     @staticmethod
     def _engine_of(param):

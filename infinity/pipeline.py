@@ -42,7 +42,16 @@ from infinity.residency import (
     farthest_first,
     no_room,
 )
-from infinity.schedule import Use
+from infinity.schedule import Route, Use
+
+
+# [Note: steps that differ]
+# A step that leaves the route on which it was expected goes on along another known one where the last two ops follow each
+# other, else at the next place of its own route that has the op. What the plan there takes for fetched already is fetched
+# then. After the step its route is known, too, and which one followed which: models that alternate are expected right.
+
+MAX_ROUTES = 8  # known at a time; the one that was taken longest ago is forgotten
+_LOOK_AHEAD = 64  # uses that are searched for what to fetch after a jump
 
 
 class Part:
@@ -94,23 +103,22 @@ class Pipeline:
             self.copy_stream, self.gather_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self.settler = Lane("cg-settle")
         self.trace: list[Use] = []
-        self.plan_uses: list[Use] | None = None
-        self.plan: list[schedule.Action] = []
         self.num_plans = 0
+        self.num_ahead = self.num_late = 0  # fetches issued before an op needed them, and those it had to ask for itself
         self.num_updates_begun = 0  # in this step
         self.in_backward: Callable[[], bool] = lambda: False
-        self._update_order: dict[int, tuple[int, int]] = {}
         self.dropped: deque[tuple[SpanState, bool]] = deque()  # handles that died, in whatever thread; did they hold?
-        self._runs: list[int] = []  # index in the plan of each Run
-        self._pointer = 0
-        self._cursor: schedule.Cursor | None = None
-        self._next_use: schedule.NextUse | None = None
+        self._routes: list[Route] = []  # the one that was taken last comes last
+        self._route: Route | None = None  # of the step under way, as far as is known
+        self._pointer = 0  # in its actions
+        self._last_key: Hashable | None = None  # of the op before, in this step
+        self._jumped = False
         self._held: dict[int, SpanState] = {}
         self._postponed: list[SpanState] = []  # evictions that wait for a release
         self._last_used: dict[int, int] = {}
         self._tick = 0
         self._num_collectives = 0
-        self._off_plan = True
+        self.off_plan = True  # this step has left what was planned, or nothing was
 
     # What the training thread calls.
 
@@ -125,11 +133,14 @@ class Pipeline:
             self._follow(key)
             for span in spans:
                 self._bring(span)
+            if self._jumped:
+                self._jumped = False
+                self._catch_up()
 
     def acquire_aside(self, spans: Sequence[SpanState]) -> None:
         """As `acquire`, for a use that is no part of the schedule."""
         self.drain_dropped()
-        self._off_plan = True
+        self.off_plan = True
         with self._holding(spans):
             for span in spans:
                 self._bring(span)
@@ -178,10 +189,17 @@ class Pipeline:
         self.evict_idle()
         self._pointer = 0
         self.num_updates_begun = 0
-        self._off_plan = self.plan_uses is None
-        if self._cursor is not None:
-            self._cursor.restart()
+        self.off_plan = not self._routes
+        self._last_key, self._jumped = None, False
+        if self._routes:
+            self._route = self._routes[-1].successor or self._routes[-1]
+            self._route.cursor.restart()
             self._issue()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether ops ran since `begin_cycle`, or something else interfered with what it had issued."""
+        return self.off_plan or (self._route is not None and self._route.cursor.position >= 0)
 
     def evict_idle(self) -> None:
         """Free every span that no op holds."""
@@ -194,18 +212,29 @@ class Pipeline:
         trace, self.trace = self.trace, []
         if not trace:
             return
-        changed = anew or trace != self.plan_uses
         if self.ranks.world > 1:
             digest = zlib.crc32(repr((trace, reductions, updates)).encode())
             if not self.ranks.agree(digest):
                 self.forget()
                 return
-            changed = bool(self.ranks.max_(torch.tensor([int(changed)])).item())
-        if not changed:
-            return
+            anew = bool(self.ranks.max_(torch.tensor([int(anew)])).item())
+        if anew:
+            self.forget()
+        route = next((route for route in self._routes if route.uses == trace), None)
+        if route is not None:
+            self._routes.remove(route)
+        else:
+            route = Route(trace, self._plan(trace, reductions, updates), updates)
+            self.num_plans += 1
+            del self._routes[: len(self._routes) + 1 - MAX_ROUTES]
+        if self._routes:
+            self._routes[-1].successor = route
+        self._routes.append(route)
+        self._route = route
+
+    def _plan(self, trace: list[Use], reductions, updates) -> list[schedule.Action]:
         pinned = {span.index for span in self.registry.spans if span.pinned}
-        self.plan_uses = trace
-        self.plan = schedule.plan(
+        return schedule.plan(
             trace,
             nbytes={s.index: 0 if s.index in pinned else s.nbytes for s in self.registry.spans},
             budget=self.tier.budget_nbytes,
@@ -216,36 +245,33 @@ class Pipeline:
             span_of={chunk.index: chunk.span.index for chunk in self.registry.chunks},
             states_ahead=self.states_ahead,
         )
-        self._update_order = {chunk: (index, position) for index, (position, chunk) in enumerate(updates)}
-        self.num_plans += 1
-        self._runs = [index for index, action in enumerate(self.plan) if isinstance(action, schedule.Run)]
-        self._cursor, self._next_use = schedule.Cursor(trace), schedule.NextUse(trace)
 
-    # The distances below are asked for by other threads, too, while the training thread may change plans.
+    # The distances below are asked for by other threads, too, while the training thread may change routes.
 
     def next_use(self, span: int) -> float:
         """A number that grows with the distance to the next use of a span; without a plan, with the time since the last."""
-        table, cursor = self._next_use, self._cursor
-        if table is None or cursor is None:
+        route = self._route
+        if route is None:
             return -self._last_used.get(span, 0)
-        return table.cyclic(span, cursor.position, len(cursor.uses))
+        return route.next_use.cyclic(span, route.cursor.position, len(route.uses))
 
     def next_weights_use(self, chunk: ChunkState) -> float:
         """As `next_use`, for the host copy of a chunk's weights: its update needs them, too."""
-        distance, cursor = self.next_use(chunk.span.index), self._cursor
-        due = self._update_order.get(chunk.index)
-        if chunk.update_expected and cursor is not None and due is not None:
-            distance = min(distance, max(due[1], cursor.position))
+        distance, route = self.next_use(chunk.span.index), self._route
+        due = route.update_order.get(chunk.index) if route is not None else None
+        if chunk.update_expected and due is not None:
+            distance = min(distance, max(due[1], route.cursor.position))
         return distance
 
     def next_states_use(self, chunk: ChunkState) -> float:
         """As `next_use`, for the states of a chunk: how many updates come before its own."""
-        order, table, cursor = self._update_order, self._next_use, self._cursor
+        route = self._route
+        if route is None:
+            return self.next_use(chunk.span.index)
+        order = route.update_order
         if chunk.index not in order:  # deferred: updates follow the forward pass
-            if table is None or cursor is None:
-                return self.next_use(chunk.span.index)
-            first = table.after(chunk.span.index, -1)
-            return first if first > cursor.position else first + len(cursor.uses)
+            first = route.next_use.after(chunk.span.index, -1)
+            return first if first > route.cursor.position else first + len(route.uses)
         index = order[chunk.index][0] - self.num_updates_begun
         return index if index >= 0 else index + len(order)
 
@@ -275,28 +301,54 @@ class Pipeline:
     # Following the plan.
 
     def _follow(self, key: Hashable) -> None:
-        position = self._cursor.advance(key) if self._cursor is not None else None
-        if self.plan_uses is None:
+        position = self._advance(key)
+        if self._route is None:
             self.reduce_unplanned()
         if position is None:
-            self._off_plan = True
+            self.off_plan = True
             if not self.keep:
                 for span in farthest_first(self.registry.spans, self.next_use):
                     if span.presence is Presence.HOME:
                         self._evict(span)
             return
-        run = self._runs[position]
+        run = self._route.runs[position]
         if self._pointer != run:
-            self._off_plan = True
+            self.off_plan = self._jumped = True
             self._pointer = run
         self._pointer += 1
         self._issue()
 
+    def _advance(self, key: Hashable) -> int | None:
+        """The op's position in a route, which may be another one from here on; None if no known one fits."""
+        previous, self._last_key = self._last_key, key
+        route = self._route
+        if route is None or route.cursor.expects(key):
+            return route.cursor.advance(key) if route is not None else None
+        for other in reversed(self._routes):
+            position = other.cursor.find(previous, key, near=route.cursor.position + 1)
+            if position is not None and other is not route:
+                self._route, other.cursor.position, self._pointer = other, position, -1
+                return position
+        return route.cursor.advance(key)
+
+    def _catch_up(self) -> None:
+        """Fetch, after a jump, what the plan counts as fetched when an op begins."""
+        start = self._route.cursor.position + 1
+        coming = [index for use in self._route.uses[start : start + _LOOK_AHEAD] for index in use.spans]
+        away = [span for index in dict.fromkeys(coming) if (span := self.registry.spans[index]).presence is Presence.AWAY]
+        for distance, span in enumerate(away[: self.read_ahead]):
+            self._read(span)
+            if distance < 2:
+                self._copy(span, needed=False)
+            if distance < 1:
+                self._gather(span)
+
     def _issue(self) -> None:
         """Issue the plan's actions up to the next Run."""
         spans, chunks = self.registry.spans, self.registry.chunks
-        while self._pointer < len(self.plan):
-            match self.plan[self._pointer]:
+        actions = self._route.actions
+        while self._pointer < len(actions):
+            match actions[self._pointer]:
                 case schedule.Run():
                     return
                 case schedule.Read(index):
@@ -315,8 +367,7 @@ class Pipeline:
 
     def forget(self) -> None:
         """Do without a plan until the next one is made."""
-        self.plan_uses, self.plan, self._cursor, self._next_use = None, [], None, None
-        self._update_order, self._off_plan = {}, True
+        self._routes, self._route, self.off_plan = [], None, True
 
     # Actions.
 
@@ -345,6 +396,8 @@ class Pipeline:
         if not span.allocated and not self._make_room(span, needed):
             return
         self.tier.allocate(span)
+        self.num_late += needed
+        self.num_ahead += not needed
         ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
         span.become(Presence.FETCHING)
         span.fetch = []
@@ -361,10 +414,11 @@ class Pipeline:
 
     def _copied_again(self, span: SpanState) -> bool:
         """Whether this backward pass will want the span once more after the use that it is copied for."""
-        if self._cursor is None or not self.in_backward():
+        route = self._route
+        if route is None or not self.in_backward():
             return False
-        following = self._next_use.after(span.index, self._cursor.position)
-        return self._next_use.after(span.index, following) != schedule.NEVER
+        following = route.next_use.after(span.index, route.cursor.position)
+        return route.next_use.after(span.index, following) != schedule.NEVER
 
     def _gather(self, span: SpanState) -> None:
         if self.ranks.world == 1 or span.presence is not Presence.FETCHING:
@@ -372,7 +426,7 @@ class Pipeline:
         for part in span.fetch:
             if part.gather is None:
                 self._num_collectives += 1
-                order = (0, self._num_collectives, part.chunk.index) if self._off_plan else None
+                order = (0, self._num_collectives, part.chunk.index) if self.off_plan else None
                 part.gather = self.gg.push(lambda p=part, o=order: self._run_gather(p, o), f"chunk {part.chunk.index}")
 
     def _evict(self, span: SpanState) -> None:

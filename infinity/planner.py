@@ -67,6 +67,7 @@ def place(
     gradient_itemsize: int | None,
     device_budget: int,
     host_budget: int,
+    host_share: float = 1.0,
     held_nbytes: int,
     op_gradient_nbytes: int,
     snapshot_nbytes: int = 0,
@@ -75,8 +76,8 @@ def place(
 
     deferred: all gradients wait for step(). gradient_itemsize: bytes of an accumulated gradient element, None for the
     weight's own. held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient;
-    snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in residency.py.
-    Raises BudgetError where a budget is below the least that works.
+    snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in residency.py. host_share:
+    of the host budget that is for records. Raises BudgetError where a budget is below the least that works.
     """
     chunks = layout.chunks
     span_nbytes = sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
@@ -146,11 +147,13 @@ def place(
 
     fewest = (MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS)
     least = host_nbytes(fewest)
+    given, host_budget = host_budget, int(host_budget * host_share)
     if host_budget < least:
         held = ", ".join(f"{count} for {kind}" for kind, count in slots(fewest).items() if count)
         raise BudgetError(
-            f"host_memory={format_bytes(host_budget)} is too small: this model needs {_exact(least)} to make progress "
-            f"(slots: {held or 'none'}; resident: {format_bytes(nbytes_in('host'))}). Raise host_memory or lower chunk_mib."
+            f"host_memory={format_bytes(given)} is too small: this model needs {_exact(math.ceil(least / host_share))} to make "
+            f"progress (slots: {held or 'none'}; resident: {format_bytes(nbytes_in('host'))}"
+            f"{f'; for activations: {1 - host_share:.0%}' if host_share < 1 else ''}). Raise host_memory or lower chunk_mib."
         )
     if deferred and least + sum(gradient_nbytes) <= host_budget:
         homes[GRADIENTS] = ["host"] * len(chunks)

@@ -39,6 +39,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.chunks import Chunk, Layout, Piece, Record, Span
 from infinity.errors import BudgetError, UsageError
+from infinity.facade import DepartedGradient
 from infinity.config import format_bytes
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
@@ -102,7 +103,9 @@ class ParameterState:
         self.arrived_last = 1  # in the last one
         self.expected = 1  # gradients that the trace says a backward pass brings
         self.touched = 0  # uses by ops in this step's forward passes
+        self.touched_last: dict[int, int] = {}  # in the step before, by backward pass
         self.written_in_forward = False
+        self.departed = DepartedGradient(placeholder)
 
     def check_untouched(self) -> None:
         """Raise UsageError if somebody wrote to the placeholder or put something else in its place."""
@@ -166,6 +169,7 @@ class SpanState:
 
     def detach(self) -> list[ParameterState]:
         """Let the parameters be placeholders; returns those that were written to in place while they were home."""
+        self.take_replaced()
         written = self.written()
         if self.attached:
             for state in self.params:
@@ -173,6 +177,23 @@ class SpanState:
                 state.version = state.param._version
         self.attached = False
         return written
+
+    def take_replaced(self) -> None:
+        """Where somebody put other data into a parameter while it was home, make that its value; raises UsageError if it cannot be."""
+        for state in self.params if self.attached else ():
+            data = state.param.data
+            if data.data_ptr() == state.view.data_ptr() and data.dtype == self.dtype:
+                continue
+            state.param.data = state.view
+            if (data.shape, data.dtype, data.device) != (state.view.shape, state.view.dtype, state.view.device):
+                raise UsageError(
+                    f"{state.name} was given data of shape {tuple(data.shape)}, {data.dtype} on {data.device}, as by model.to() or "
+                    f"model.float(); the engine keeps it as {tuple(state.shape)}, {self.dtype} on {state.view.device}. Choose the dtype "
+                    f"and the device in infinity.Config."
+                )
+            with torch.no_grad():
+                state.view.copy_(data)
+            state.version = -1  # counts as written
 
     def written(self) -> list[ParameterState]:
         """The parameters that were written to in place while they were home, such as by an embedding with max_norm."""

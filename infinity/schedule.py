@@ -270,6 +270,22 @@ def plan(
     return actions
 
 
+class Route:
+    """A trace, the plan made from it, and where in both a step is.
+
+    updates: as for `plan`, which makes actions from them. successor: the route that the step after one of this kind took last.
+    """
+
+    def __init__(self, uses: list[Use], actions: list[Action], updates: Sequence[tuple[int, int]]):
+        self.uses = uses
+        self.actions = actions
+        self.runs = [index for index, action in enumerate(actions) if isinstance(action, Run)]
+        self.next_use = NextUse(uses)
+        self.update_order = {chunk: (index, position) for index, (position, chunk) in enumerate(updates)}
+        self.cursor = Cursor(uses)
+        self.successor: Route | None = None
+
+
 class Cursor:
     """Follows a running step through the plan's trace and finds its way back when the two part."""
 
@@ -283,15 +299,26 @@ class Cursor:
     def restart(self) -> None:
         self.position = -1
 
+    def expects(self, key: Hashable) -> bool:
+        """Whether the step keeps to the trace if `key` comes next."""
+        following = self.position + 1
+        return following < len(self.uses) and self.uses[following].key == key
+
+    def find(self, previous: Hashable | None, key: Hashable, near: int) -> int | None:
+        """The position closest to `near` at which `key` follows `previous`, or begins the trace if that is None."""
+        if previous is None:
+            return 0 if self.uses[0].key == key else None
+        found = [p for p in self._positions.get(key, ()) if p and self.uses[p - 1].key == previous]
+        return min(found, key=lambda position: abs(position - near), default=None)
+
     def advance(self, key: Hashable) -> int | None:
         """The position of `key`: the next one if the step keeps to the trace, else its next occurrence, cyclically.
 
         None, and the position stays, when the trace does not hold the key at all.
         """
-        following = self.position + 1
-        if following < len(self.uses) and self.uses[following].key == key:
-            self.position = following
-            return following
+        if self.expects(key):
+            self.position += 1
+            return self.position
         positions = self._positions.get(key)
         if not positions:
             return None

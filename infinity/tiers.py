@@ -123,7 +123,7 @@ class Transfer:
 
 
 class Swap:
-    """The swap files of one rank. Call `allocate` for all extents, then `reserve` once, then `read` and `write`.
+    """The swap files of one rank. Call `allocate` for all extents, then `reserve` once, then `read`, `write` and `extend`.
 
     paths: existing directories, best one a drive. rank, world: this rank among the ranks that share them on this node. run:
     a name that all ranks of this run give, and no other run does; by default it is taken from the launcher's environment.
@@ -175,9 +175,20 @@ class Swap:
         measured; smaller ones go whole. Either way the path that is farthest behind its part comes first.
         """
         if self._reserved or self._closed:
-            raise UsageError("Swap.allocate after reserve() or close(): the files have their size; allocate everything before")
+            raise UsageError("Swap.allocate after reserve() or close(): the files have their size; allocate everything before, or extend")
+        return self._lay_out(nbytes)
+
+    def extend(self, nbytes: int) -> Extent:
+        """As `allocate`, after `reserve`: the files grow. Raises SwapError if a disk is full; the range is lost then."""
+        self._check_usable(reserved=True)
+        extent = self._lay_out(nbytes)
+        for stripe in extent.stripes:
+            self._directories[stripe.path].grow(stripe, num_sharers=self.world)
+        return extent
+
+    def _lay_out(self, nbytes: int) -> Extent:
         if nbytes <= 0:
-            raise ValueError(f"allocate({nbytes}): expected a positive number of bytes")
+            raise ValueError(f"an extent of {nbytes} bytes: expected a positive number")
         nbytes = _round_up(nbytes, ALIGNMENT)
         held = [directory.nbytes / STRIPE_UNIT for directory in self._directories]
         num_units = -(-nbytes // STRIPE_UNIT) if nbytes >= STRIPE_UNIT * len(held) else 1
@@ -379,6 +390,17 @@ class _Directory:
                 self.queues.append(self.drive.queue(num_sharers))
         except OSError as error:
             text = f"the swap file of {_gib(self.nbytes)} cannot be made ({error.strerror})"
+            raise _swap_error(error.errno, text, self.file_path) from error
+
+    def grow(self, stripe: Stripe, num_sharers: int) -> None:
+        """Make the file hold a stripe that was laid behind the others."""
+        if self.file < 0:
+            self.make_file(num_sharers)
+            return
+        try:
+            os.posix_fallocate(self.file, stripe.offset, stripe.nbytes)
+        except OSError as error:
+            text = f"the swap file cannot grow by {_gib(stripe.nbytes)} ({error.strerror})"
             raise _swap_error(error.errno, text, self.file_path) from error
 
     def queue_of(self, stripe: Stripe) -> aio_ext.Queue:

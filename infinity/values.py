@@ -38,21 +38,37 @@ class Values:
         self.ranks = ranks
         self.finish = finish
 
-    def read(self, state: ParameterState) -> dict[str, torch.Tensor]:
+    def read(self, state: ParameterState, *, weight_only: bool = False) -> dict[str, torch.Tensor]:
         """The parameter's segments by name, whole, in its shape, on the CPU, as they are stored."""
         found: dict[str, list[torch.Tensor]] = {}
         for chunk in self.registry.chunks_of(state):
             self.finish(chunk)
             self.keep_written(chunk.span)
             piece = chunk.whole_pieces[state.index]
-            with self._shard(chunk) as shard:
-                for segment in chunk.record.segments:
+            with self._shard(chunk, weight_only=weight_only) as shard:
+                for segment in chunk.record.segments[: 1 if weight_only else None]:
                     dtype = TORCH_DTYPES[segment.dtype]
                     part = torch.zeros(chunk.chunk.shard_numel, dtype=dtype)
                     part[: chunk.record.numel] = shard[segment.name]
                     whole = self.ranks.all_gather_slices(part.view(torch.uint8)).view(dtype)
                     found.setdefault(segment.name, []).append(whole[piece.start : piece.start + piece.numel].clone())
         return {name: torch.cat(parts).reshape(state.shape) for name, parts in found.items()}
+
+    @torch.no_grad()
+    def write_weight(self, state: ParameterState, value: torch.Tensor) -> None:
+        """Make value, 1-D on the CPU in any floating dtype, the parameter's weight and its master. Moments stay."""
+        for chunk in self.registry.chunks_of(state):
+            self.keep_written(chunk.span)
+            with self._shard(chunk, change=True) as shard:
+                for piece in chunk.pieces:
+                    if piece.param == state.index:
+                        part = value[piece.param_start : piece.param_start + piece.numel]
+                        self._put(shard, slice(piece.start, piece.start + piece.numel), part)
+            self.updater.take_snapshot(chunk)
+            if chunk.on_device and self.ranks.world > 1:
+                piece = chunk.whole_pieces[state.index]
+                part = value[piece.param_start : piece.param_start + piece.numel]
+                chunk.span.flat[chunk.chunk.offset + piece.start :][: piece.numel].copy_(part)
 
     def keep_written(self, span: SpanState) -> None:
         """Make what forward passes wrote to a span that is still home its value."""
@@ -121,13 +137,20 @@ class Values:
             tensor.zero_()
         for piece in chunk.pieces:
             part = slice(piece.start, piece.start + piece.numel)
-            value = values[piece.param][piece.param_start : piece.param_start + piece.numel]
-            if "residual" in shard:
-                split_master(value.float().contiguous(), out=(shard["weight"][part], shard["residual"][part]))
-            else:
-                shard["weight"][part].copy_(value)
-            if "master" in shard:
-                shard["master"][part].copy_(value)
+            self._put(shard, part, values[piece.param][piece.param_start : piece.param_start + piece.numel])
+
+    @staticmethod
+    def _put(shard: dict[str, torch.Tensor], part: slice, value: torch.Tensor) -> None:
+        """Values on the CPU become weights, in part of a shard, with their residuals or masters."""
+        weight = shard["weight"]
+        if "residual" in shard:
+            split = torch.empty_like(value, dtype=weight.dtype), torch.empty_like(value, dtype=shard["residual"].dtype)
+            split_master(value.float().contiguous(), out=split)
+            shard["residual"][part].copy_(split[1])
+            value = split[0]
+        elif "master" in shard:
+            shard["master"][part].copy_(value)
+        weight[part].copy_(value)
 
     def _fill_on_device(self, chunk: ChunkState, values) -> None:
         numel = chunk.record.numel
@@ -156,13 +179,13 @@ class Values:
             self.tier.book(-span.nbytes)
 
     @contextlib.contextmanager
-    def _shard(self, chunk: ChunkState, *, change: bool = False):
+    def _shard(self, chunk: ChunkState, *, change: bool = False, weight_only: bool = False):
         """The shard's segments as host tensors; with `change` they are written back."""
         if chunk.on_device:
             state = self.updater.device_state(chunk)
             yield {name: tensor if change else tensor.cpu() for name, tensor in state.items()}
             return
-        kinds = (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,)
+        kinds = (WEIGHTS, STATES) if chunk.trainable and not weight_only else (WEIGHTS,)
         entries = {kind: self.records.obtain(chunk, kind) for kind in kinds}
         if change:
             self.records.begin_update(*entries.values())

@@ -33,6 +33,7 @@ def test_everything_has_a_default(empty_directory):
         device=None,
         update="auto",
         nonfinite="auto",
+        tile_above="auto",
         trace=False,
         seed=0,
     )
@@ -48,6 +49,10 @@ def test_values_are_normalised(tmp_path):
     assert (config.host_memory, config.device_memory, config.chunk_mib) == (2**31, 1000, 4)
     assert not config.creates_nvme
     assert Config(nvme="a").nvme == Config(nvme=Path("a")).nvme == (Path("a"),)
+
+
+def test_the_size_of_tiles_is_auto_bytes_or_none():
+    assert [Config(tile_above=value).tile_above for value in ("auto", "512MiB", 7, None)] == ["auto", 2**29, 7, None]
 
 
 def test_it_is_frozen_and_can_be_replaced_and_copied():
@@ -96,8 +101,7 @@ def test_an_unknown_field_is_an_error_with_the_nearest_name(unknown, expected):
         ("device_memory", 1.5, "expected bytes"),
         ("weights", "nvm", "did you mean 'nvme'?"),
         ("states", "disk", "expected 'auto', 'device', 'host' or 'nvme'"),
-        ("activations", "host", "not supported yet; use 'auto' or 'device'"),
-        ("activations", "gpu", "expected 'auto' or 'device'"),
+        ("activations", "gpu", "expected 'auto', 'device', 'host' or 'nvme'"),
         ("dtype", "fp17", "dtype='fp17': expected 'bf16', 'fp16' or 'fp32'; did you mean 'fp16'?"),
         ("dtype", "BF16", "did you mean 'bf16'?"),
         ("moments", "fp8", "expected 'fp32' or 'bf16'"),
@@ -111,6 +115,9 @@ def test_an_unknown_field_is_an_error_with_the_nearest_name(unknown, expected):
         ("chunk_mib", True, "a number of MiB"),
         ("device", "gpu", "expected 'cpu', 'cuda' or 'cuda:N'"),
         ("device", "cuda:", "expected 'cpu'"),
+        ("tile_above", 0, 'more than zero bytes, or "auto", or None'),
+        ("tile_above", "big", 'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got \'big\', or "auto", or None'),
+        ("tile_above", False, "expected bytes"),
         ("trace", 1, "expected True or False"),
         ("seed", -1, "expected an integer"),
         ("seed", 2**64, "expected an integer"),

@@ -1,0 +1,221 @@
+"""The largest hidden size of a one-layer transformer that trains when device memory is in pieces, by tiling factor.
+
+    python bench/tiling.py [--device cuda] [--block-mib 64] [--factors 1,4,16,auto] [--json FILE] [--plot FILE]
+
+After figure 6b of ZeRO-Infinity (Rajbhandari et al. 2021, section 8). Before a model is built, all device memory is taken
+and given back in blocks of --block-mib between which 2 MiB stay taken, so that no allocation is larger than a block, however
+much is free. Then hidden sizes 512, 1024, ... each train two steps in a process of their own, until one fails.
+
+A factor of 4 cuts each linear layer into 2 x 2 tiles, 16 into 4 x 4. `auto` is `Config(tile_above="auto")` with a
+device_memory of two blocks; the others may use what is free. Records live in host memory. On the CPU nothing is in pieces:
+there, a block is the engine's whole device_memory, which weights and their gradient share.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import infinity
+
+SEPARATOR_NBYTES = 2 << 20
+SLACK_NBYTES = 24 << 20  # left to the driver, which loads kernels when they are first used
+SMALL_SEGMENTS = 64  # of 2 MiB, half of each free, for tensors of up to 1 MiB: the allocator has a pool of its own for these
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--block-mib", type=float, help="default: 64, on the CPU 4")
+    parser.add_argument("--factors", default="1,4,16,auto")
+    parser.add_argument("--least-hidden", type=int, help="default: 512, on the CPU 128")
+    parser.add_argument("--most-hidden", type=int, help="default: 16384, on the CPU 2048")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one size")
+    parser.add_argument("--json")
+    parser.add_argument("--plot", help="a file for matplotlib; without it, bars are printed")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    on_cpu = options.device == "cpu"
+    options.block_mib = options.block_mib or (4 if on_cpu else 64)
+    options.least_hidden = options.least_hidden or (128 if on_cpu else 512)
+    options.most_hidden = options.most_hidden or (2048 if on_cpu else 16384)
+    if options.one:
+        print(json.dumps(train(options, *options.one.split(":"))))
+        return
+
+    print(f"{options.device}, blocks of {options.block_mib:g} MiB, {options.tokens} tokens a step, bf16")
+    print(f"{'factor':>7} {'hidden':>7} {'largest weight':>15} {'largest tile':>13} {'engine peak':>12}  the next size")
+    results = {}
+    for factor in options.factors.split(","):
+        results[factor] = largest(options, factor)
+        best, refusal = results[factor]["best"], results[factor]["refusal"] or "was not tried"
+        sizes = [best.get(key, 0) / 2**20 for key in ("weight_nbytes", "tile_nbytes", "peak_nbytes")]
+        columns = f"{sizes[0]:>11.1f} MiB {sizes[1]:>9.1f} MiB {sizes[2]:>8.1f} MiB"
+        print(f"{factor:>7} {best.get('hidden', 0):>7} {columns}  {refusal}", flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"options": vars(options), "results": results, "torch": torch.__version__}, file, indent=1)
+    plot(options, {factor: result["best"].get("hidden", 0) for factor, result in results.items()})
+
+
+def largest(options, factor):
+    """What the largest size that trains took, and why the next one does not."""
+    best, refusal, hidden = {}, None, options.least_hidden
+    while hidden <= options.most_hidden:
+        result = in_a_process(options, factor, hidden)
+        if refusal := result.get("refusal"):
+            refusal = f"{hidden}: {refusal}"
+            break
+        best, hidden = result, 2 * hidden
+    return {"best": best, "refusal": refusal}
+
+
+def in_a_process(options, factor, hidden):
+    given = {"device": options.device, "block-mib": options.block_mib, "tokens": options.tokens, "one": f"{factor}:{hidden}"}
+    command = [sys.executable, os.path.abspath(__file__), *(f"--{name}={value}" for name, value in given.items())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
+    except subprocess.TimeoutExpired:
+        return {"refusal": f"not over after {options.timeout:g} s"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return {"refusal": f"exit {done.returncode}: {(done.stderr.splitlines() or ['no message'])[-1][:200]}"}
+    return json.loads(lines[-1])
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and a two-layer perceptron; linear(in, out) makes their matrices."""
+
+    def __init__(self, hidden, linear):
+        super().__init__()
+        self.heads = max(1, hidden // 64)
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.projection = linear(hidden, 3 * hidden), linear(hidden, hidden)
+        self.up, self.down = linear(hidden, 4 * hidden), linear(4 * hidden, hidden)
+
+    def forward(self, x):
+        tokens, hidden = x.shape
+        query, key, value = self.qkv(self.attention_norm(x)).view(tokens, 3, self.heads, -1).permute(1, 2, 0, 3)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(y.transpose(0, 1).reshape(tokens, hidden))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+def train(options, factor, hidden):
+    """Two steps of one size: sizes in bytes, or why it does not train."""
+    block = int(options.block_mib * 2**20)
+    config = {"device": options.device, "weights": "host", "states": "host", "residency": "none"}
+    side = 1 if factor == "auto" else math.isqrt(int(factor))
+    if factor != "auto":
+        config["tile_above"] = None
+    if options.device == "cpu":
+        config["device_memory"] = block
+    elif factor == "auto":
+        config["device_memory"] = 2 * block
+    held = None
+    with tempfile.TemporaryDirectory() as directory:
+        config["nvme"] = directory
+        try:
+            if options.device != "cpu":
+                steps(options, 128, 1, config | {"device_memory": "auto"})  # loads kernels, makes streams and workspaces
+                held = fragment(block)
+                refuse_larger(block)
+            result = steps(options, int(hidden), side, config)
+        except (torch.OutOfMemoryError, infinity.BudgetError) as error:
+            return {"refusal": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+        del held
+        return result
+
+
+def steps(options, hidden, side, config):
+    def linear(num_in, num_out):
+        return infinity.TiledLinear(num_in, num_out, out_tiles=side, in_tiles=side) if side > 1 else nn.Linear(num_in, num_out)
+
+    torch.manual_seed(0)
+    with infinity.init(infinity.Config(**config)):
+        model = Layer(hidden, linear)
+    with infinity.engine_of(model) as engine:
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
+        for _ in range(2):
+            x = torch.randn(options.tokens, hidden, device=options.device, dtype=torch.bfloat16)
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not math.isfinite(loss.item()):
+                return {"refusal": f"the loss is {loss.item()}"}
+        engine.flush()
+        return {
+            "hidden": hidden,
+            "weight_nbytes": 8 * hidden**2,
+            "tile_nbytes": max(2 * p.numel() for p in model.parameters()),
+            "peak_nbytes": engine.stats()["peak_device_nbytes"],
+            "loss": loss.item(),
+        }
+
+
+def fragment(block):
+    """Take all memory of the device but blocks of so many bytes; it stays taken while the result lives.
+
+    All of it comes from one segment of the caching allocator, which it can neither give back, since some of it is in use,
+    nor enlarge, since the driver has none left. Had the blocks come from the driver one by one, the allocator would give free
+    ones back, and the driver would map their pages as one larger piece.
+    """
+    torch.cuda.empty_cache()
+    small = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(2 * SMALL_SEGMENTS)][::2]
+    free, _ = torch.cuda.mem_get_info()
+    nbytes = (free - SLACK_NBYTES) // SEPARATOR_NBYTES * SEPARATOR_NBYTES
+    everything = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    del everything  # the allocator keeps it, as one free block
+    blocks, separators = [], []
+    for _ in range(nbytes // (block + SEPARATOR_NBYTES)):
+        blocks.append(torch.empty(block, dtype=torch.uint8, device="cuda"))
+        separators.append(torch.empty(SEPARATOR_NBYTES, dtype=torch.uint8, device="cuda"))
+    rest = nbytes % (block + SEPARATOR_NBYTES)
+    tail = [torch.empty(rest, dtype=torch.uint8, device="cuda")] if rest else []
+    return small, separators, tail
+
+
+def refuse_larger(block):
+    """Check that memory is in pieces: one byte more than a block is not to be had, a block is."""
+    torch.empty(block, dtype=torch.uint8, device="cuda")
+    try:
+        torch.empty(block + 1, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        return
+    raise SystemExit("the device's memory is not in pieces: an allocation larger than a block succeeded")
+
+
+def plot(options, hidden):
+    if options.plot:
+        try:
+            import matplotlib
+
+            matplotlib.use("Agg")
+            from matplotlib import pyplot
+
+            figure, axes = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
+            bars = axes.bar(list(hidden), list(hidden.values()))
+            axes.bar_label(bars)
+            axes.set(xlabel="tiles of a linear layer", ylabel="largest hidden size", yscale="log")
+            axes.set_yscale("log", base=2)
+            axes.set_title(f"device memory in blocks of {options.block_mib:g} MiB")
+            figure.savefig(options.plot, dpi=150)
+            return
+        except ImportError:
+            print("matplotlib is not installed; as bars:")
+    most = max(hidden.values(), default=0)
+    for factor, size in hidden.items():
+        print(f"{factor:>7} {'#' * round(40 * size / most) if most else ''} {size}")
+
+
+if __name__ == "__main__":
+    main()

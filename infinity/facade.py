@@ -1,0 +1,111 @@
+"""What a program meets where it looks for values and gradients that are not there: state_dict, load_state_dict, param.grad, copies.
+
+Knows modules and an engine that reads and writes whole parameters. Must not know where these live.
+"""
+
+# [Note: values by name]
+# A module's entries in a state_dict are replaced, as each is made, by the values that the engine has: one parameter at a time,
+# whole, on the CPU. Loading takes the entry away before PyTorch sees it, for PyTorch would copy it into a placeholder, or with
+# assign=True put another parameter in its place; the key does not count as missing afterwards.
+#
+# [Note: gradients that have left]
+# After a backward pass `param.grad` is an object that has the gradient's shape, dtype and device, and refuses everything else
+# with the remedy: what clips, scales or sums gradients must not silently find none. It goes before the next gradient arrives.
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from infinity.errors import UsageError
+
+_METADATA = frozenset("shape dtype device layout requires_grad is_sparse is_cuda is_cpu ndim is_leaf grad_fn grad is_nested".split())
+_METADATA_FUNCTIONS = frozenset("size numel dim nelement element_size is_floating_point is_complex stride".split())
+
+
+class DepartedGradient(torch.Tensor):
+    """Stands in `param.grad` for a gradient that the engine has taken."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor):
+        return torch.Tensor._make_subclass(cls, like.detach(), False)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if (name == "__get__" and owner in _METADATA) or (name in _METADATA_FUNCTIONS) or name == "__set__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise UsageError(
+            "gradients leave param.grad for the engine's tiers as they arrive, so they cannot be clipped, scaled or read there. "
+            "Clip with the optimizer's max_grad_norm=..., which also leaves the norm in optimizer.grad_norm; drop them with "
+            "optimizer.zero_grad(); to look at one, use param.register_hook(...)."
+        )
+
+    def __repr__(self, **options):
+        return "DepartedGradient()"
+
+    def __deepcopy__(self, memo):
+        return None
+
+
+class Facade:
+    """Puts itself between a model and its state_dict, for as long as the engine lives.
+
+    engine: has `manages(param)`, `read_weight(param)` and `write_weight(param, value)`.
+    """
+
+    def __init__(self, engine, model: nn.Module):
+        self._engine = weakref.ref(engine)
+        self._loaded: dict[nn.Module, list[str]] = {}
+        self._handles = []
+        for module in model.modules():
+            if any(param is not None and engine.manages(param) for param in module._parameters.values()):
+                self._handles.append(module.register_state_dict_post_hook(lambda *args: self._save(*args)))
+                self._handles.append(module.register_load_state_dict_pre_hook(self._load))
+                self._handles.append(module.register_load_state_dict_post_hook(self._forgive))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _save(self, module: nn.Module, state_dict: dict, prefix: str, local_metadata) -> None:
+        engine = self._engine()
+        for name, param in self._managed(engine, module):
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = engine.read_weight(param)
+
+    def _load(self, module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+        engine, taken = self._engine(), []
+        for name, param in self._managed(engine, module):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and value.shape == param.shape:  # else PyTorch says what is wrong
+                engine.write_weight(param, value)
+                del state_dict[prefix + name]
+                taken.append(prefix + name)
+        self._loaded[module] = taken
+
+    def _forgive(self, module: nn.Module, incompatible) -> None:
+        for key in self._loaded.pop(module, ()):
+            if key in incompatible.missing_keys:
+                incompatible.missing_keys.remove(key)
+
+    @staticmethod
+    def _managed(engine, module: nn.Module):
+        found = dict.items(module._parameters)  # not module.named_parameters(), which would fetch them
+        return [(name, param) for name, param in found if param is not None and engine is not None and engine.manages(param)]
+
+    def __deepcopy__(self, memo):
+        raise UsageError(NO_COPY)
+
+    def __reduce_ex__(self, protocol):
+        raise UsageError(NO_COPY)
+
+
+NO_COPY = (
+    "a model whose parameters are in an engine cannot be copied or pickled: they are only placeholders. Build the second one in an "
+    "infinity.init of its own and load the first one's state_dict(); for a running average, copy values inside infinity.gathered."
+)
