@@ -4,6 +4,7 @@ from infinity.config import Config
 from infinity.engine import Engine, engine_of, gathered, offload
 from infinity.init import init
 from infinity.errors import BudgetError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
+from infinity.residency import leaf
 from infinity.optimizer import SGD, Adam, AdamW, Elementwise, Lion
 from infinity.rules import Rule
 from infinity.scaling import LossScale
@@ -31,6 +32,7 @@ __all__ = [
     "engine_of",
     "gathered",
     "init",
+    "leaf",
     "linear_cross_entropy",
     "offload",
     "tile_large_layers",

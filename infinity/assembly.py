@@ -28,7 +28,7 @@ from infinity.gradients import Gradients
 from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
 from infinity.records import Records
-from infinity.residency import TORCH_DTYPES, Area, ChunkState, DeviceTier, HostCache, ParameterState, Registry, SpanState
+from infinity.residency import TORCH_DTYPES, Area, ChunkState, DeviceTier, HostCache, ParameterState, Registry, SpanState, is_leaf
 from infinity.tiers import Swap
 from infinity.updater import Updater
 
@@ -211,7 +211,6 @@ def _connect(
     if cuda:
         largest = max(chunk.record.numel for chunk in chunks) * dtype.itemsize
         staging = arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
-    largest_gradient = max((p.numel * dtype.itemsize for p in params if p.trainable), default=0)
     gradients = Gradients(
         registry,
         records_,
@@ -224,7 +223,7 @@ def _connect(
         staging=staging,
         accumulate=accumulating,
         spill=placement.slots[GRADIENTS] > 0 and waiting,
-        limit_nbytes=placement.gradient_limit_nbytes - largest_gradient,
+        limit_nbytes=placement.under_way_nbytes,
     )
     undo.callback(gradients.close)
     threads = max(1, len(os.sched_getaffinity(0)) // _local_world(ranks))
@@ -299,10 +298,10 @@ def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
 
     def visit(module: nn.Module, held: frozenset[int]) -> None:
         nonlocal most
-        own = {layout_.homes[index[id(p)]].span for p in module._parameters.values() if p is not None and id(p) in index}
-        held = held | own
+        params = module.parameters() if is_leaf(module) else module._parameters.values()
+        held = held | {layout_.homes[index[id(p)]].span for p in params if p is not None and id(p) in index}
         most = max(most, sum(nbytes[span] for span in held))
-        for child in module._modules.values():
+        for child in () if is_leaf(module) else module._modules.values():
             if child is not None:
                 visit(child, held)
 

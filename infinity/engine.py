@@ -187,7 +187,7 @@ class Engine:
         self._check_open()
         self._start()
         self._refuse_half_updated("infinity.gathered")
-        states = [self.registry.find(param) for param in params if param.numel()]
+        states = [self.registry.find(param) for param in params if param.numel() and param.is_floating_point()]
         if None in states:
             raise ConfigError("infinity.gathered: a parameter is not one of this engine's")
         spans = list(dict.fromkeys(self.registry.span_of(state) for state in states))
@@ -219,7 +219,7 @@ class Engine:
             return
         with contextlib.ExitStack() as parts:  # from the last to the first, also where one of them raises
             parts.callback(_guard_after_close, self._model(), self.registry.params)
-            parts.callback(self._facade.remove)
+            parts.callback(self._facade.close, {state.placeholder.data_ptr(): state.name for state in self.registry.params})
             parts.callback(self.ranks.leave)
             parts.callback(self.hooks.remove)
             parts.callback(self._close_parts)
@@ -523,12 +523,14 @@ class Engine:
         self._update_waiting()
 
     def _check_gradients(self) -> None:
-        """Raise UsageError if somebody dropped gradients where this engine does not see it."""
-        dropped = [state.name for state in self._departed if state.param.grad is None]
-        if dropped and self._gradients_wait:
+        """Drop what model.zero_grad() did; raises UsageError where it dropped some only, or too late."""
+        dropped = [state.name for state in self._departed if state.param.grad is None] if self._gradients_wait else []
+        if dropped and len(dropped) == len(self._departed):
+            self.zero_grad()
+        elif dropped:
             raise UsageError(
-                f"the gradient of {dropped[0]} was dropped, as by model.zero_grad(), where the engine does not see it and would use "
-                f"it nevertheless. Call optimizer.zero_grad()."
+                f"the gradient of {dropped[0]} was dropped and others were not; the engine can only drop all: call "
+                f"optimizer.zero_grad(). To train a part of the model, freeze the others with requires_grad_(False)."
             )
 
     def _clear_gradients(self) -> None:
@@ -629,7 +631,7 @@ class Engine:
     def _reduce(self, chunk: ChunkState) -> None:
         """The plan says that it is the chunk's turn; all ranks are at this point.
 
-        In a step that has left the plan the chunk's gradient may not be complete here: it is left to the end of the pass.
+        In a step that has left the plan the chunk's gradient may not be complete here.
         """
         if self.backward_task is None or chunk.updated or self.pipeline.off_plan:
             return
@@ -637,7 +639,7 @@ class Engine:
         self._gradient_ready(chunk)
 
     def _reduce_unplanned(self) -> None:
-        """Before there is a plan, all ranks meet at each acquire: reduce what is complete on all of them.
+        """Where no plan says when, all ranks meet at each acquire: reduce what is complete on all of them.
 
         A gradient that some rank never gets is thus left to the end of the pass, in one order everywhere.
         """
@@ -935,7 +937,7 @@ def gathered(params: torch.Tensor | Iterable[torch.Tensor]):
     if not params:
         yield
         return
-    engine = owner_of(next((param for param in params if param.numel()), params[0]))
+    engine = owner_of(next((param for param in params if param.numel() and param.is_floating_point()), params[0]))
     if engine is None:
         raise ConfigError("infinity.gathered: the parameter is in no engine")
     with engine.gathered(params):

@@ -53,7 +53,7 @@ class DepartedGradient(torch.Tensor):
 
 
 class Facade:
-    """Puts itself between a model and its state_dict, for as long as the engine lives.
+    """Puts itself between a model and its state_dict.
 
     engine: has `manages(param)`, `read_weight(param)` and `write_weight(param, value)`.
     """
@@ -61,28 +61,34 @@ class Facade:
     def __init__(self, engine, model: nn.Module):
         self._engine = weakref.ref(engine)
         self._loaded: dict[nn.Module, list[str]] = {}
-        self._handles = []
+        self._away: dict[int, str] = {}  # after close: names by the address of the placeholder
         for module in model.modules():
             if any(param is not None and engine.manages(param) for param in module._parameters.values()):
-                self._handles.append(module.register_state_dict_post_hook(lambda *args: self._save(*args)))
-                self._handles.append(module.register_load_state_dict_pre_hook(self._load))
-                self._handles.append(module.register_load_state_dict_post_hook(self._forgive))
+                module.register_state_dict_post_hook(lambda *args: self._save(*args))
+                module.register_load_state_dict_pre_hook(self._load)
+                module.register_load_state_dict_post_hook(self._forgive)
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def close(self, away: dict[int, str]) -> None:
+        """The engine is closed: from now on the model has what it is given. away: placeholders, by their addresses."""
+        self._engine, self._away = (lambda: None), away
 
     def _save(self, module: nn.Module, state_dict: dict, prefix: str, local_metadata) -> None:
         engine = self._engine()
         for name, param in self._managed(engine, module):
             if prefix + name in state_dict:
+                if engine is None:
+                    raise UsageError(f"the engine is closed and {self._away[param.data_ptr()]} is only a placeholder; call state_dict() before")
                 state_dict[prefix + name] = engine.read_weight(param)
 
     def _load(self, module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
         engine, taken = self._engine(), []
         for name, param in self._managed(engine, module):
             value = state_dict.get(prefix + name)
-            if isinstance(value, torch.Tensor) and value.shape == param.shape:  # else PyTorch says what is wrong
+            if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+                continue  # PyTorch says what is wrong
+            if engine is None:
+                param.data = torch.empty_like(value, dtype=param.dtype, device=param.device)
+            else:
                 engine.write_weight(param, value)
                 del state_dict[prefix + name]
                 taken.append(prefix + name)
@@ -93,10 +99,12 @@ class Facade:
             if key in incompatible.missing_keys:
                 incompatible.missing_keys.remove(key)
 
-    @staticmethod
-    def _managed(engine, module: nn.Module):
-        found = dict.items(module._parameters)  # not module.named_parameters(), which would fetch them
-        return [(name, param) for name, param in found if param is not None and engine is not None and engine.manages(param)]
+    def _managed(self, engine, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """The module's own parameters that are placeholders, or may be."""
+        found = [(name, param) for name, param in dict.items(module._parameters) if param is not None]
+        if engine is None:
+            return [(name, param) for name, param in found if param.data_ptr() in self._away]
+        return [(name, param) for name, param in found if engine.manages(param)]
 
     def __deepcopy__(self, memo):
         raise UsageError(NO_COPY)

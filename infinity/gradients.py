@@ -29,7 +29,7 @@ import torch
 from infinity.adam import accumulate_
 from infinity.chunks import GRADIENTS, Piece
 from infinity.events import Events, now
-from infinity.lanes import Lane
+from infinity.lanes import Lane, waits
 from infinity.partition import Ranks
 from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
@@ -95,6 +95,8 @@ class Gradients:
 
     def arrive(self, state: ParameterState, grad: torch.Tensor) -> None:
         """Take a whole parameter's gradient; what can be sent is sent."""
+        if self.ranks.world > 1:
+            self.wait_for_room()  # the buffers that it is copied to take as much again
         flat = grad.detach().reshape(-1)
         nbytes = flat.numel() * flat.element_size()
         self._send(nbytes)
@@ -135,7 +137,7 @@ class Gradients:
         chunk.flat_gradient = None
         chunk.used = set()
         ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
-        scattered = self.gg.push(lambda: self._run_reduce(chunk, flat, ready), f"chunk {chunk.index}")
+        scattered = self.gg.push(lambda: self._run_reduce(chunk, flat, ready), chunk.title)
         nbytes = flat.numel() * flat.element_size()
         self._send(nbytes)
         self.tier.book(-nbytes)
@@ -177,9 +179,10 @@ class Gradients:
             if self._under_way_nbytes <= self.limit_nbytes:
                 return
             start = now()
-            while self._under_way_nbytes > self.limit_nbytes:
-                self.raise_failure()
-                self._changed.wait(1.0)
+            with waits():
+                while self._under_way_nbytes > self.limit_nbytes:
+                    self.raise_failure()
+                    self._changed.wait(1.0)
             self.events.stalled("gc", now() - start)
 
     def wait_for(self, chunk: ChunkState) -> None:
@@ -302,11 +305,11 @@ class Gradients:
         if self.cuda:
             with torch.cuda.stream(self.gather_stream):
                 self.gather_stream.wait_event(ready)
-                shard = self.ranks.reduce_scatter(flat, f"chunk {chunk.index}")
+                shard = self.ranks.reduce_scatter(flat, chunk.title)
                 flat.record_stream(self.gather_stream)
                 done = self.gather_stream.record_event()
         else:
-            shard, done = self.ranks.reduce_scatter(flat, f"chunk {chunk.index}"), None
+            shard, done = self.ranks.reduce_scatter(flat, chunk.title), None
         self.events.moved("rs", chunk.index, flat.numel() * flat.element_size(), start, now())
         return shard, done
 

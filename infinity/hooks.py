@@ -13,7 +13,9 @@ longer does, and passes gradients on.
 # an embedding, which saves no weights, is not fetched for its backward. The hooks are pushed anew inside every checkpointed
 # region, on top of the checkpoint's own, and pass on to those whatever is not ours: weights are never "recomputed", and the
 # region saves the same number of tensors in both forwards. An op whose output comes from a custom autograd function may
-# have stashed a parameter where no hook sees it: its spans are fetched when the gradient of that output is known.
+# have stashed a parameter where no hook sees it: its spans are fetched when the gradient of that output is known. So are all
+# spans of an infinity.leaf, whatever ran of it, and they stay until something else is unpacked: ranks whose data chose other
+# parts of it fetch the same, in the same order.
 #
 # Saved-tensor hooks switch off autograd's check for in-place changes; ours make it, for weights and activations.
 #
@@ -41,19 +43,20 @@ from infinity.activations import Saved
 from infinity.errors import UsageError
 from infinity.facade import NO_COPY
 from infinity.pipeline import Pipeline
-from infinity.residency import ParameterState, Registry, SpanState
+from infinity.residency import ParameterState, Registry, SpanState, is_leaf
 
 FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "attribute"
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A module with parameters, its own or its children's. `spans` and `params` are its own."""
+    """A module with parameters, its own or its children's; `spans` and `params` are its own."""
 
     index: int
     name: str
     spans: tuple[SpanState, ...]
     params: tuple[ParameterState, ...]
+    whole: bool = False  # infinity.leaf: they are its children's, too, and are fetched for backward all at once
 
 
 class Frame:
@@ -74,11 +77,12 @@ class Frame:
 class Handle:
     """A view of an engine storage that autograd saved."""
 
-    __slots__ = ("__weakref__", "holding", "hooks", "node", "op", "span", "tensor", "version")
+    __slots__ = ("__weakref__", "holding", "hooks", "leaf", "node", "op", "span", "tensor", "version")
 
-    def __init__(self, hooks: Hooks, op: int, span: SpanState, tensor: torch.Tensor):
+    def __init__(self, hooks: Hooks, op: int, span: SpanState, tensor: torch.Tensor, leaf: Op | None):
         self.hooks = hooks
         self.op = op
+        self.leaf = leaf  # that it is fetched with
         self.span = span
         self.tensor = tensor.detach()
         self.version = tensor._version
@@ -158,14 +162,17 @@ class Hooks:
 
     def _attach(self, model: nn.Module) -> None:
         self.ops: dict[nn.Module, Op] = {}
+        inside = {below for module in model.modules() if is_leaf(module) for below in module.modules() if below is not module}
         for name, module in model.named_modules():
-            states = [self.registry.find(p) for p in module._parameters.values() if p is not None]
-            states = [state for state in states if state is not None]
+            module._parameters = FetchingParameters(module._parameters, self)
+            if module in inside:
+                continue
+            params = module.parameters() if is_leaf(module) else dict.values(module._parameters)
+            states = [state for p in params if p is not None and (state := self.registry.find(p)) is not None]
             if not states and module is not model and not any(self.registry.find(param) for param in module.parameters()):
                 continue
             spans = dict.fromkeys(self.registry.span_of(state) for state in states)
-            self.ops[module] = Op(len(self.ops), name or type(model).__name__, tuple(spans), tuple(states))
-            module._parameters = FetchingParameters(module._parameters, self)
+            self.ops[module] = Op(len(self.ops), name or type(model).__name__, tuple(spans), tuple(states), is_leaf(module))
             self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
         for state in self.registry.params:
@@ -183,7 +190,7 @@ class Hooks:
         """Leave the modules as they were; parameters keep whatever they point to."""
         for handle in self._handles:
             handle.remove()
-        for module in self.ops:
+        for module in self._model().modules() if self._model() is not None else ():
             module._parameters = dict(module._parameters.items())
 
     # Forward and recomputed forward.
@@ -272,7 +279,7 @@ class Hooks:
 
     def _watch(self, frame: Frame, output) -> None:
         """Learn when gradients of an output are known."""
-        unseen = [span for span in frame.op.spans if span.index not in frame.packed]
+        unseen = frame.op.whole or any(span.index not in frame.packed for span in frame.op.spans)
         begins = frame.outermost or frame.scales
         if not begins and not unseen:
             return
@@ -281,7 +288,7 @@ class Hooks:
                 continue
             if begins and (tensor.is_floating_point() or not frame.scales):
                 tensor.register_hook(self._backward_begins)
-            if unseen and isinstance(tensor.grad_fn, BackwardCFunction):
+            if unseen and (frame.op.whole or isinstance(tensor.grad_fn, BackwardCFunction)):
                 tensor.register_hook(lambda grad, op=frame.op: self._before_custom_backward(op))
 
     @torch._dynamo.disable
@@ -320,7 +327,8 @@ class Hooks:
         frame = self.frames[-1] if self.frames else None
         if frame is not None:
             frame.packed.add(span.index)
-        return Handle(self, frame.op.index if frame else -1, span, tensor)
+        leaf = frame.op if frame is not None and frame.op.whole and span in frame.op.spans else None
+        return Handle(self, frame.op.index if frame else -1, span, tensor, leaf)
 
     def save_activation(self, tensor: torch.Tensor) -> Saved | None:
         """None: it stays where it is, such as what a backward pass, or a segment that goes backward next, computes anew."""
@@ -332,6 +340,10 @@ class Hooks:
     def restore(self, handle: Handle) -> torch.Tensor:
         if handle.tensor._version != handle.version:
             raise _modified(f"a weight of {handle.span.params[0].name}'s span", handle.version, handle.tensor._version)
+        if handle.leaf is not None:
+            if handle.span not in self._loose:
+                self._before_custom_backward(handle.leaf)
+            return handle.tensor
         node = (_current_graph_task_id(), _current_node())
         if not handle.holding:
             self.release_loose()

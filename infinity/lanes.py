@@ -6,11 +6,25 @@ transfer that its op does not need; waiting, copying and computing inside a job 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
 
+THREADS = "infinity-"  # begins the names of the engine's own
 _GLANCE_S = 0.5  # how often who waits looks whether the lane was abandoned
+
+waiting: set[int] = set()  # threads that wait for a lane
+
+
+@contextlib.contextmanager
+def waits():
+    """The thread waits for a lane inside the block."""
+    waiting.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        waiting.discard(threading.get_ident())
 
 
 class Job:
@@ -36,9 +50,11 @@ class Job:
         return self._error
 
     def wait(self) -> object:
-        while not self._done.wait(_GLANCE_S):
-            if self.lane is not None and self.lane.abandoned is not None:
-                raise self.lane.abandoned
+        if not self._done.is_set():
+            with waits():
+                while not self._done.wait(_GLANCE_S):
+                    if self.lane is not None and self.lane.abandoned is not None:
+                        raise self.lane.abandoned
         if self._error is not None:
             raise self._error
         return self.result
@@ -63,7 +79,7 @@ class Lane:
         self.abandoned: BaseException | None = None
         self._ended = False
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name=f"infinity-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name=f"{THREADS}{name}", daemon=True)
         self._thread.start()
 
     def push(self, work: Callable[[], object], what: str = "") -> Job:

@@ -20,7 +20,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from infinity import lanes
 from infinity.errors import PeerError, UsageError
+from infinity.lanes import THREADS
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -35,6 +37,13 @@ _numbers = itertools.count()
 # there. Who finds another's failure tells its engine, whose threads stop waiting for each other, and aborts the device's collectives,
 # which would wait for the lost rank until their timeout. So all ranks end with the first error of any, also while the one that failed
 # still lives. gloo has no abort: small collectives are waited for in steps of WATCH_S; a lane inside a large one is left behind.
+
+
+# [Note: how ranks that run different modules are found]
+# They end up waiting in different collectives, for ever. A rank whose training thread has been in one collective, or has waited for
+# a lane that is in one, for WAITS polls says so in the store. If all do and name different ones, none of them can go on.
+
+WAITS = 4
 
 
 class Ranks:
@@ -54,6 +63,8 @@ class Ranks:
         self._closing = threading.Event()
         self._listeners: list[weakref.WeakMethod] = []
         self.failure: BaseException | None = None  # of this rank, or a PeerError
+        self._inside: dict[str, str] = {}  # the collective that the training thread ("control"), or the lane, is in
+        self._num_collectives = {"control": 0, "lane": 0}
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
             timeout = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
@@ -77,15 +88,18 @@ class Ranks:
         self._listeners.append(weakref.WeakMethod(listener))
 
     def _watch(self) -> None:
+        board = _Board(self)
         while not self._closing.wait(WATCH_S):
             try:
+                if (parted := board.look()) is not None:
+                    self.report(parted)
                 found = self._store.check(["failure"]) and self._store.get("failure").decode()
             except Exception:
                 found = "-1 the rank that keeps the launcher's store is gone"
             if not found:
                 continue
             rank, _, text = found.partition(" ")
-            if int(rank) != self.rank:
+            if int(rank) != self.rank and self.failure is None:
                 self.failure = PeerError(f"{self.name} ends because {text}")
             for listener in self._listeners:
                 if (method := listener()) is not None:
@@ -100,14 +114,14 @@ class Ranks:
         self._check()
         shard_numel = chunk.numel() // self.world
         shard = chunk[self.rank * shard_numel : (self.rank + 1) * shard_numel]
-        with self._explained(f"the all-gather of weights, {what},"):
+        with self._in("lane", f"the all-gather of {what}"), self._explained(f"the all-gather of weights, {what},"):
             _all_gather(chunk, shard, group=self.data)
 
     def reduce_scatter(self, chunk: torch.Tensor, what: str) -> torch.Tensor:
         """Sum a 1-D [world * n] tensor over the ranks; returns this rank's [n]. what: for errors."""
         self._check()
         shard = torch.empty(chunk.numel() // self.world, dtype=chunk.dtype, device=chunk.device)
-        with self._explained(f"the reduce-scatter of gradients, {what},"):
+        with self._in("lane", f"the reduce-scatter of {what}"), self._explained(f"the reduce-scatter of gradients, {what},"):
             _reduce_scatter(shard, chunk, group=self.data)
         return shard
 
@@ -150,7 +164,8 @@ class Ranks:
         self._check()
         low = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64)
         with self._explained("the exchange of what comes next"):
-            self._wait(dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group or self.control, async_op=True))
+            where = "control" if group is None else "lane"
+            self._wait(dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group or self.control, async_op=True), where)
         return all(low[i].item() == -low[len(values) + i].item() for i in range(len(values)))
 
     def require_order(self, what: str, *values: int) -> None:
@@ -160,6 +175,22 @@ class Ranks:
                 f"{self.name}: the ranks disagree about {what} (here: {values}). All ranks must "
                 f"run the same modules in the same order; look for branches that depend on the rank or on its data."
             )
+
+    @contextlib.contextmanager
+    def _in(self, where: str, what: str):
+        """For the others to know, if it takes long."""
+        self._num_collectives[where] += 1
+        self._inside[where] = f"{what} (number {self._num_collectives[where]})"
+        try:
+            yield
+        finally:
+            del self._inside[where]
+
+    def waits_in(self) -> str:
+        """The collective that keeps the training thread from going on, if one does."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        waits = any(not names.get(ident, THREADS).startswith(THREADS) for ident in list(lanes.waiting))
+        return self._inside.get("control") or (self._inside.get("lane", "") if waits else "")
 
     @contextlib.contextmanager
     def _explained(self, what: str):
@@ -180,18 +211,19 @@ class Ranks:
         if self.failure is not None:
             raise self.failure
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work, where: str = "control") -> None:
         """Until it is done, unless a rank has failed."""
-        while True:
-            try:
-                work.wait(datetime.timedelta(seconds=WATCH_S))
-                return
-            except RuntimeError:
-                if self.failure is not None:
-                    raise self.failure from None
-                if work.is_completed():  # since the time was over; or this raises what went wrong
-                    work.wait()
+        with self._in(where, "an exchange between the training threads" if where == "control" else "an exchange about the next gather"):
+            while True:
+                try:
+                    work.wait(datetime.timedelta(seconds=WATCH_S))
                     return
+                except RuntimeError:
+                    if self.failure is not None:
+                        raise self.failure from None
+                    if work.is_completed():  # since the time was over; or this raises what went wrong
+                        work.wait()
+                        return
 
     def barrier(self) -> None:
         if self.world > 1:
@@ -215,3 +247,37 @@ class Ranks:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         self.data = self.control = self.order = None
+
+
+class _Board:
+    """What the ranks say of where they wait, see [Note: how ranks that run different modules are found]. Of the watching thread."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self._text, self._num_polls, self._num_parted = "", 0, 0
+
+    def look(self) -> UsageError | None:
+        """Say where this rank waits, if it does; an error if all ranks wait, and not in the same collective."""
+        text, store = self.ranks.waits_in(), self.ranks._store
+        if text != self._text:
+            if self._num_polls >= WAITS:
+                store.set(f"waits{self.ranks.rank}", "")
+            self._text, self._num_polls, self._num_parted = text, 0, 0
+        if not text:
+            return None
+        self._num_polls += 1
+        if self._num_polls < WAITS:
+            return None
+        if self._num_polls == WAITS:
+            store.set(f"waits{self.ranks.rank}", text)
+        keys = [f"waits{rank}" for rank in range(self.ranks.world)]
+        texts = [store.get(key).decode() for key in keys] if store.check(keys) else [""]
+        self._num_parted = self._num_parted + 1 if all(texts) and len(set(texts)) > 1 else 0
+        if self._num_parted < 2:
+            return None
+        each = "; ".join(f"rank {rank} in {text}" for rank, text in enumerate(texts[:8]))
+        return UsageError(
+            f"the ranks wait for each other in different collectives: {each}. All ranks must run the same modules in the same order; "
+            f"look for branches that depend on the rank or on its data. Where they are meant, as in a mixture of experts, call "
+            f"infinity.leaf(module) on the module that branches; a layer that a rank skips must be called with an empty batch instead."
+        )

@@ -70,7 +70,7 @@ class Part:
 class Pipeline:
     """Acquires spans for ops. `begin_update(chunk)` starts the pending update of a chunk that is about to be fetched;
     `reduce(chunk)` and `read_states(chunk)` are the plan's other actions, `reduce_unplanned()` is called at each acquire
-    while there is no plan. All are given after construction."""
+    of a step that has no plan or has left it. All are given after construction."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class Pipeline:
 
     def _follow(self, key: Hashable) -> None:
         position = self._advance(key)
-        if self._route is None:
+        if self.off_plan:
             self.reduce_unplanned()
         if position is None:
             self.off_plan = True
@@ -408,7 +408,7 @@ class Pipeline:
             if chunk.weights_home != "device":
                 request = self.records.request(chunk, WEIGHTS, urgent=needed)
             chunk.copy_expected = self._copied_again(span)
-            job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready), f"chunk {chunk.index}")
+            job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready), chunk.title)
             chunk.copy_job = job
             span.fetch.append(Part(chunk, request, update, job))
 
@@ -427,7 +427,7 @@ class Pipeline:
             if part.gather is None:
                 self._num_collectives += 1
                 order = (0, self._num_collectives, part.chunk.index) if self.off_plan else None
-                part.gather = self.gg.push(lambda p=part, o=order: self._run_gather(p, o), f"chunk {part.chunk.index}")
+                part.gather = self.gg.push(lambda p=part, o=order: self._run_gather(p, o), part.chunk.title)
 
     def _evict(self, span: SpanState) -> None:
         """Free the span, once nobody holds it; until then only note that the plan counts it as gone."""
@@ -571,9 +571,9 @@ class Pipeline:
             with torch.cuda.stream(self.gather_stream):
                 if event is not None:
                     self.gather_stream.wait_event(event)
-                self.ranks.gather(whole, f"chunk {part.chunk.index}")
+                self.ranks.gather(whole, part.chunk.title)
                 done = self.gather_stream.record_event()
         else:
-            self.ranks.gather(whole, f"chunk {part.chunk.index}")
+            self.ranks.gather(whole, part.chunk.title)
         self.events.moved("gg", chunk.index, whole.numel() * whole.element_size(), start, now())
         return done

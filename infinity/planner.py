@@ -40,8 +40,9 @@ class Placement:
     memory share, and the bytes that all this takes.
 
     pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
-    device_nbytes: the device budget; of it, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients under way, and the
-    rest is for spans that come and go; least_nbytes is the least budget that works.
+    device_nbytes: the device budget; of it, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients, and the rest is for
+    spans that come and go; least_nbytes is the least budget that works. With more than under_way_nbytes of gradients on their way
+    to the host, the training thread waits.
     """
 
     homes: dict[str, tuple[str, ...]]
@@ -52,6 +53,7 @@ class Placement:
     fixed_nbytes: int
     least_nbytes: int
     gradient_limit_nbytes: int
+    under_way_nbytes: int
     host_nbytes: int
     nvme_nbytes: int
 
@@ -86,7 +88,9 @@ def place(
         for chunk, record in zip(chunks, records)
     ]
     largest = sum(_largest_on_device(chunk, record, gradient_itemsize) for chunk, record in zip(chunks, records))
-    buffers = 0 if layout.world == 1 else 2 * max(c.numel * WEIGHT_NBYTES[c.dtype] for c in chunks)
+    # On several ranks a gradient is copied to buffers of whole chunks, of which the first and the last may hold parts of others; before
+    # that, those of the op before are reduced.
+    buffers = 0 if layout.world == 1 else op_gradient_nbytes + 2 * max(c.numel * WEIGHT_NBYTES[c.dtype] for c in chunks)
     gradient_limit = op_gradient_nbytes + buffers
 
     whole_nbytes = span_nbytes + largest + gradient_limit + snapshot_nbytes
@@ -113,6 +117,7 @@ def place(
         "fixed_nbytes": pinned + on_device + gradient_limit,
         "least_nbytes": needed + extra,
         "gradient_limit_nbytes": gradient_limit,
+        "under_way_nbytes": gradient_limit - op_gradient_nbytes - buffers,
     }
 
     sizes = {

@@ -413,6 +413,12 @@ class ChunkState:
         return self.chunk.trainable
 
     @property
+    def title(self) -> str:
+        """For people: its number and a parameter that lies in it."""
+        inside = [state.name for state in self.span.params if state.index in self.whole_pieces]
+        return f"chunk {self.index} ({inside[0]})" if inside else f"chunk {self.index}"
+
+    @property
     def on_device(self) -> bool:
         return self.states_home == "device"
 
@@ -486,6 +492,23 @@ def no_room(needed: int, tier: DeviceTier) -> BudgetError:
 
 
 _owners = WeakIdKeyDictionary()
+_leaves: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def leaf(module: torch.nn.Module) -> torch.nn.Module:
+    """Let the engine fetch all parameters below a module as one op, whatever of it runs; returns the module.
+
+    For modules that choose at run time what they compute with, such as a mixture of experts: then ranks may choose differently.
+    The device must hold all of it. Call it before the optimizer is made; raises UsageError after the engine's start.
+    """
+    if any(getattr(owner_of(param), "_started", False) for param in module.parameters()):
+        raise UsageError(f"infinity.leaf({type(module).__name__}) after the engine started; call it before the optimizer is made")
+    _leaves.add(module)
+    return module
+
+
+def is_leaf(module: torch.nn.Module) -> bool:
+    return module in _leaves
 
 
 def owner_of(param: torch.Tensor):

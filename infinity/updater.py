@@ -96,7 +96,7 @@ class Updater:
         if gradient_job.done:
             self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
         self._begun.append(gradient_job)
-        chunk.updating = self.lane.push(lambda: self._run(work, f"chunk {chunk.index}"), f"chunk {chunk.index}")
+        chunk.updating = self.lane.push(lambda: self._run(work, chunk.title), chunk.title)
         chunk.pending = None
 
     def frees_gradient_soon(self) -> bool:
