@@ -4,8 +4,9 @@ from infinity.config import Config
 from infinity.engine import Engine, engine_of, gathered, offload
 from infinity.init import init
 from infinity.errors import BudgetError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
-from infinity.residency import leaf
 from infinity.optimizer import SGD, Adam, AdamW, Elementwise, Lion
+from infinity.recompute import checkpoint
+from infinity.residency import leaf
 from infinity.rules import Rule
 from infinity.scaling import LossScale
 from infinity.tiling import TiledEmbedding, TiledLinear, linear_cross_entropy, tile_large_layers
@@ -29,6 +30,7 @@ __all__ = [
     "TiledEmbedding",
     "TiledLinear",
     "UsageError",
+    "checkpoint",
     "engine_of",
     "gathered",
     "init",

@@ -11,15 +11,16 @@ tensors asks here, in the training thread.
 #
 # [Note: what lives when]
 #
-#     LEAVING --let go--> HOST --copied back--> HOME
-#                          | ^
-#                   write  v | read
-#          WRITING --> NVME --> READING
+#     DEVICE --copy begun--> LEAVING --let go--> HOST --copied back--> HOME
+#                                                | ^
+#                                         write  v | read
+#                                WRITING --> NVME --> READING
 #
-# A storage that is LEAVING is still referred to, on the device, by `_leaving`; the compute stream waits for its copy before it
-# is let go, so that what is allocated in its place is written after it was read. HOME is a new storage; it lives until the
-# last saved tensor of it is dropped. While somebody else keeps the original alive, nothing comes back: it is used itself.
-# Whether it was changed is told by a tensor of no bytes that shares its version counter.
+# A storage stays on the DEVICE until as many bytes as it has were saved after it, for what was saved last is needed first; at most
+# NUM_LEAVING are LEAVING at a time. Both are referred to until they are let go; the compute stream waits for the copy then, so that what is allocated in
+# its place is written after it was read. HOME is a new storage; it lives until the last saved tensor of it is dropped. While
+# somebody else keeps the original alive, nothing comes back: it is used itself. Whether it was changed is told by a tensor of
+# no bytes that shares its version counter.
 #
 # Host memory is given to another storage once the last transfer from or to it is over. The first saved are needed last, so
 # they are the ones written to NVMe; backward fetches in reverse order, and reads ahead as far as host memory allows.
@@ -42,12 +43,15 @@ from infinity.lanes import Job, Lane
 
 MIN_NBYTES = 64 << 10  # smaller storages stay: a copy would cost more than it frees
 MIN_PART = 1 / 4  # of its storage that a tensor must be to move it
-LOOK_AHEAD = 32  # storages
+NUM_LEAVING = 2  # storages under way to the host: one is copied while the next is filled
+NUM_COMING = 2  # storages on the device ahead of their use
+LOOK_AHEAD = 32  # storages that are looked at for it
 
 
 class Place(enum.Enum):
     """Of a storage's bytes, see [Note: what lives when]."""
 
+    DEVICE = "device"
     LEAVING = "leaving"
     HOST = "host"
     WRITING = "writing"
@@ -57,6 +61,7 @@ class Place(enum.Enum):
 
 
 _MOVES = {
+    (Place.DEVICE, Place.LEAVING),
     (Place.LEAVING, Place.HOST),
     (Place.HOST, Place.HOME),
     (Place.HOST, Place.WRITING),
@@ -95,17 +100,18 @@ class Copy:
 class Kept:
     """The bytes of one storage, needed until backward."""
 
-    def __init__(self, number: int, storage: torch.UntypedStorage, key: tuple[int, int], memory: Piece):
+    def __init__(self, number: int, storage: torch.UntypedStorage, key: tuple[int, int]):
         self.number = number  # in order of saving
         self.nbytes = storage.nbytes()
         self.key = key
-        self.place = Place.LEAVING
-        self.memory: Piece | None = memory
+        self.place = Place.DEVICE
+        self.memory: Piece | None = None
         self.extent = None
         self.copy: Copy | None = None  # the last one
         self.read = None  # the transfer from NVMe
         self.home: torch.UntypedStorage | None = None
         self.num_saved = 0  # saved tensors that look into it
+        self.saved_until = 0  # bytes that were saved when it was, all storages together
         self.wanted = False  # again, while it is being written
         self._original = storage._weak_ref()
 
@@ -174,13 +180,14 @@ class Activations:
         self._changed = threading.Condition()  # guards what the writer changes: places, their memory and the counts
         self._kept: dict[int, Kept] = {}  # by number
         self._by_storage: dict[tuple[int, int], Kept] = {}  # by address and version
-        self._leaving: dict[int, torch.UntypedStorage] = {}  # by number, oldest first
+        self._staying: dict[int, torch.UntypedStorage] = {}  # by number, oldest first
+        self._leaving: dict[int, torch.UntypedStorage] = {}  # whose copies are under way
         self._coming: dict[int, Kept] = {}  # fetched ahead
         self._cooling: deque = deque()  # (transfer, memory that is free when it is over)
         self._dropped: deque[Kept] = deque()  # by finalizers, in whatever thread
         self._extents: dict[int, list] = {}  # that nothing is in, by size
         self._fixed: set[int] = set()  # addresses of buffers
-        self._num_kept = self._largest_nbytes = self._moved_nbytes = self._nvme_nbytes = 0
+        self._num_kept = self._largest_nbytes = self._saved_nbytes = self._moved_nbytes = self._nvme_nbytes = 0
         self._num_writing = self._num_written = 0
 
     def begin_forward(self, buffers: Iterable[torch.Tensor]) -> None:
@@ -233,6 +240,7 @@ class Activations:
         self.writer.close()
         if self.stream is not None:
             self.stream.synchronize()
+        self._staying.clear()
         self._leaving.clear()
         self._coming.clear()
 
@@ -240,17 +248,28 @@ class Activations:
 
     def _keep(self, storage: torch.UntypedStorage, key: tuple[int, int]) -> Kept:
         self._largest_nbytes = max(self._largest_nbytes, storage.nbytes())
-        kept = Kept(self._num_kept, storage, key, self._take(storage.nbytes()))
+        kept = Kept(self._num_kept, storage, key)
         self._num_kept += 1
-        self._moved_nbytes += kept.nbytes
         self._kept[kept.number] = kept
-        self._leaving[kept.number] = storage
+        self._staying[kept.number] = storage
+        self._saved_nbytes += kept.nbytes
+        kept.saved_until = self._saved_nbytes
+        for number in list(self._staying):
+            if self._saved_nbytes - self._kept[number].saved_until >= self._kept[number].nbytes:
+                self._send(self._kept[number])
+        return kept
+
+    def _send(self, kept: Kept) -> None:
+        """Begin to copy it."""
+        kept.memory = self._take(kept.nbytes)
+        storage = self._leaving[kept.number] = self._staying.pop(kept.number)
         kept.copy = self._copy(kept.memory, storage, out=True)
-        while sum(self._kept[number].nbytes for number in self._leaving) > 2 * self._largest_nbytes:
+        kept.become(Place.LEAVING)
+        self._moved_nbytes += kept.nbytes
+        if len(self._leaving) > NUM_LEAVING:
             self._let_go()
         if self.heap.free_nbytes < 2 * self._largest_nbytes:  # so that the next ones need not wait for it
             self._write_oldest()
-        return kept
 
     def _let_go(self) -> None:
         """What left first may be overwritten on the device by what is done there from now on."""
@@ -356,11 +375,11 @@ class Activations:
 
     def _fetch_ahead(self, number: int) -> None:
         """Bring what was saved just before this one closer: the nearest to the device, others to host memory while there is room."""
-        room = 2 * self._largest_nbytes - sum(kept.nbytes for kept in self._coming.values())
+        room = NUM_COMING - len(self._coming)
         reads = True
         for earlier in range(number - 1, max(number - 1 - LOOK_AHEAD, -1), -1):
             kept = self._kept.get(earlier)
-            if kept is None or kept.place in (Place.LEAVING, Place.HOME) or kept.original() is not None:
+            if kept is None or kept.place in (Place.DEVICE, Place.LEAVING, Place.HOME) or kept.original() is not None:
                 continue
             with self._changed:
                 kept.wanted = True  # if it is being written, its memory stays
@@ -373,10 +392,10 @@ class Activations:
                     self._read(kept, memory, aio_ext.PREFETCH)
             if kept.place is Place.READING and kept.read.done:
                 self._to_host(kept)
-            if kept.place is Place.HOST and kept.nbytes <= room:
+            if kept.place is Place.HOST and room > 0:
                 self._to_device(kept)
                 self._coming[earlier] = kept
-                room -= kept.nbytes
+                room -= 1
             elif not reads:
                 break
 
@@ -408,6 +427,7 @@ class Activations:
         del self._kept[kept.number]
         if self._by_storage.get(kept.key) is kept:
             del self._by_storage[kept.key]
+        self._staying.pop(kept.number, None)
         if self._leaving.pop(kept.number, None) is not None or self._coming.pop(kept.number, None) is not None:
             kept.copy.order()  # the device memory is free for what comes next
         with self._changed:

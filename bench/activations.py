@@ -1,0 +1,133 @@
+"""What it costs to keep checkpointed activations in host memory or on NVMe, by hidden size (figure 6e of ZeRO-Infinity, section 8).
+
+    python bench/activations.py [--device cuda] [--hidden 2048,4096,8192] [--layers 3] [--batch 8] [--rounds 5] [--json FILE] [--plot FILE]
+
+The same GPT, every block checkpointed, with its saved inputs on the device, in host memory, and on NVMe; engines take turns in
+blocks of steps, of which the first is not counted. Losses are compared. The peak is the allocator's, of a step, above what
+was allocated before it.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+
+import torch
+
+import infinity
+from infinity.gpt import GPT
+
+PLACES = ("device", "host", "nvme")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--hidden", default="2048,4096,8192" if torch.cuda.is_available() else "128,256,512")
+    parser.add_argument("--nvme", default=".", help="a directory is made in it, and removed")
+    for name, default in (("layers", 3), ("vocab", 8192), ("seq", 1024), ("batch", 8), ("rounds", 5), ("steps", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="bf16" if torch.cuda.is_available() else "fp32")
+    parser.add_argument("--host-memory", default="16GiB")
+    parser.add_argument("--json")
+    parser.add_argument("--plot")
+    options = parser.parse_args()
+    found = {}
+    for hidden in map(int, options.hidden.split(",")):
+        with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
+            found[hidden] = measure(options, hidden, folder)
+        base = statistics.median(found[hidden]["seconds"]["device"])
+        for place in PLACES:
+            seconds, peak = found[hidden]["seconds"][place], found[hidden]["peak_nbytes"][place]
+            median = statistics.median(seconds)
+            print(
+                f"hidden {hidden:6d} {place:>6}: {median:.4f} s ({min(seconds):.4f}-{max(seconds):.4f}), {median / base:.3f}x, "
+                f"peak {peak / 2**30:.2f} GiB, {found[hidden]['moved_nbytes'][place] / 2**20:.0f} MiB moved a step",
+                flush=True,
+            )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"found": found, "torch": torch.__version__, "options": vars(options)}, file, indent=1)
+    if options.plot:
+        plot(found, options.plot)
+
+
+def measure(options, hidden: int, folder: str) -> dict:
+    """Seconds of steps, the allocator's peak and the bytes that a step moves, by place."""
+    trainings = {place: training(options, hidden, folder, place) for place in PLACES}
+    seconds = {place: [] for place in PLACES}
+    losses = {place: [] for place in PLACES}
+    peak_nbytes = dict.fromkeys(PLACES, 0)
+    for _ in range(options.rounds):
+        for place, (model, optimizer) in trainings.items():
+            block = []
+            for _ in range(options.steps):
+                before = torch.cuda.memory_allocated() if options.device.startswith("cuda") else 0
+                block.append(step(options, model, optimizer, len(losses[place])))
+                losses[place].append(block[-1][1])
+                if options.device.startswith("cuda"):
+                    peak_nbytes[place] = torch.cuda.max_memory_allocated() - before
+            seconds[place] += [each for each, _ in block[1:]]
+    worst = max(abs(a - b) / a for place in PLACES[1:] for a, b in zip(losses["device"], losses[place]))
+    print(f"hidden {hidden:6d}: losses differ by {worst:.1e} (sums in embeddings have no fixed order on CUDA)")
+    num_steps = options.rounds * options.steps
+    moved = {place: ((engine(model).stats()["activations"] or {}).get("moved_nbytes", 0)) / num_steps for place, (model, _) in trainings.items()}
+    for model, _ in trainings.values():
+        engine(model).close()
+    return {"seconds": seconds, "peak_nbytes": peak_nbytes, "moved_nbytes": moved, "losses": losses}
+
+
+def engine(model):
+    return infinity.engine_of(model)
+
+
+def training(options, hidden: int, folder: str, place: str):
+    """(model, optimizer) of an engine of its own, all with the same first weights."""
+    torch.manual_seed(0)
+    path = tempfile.mkdtemp(dir=folder)
+    config = {"device": options.device, "dtype": options.dtype, "host_memory": options.host_memory, "nvme": path}
+    with infinity.init(infinity.Config(activations=place, **config)):
+        heads = max(1, hidden // 128)
+        model = GPT(hidden, options.layers, heads, options.vocab, options.seq, checkpoint_activations=True)
+    return model, infinity.AdamW(model.parameters(), lr=1e-4)
+
+
+def step(options, model, optimizer, number: int) -> tuple[float, float]:
+    """(seconds, loss) of one step, until the device is done with it."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, options.vocab, (options.batch, options.seq + 1), generator=generator).to(options.device)
+    cuda = options.device.startswith("cuda")
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    value = loss.item()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, value
+
+
+def plot(found: dict, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    for place in PLACES[1:]:
+        ratios = [statistics.median(f["seconds"][place]) / statistics.median(f["seconds"]["device"]) for f in found.values()]
+        pyplot.plot([str(hidden) for hidden in found], ratios, "o-", label=place)
+    pyplot.axhline(1, color="grey", linewidth=0.5)
+    pyplot.ylim(bottom=0.9)
+    pyplot.xlabel("hidden size")
+    pyplot.ylabel("step time, of that with activations on the device")
+    pyplot.legend()
+    pyplot.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
