@@ -135,6 +135,8 @@ def _parser():
     place.add_argument("--device-memory", default="auto", metavar="SIZE", help="bound of the engine's device memory")
     place.add_argument("--weights", default="auto", metavar=_either("weights"), help="tier of the weights")
     place.add_argument("--states", default="auto", metavar=_either("states"), help="tier of the optimizer states")
+    place.add_argument("--activations", default="auto", metavar=_either("activations"), help="tier of what backward needs of forward")
+    place.add_argument("--tile-above", default="auto", metavar="SIZE", help="cut larger layers into tiles; auto: if they do not fit")
     place.add_argument("--residency", default="auto", metavar=_either("residency"), help="none: only what is in use stays")
     place.add_argument("--chunk-mib", type=_positive, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
     place.add_argument("--update", default="auto", metavar=_either("update"), help="when states are updated")
@@ -214,7 +216,8 @@ def _config(arguments):
     if device is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     values = {name: getattr(arguments, name) for name in ("host_memory", "device_memory", "weights", "states")}
-    values |= {name: getattr(arguments, name) for name in ("residency", "chunk_mib", "update", "moments", "seed")}
+    others = ("activations", "tile_above", "residency", "chunk_mib", "update", "moments", "seed")
+    values |= {name: getattr(arguments, name) for name in others}
     if arguments.nvme:
         values["nvme"] = arguments.nvme
     config = Config(device=device, dtype=arguments.dtype or ("bf16" if "cuda" in device else "fp32"), **values)

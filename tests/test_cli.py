@@ -47,6 +47,7 @@ def test_options_reach_the_arguments():
         *"--max-grad-norm 0.5 --dtype bf16 --nvme a b --weights host --states nvme --residency none".split(),
         *"--host-memory 1GiB --device-memory 2GiB --chunk-mib 0.5 --update deferred --checkpoint-activations".split(),
         *"--seed 9 --data x y --json out.json --tie --device cpu --moments bf16 --optimizer lion".split(),
+        *"--activations host --tile-above 1MiB".split(),
     )
     values = vars(arguments)
     del values["command"]
@@ -55,7 +56,7 @@ def test_options_reach_the_arguments():
         "max_grad_norm": 0.5, "dtype": "bf16", "nvme": ["a", "b"], "weights": "host", "states": "nvme", "residency": "none",
         "host_memory": "1GiB", "device_memory": "2GiB", "chunk_mib": 0.5, "update": "deferred",
         "checkpoint_activations": True, "seed": 9, "data": ["x", "y"], "json": Path("out.json"), "tie": True, "device": "cpu",
-        "moments": "bf16", "optimizer": "lion",
+        "moments": "bf16", "optimizer": "lion", "activations": "host", "tile_above": "1MiB",
     }  # fmt: skip
 
 
