@@ -152,6 +152,13 @@ class Engine:
         """Whether the parameter is one of this engine's."""
         return id(param) in self._indices
 
+    def is_held(self, param: torch.Tensor) -> bool:
+        """Whether the parameter is whole on the device now, as inside `gathered` or its module's forward."""
+        if not self._started:
+            return False
+        span = self.registry.span_of(self.registry.params[self._indices[id(param)]])
+        return span.attached and span.holds > 0
+
     def read_weight(self, param: torch.Tensor) -> torch.Tensor:
         """A parameter's value, whole, on the CPU, in the dtype that the model computes in. Every rank must call it."""
         self._check_open()
@@ -160,6 +167,8 @@ class Engine:
             if index not in self._loaded:
                 self._loaded[index] = self._initial(index, param)
             return self._loaded[index].to(TORCH_DTYPES[self.config.dtype], copy=True).reshape(param.shape)
+        if self.is_held(param):
+            return param.detach().to("cpu", copy=True)
         self._refuse_half_updated("state_dict()")
         return self.values.read(self.registry.params[index], weight_only=True)["weight"]
 
@@ -172,8 +181,7 @@ class Engine:
             return
         self._refuse_half_updated("load_state_dict()")
         state = self.registry.params[index]
-        if self.registry.span_of(state).holds:
-            raise UsageError(f"load_state_dict() inside a forward pass, or inside infinity.gathered, that uses {state.name}")
+        assert not self.registry.span_of(state).holds, state
         for chunk in self.registry.chunks_of(state):
             self._finish_announced(chunk)
         self.values.write_weight(state, value.detach().reshape(-1).cpu())

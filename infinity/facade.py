@@ -55,7 +55,7 @@ class DepartedGradient(torch.Tensor):
 class Facade:
     """Puts itself between a model and its state_dict.
 
-    engine: has `manages(param)`, `read_weight(param)` and `write_weight(param, value)`.
+    engine: has `manages(param)`, `is_held(param)`, `read_weight(param)` and `write_weight(param, value)`.
     """
 
     def __init__(self, engine, model: nn.Module):
@@ -65,8 +65,8 @@ class Facade:
         for module in model.modules():
             if any(param is not None and engine.manages(param) for param in module._parameters.values()):
                 module.register_state_dict_post_hook(lambda *args: self._save(*args))
-                module.register_load_state_dict_pre_hook(self._load)
-                module.register_load_state_dict_post_hook(self._forgive)
+                module.register_load_state_dict_pre_hook(lambda *args: self._load(*args))
+                module.register_load_state_dict_post_hook(lambda *args: self._forgive(*args))
 
     def close(self, away: dict[int, str]) -> None:
         """The engine is closed: from now on the model has what it is given. away: placeholders, by their addresses."""
@@ -88,6 +88,8 @@ class Facade:
                 continue  # PyTorch says what is wrong
             if engine is None:
                 param.data = torch.empty_like(value, dtype=param.dtype, device=param.device)
+            elif engine.is_held(param):
+                local_metadata["assign_to_params_buffers"] = False  # PyTorch copies it into the parameter, which is there
             else:
                 engine.write_weight(param, value)
                 del state_dict[prefix + name]
@@ -105,12 +107,6 @@ class Facade:
         if engine is None:
             return [(name, param) for name, param in found if param.data_ptr() in self._away]
         return [(name, param) for name, param in found if engine.manages(param)]
-
-    def __deepcopy__(self, memo):
-        raise UsageError(NO_COPY)
-
-    def __reduce_ex__(self, protocol):
-        raise UsageError(NO_COPY)
 
 
 NO_COPY = (

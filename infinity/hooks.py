@@ -274,8 +274,9 @@ class Hooks:
         return output if whole else None
 
     def _escaping(self, output) -> set[SpanState]:
-        """The spans that an output looks into: parameters, or views of them, that are returned are used by whoever called."""
-        return {span for tensor in tensors_in(output) if (span := self.registry.owner(tensor)) is not None}
+        """The spans that an output looks into. A parameter itself becomes a placeholder again; a view of it cannot."""
+        views = [tensor for tensor in tensors_in(output) if not isinstance(tensor, nn.Parameter)]
+        return {span for tensor in views if (span := self.registry.owner(tensor)) is not None}
 
     def _watch(self, frame: Frame, output) -> None:
         """Learn when gradients of an output are known."""

@@ -3,6 +3,7 @@
 import gc
 import mmap
 import os
+import random
 import re
 import resource
 import threading
@@ -13,7 +14,7 @@ import torch
 
 from helpers import on_gpu
 from infinity import arena as arena_module
-from infinity.arena import Arena, Slots
+from infinity.arena import Arena, Heap, Slots
 from infinity.errors import BudgetError, UsageError
 
 MIB = 1 << 20
@@ -281,3 +282,116 @@ def test_pinned_memory_is_pinned():
     tensor.copy_(torch.arange(2 * MIB))
     assert torch.equal(tensor.to("cuda", non_blocking=True).cpu(), tensor)
     arena.close()
+
+
+PAGE = 4096
+
+
+def places(pieces):
+    """(offset, nbytes) of each."""
+    return [(piece.offset_nbytes, piece.nbytes) for piece in pieces]
+
+
+def test_pieces_are_whole_pages_one_behind_the_other():
+    heap = Heap(Arena(), MIB)
+    assert places(heap.take(n) for n in (1, PAGE, PAGE + 1, 0)) == [(0, PAGE), (PAGE, PAGE), (2 * PAGE, 2 * PAGE), (4 * PAGE, PAGE)]
+    assert (heap.used_nbytes, heap.peak_nbytes, heap.free_nbytes) == (5 * PAGE, 5 * PAGE, MIB - 5 * PAGE)
+
+
+def test_a_piece_is_its_part_of_its_region():
+    heap = Heap(Arena(), MIB)
+    first, second = heap.take(PAGE), heap.take(2 * PAGE)
+    second.buffer[:] = bytes([7]) * 2 * PAGE
+    assert second.address == first.address + PAGE and len(first.buffer) == PAGE
+    assert bytes(first.region.buffer[: 4 * PAGE]) == bytes(PAGE) + bytes([7]) * 2 * PAGE + bytes(PAGE)
+
+
+def test_gaps_join_whatever_the_order_in_which_they_are_given_back():
+    heap = Heap(Arena(), 8 * PAGE)
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [0, 2, 1, 3]):
+        pieces = [heap.take(2 * PAGE) for _ in range(4)]
+        assert heap.take(1) is None
+        for index in order:
+            heap.give_back(pieces[index])
+        assert heap.used_nbytes == 0
+        whole = heap.take(8 * PAGE)
+        assert places([whole]) == [(0, 8 * PAGE)]
+        heap.give_back(whole)
+
+
+def test_the_first_gap_that_is_large_enough_is_taken():
+    heap = Heap(Arena(), 10 * PAGE)
+    pieces = [heap.take(n * PAGE) for n in (1, 2, 1, 3, 1, 2)]
+    for index in (0, 1, 3):
+        heap.give_back(pieces[index])
+    assert places(heap.take(n * PAGE) for n in (3, 1, 2)) == [(0, 3 * PAGE), (4 * PAGE, PAGE), (5 * PAGE, 2 * PAGE)]
+    assert heap.take(1) is None and heap.used_nbytes == heap.peak_nbytes == 10 * PAGE
+
+
+def test_regions_are_taken_as_they_are_needed_within_the_budget():
+    arena = Arena()
+    heap = Heap(arena, 150 * MIB + 5000)
+    assert (heap.budget_nbytes, heap.nbytes, arena.nbytes) == (150 * MIB + PAGE, 0, 0)
+    sizes = []
+    for nbytes in (PAGE, 60 * MIB, 70 * MIB, 4 * MIB, 12 * MIB, 4 * MIB - PAGE, PAGE):
+        assert heap.take(nbytes) is not None
+        sizes.append(heap.nbytes)
+    assert sizes == [64 * MIB, 64 * MIB, 134 * MIB, *[150 * MIB + PAGE] * 4]
+    assert arena.nbytes == heap.nbytes == heap.budget_nbytes == heap.used_nbytes
+    assert heap.take(1) is None
+
+
+def test_what_no_budget_holds_is_refused_and_takes_nothing():
+    arena = Arena()
+    heap = Heap(arena, 3 * PAGE)
+    assert heap.take(3 * PAGE + 1) is None and arena.nbytes == 0
+    assert Heap(arena, 0).take(1) is None and Heap(arena, PAGE - 1).take(1) is None
+
+
+def test_a_region_that_cannot_be_pinned_leaves_the_heap_as_it_was(monkeypatch):
+    cudart = FakeCudart(error=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    heap = Heap(Arena(pin=True), MIB)
+    with pytest.raises(BudgetError, match="pinning 1.0 MiB"):
+        heap.take(1)
+    assert (heap.nbytes, heap.used_nbytes, heap.peak_nbytes) == (0, 0, 0)
+    cudart.error = 0
+    assert places([heap.take(1)]) == [(0, PAGE)]
+
+
+@pytest.mark.xfail(strict=True, reason="regions are kept for ever")
+def test_regions_that_nothing_is_in_make_room_for_a_larger_one():
+    arena = Arena()
+    heap = Heap(arena, 200 * MIB)
+    pieces = [heap.take(60 * MIB) for _ in range(3)]
+    for piece in pieces:
+        heap.give_back(piece)
+    assert heap.take(150 * MIB) is not None and arena.nbytes == heap.nbytes <= 200 * MIB
+
+
+def test_pieces_never_overlap_whichever_threads_take_and_return_them():
+    """8 threads, 400 pieces each; each fills its own and finds it as it was."""
+    heap, wrong = Heap(Arena(), 64 * PAGE), []
+
+    def work(name):
+        chance, held = random.Random(name), []
+        for _ in range(400):
+            piece = heap.take(chance.randrange(1, 6 * PAGE))
+            if piece is not None:
+                piece.buffer[:] = bytes([name]) * piece.nbytes
+                held.append(piece)
+            if held and (piece is None or chance.random() < 0.5):
+                piece = held.pop(chance.randrange(len(held)))
+                if bytes(piece.buffer) != bytes([name]) * piece.nbytes:
+                    wrong.append(name)
+                heap.give_back(piece)
+        for piece in held:
+            heap.give_back(piece)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and heap.used_nbytes == 0 and heap.nbytes == 64 * PAGE
+    assert places([heap.take(64 * PAGE)]) == [(0, 64 * PAGE)]

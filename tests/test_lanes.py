@@ -2,10 +2,11 @@
 
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 
-from infinity.lanes import Job, Lane
+from infinity.lanes import Job, Lane, waiting, waits
 
 SECONDS = 20  # after which a thread is taken to hang
 
@@ -125,3 +126,32 @@ def test_who_waits_for_an_abandoned_lane_gets_the_error_and_closing_leaves_it_be
     gate.set()
     lane._thread.join(SECONDS)
     assert not lane.is_stuck and (stuck.wait(), behind.wait()) == (True, "done")
+
+
+def test_a_thread_is_waiting_while_it_waits_for_a_lane_and_no_longer(lane):
+    inside, gate, seen = threading.Event(), threading.Event(), []
+    lane.push(lambda: inside.set() or gate.wait())
+    following = lane.push(lambda: seen.append(waiter.ident in waiting))
+    waiter = threading.Thread(target=following.wait)
+    assert inside.wait(SECONDS)
+    assert threading.get_ident() not in waiting
+    waiter.start()
+    while waiter.ident not in waiting:  # it is on its way there
+        assert waiter.is_alive()
+    gate.set()
+    waiter.join(SECONDS)
+    assert seen == [True] and waiter.ident not in waiting
+
+
+def test_who_waits_for_what_is_over_does_not_wait(lane):
+    job = lane.push(lambda: "over")
+    lane.drain()
+    with mock.patch("infinity.lanes.waits", side_effect=AssertionError):
+        assert job.wait() == "over"
+
+
+def test_waiting_ends_with_an_error_too(lane):
+    with pytest.raises(ZeroDivisionError), waits():
+        assert threading.get_ident() in waiting
+        lane.push(lambda: 1 / 0).wait()
+    assert threading.get_ident() not in waiting

@@ -15,6 +15,7 @@ from infinity.schedule import (
     Read,
     ReadStates,
     Reduce,
+    Route,
     Run,
     Use,
     plan,
@@ -388,3 +389,48 @@ def test_a_cursor_starts_again():
     cursor = Cursor([Use(key, ()) for key in "ab"])
     assert [cursor.advance("b"), cursor.restart(), cursor.advance("a")] == [1, None, 0]
     assert Cursor([]).advance("a") is None
+
+
+def test_a_cursor_expects_the_next_op_of_the_trace_only():
+    cursor = Cursor([Use(key, ()) for key in "aba"])
+    assert [cursor.expects(key) for key in "ab"] == [True, False]
+    cursor.advance("a")
+    assert [cursor.expects(key) for key in "ab"] == [False, True]
+    cursor.advance("b"), cursor.advance("a")
+    assert not cursor.expects("a") and cursor.position == 2  # the trace is over
+    assert not Cursor([]).expects("a")
+
+
+def test_an_op_is_found_where_it_follows_the_one_before_nearest_to_a_position():
+    cursor = Cursor([Use(key, ()) for key in "abcabdab"])
+    assert [cursor.find("a", "b", near=near) for near in (0, 2, 3, 4, 7)] == [1, 1, 4, 4, 7]
+    assert [cursor.find("b", key, near=0) for key in "cd"] == [2, 5]
+    assert cursor.find("a", "c", near=2) is None
+    assert cursor.find("a", "?", near=0) is None
+    assert cursor.find("?", "a", near=0) is None
+    assert cursor.position == -1  # it is only asked
+
+
+def test_the_first_op_of_a_step_is_found_at_the_beginning_only():
+    cursor = Cursor([Use(key, ()) for key in "aba"])
+    assert cursor.find(None, "a", near=2) == 0
+    assert cursor.find(None, "b", near=1) is None
+
+
+# ---- routes ----
+
+
+def test_a_route_knows_where_in_its_actions_each_op_begins():
+    trace = uses(0, 1, 0)
+    actions = plan(trace, nbytes={0: 1, 1: 1}, budget=2)
+    route = Route(trace, actions, [(2, 7), (2, 5)])
+    assert [actions[index] for index in route.runs] == [Run(0), Run(1), Run(2)]
+    assert route.actions is actions and route.uses is trace
+    assert route.update_order == {7: (0, 2), 5: (1, 2)}
+    assert route.next_use.after(1, -1) == 1
+    assert route.cursor.position == -1 and route.successor is None
+
+
+def test_plans_of_the_same_trace_are_equal_and_of_another_are_not():
+    made = [plan(uses(*order), nbytes={0: 1, 1: 1}, budget=2) for order in ((0, 1, 0), (0, 1, 0), (1, 0, 1))]
+    assert made[0] == made[1] != made[2]

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import random
+import resource
 import signal
 import stat
 import threading
@@ -653,3 +654,111 @@ def test_many_threads_may_close_at_once(paths):
         for thread in threads:
             thread.join()
         assert errors == [] and everything_in(*paths) == []
+
+
+# ---- files that grow ----
+
+
+@pytest.mark.parametrize("num_paths", [1, 2, 3])
+@pytest.mark.parametrize("reserved", [0, 5 * MIB])
+def test_files_grow_after_reserve_and_bytes_come_back(paths, num_paths, reserved):
+    with Swap(paths[:num_paths]) as swap:
+        first = [(swap.allocate(reserved), memory(reserved))] if reserved else []
+        swap.reserve()
+        assert (everything_in(*paths) != [] and len(list(paths[0].glob("*/*.swap")))) == bool(reserved)
+        writes = [swap.write(extent, data) for extent, data in first]
+        extents = first
+        for size in (1, PAGE, MIB, 3 * MIB + PAGE, 7 * MIB - PAGE, 12345):
+            extent = swap.extend(size)
+            assert extent.nbytes == -(-size // PAGE) * PAGE
+            extents.append((extent, memory(extent.nbytes)))
+            writes.append(swap.write(*extents[-1]))
+        for extent, data in extents:
+            back = memory(extent.nbytes, 0)
+            assert swap.read(extent, back).wait() and back == data
+        ends = [0] * num_paths
+        for stripe in (stripe for extent, _ in extents for stripe in extent.stripes):
+            assert stripe.offset == ends[stripe.path]
+            ends[stripe.path] += stripe.nbytes
+        for path, end in zip(paths, ends):
+            assert swap_file(path).stat().st_size == end
+            assert swap_file(path).stat().st_blocks * 512 >= end
+    assert everything_in(*paths) == []
+
+
+def test_to_extend_comes_between_reserve_and_close(paths):
+    swap = Swap(paths[:1])
+    with pytest.raises(UsageError, match="reserve"):
+        swap.extend(PAGE)
+    swap.reserve()
+    for nbytes in (0, -1):
+        with pytest.raises(ValueError, match="expected a positive number"):
+            swap.extend(nbytes)
+    swap.extend(PAGE)
+    with pytest.raises(UsageError, match="allocate everything before, or extend"):
+        swap.allocate(PAGE)
+    swap.close()
+    with pytest.raises(UsageError, match="closed"):
+        swap.extend(PAGE)
+
+
+def limit_files(nbytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.parametrize(
+    "has_file", [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason="a file without queues is left"))]
+)
+def test_a_file_that_cannot_grow_is_a_swap_error_and_what_is_there_stays_usable(paths, has_file):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    with Swap(paths[:1]) as swap:
+        swap.reserve()
+        data = memory(MIB)
+        if has_file:
+            first = swap.extend(MIB)
+            swap.write(first, data)
+        limit_files(MIB + PAGE if has_file else 2 * PAGE)
+        try:
+            for _ in range(2):
+                with pytest.raises(SwapError, match="raise the file size limit") as caught:
+                    swap.extend(MIB)
+                assert caught.value.errno == errno.EFBIG and caught.value.filename.endswith("rank0.swap")
+        finally:
+            limit_files(before)
+        back = memory(MIB, 0)
+        if has_file:
+            assert swap.read(first, back).wait() and back == data
+        late = swap.extend(MIB)
+        assert swap.write(late, data).wait() and swap.read(late, back).wait() and back == data
+    assert everything_in(*paths) == []
+
+
+def test_a_file_grows_while_it_is_read_and_written(paths):
+    _aio._inject("write", 0, -1, None, every=2, delay=0.002)
+    with Swap(paths[:2]) as swap:
+        swap.reserve()
+        under_way = []
+        for number in range(40):
+            data, back = memory(256 * KIB, number), memory(256 * KIB, 0)
+            extent = swap.extend(256 * KIB)
+            under_way.append((swap.write(extent, data), swap.read(extent, back), data, back))
+        for write, read, data, back in under_way:
+            assert write.wait() and read.wait() and back == data
+    assert everything_in(*paths) == []
+
+
+def test_a_killed_run_whose_file_had_grown_is_cleaned_up_by_the_next(paths):
+    source = """
+    import os, sys
+    from infinity.tiers import Swap
+    swap = Swap([sys.argv[1]])
+    swap.reserve()
+    swap.extend(1 << 20)
+    os._exit(9)
+    """
+    assert run_python(source, paths[0]).returncode == 9
+    assert swap_file(paths[0]).stat().st_size == MIB
+    with Swap(paths[:1]) as swap:
+        swap.reserve()
+        assert list(paths[0].glob("infinity-*/*.swap")) == []
+    assert everything_in(*paths) == []
