@@ -478,12 +478,11 @@ class _Directory:
             except BlockingIOError:
                 pid, _, holder = os.pread(fd, 256, 0).decode(errors="replace").strip().partition(" ")
                 if int(match[1]) == rank or holder != run:
-                    raise SwapError(
-                        errno.EBUSY,
-                        f"the swap directory is in use by rank {int(match[1])} of a run with process {pid}: end that run, "
-                        "or name another directory in `nvme`",
-                        str(self.path),
-                    ) from None
+                    text = f"the swap directory is in use by rank {int(match[1])} of a run with process {pid}: end that run, or name "
+                    text += "another directory in `nvme`"
+                    if pid == str(os.getpid()):
+                        text += "; that is this process: each of its models needs a Config with directories of its own"
+                    raise SwapError(errno.EBUSY, text, str(self.path)) from None
                 runs.add(holder)
             finally:
                 os.close(fd)
