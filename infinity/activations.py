@@ -27,6 +27,7 @@ tensors asks here, in the training thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import threading
@@ -38,7 +39,7 @@ import torch
 
 from infinity.arena import PAGE_NBYTES, Arena, Heap, Piece
 from infinity.config import format_bytes
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, SwapError, UsageError
 from infinity.lanes import Job, Lane
 
 MIN_NBYTES = 64 << 10  # smaller storages stay: a copy would cost more than it frees
@@ -69,6 +70,7 @@ _MOVES = {
     (Place.WRITING, Place.HOST),  # it was wanted before its memory was given away, or could not be written
     (Place.NVME, Place.READING),
     (Place.READING, Place.HOST),
+    (Place.READING, Place.NVME),  # another one needed its memory more
 }
 
 
@@ -100,7 +102,7 @@ class Copy:
 class Kept:
     """The bytes of one storage, needed until backward."""
 
-    def __init__(self, number: int, storage: torch.UntypedStorage, key: tuple[int, int]):
+    def __init__(self, number: int, tensor: torch.Tensor, storage: torch.UntypedStorage, key: tuple[int, int]):
         self.number = number  # in order of saving
         self.nbytes = storage.nbytes()
         self.key = key
@@ -113,12 +115,21 @@ class Kept:
         self.num_saved = 0  # saved tensors that look into it
         self.saved_until = 0  # bytes that were saved when it was, all storages together
         self.wanted = False  # again, while it is being written
+        self.watch = tensor.detach()
+        self.watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._original = storage._weak_ref()
+
+    def counts_versions_of(self, tensor: torch.Tensor) -> bool:
+        """Whether its version counter is the tensor's; parts of a storage may have their own, such as those of unsafe_chunk."""
+        version = self.watch._version
+        with torch.autograd._unsafe_preserve_version_counter(tensor):
+            torch.autograd.graph.increment_version(tensor)
+            return self.watch._version != version
 
     def original(self) -> torch.UntypedStorage | None:
         """The storage that was saved, if it is still alive."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._original)
-        return storage if storage is not None and storage.nbytes() == self.nbytes else None
+        return storage if storage is not None and storage.nbytes() >= self.nbytes else None
 
     def become(self, place: Place) -> None:
         assert (self.place, place) in _MOVES, f"{self}: {place} from {self.place}"
@@ -134,28 +145,27 @@ class Kept:
 class Saved:
     """A tensor that autograd saved: a view of what is kept."""
 
-    __slots__ = ("_dropped", "_layout", "_version", "_watch", "kept")
+    __slots__ = ("_dropped", "_dtype", "_layout", "_version", "kept")
 
     def __init__(self, kept: Kept, tensor: torch.Tensor, dropped: deque[Kept]):
         self.kept = kept
         self._dropped = dropped
         self._layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         self._version = tensor._version
-        self._watch = tensor.detach()
-        self._watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._dtype = tensor.dtype
         kept.num_saved += 1
 
     @property
     def versions(self) -> tuple[int, int]:
         """When it was saved, and now."""
-        return self._version, self._watch._version
+        return self._version, self.kept.watch._version
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self._layout[1]
 
     def look_into(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=self._watch.dtype, device=storage.device).set_(storage, *self._layout)
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._layout)
 
     def __del__(self):
         self._dropped.append(self.kept)
@@ -189,10 +199,11 @@ class Activations:
         self._fixed: set[int] = set()  # addresses of buffers
         self._num_kept = self._largest_nbytes = self._saved_nbytes = self._moved_nbytes = self._nvme_nbytes = 0
         self._num_writing = self._num_written = 0
+        self._closed = False
 
     def begin_forward(self, buffers: Iterable[torch.Tensor]) -> None:
         """buffers: the model's, which stay where they are."""
-        self._drain()
+        self.drain()
         self._fixed = {buffer.untyped_storage()._cdata for buffer in buffers}
 
     def save(self, tensor: torch.Tensor) -> Saved | None:
@@ -204,19 +215,25 @@ class Activations:
             return None
         if storage._cdata in self._fixed or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
             return None
-        self._drain()
+        self.drain()
         key = (storage._cdata, tensor._version)
         kept = self._by_storage.get(key)
-        if kept is None:
-            kept = self._by_storage[key] = self._keep(storage, key)
+        if kept is None or kept.nbytes != storage.nbytes() or not kept.counts_versions_of(tensor):
+            kept = self._by_storage[key] = self._keep(tensor, storage, key)
         return Saved(kept, tensor, self._dropped)
 
     def restore(self, saved: Saved) -> torch.Tensor:
         """The tensor, on the device; what was saved before it is fetched ahead. Raises SwapError."""
-        self._drain()
+        self.drain()
         kept = saved.kept
         storage = kept.original()
         if storage is None:
+            if self._closed:
+                raise UsageError("a backward pass after close(): the engine is closed, and what was saved for it is gone")
+            while kept.place is Place.LEAVING:
+                self._let_go()
+            if kept.place is Place.DEVICE:
+                raise UsageError(f"a saved tensor of shape {saved.shape} is needed, but its storage was cut before it left the device")
             if kept.place is not Place.HOME:
                 self._to_host(kept)
                 self._to_device(kept)
@@ -236,6 +253,7 @@ class Activations:
         }
 
     def close(self) -> None:
+        self._closed = True
         self.copies.close()
         self.writer.close()
         if self.stream is not None:
@@ -246,9 +264,9 @@ class Activations:
 
     # Forward: to the host, and on to NVMe.
 
-    def _keep(self, storage: torch.UntypedStorage, key: tuple[int, int]) -> Kept:
+    def _keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: tuple[int, int]) -> Kept:
         self._largest_nbytes = max(self._largest_nbytes, storage.nbytes())
-        kept = Kept(self._num_kept, storage, key)
+        kept = Kept(self._num_kept, tensor, storage, key)
         self._num_kept += 1
         self._kept[kept.number] = kept
         self._staying[kept.number] = storage
@@ -256,14 +274,18 @@ class Activations:
         kept.saved_until = self._saved_nbytes
         for number in list(self._staying):
             if self._saved_nbytes - self._kept[number].saved_until >= self._kept[number].nbytes:
-                self._send(self._kept[number])
+                try:
+                    self._send(self._kept[number])
+                except BaseException:  # nothing is saved then
+                    self._forget(kept)
+                    raise
         return kept
 
     def _send(self, kept: Kept) -> None:
         """Begin to copy it."""
         kept.memory = self._take(kept.nbytes)
         storage = self._leaving[kept.number] = self._staying.pop(kept.number)
-        kept.copy = self._copy(kept.memory, storage, out=True)
+        kept.copy = self._copy(kept.memory, storage, min(kept.nbytes, storage.nbytes()), out=True)
         kept.become(Place.LEAVING)
         self._moved_nbytes += kept.nbytes
         if len(self._leaving) > NUM_LEAVING:
@@ -285,8 +307,7 @@ class Activations:
         """Host memory; if there is none, that of what is needed last, once it is on NVMe."""
         while True:
             num_written = self._num_written
-            while self._cooling and self._cooling[0][0].done:
-                self.heap.give_back(self._cooling.popleft()[1])
+            self._reclaim()
             if (piece := self.heap.take(nbytes)) is not None:
                 return piece
             if self.failure is not None:
@@ -297,7 +318,7 @@ class Activations:
                     continue
             if self._cooling:
                 self._cooling[0][0].wait()
-            elif not self._write_oldest():
+            elif not self._write_oldest() and not self._give_up_oldest():
                 if not self._leaving:
                     raise BudgetError(
                         f"{self.who}a saved activation of {format_bytes(nbytes)} does not fit into the quarter of host_memory "
@@ -311,6 +332,21 @@ class Activations:
         if oldest is not None:
             self._write(oldest)
         return oldest is not None
+
+    def _give_up_oldest(self) -> bool:
+        """Let go of what was read ahead; it is on NVMe still."""
+        oldest = next((kept for kept in self._kept.values() if kept.place is Place.READING), None)
+        if oldest is not None:
+            with contextlib.suppress(SwapError):  # it may never be needed
+                oldest.read.wait()
+            oldest.become(Place.NVME)
+            self.heap.give_back(oldest.memory)
+            oldest.memory = None
+        return oldest is not None
+
+    def _reclaim(self) -> None:
+        while self._cooling and self._cooling[0][0].done:
+            self.heap.give_back(self._cooling.popleft()[1])
 
     def _write(self, kept: Kept) -> None:
         """Begin to move it from host memory to NVMe."""
@@ -368,7 +404,7 @@ class Activations:
 
     def _to_device(self, kept: Kept) -> None:
         kept.home = torch.UntypedStorage(kept.nbytes, device=self.device)
-        kept.copy = self._copy(kept.memory, kept.home, out=False)
+        kept.copy = self._copy(kept.memory, kept.home, kept.nbytes, out=False)
         self._cooling.append((kept.copy, kept.memory))
         kept.memory = None
         kept.become(Place.HOME)
@@ -377,6 +413,7 @@ class Activations:
         """Bring what was saved just before this one closer: the nearest to the device, others to host memory while there is room."""
         room = NUM_COMING - len(self._coming)
         reads = True
+        self._reclaim()
         for earlier in range(number - 1, max(number - 1 - LOOK_AHEAD, -1), -1):
             kept = self._kept.get(earlier)
             if kept is None or kept.place in (Place.DEVICE, Place.LEAVING, Place.HOME) or kept.original() is not None:
@@ -399,9 +436,8 @@ class Activations:
             elif not reads:
                 break
 
-    def _copy(self, memory: Piece, storage: torch.UntypedStorage, *, out: bool) -> Copy:
+    def _copy(self, memory: Piece, storage: torch.UntypedStorage, nbytes: int, *, out: bool) -> Copy:
         """Between host memory and a storage on the device, after what the device was given so far."""
-        nbytes = storage.nbytes()
         if self.stream is None:
             ends = (memory.address, storage.data_ptr()) if out else (storage.data_ptr(), memory.address)
             return Copy(job=self.copies.push(lambda _alive=(memory, storage): ctypes.memmove(*ends, nbytes)))
@@ -415,7 +451,7 @@ class Activations:
                 on_device.copy_(on_host, non_blocking=True)
             return Copy(event=self.stream.record_event(), device=self.device)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Forget what no saved tensor needs any more."""
         while self._dropped:
             kept = self._dropped.popleft()

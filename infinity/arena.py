@@ -56,6 +56,11 @@ class Arena:
         self._regions.append(region)
         return region
 
+    def give_back(self, region: Region) -> None:
+        """Give one back; nothing uses it."""
+        self._regions.remove(region)
+        region.close()
+
     def close(self) -> None:
         """Give all regions back, each as soon as nothing refers to it any more. Idempotent."""
         while self._regions:
@@ -224,7 +229,8 @@ class Piece:
 
 
 class Heap:
-    """Pieces of any size, for what comes in sizes that nobody knows before. Regions are taken as they are needed, and kept.
+    """Pieces of any size, for what comes in sizes that nobody knows before. Regions are taken as they are needed, and kept
+    until a larger one needs their budget.
 
     budget_nbytes: the most that the regions take. peak_nbytes: the most ever given out.
     """
@@ -248,12 +254,21 @@ class Heap:
                 for index, (begin, end) in enumerate(gaps):
                     if end - begin >= nbytes:
                         return self._give(region, gaps, index, nbytes)
+            self._give_empty_back(nbytes)
             if self.nbytes + nbytes > self.budget_nbytes:
                 return None
             region = self._arena.region(min(max(nbytes, HEAP_REGION_NBYTES), self.budget_nbytes - self.nbytes))
             self.nbytes += region.nbytes
             self._gaps.append((region, [(0, region.nbytes)]))
             return self._give(region, self._gaps[-1][1], 0, nbytes)
+
+    def _give_empty_back(self, nbytes: int) -> None:
+        """Regions too small for what is asked make room for a larger one, as soon as nothing is in them."""
+        for region, gaps in list(self._gaps):
+            if self.nbytes + nbytes > self.budget_nbytes and gaps == [(0, region.nbytes)]:
+                self._gaps.remove((region, gaps))
+                self.nbytes -= region.nbytes
+                self._arena.give_back(region)
 
     def give_back(self, piece: Piece) -> None:
         """The piece is free; it must not be used any more."""

@@ -452,6 +452,7 @@ class Engine:
                 f"{self.optimizer.accumulation_steps}. Declare it: infinity.AdamW(..., accumulation_steps=...)."
             )
         self.backward_task = torch._C._current_graph_task_id()
+        self.hooks.recording = True  # an evaluation may have run since the forward pass
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._expect_gradients()
 
@@ -518,6 +519,8 @@ class Engine:
         self.backward_task = None
         self.hooks.release_all()
         self.pipeline.drain_dropped()
+        if self.activations is not None:
+            self.activations.drain()
         for chunk in self.reduce_all():
             self._sum_squares(chunk)
         self.num_backwards += 1

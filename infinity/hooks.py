@@ -126,6 +126,20 @@ class SavedTensors:
         return second
 
 
+class Anchored(torch.autograd.Function):
+    """The tensor, with a node in the graph that runs in backward whatever the tensor depends on."""
+
+    @staticmethod
+    def forward(ctx, anchor, tensor):
+        ctx.save_for_backward(anchor)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors  # inside a checkpoint: runs the forward pass again, as it does where something was computed
+        return None, grad
+
+
 class FetchingParameters(dict):
     """A module's parameters; reading one by name inside an engine's op brings it to the device."""
 
@@ -154,9 +168,11 @@ class Hooks:
         self.kept: dict[int, SpanState] | None = None  # held until the segment under way ends, if there is one
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
         self._holding: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._loose: list[SpanState] = []  # held for a custom function's backward, until the next event
+        self._loose: list[SpanState] = []  # held for a custom function's or a leaf's backward, until the next event
+        self._loose_leaf: Op | None = None  # for whose backward they are
         self._escaped: list[SpanState] = []  # of views that the outermost module returned, until backward ends
         self._handles = []
+        self._anchor = torch.zeros((), device=pipeline.device, requires_grad=True)
         self._model = weakref.ref(model)
         self._attach(model)
 
@@ -204,6 +220,8 @@ class Hooks:
             self.recording = torch.is_grad_enabled() or self.kept is not None
             self.release_escaped()
             self.engine.begin_forward((args, kwargs))
+        if phase == RECOMPUTE and self._loose_leaf not in (None, op):
+            self.release_loose()  # what a checkpoint runs again has room for one leaf
         whole = module is self._model()
         scales = self.engine.scaler is not None and not self.frames and self.kept is None and torch.is_grad_enabled()
         if scales and outermost and not whole:
@@ -254,6 +272,8 @@ class Hooks:
             frame = self.frames.pop()
             if frame.pushed:
                 _pop_saved_tensors_default_hooks()
+            if frame.op.whole and frame.spans and self.kept is None and _current_graph_task_id() != -1:
+                self._keep_loose(frame.op)  # its backward follows, on each rank with what it has chosen
             escaping = self._escaping(output) if frame.spans and frame.module is module else ()
             for span in frame.spans:
                 if span in escaping:
@@ -269,9 +289,25 @@ class Hooks:
         whole = module is self._model() and not self.frames and self.kept is None
         if whole:
             output = self.engine.scaled(output)
+        anchored = output
         if torch.is_grad_enabled():
-            self._watch(frame, output)
-        return output if whole else None
+            if frame.op.whole:
+                anchored = self._anchored(frame.op, args, output)
+            self._watch(frame, anchored)
+        return anchored if whole or anchored is not output else None
+
+    def _anchored(self, op: Op, args, output):
+        """A leaf's output of which every tensor has a gradient of its own, also where the leaf has computed nothing on this rank."""
+        inputs = tensors_in(args)
+        if not any(state.param.requires_grad for state in op.params) and not any(x.requires_grad for x in inputs):
+            return output
+
+        def loose(tensor):
+            return tensor.is_floating_point() and (not tensor.requires_grad or any(tensor is x for x in inputs))
+
+        if not any(map(loose, tensors_in(output))):
+            return output
+        return map_tensors(output, lambda tensor: Anchored.apply(self._anchor, tensor) if loose(tensor) else tensor)
 
     def _escaping(self, output) -> set[SpanState]:
         """The spans that an output looks into. A parameter itself becomes a placeholder again; a view of it cannot."""
@@ -281,7 +317,7 @@ class Hooks:
     def _watch(self, frame: Frame, output) -> None:
         """Learn when gradients of an output are known."""
         unseen = frame.op.whole or any(span.index not in frame.packed for span in frame.op.spans)
-        begins = frame.outermost or frame.scales
+        begins, seen = frame.outermost or frame.scales, set()
         if not begins and not unseen:
             return
         for tensor in tensors_in(output):
@@ -289,8 +325,23 @@ class Hooks:
                 continue
             if begins and (tensor.is_floating_point() or not frame.scales):
                 tensor.register_hook(self._backward_begins)
-            if unseen and (frame.op.whole or isinstance(tensor.grad_fn, BackwardCFunction)):
+            if frame.op.whole:
+                tensor.register_hook(lambda grad: self._before_leaf_backward(frame.op, seen))
+            elif unseen and isinstance(tensor.grad_fn, BackwardCFunction):
                 tensor.register_hook(lambda grad, op=frame.op: self._before_custom_backward(op))
+
+    def _before_leaf_backward(self, op: Op, seen: set[int]) -> None:
+        """Once a pass, whichever of its outputs is first: which of them have gradients depends on what it computed."""
+        if (task := _current_graph_task_id()) not in seen:
+            seen.add(task)
+            self._before_custom_backward(op)
+
+    def _keep_loose(self, leaf: Op) -> None:
+        self.release_loose()
+        for span in leaf.spans:
+            self.pipeline.hold(span)
+        self._loose.extend(leaf.spans)
+        self._loose_leaf = leaf
 
     @torch._dynamo.disable
     def touch(self, param: torch.Tensor) -> None:
@@ -378,6 +429,7 @@ class Hooks:
             self.pipeline.release(self._escaped.pop())
 
     def release_loose(self) -> None:
+        self._loose_leaf = None
         while self._loose:
             self.pipeline.release(self._loose.pop())
 
@@ -385,6 +437,7 @@ class Hooks:
         self.release_loose()
         self.pipeline.acquire((BACKWARD, op.index, -1), op.spans, record=self.recording)
         self._loose.extend(op.spans)
+        self._loose_leaf = op if op.whole else None
 
     def _backward_begins(self, grad) -> None:
         if torch.is_grad_enabled():

@@ -44,6 +44,11 @@ _numbers = itertools.count()
 # a lane that is in one, for WAITS polls says so in the store. If all do and name different ones, none of them can go on.
 
 WAITS = 4
+REMEDY = (
+    "All ranks must run the same modules in the same order; look for branches that depend on the rank or on its data. Where they are "
+    "meant, as in a mixture of experts, call infinity.leaf(module) on the module that branches; a layer that a rank skips must be "
+    "called with an empty batch instead."
+)
 
 
 class Ranks:
@@ -128,25 +133,28 @@ class Ranks:
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add a small host tensor up over the ranks, in place."""
         if self.world > 1:
-            self._wait(dist.all_reduce(tensor, group=self.control, async_op=True))
+            self._wait(dist.all_reduce(tensor, group=self.control, async_op=True), f"a sum of {tensor.numel()} numbers")
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the maximum of a small host tensor over the ranks, in place."""
         if self.world > 1:
-            self._wait(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True))
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+            self._wait(work, f"a maximum of {tensor.numel()} numbers")
         return tensor
 
     def min_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the minimum of a small host tensor over the ranks, in place."""
         if self.world > 1:
-            self._wait(dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.control, async_op=True))
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.control, async_op=True)
+            self._wait(work, f"a minimum of {tensor.numel()} numbers")
         return tensor
 
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Give every rank the source's host tensor, in place."""
         if self.world > 1:
-            self._wait(dist.broadcast(tensor, src=source, group=self.control, async_op=True))
+            work = dist.broadcast(tensor, src=source, group=self.control, async_op=True)
+            self._wait(work, f"a broadcast of {tensor.numel()} numbers")
         return tensor
 
     def all_gather_slices(self, piece: torch.Tensor) -> torch.Tensor:
@@ -154,27 +162,24 @@ class Ranks:
         if self.world == 1:
             return piece
         whole = torch.empty(self.world * piece.numel(), dtype=piece.dtype)
-        self._wait(_all_gather(whole, piece, group=self.control, async_op=True))
+        self._wait(_all_gather(whole, piece, group=self.control, async_op=True), f"a gather of {whole.numel()} numbers")
         return whole
 
-    def agree(self, *values: int, group=None) -> bool:
-        """Whether every rank gave the same integers."""
+    def agree(self, *values: int, group=None, what: str = "an agreement between the training threads") -> bool:
+        """Whether every rank gave the same integers. what: for errors."""
         if self.world == 1:
             return True
         self._check()
         low = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64)
         with self._explained("the exchange of what comes next"):
             where = "control" if group is None else "lane"
-            self._wait(dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group or self.control, async_op=True), where)
+            self._wait(dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group or self.control, async_op=True), what, where)
         return all(low[i].item() == -low[len(values) + i].item() for i in range(len(values)))
 
     def require_order(self, what: str, *values: int) -> None:
         """Raise UsageError, on every rank, where the ranks are about to issue different collectives."""
-        if not self.agree(*values, group=self.order):
-            raise UsageError(
-                f"{self.name}: the ranks disagree about {what} (here: {values}). All ranks must "
-                f"run the same modules in the same order; look for branches that depend on the rank or on its data."
-            )
+        if not self.agree(*values, group=self.order, what=f"the exchange about {what}"):
+            raise UsageError(f"{self.name}: the ranks disagree about {what} (here: {values}). {REMEDY}")
 
     @contextlib.contextmanager
     def _in(self, where: str, what: str):
@@ -189,7 +194,10 @@ class Ranks:
     def waits_in(self) -> str:
         """The collective that keeps the training thread from going on, if one does."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        waits = any(not names.get(ident, THREADS).startswith(THREADS) for ident in list(lanes.waiting))
+        waiting = [names.get(ident, "") for ident in list(lanes.waiting)]  # autograd's threads have no name
+        if f"{THREADS}gg" in waiting:
+            return ""  # the lane waits for what this rank does alone, such as a slow read, and then joins the others
+        waits = any(not name.startswith(THREADS) for name in waiting)
         return self._inside.get("control") or (self._inside.get("lane", "") if waits else "")
 
     @contextlib.contextmanager
@@ -211,9 +219,9 @@ class Ranks:
         if self.failure is not None:
             raise self.failure
 
-    def _wait(self, work: dist.Work, where: str = "control") -> None:
+    def _wait(self, work: dist.Work, what: str, where: str = "control") -> None:
         """Until it is done, unless a rank has failed."""
-        with self._in(where, "an exchange between the training threads" if where == "control" else "an exchange about the next gather"):
+        with self._in(where, what):
             while True:
                 try:
                     work.wait(datetime.timedelta(seconds=WATCH_S))
@@ -227,7 +235,7 @@ class Ranks:
 
     def barrier(self) -> None:
         if self.world > 1:
-            self._wait(dist.barrier(group=self.control, async_op=True))
+            self._wait(dist.barrier(group=self.control, async_op=True), "a barrier")
 
     def join(self) -> None:
         """One engine more uses the groups: all that are built in one `infinity.init` share them."""
@@ -276,8 +284,4 @@ class _Board:
         if self._num_parted < 2:
             return None
         each = "; ".join(f"rank {rank} in {text}" for rank, text in enumerate(texts[:8]))
-        return UsageError(
-            f"the ranks wait for each other in different collectives: {each}. All ranks must run the same modules in the same order; "
-            f"look for branches that depend on the rank or on its data. Where they are meant, as in a mixture of experts, call "
-            f"infinity.leaf(module) on the module that branches; a layer that a rank skips must be called with an empty batch instead."
-        )
+        return UsageError(f"the ranks wait for each other in different collectives: {each}. {REMEDY}")

@@ -221,15 +221,17 @@ class Pipeline:
         if anew:
             self.forget()
         route = next((route for route in self._routes if route.uses == trace), None)
-        if route is not None:
-            self._routes.remove(route)
-        else:
-            route = Route(trace, self._plan(trace, reductions, updates), updates)
+        if route is None or len(reductions) > route.num_completions:
+            actions = self._plan(trace, reductions, updates)
+            if route is None:
+                route = Route(trace, actions, updates)
+            else:
+                route.become(actions, updates)  # more is known now of when gradients are complete
+            route.num_completions = len(reductions)
             self.num_plans += 1
-            del self._routes[: len(self._routes) + 1 - MAX_ROUTES]
         if self._routes:
-            self._routes[-1].successor = route
-        self._routes.append(route)
+            self._routes[-1].successor = route  # which it may be itself
+        self._routes = [known for known in self._routes if known is not route][1 - MAX_ROUTES :] + [route]
         self._route = route
 
     def _plan(self, trace: list[Use], reductions, updates) -> list[schedule.Action]:
@@ -562,7 +564,7 @@ class Pipeline:
     def _run_gather(self, part: Part, order):
         event = part.copy.wait()
         if order is not None:
-            self.ranks.require_order("the next gather", *order)
+            self.ranks.require_order(f"the next gather, of {part.chunk.title}", *order)
         start = now()
         chunk = part.chunk.chunk
         whole = part.chunk.span.flat[chunk.offset : chunk.offset + chunk.numel]

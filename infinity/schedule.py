@@ -278,12 +278,17 @@ class Route:
 
     def __init__(self, uses: list[Use], actions: list[Action], updates: Sequence[tuple[int, int]]):
         self.uses = uses
-        self.actions = actions
-        self.runs = [index for index, action in enumerate(actions) if isinstance(action, Run)]
         self.next_use = NextUse(uses)
-        self.update_order = {chunk: (index, position) for index, (position, chunk) in enumerate(updates)}
         self.cursor = Cursor(uses)
         self.successor: Route | None = None
+        self.num_completions = 0  # gradients of which the plan knows when they are complete
+        self.become(actions, updates)
+
+    def become(self, actions: list[Action], updates: Sequence[tuple[int, int]]) -> None:
+        """Take another plan."""
+        self.actions = actions
+        self.runs = [index for index, action in enumerate(actions) if isinstance(action, Run)]
+        self.update_order = {chunk: (index, position) for index, (position, chunk) in enumerate(updates)}
 
 
 class Cursor:

@@ -395,7 +395,11 @@ class _Directory:
     def grow(self, stripe: Stripe, num_sharers: int) -> None:
         """Make the file hold a stripe that was laid behind the others."""
         if self.file < 0:
-            self.make_file(num_sharers)
+            try:
+                self.make_file(num_sharers)
+            except BaseException:
+                self.remove_file()  # else there would be a file without queues
+                raise
             return
         try:
             os.posix_fallocate(self.file, stripe.offset, stripe.nbytes)

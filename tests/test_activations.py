@@ -5,6 +5,7 @@ Long because the unit, the engine around it and its faults share what makes stor
 
 import errno
 import gc
+import hashlib
 import itertools
 import queue
 import random
@@ -296,7 +297,6 @@ def test_the_watch_of_a_version_keeps_no_storage_alive(make):
     assert storage.expired() and saved.versions == (0, 0) and len(others) == BEHIND
 
 
-@pytest.mark.xfail(strict=True, reason="one entry by address and version, also where version counters differ")
 def test_parts_of_a_storage_with_version_counters_of_their_own_are_not_confused(make):
     activations = make()
     both = torch.zeros(2 * N, dtype=torch.uint8)
@@ -323,7 +323,6 @@ def test_an_original_that_grows_after_it_left_changes_nothing(make):
     del others
 
 
-@pytest.mark.xfail(strict=True, reason="as many bytes are copied as the storage has by then")
 def test_an_original_that_grows_before_it_leaves_does_not_reach_into_its_neighbours(make):
     activations = make(16 * N)
     first, *neighbours = save_many(activations, range(8))  # one behind the other in host memory
@@ -351,7 +350,6 @@ def test_an_original_that_shrinks_after_it_left_comes_back_whole(make):
     del others
 
 
-@pytest.mark.xfail(strict=True, reason="AttributeError: it has no host memory")
 def test_an_original_that_is_cut_before_it_left_is_an_error_that_says_so(make):
     activations = make()
     x = filled(5)
@@ -566,7 +564,6 @@ def test_a_refusal_names_the_storage_and_the_budget(make):
     )
 
 
-@pytest.mark.xfail(strict=True, reason="what could not be kept stays in the queue of what leaves")
 def test_after_a_refusal_smaller_ones_are_kept(make):
     activations = make(3 * N)
     saved = []
@@ -579,7 +576,6 @@ def test_after_a_refusal_smaller_ones_are_kept(make):
     assert all(is_filled(activations.restore(one), value) for value, one in reversed([*enumerate(saved)]))
 
 
-@pytest.mark.xfail(strict=True, reason="what was read ahead is not given up")
 def test_what_was_read_ahead_makes_room_for_what_is_needed_now(make):
     activations = make(8 * N, to_nvme=True)
     small, (large, *_) = save_many(activations, range(16)), save_many(activations, range(40, 45), 4 * N)
@@ -591,7 +587,6 @@ def test_what_was_read_ahead_makes_room_for_what_is_needed_now(make):
     assert all(is_filled(activations.restore(one), value) for value, one in enumerate(small))
 
 
-@pytest.mark.xfail(strict=True, reason="regions of a heap are never given back")
 def test_a_large_storage_finds_room_where_small_ones_were(make):
     activations = make(200 * MIB)
     saved = save_many(activations, range(6), 60 * MIB)
@@ -609,12 +604,11 @@ def jitter(seed, most=0.002):
     return lambda: time.sleep(chance.random() * most)  # a delay, not a wait for anything
 
 
-TIGHT = pytest.mark.xfail(strict=False, reason="what was read ahead is not given up")
 
 
 @pytest.mark.parametrize(
     "budget, to_nvme",
-    [pytest.param(4 * N, False, marks=TIGHT), pytest.param(4 * N, True, marks=TIGHT), (64 * N, True), (64 * N, False)],
+    [(4 * N, False), (4 * N, True), (64 * N, True), (64 * N, False)],
 )
 def test_random_orders_sizes_and_delays_find_their_bytes(make, budget, to_nvme):
     activations = make(budget, to_nvme=to_nvme)
@@ -877,7 +871,6 @@ def test_fp16_steps_that_overflow_are_skipped_alike(tmp_path, everything_moves):
     assert_same_everywhere(lambda: mlp(8), tmp_path, what=steps, dtype="fp16")
 
 
-@pytest.mark.xfail(strict=True, reason="one entry by address and version, also where version counters differ")
 def test_gates_that_are_parts_of_one_tensor_train_to_the_same_bits(tmp_path):
     """unsafe_chunk gives each part a version counter of its own, as PyTorch's own recurrent cells use it."""
 
@@ -885,13 +878,13 @@ def test_gates_that_are_parts_of_one_tensor_train_to_the_same_bits(tmp_path):
         self.gates, self.inner = nn.Linear(64, 128), nn.Linear(64, 64)
 
     def run(self, x):
-        first, second = self.gates(x).unsafe_chunk(2, 1)
+        first, second = self.gates(x).unsafe_chunk(2, -1)
         first, y = first.sigmoid_(), x
         for _ in range(4):
             y = torch.tanh(self.inner(y))
         return first * y + second.sigmoid_() * y
 
-    assert_same_everywhere(lambda: Model(build, run, (512, 64)), tmp_path, pages=1 << 10)
+    assert_same_everywhere(lambda: Model(build, run, (3, 256, 64)), tmp_path, pages=1 << 10)
 
 
 class ChangedLater(nn.Module):
@@ -1097,7 +1090,7 @@ def test_a_file_that_cannot_grow_is_a_swap_error_in_the_forward_pass(tmp_path, n
     assert "ulimit -f" in caught.value.strerror
 
 
-@pytest.mark.parametrize("num_storages", [pytest.param(0, marks=pytest.mark.xfail(strict=True, reason="a file without queues")), 3])
+@pytest.mark.parametrize("num_storages", [0, 3])
 def test_training_goes_on_once_the_file_can_grow(tmp_path, num_storages):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     expected = train_chain(tmp_path, "device", num_steps=1)
@@ -1152,7 +1145,6 @@ def test_tensors_that_a_backward_pass_gave_out_outlive_the_engine(make):
     del saved, others
 
 
-@pytest.mark.xfail(strict=True, reason="AttributeError: what was on the device is gone")
 def test_restoring_after_closing_raises_and_does_not_hang(make):
     activations = make(4 * N, to_nvme=True)
     saved = save_many(activations, range(8))
@@ -1168,9 +1160,9 @@ def test_twenty_runs_under_load_and_random_delays_have_equal_bits(tmp_path):
     stop = threading.Event()
 
     def load():
-        x = torch.randn(200, 200)
-        while not stop.is_set():
-            x = torch.tanh(x @ x)
+        x = bytes(1 << 20)
+        while not stop.is_set():  # not with torch: a thread that begins to use it may change how others add up
+            x = hashlib.sha256(x).digest() * (1 << 15)
 
     threads = [threading.Thread(target=load) for _ in range(1)]
     for thread in threads:

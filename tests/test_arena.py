@@ -359,7 +359,6 @@ def test_a_region_that_cannot_be_pinned_leaves_the_heap_as_it_was(monkeypatch):
     assert places([heap.take(1)]) == [(0, PAGE)]
 
 
-@pytest.mark.xfail(strict=True, reason="regions are kept for ever")
 def test_regions_that_nothing_is_in_make_room_for_a_larger_one():
     arena = Arena()
     heap = Heap(arena, 200 * MIB)

@@ -12,13 +12,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import NVME, assert_equals_reference, least_device_memory, plain, training
+from test_ranks import World, ranks, share, total
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from helpers import NVME, assert_equals_reference, least_device_memory, plain, training
 from infinity.pipeline import MAX_ROUTES
-from test_ranks import World, ranks, share, total
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -134,7 +134,11 @@ def run_and_compare(run, tmp_path, make=Layers, num_steps=10, config=None, optio
 )
 def test_an_order_that_changes_changes_no_bit(order, way, tmp_path):
     config, options = TRAININGS[way]
-    run_and_compare(lambda m, step, micro: m(batch(step, micro), ORDERS[order](2 * step + micro + step // 3)), tmp_path, config=config, options=options)
+
+    def run(model, step, micro):
+        return model(batch(step, micro), ORDERS[order](2 * step + micro + step // 3))
+
+    run_and_compare(run, tmp_path, config=config, options=options)
 
 def evaluate_in_between(model, step, micro):
     """An evaluation between forward and backward, in other modes, and a layer called alone."""
@@ -165,7 +169,12 @@ PROGRAMS = [evaluate_in_between, one_layer_alone, trains_and_evaluates]
 
 
 @pytest.mark.parametrize(
-    "run, way", [long_unless(way in ("backward", "accumulate"), run, way, name=f"{run.__name__}-{way}") for run in PROGRAMS for way in TRAININGS]
+    "run, way",
+    [
+        long_unless(way in ("backward", "accumulate"), run, way, name=f"{run.__name__}-{way}")
+        for run in PROGRAMS
+        for way in TRAININGS
+    ],
 )
 def test_what_runs_beside_the_model_changes_no_bit(run, way, tmp_path):
     config, options = TRAININGS[way]
@@ -418,7 +427,7 @@ CHOICES = ["differ", "none on rank 1", "none on rank 1 from the start"]
 
 
 MIXED = [
-    long_unless(choice == CHOICES[i % 3] and update == "backward" and i % 2 == 0 or i == 3 and choice == CHOICES[1], kind, choice, update)
+    long_unless(choice == CHOICES[i % 3] and update == "backward" and i % 3 == 0 or i == 7 and choice == CHOICES[1], kind, choice, update)
     for i, kind in enumerate(MIXTURES)
     for choice in CHOICES
     for update in ("backward", "deferred")
@@ -451,14 +460,14 @@ def test_a_leaf_on_one_rank_changes_no_bit(kind, tmp_path):
 def test_the_least_budget_counts_the_whole_leaf(kind, tmp_path):
     block = Mixture(**MIXTURES[kind]).blocks[0]
     leaf_nbytes = sum(4 * p.numel() for p in block.parameters())
-    nbytes = {leaf: least_device_memory(lambda: Mixture(leaf=leaf, **MIXTURES[kind]), tmp_path, **NVME) for leaf in (True, False)}
+    nbytes = {leaf: least_device_memory(lambda leaf=leaf: Mixture(leaf=leaf, **MIXTURES[kind]), tmp_path, **NVME) for leaf in (True, False)}
     assert nbytes[True] >= max(leaf_nbytes, nbytes[False])
 
 
 def test_a_leaf_after_the_start_is_refused(tmp_path):
-    with training(Mixture, tmp_path) as (model, engine, optimizer):
-        with pytest.raises(infinity.UsageError, match=r"infinity.leaf\(Experts\) after the engine started"):
-            infinity.leaf(model.blocks[0])
+    refused = pytest.raises(infinity.UsageError, match=r"infinity.leaf\(Experts\) after the engine started")
+    with training(Mixture, tmp_path) as (model, *_), refused:
+        infinity.leaf(model.blocks[0])
 
 
 # ---- two ranks, the same changes on all ----
@@ -500,7 +509,11 @@ def plain_changing(order, steps=8, repeat=1):
 
 @pytest.mark.parametrize(
     "order, update",
-    [long_unless(update == ("backward", "deferred")[i % 2], order, update) for i, order in enumerate(ORDERS) for update in ("backward", "deferred")],
+    [
+        long_unless(update == ("backward", "deferred")[i % 2], order, update)
+        for i, order in enumerate(ORDERS)
+        for update in ("backward", "deferred")
+    ],
 )
 def test_two_ranks_that_change_alike_train_as_one_process_in_bounded_memory(order, update, two_ranks, tmp_path):
     found = two_ranks.run(changing, tmp_path, ORDERS[order], update=update)
@@ -565,7 +578,7 @@ def parting(folder, what, when, update):
 
 PARTINGS = ["skips", "skips the last", "skips, forward only", "other order", "extra forward", "state_dict", "experts"]
 LONG_PARTINGS = ["backward twice", "state_dict before step"]
-DEFAULT_PARTINGS = {("skips", 0), ("other order", 3), ("experts", 3), ("extra forward", 0), ("state_dict before step", 3)}
+DEFAULT_PARTINGS = {("skips", 0), ("experts", 3), ("extra forward", 0), ("state_dict before step", 3)}
 
 
 @pytest.mark.parametrize(
@@ -651,7 +664,12 @@ SLOW = ["module", "before the step", "copy here, update there", "backward", "cg"
 
 
 @pytest.mark.parametrize(
-    "where, update", [long_unless(where == SLOW[2] and update == "deferred", where, update) for where in SLOW for update in ("backward", "deferred")]
+    "where, update",
+    [
+        long_unless(where == SLOW[2] and update == "deferred", where, update)
+        for where in SLOW
+        for update in ("backward", "deferred")
+    ],
 )
 def test_a_slow_rank_is_not_taken_for_one_that_parted(where, update, two_ranks, tmp_path):
     states = two_ranks.run(slow, tmp_path, where, update)
