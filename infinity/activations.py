@@ -1,7 +1,7 @@
 """Saved activations away from the device: to host memory while forward goes on, past its budget to NVMe, back before backward.
 
 Knows storages, host memory and a swap. Must not know modules, autograd's graph or weights: whoever packs and unpacks saved
-tensors asks here, in the training thread.
+tensors asks here, in the training thread. Over 400 lines because a storage's way out, back and to its end is one protocol.
 """
 
 # [Note: what is moved]
@@ -16,17 +16,18 @@ tensors asks here, in the training thread.
 #                                         write  v | read
 #                                WRITING --> NVME --> READING
 #
-# A storage stays on the DEVICE until as many bytes as it has were saved after it, for what was saved last is needed first; at most
-# NUM_LEAVING are LEAVING at a time. Both are referred to until they are let go; the compute stream waits for the copy then, so that what is allocated in
-# its place is written after it was read. HOME is a new storage; it lives until the last saved tensor of it is dropped. While
-# somebody else keeps the original alive, nothing comes back: it is used itself. Whether it was changed is told by a tensor of
-# no bytes that shares its version counter.
+# A storage stays on the DEVICE until as many bytes as it has were saved after it, for what was saved last is needed first; at
+# most NUM_LEAVING are LEAVING at a time. Both are referred to until they are let go; the compute stream waits for the copy then,
+# so that what is allocated in its place is written after it was read. HOME is a new storage; it lives until the last saved
+# tensor of it is dropped. While somebody else keeps the original alive, nothing comes back: it is used itself. Whether it was
+# changed is told by a tensor of no bytes that shares its version counter.
 #
 # Host memory is given to another storage once the last transfer from or to it is over. The first saved are needed last, so
 # they are the ones written to NVMe; backward fetches in reverse order, and reads ahead as far as host memory allows.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import enum
@@ -115,6 +116,7 @@ class Kept:
         self.num_saved = 0  # saved tensors that look into it
         self.saved_until = 0  # bytes that were saved when it was, all storages together
         self.wanted = False  # again, while it is being written
+        self.was_cut = False  # before it left the device
         self.watch = tensor.detach()
         self.watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._original = storage._weak_ref()
@@ -195,7 +197,7 @@ class Activations:
         self._coming: dict[int, Kept] = {}  # fetched ahead
         self._cooling: deque = deque()  # (transfer, memory that is free when it is over)
         self._dropped: deque[Kept] = deque()  # by finalizers, in whatever thread
-        self._extents: dict[int, list] = {}  # that nothing is in, by size
+        self._extents: list = []  # that nothing is in, smallest first
         self._fixed: set[int] = set()  # addresses of buffers
         self._num_kept = self._largest_nbytes = self._saved_nbytes = self._moved_nbytes = self._nvme_nbytes = 0
         self._num_writing = self._num_written = 0
@@ -211,7 +213,7 @@ class Activations:
         if type(tensor) is not torch.Tensor or tensor.device != self.device or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_NBYTES or tensor.numel() * tensor.element_size() < MIN_PART * storage.nbytes():
+        if storage.nbytes() < MIN_NBYTES:
             return None
         if storage._cdata in self._fixed or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
             return None
@@ -219,6 +221,8 @@ class Activations:
         key = (storage._cdata, tensor._version)
         kept = self._by_storage.get(key)
         if kept is None or kept.nbytes != storage.nbytes() or not kept.counts_versions_of(tensor):
+            if tensor.numel() * tensor.element_size() < MIN_PART * storage.nbytes():
+                return None
             kept = self._by_storage[key] = self._keep(tensor, storage, key)
         return Saved(kept, tensor, self._dropped)
 
@@ -232,8 +236,8 @@ class Activations:
                 raise UsageError("a backward pass after close(): the engine is closed, and what was saved for it is gone")
             while kept.place is Place.LEAVING:
                 self._let_go()
-            if kept.place is Place.DEVICE:
-                raise UsageError(f"a saved tensor of shape {saved.shape} is needed, but its storage was cut before it left the device")
+            if kept.place is Place.DEVICE or kept.was_cut:
+                raise UsageError(f"the storage of a saved tensor of shape {saved.shape} was cut before it left the device")
             if kept.place is not Place.HOME:
                 self._to_host(kept)
                 self._to_device(kept)
@@ -285,6 +289,7 @@ class Activations:
         """Begin to copy it."""
         kept.memory = self._take(kept.nbytes)
         storage = self._leaving[kept.number] = self._staying.pop(kept.number)
+        kept.was_cut = storage.nbytes() < kept.nbytes
         kept.copy = self._copy(kept.memory, storage, min(kept.nbytes, storage.nbytes()), out=True)
         kept.become(Place.LEAVING)
         self._moved_nbytes += kept.nbytes
@@ -351,11 +356,13 @@ class Activations:
     def _write(self, kept: Kept) -> None:
         """Begin to move it from host memory to NVMe."""
         if kept.extent is None:
-            free = self._extents.setdefault(kept.memory.nbytes, [])
-            if not free:
-                free.append(self.swap.extend(kept.memory.nbytes))
-                self._nvme_nbytes += kept.memory.nbytes
-            kept.extent = free.pop()
+            index = bisect.bisect_left(self._extents, kept.memory.nbytes, key=_size)
+            if index < len(self._extents):
+                kept.extent = self._extents.pop(index)
+            else:
+                unit = max(1 << kept.memory.nbytes.bit_length() - 4, PAGE_NBYTES)  # sizes alike share theirs
+                kept.extent = self.swap.extend(-(-kept.memory.nbytes // unit) * unit)
+                self._nvme_nbytes += kept.extent.nbytes
         kept.wanted = False
         with self._changed:
             kept.become(Place.WRITING)
@@ -410,7 +417,7 @@ class Activations:
         kept.become(Place.HOME)
 
     def _fetch_ahead(self, number: int) -> None:
-        """Bring what was saved just before this one closer: the nearest to the device, others to host memory while there is room."""
+        """Bring what was saved just before this one closer: to the device, or to host memory while there is room."""
         room = NUM_COMING - len(self._coming)
         reads = True
         self._reclaim()
@@ -472,7 +479,11 @@ class Activations:
         if kept.memory is not None:
             self._cooling.append((kept.read if kept.place is Place.READING else kept.copy, kept.memory))
         if kept.extent is not None:
-            self._extents[-(-kept.nbytes // PAGE_NBYTES) * PAGE_NBYTES].append(kept.extent)
+            bisect.insort(self._extents, kept.extent, key=_size)
 
     def _name(self, kept: Kept) -> str:
         return f"{self.who}activation {kept.number}: "
+
+
+def _size(extent) -> int:
+    return extent.nbytes

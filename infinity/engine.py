@@ -1,7 +1,7 @@
 """The engine of one model: builds the rest, and decides when gradients, updates and plans are due.
 
 Knows every other part by its face. Must not know how bytes move, what a kernel computes, or what hooks a module has. The
-user meets it through `infinity.init`, `infinity.offload` and the optimizers. Over 500 lines because the rules for what may
+user meets it through `infinity.init`, `infinity.offload` and the optimizers. Twice as long as others because the rules for what may
 happen between forward, backward and step() hang together: each guards the state that another one changes.
 """
 
@@ -164,6 +164,8 @@ class Engine:
         self._check_open()
         index = self._indices[id(param)]
         if not self._started:
+            if index not in self._loaded and _is_here(param):
+                return param.detach().to("cpu", TORCH_DTYPES[self.config.dtype], copy=True)
             if index not in self._loaded:
                 self._loaded[index] = self._initial(index, param)
             return self._loaded[index].to(TORCH_DTYPES[self.config.dtype], copy=True).reshape(param.shape)
@@ -173,18 +175,24 @@ class Engine:
         return self.values.read(self.registry.params[index], weight_only=True)["weight"]
 
     def write_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
-        """Give a parameter a value, of its shape; moments stay. Every rank must call it, with the same value."""
+        """Give a parameter a value, of its shape; moments stay. Every rank must call it; rank 0's value counts."""
         self._check_open()
         index = self._indices[id(param)]
+        value = value.detach().reshape(-1).to("cpu", copy=True)
+        self.ranks.broadcast_(value.view(torch.uint8))
         if not self._started:
-            self._loaded[index] = value.detach().reshape(-1).to("cpu", copy=True)
+            if _is_here(param):  # what the program changes afterwards counts
+                with torch.no_grad():
+                    param.copy_(value.view(param.shape))
+            else:
+                self._loaded[index] = value
             return
         self._refuse_half_updated("load_state_dict()")
         state = self.registry.params[index]
         assert not self.registry.span_of(state).holds, state
         for chunk in self.registry.chunks_of(state):
             self._finish_announced(chunk)
-        self.values.write_weight(state, value.detach().reshape(-1).cpu())
+        self.values.write_weight(state, value)
         for chunk in self.registry.chunks_of(state):
             if chunk.weights_home != "device" and not chunk.on_device:
                 self._make_stale(chunk)
@@ -225,6 +233,9 @@ class Engine:
         if not self._started:
             self.ranks.leave()
             return
+        for state in self._departed:
+            state.param.grad = None
+        self._departed.clear()
         with contextlib.ExitStack() as parts:  # from the last to the first, also where one of them raises
             parts.callback(_guard_after_close, self._model(), self.registry.params)
             parts.callback(self._facade.close, {state.placeholder.data_ptr(): state.name for state in self.registry.params})
@@ -482,8 +493,8 @@ class Engine:
             chunk.missing = sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces)
             chunk.update_expected = self.early_hyper is not None and chunk.trainable and chunk.missing > 0
 
-    def gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
-        """A parameter's gradient of this backward pass, or of one region of it."""
+    def expect_gradient(self, state: ParameterState) -> None:
+        """Autograd is about to add to `param.grad`."""
         if self.backward_task is None:
             if self.scaler is not None:
                 raise UsageError(
@@ -491,6 +502,10 @@ class Engine:
                     f"needs it. Return what the loss is made of as tensors, in tuples, lists, dicts or dataclasses; or use bf16."
                 )
             self.begin_backward()
+
+    def gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
+        """A parameter's gradient of this backward pass, or of one region of it."""
+        self.expect_gradient(state)
         if state.group is None:
             return
         chunks = self.registry.chunks_of(state)
@@ -535,6 +550,12 @@ class Engine:
 
     def _check_gradients(self) -> None:
         """Drop what model.zero_grad() did; raises UsageError where it dropped some only, or too late."""
+        given = [s.name for s in self._departed if s.param.grad is not None and s.param.grad is not s.departed]
+        if given:
+            raise UsageError(
+                f"{given[0]}.grad was given a value, which the engine would not use: gradients have left for its tiers. Change them as "
+                f"they arrive, with param.register_hook(...)."
+            )
         dropped = [state.name for state in self._departed if state.param.grad is None] if self._gradients_wait else []
         if dropped and len(dropped) == len(self._departed):
             self.zero_grad()
@@ -973,6 +994,12 @@ def _device(config: Config) -> torch.device:
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Every floating-point parameter with elements, once, in registration order."""
     return [(name, p) for name, p in model.named_parameters() if p.is_floating_point() and p.numel()]
+
+
+def _is_here(param: nn.Parameter) -> bool:
+    """Whether it has elements of its own; those that `infinity.init` has sent away share one, which is no number."""
+    here = param.untyped_storage().nbytes() >= param.numel() * param.element_size()
+    return here and (param.numel() > 1 or not param.isnan().item())
 
 
 def _guard_before_start(engine: Engine, model: nn.Module) -> None:

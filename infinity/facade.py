@@ -1,4 +1,4 @@
-"""What a program meets where it looks for values and gradients that are not there: state_dict, load_state_dict, param.grad, copies.
+"""What a program meets where it looks for values and gradients that are not there: state_dict, load_state_dict, param.grad.
 
 Knows modules and an engine that reads and writes whole parameters. Must not know where these live.
 """
@@ -21,7 +21,7 @@ from torch import nn
 
 from infinity.errors import UsageError
 
-_METADATA = frozenset("shape dtype device layout requires_grad is_sparse is_cuda is_cpu ndim is_leaf grad_fn grad is_nested".split())
+_METADATA = frozenset("shape dtype device layout requires_grad is_sparse is_cuda is_cpu ndim is_leaf grad_fn grad".split())
 _METADATA_FUNCTIONS = frozenset("size numel dim nelement element_size is_floating_point is_complex stride".split())
 
 
@@ -77,7 +77,8 @@ class Facade:
         for name, param in self._managed(engine, module):
             if prefix + name in state_dict:
                 if engine is None:
-                    raise UsageError(f"the engine is closed and {self._away[param.data_ptr()]} is only a placeholder; call state_dict() before")
+                    name = self._away[param.data_ptr()]
+                    raise UsageError(f"the engine is closed and {name} is only a placeholder; call state_dict() before")
                 state_dict[prefix + name] = engine.read_weight(param)
 
     def _load(self, module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
@@ -110,6 +111,7 @@ class Facade:
 
 
 NO_COPY = (
-    "a model whose parameters are in an engine cannot be copied or pickled: they are only placeholders. Build the second one in an "
-    "infinity.init of its own and load the first one's state_dict(); for a running average, copy values inside infinity.gathered."
+    "a model whose parameters are in an engine cannot be copied or pickled: they are only placeholders. Build the second one in "
+    "an infinity.init of its own and load the first one's state_dict(); for a running average, copy values inside "
+    "infinity.gathered."
 )

@@ -1,7 +1,7 @@
 """From what modules and autograd do to acquire and release: any nn.Module, a plain `loss.backward()`.
 
 Knows modules, hooks and saved tensors. Must not know tiers or plans: it names the spans that an op needs and when it no
-longer does, and passes gradients on.
+longer does, and passes gradients on. Over 400 lines because what forward holds, backward must find in the same state.
 """
 
 # [Note: when an op needs its weights]
@@ -193,6 +193,7 @@ class Hooks:
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
         for state in self.registry.params:
             if state.trainable:
+                self._handles.append(state.param.register_hook(lambda grad, s=state: self._expect_gradient(s)))
                 hook = state.param.register_post_accumulate_grad_hook(lambda param, s=state: self._gradient(s, param))
                 self._handles.append(hook)
 
@@ -242,9 +243,10 @@ class Hooks:
         return map_tensors((args, kwargs), self._unscaled) if scales else None
 
     def _push_saved_tensors(self) -> bool:
-        """Put ours in force, unless they are."""
+        """Put ours in force, unless they are. Those of another engine, whose model calls this one, come after ours."""
         top = _top_saved_tensors_default_hooks(True)
-        if top and getattr(top[0], "__self__", None).__class__ is SavedTensors:
+        owner = getattr(top[0], "__self__", None) if top else None
+        if isinstance(owner, SavedTensors) and owner.hooks is self:
             return False
         saved = SavedTensors(self, top)
         _push_saved_tensors_default_hooks(saved.pack, saved.unpack)
@@ -446,6 +448,10 @@ class Hooks:
                 "are not supported."
             )
         self.engine.begin_backward()
+
+    @torch._dynamo.disable
+    def _expect_gradient(self, state: ParameterState) -> None:
+        self.engine.expect_gradient(state)
 
     @torch._dynamo.disable
     def _gradient(self, state: ParameterState, param: torch.Tensor) -> None:

@@ -116,7 +116,8 @@ class Elementwise(torch.optim.Optimizer):
         if engine is None:
             raise ConfigError(
                 f"a parameter of shape {tuple(param.shape)} is in no engine. Build the model inside `with "
-                f"infinity.init(config):` or call infinity.offload(model, config) before making the optimizer."
+                f"infinity.init(config):` or call infinity.offload(model, config) before making the optimizer, and take "
+                f"model.parameters() after that: large layers have new ones then (tile_above)."
             )
         return engine
 

@@ -16,6 +16,11 @@ Over 500 lines because following the plan, issuing its actions and waiting for t
 # waits for the event recorded then, the op waits for the event recorded after the copy or gather. A lane runs its jobs in
 # the order in which the training thread issued them, which is the plan's: so collectives have one order on all ranks.
 # A job waits only for what was issued before it, hence never in a circle.
+#
+# [Note: steps that differ]
+# A step that leaves the route on which it was expected goes on along another known one where the last two ops follow each
+# other, else at the next place of its own route that has the op. What the plan there takes for fetched already is fetched
+# then. After the step its route is known, too, and which one followed which: models that alternate are expected right.
 
 from __future__ import annotations
 
@@ -44,11 +49,6 @@ from infinity.residency import (
 )
 from infinity.schedule import Route, Use
 
-
-# [Note: steps that differ]
-# A step that leaves the route on which it was expected goes on along another known one where the last two ops follow each
-# other, else at the next place of its own route that has the op. What the plan there takes for fetched already is fetched
-# then. After the step its route is known, too, and which one followed which: models that alternate are expected right.
 
 MAX_ROUTES = 8  # known at a time; the one that was taken longest ago is forgotten
 _LOOK_AHEAD = 64  # uses that are searched for what to fetch after a jump

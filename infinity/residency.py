@@ -473,6 +473,8 @@ class Registry:
 
     def owner(self, tensor: torch.Tensor) -> SpanState | None:
         """The span whose storage a tensor looks into."""
+        if tensor.layout is not torch.strided:  # such as a sparse matrix, which has none
+            return None
         return self.by_storage.get(tensor.untyped_storage()._cdata)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from infinity.adam import split_master
+from infinity.adam import join_master, split_master
 from infinity.chunks import STATES, WEIGHTS
 from infinity.partition import Ranks
 from infinity.records import Records
@@ -56,13 +56,21 @@ class Values:
 
     @torch.no_grad()
     def write_weight(self, state: ParameterState, value: torch.Tensor) -> None:
-        """Make value, 1-D on the CPU in any floating dtype, the parameter's weight and its master. Moments stay."""
+        """Make value, 1-D on the CPU in any floating dtype, the parameter's weight and its master. Moments stay.
+
+        Where value has the weight's dtype, an element that is not changed keeps its master.
+        """
         for chunk in self.registry.chunks_of(state):
             self.keep_written(chunk.span)
             with self._shard(chunk, change=True) as shard:
                 for piece in chunk.pieces:
                     if piece.param == state.index:
                         part = value[piece.param_start : piece.param_start + piece.numel]
+                        here = {name: tensor[piece.start : piece.start + piece.numel] for name, tensor in shard.items()}
+                        if part.dtype is here["weight"].dtype:
+                            same = here["weight"].cpu().view(torch.uint8) == part.contiguous().view(torch.uint8)
+                            same = same.view(piece.numel, -1).all(1)
+                            part = torch.where(same, self._master(here), part.float())
                         self._put(shard, slice(piece.start, piece.start + piece.numel), part)
             self.updater.take_snapshot(chunk)
             if chunk.on_device and self.ranks.world > 1:
@@ -138,6 +146,14 @@ class Values:
         for piece in chunk.pieces:
             part = slice(piece.start, piece.start + piece.numel)
             self._put(shard, part, values[piece.param][piece.param_start : piece.param_start + piece.numel])
+
+    @staticmethod
+    def _master(shard: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The fp32 values of a part of a shard, on the CPU."""
+        shard = {name: tensor.cpu() for name, tensor in shard.items() if name in ("weight", "residual", "master")}
+        if "residual" in shard:
+            return join_master(shard["weight"].contiguous(), shard["residual"].contiguous())
+        return shard.get("master", shard["weight"]).float()
 
     @staticmethod
     def _put(shard: dict[str, torch.Tensor], part: slice, value: torch.Tensor) -> None:

@@ -446,7 +446,7 @@ def test_ranks_that_choose_other_experts_of_a_leaf_train_as_one_process(kind, ch
         assert min(ahead[3:]) >= 0.9, ahead
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long if i % 2 else ()) for i, kind in enumerate(MIXTURES)])
 def test_a_leaf_on_one_rank_changes_no_bit(kind, tmp_path):
     choice = CHOICES["reentrant" not in kind]  # a reentrant checkpoint in which nothing is computed is refused by PyTorch
 

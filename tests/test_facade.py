@@ -33,9 +33,9 @@ def one_step(model, optimizer, step=0):
 
 def cast(model, dtype="fp32"):
     """Feeds a bf16 model; bits do not depend on it."""
-    if dtype == "bf16":
+    if dtype != "fp32":
         run = model.run
-        model.run = lambda self, x: run(self, x.bfloat16())
+        model.run = lambda self, x: run(self, x.to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]))
     return model
 
 
@@ -159,11 +159,22 @@ def test_a_bf16_engine_takes_loaded_fp32_values_as_its_masters(tmp_path):
             state = engine.read_state(p)
             assert_same_bits(state["weight"], weight, name)
             assert_same_bits(state["residual"], residual, name)
-        halves = {name: value.bfloat16() for name, value in other().items()}
+        halves = {name: value.bfloat16() + 1 for name, value in other().items()}
         model.load_state_dict(halves)
         for name, p in model.named_parameters():
             assert_same_bits(engine.read_state(p)["weight"], halves[name], name)
             assert not engine.read_state(p)["residual"].any()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_model_that_loads_its_own_state_dict_keeps_its_masters(place, dtype, tmp_path):
+    with training(lambda: cast(mlp(), dtype), tmp_path, dtype=dtype, **PLACES[place]) as (model, engine, optimizer):
+        for step in range(3):
+            one_step(model, optimizer, step)
+        before = helpers.states_of(engine, model)
+        model.load_state_dict(model.state_dict())
+        helpers.assert_same_states(helpers.states_of(engine, model), before)
 
 
 def test_keys_that_lack_or_do_not_fit_are_reported_as_by_pytorch(tmp_path):

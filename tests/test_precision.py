@@ -214,8 +214,14 @@ def test_a_norm_that_is_no_number_makes_every_gradient_none(tmp_path):
     assert all(torch.equal(a.isnan(), b.isnan()) and a.isnan().all() for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("config", [{"dtype": "fp16"}, {"dtype": "bf16", "moments": "bf16"}], ids=["fp16", "bf16 moments"])
-@pytest.mark.parametrize("optimizer", [infinity.AdamW, infinity.SGD, infinity.Lion])
+FP16, BF16_MOMENTS = {"dtype": "fp16"}, {"dtype": "bf16", "moments": "bf16"}
+RULES = [  # by default each precision and each rule
+    *((infinity.AdamW, FP16), (infinity.SGD, BF16_MOMENTS), (infinity.Lion, FP16)),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in ((infinity.AdamW, BF16_MOMENTS), (infinity.SGD, FP16), (infinity.Lion, BF16_MOMENTS))),
+]
+
+
+@pytest.mark.parametrize("optimizer, config", RULES)
 def test_placement_changes_no_bit(config, optimizer, tmp_path):
     options = {"lr": 1e-2, "momentum": 0.9} if optimizer is infinity.SGD else {"lr": 1e-3, "weight_decay": 0.1}
     expected = None

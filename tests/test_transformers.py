@@ -75,7 +75,7 @@ DECODER = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = DECODER | {"hidden_size": 48, "intermediate_size": 48, "head_dim": 12, "num_hidden_layers": 8, "num_experts_per_tok": 2}
+EXPERTS = DECODER | {"hidden_size": 48, "intermediate_size": 48, "head_dim": 12, "num_hidden_layers": 9, "num_experts_per_tok": 2}
 
 
 def gpt2(dropout=0.0, **changes):
