@@ -663,14 +663,9 @@ def _one_slow_job(lane, number):
 SLOW = ["module", "before the step", "copy here, update there", "backward", "cg", "gg", "gc", "update"]
 
 
-@pytest.mark.parametrize(
-    "where, update",
-    [
-        long_unless(where == SLOW[2] and update == "deferred", where, update)
-        for where in SLOW
-        for update in ("backward", "deferred")
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+@pytest.mark.parametrize("where", SLOW)
 def test_a_slow_rank_is_not_taken_for_one_that_parted(where, update, two_ranks, tmp_path):
     states = two_ranks.run(slow, tmp_path, where, update)
     expected = two_ranks.run(slow, tmp_path, "nowhere", update)

@@ -758,8 +758,15 @@ def train_rank(folder, built, changes, options):
     return losses, len(model.head.tiles)
 
 
-@pytest.mark.parametrize("options", [{"tie": True}, {"head_loss": True}], ids=str)
-@pytest.mark.parametrize("built, tiling", [("init", "auto"), ("offload", "bytes")])
+@pytest.mark.parametrize(
+    "built, tiling, options",
+    [
+        ("init", "auto", {"tie": True}),
+        ("offload", "bytes", {"head_loss": True}),
+        pytest.param("init", "auto", {"head_loss": True}, marks=pytest.mark.long),
+        pytest.param("offload", "bytes", {"tie": True}, marks=pytest.mark.long),
+    ],
+)
 def test_two_ranks_tile_alike_and_train_as_plain_pytorch(worlds, built, tiling, options, tmp_path):
     changes, num_tiles = TILINGS[tiling]
     got = worlds(2).run(train_rank, tmp_path, built, changes, options)

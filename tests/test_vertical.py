@@ -63,8 +63,15 @@ def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
 
 
 @pytest.mark.parametrize("places", [NVME, {"weights": "device", "states": "device"}, {"weights": "host", "states": "nvme"}], ids=str)
-@pytest.mark.parametrize("update", ["deferred", "backward"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "update, dtype",
+    [
+        ("deferred", "fp32"),
+        ("backward", "bf16"),
+        pytest.param("backward", "fp32", marks=LONG),
+        pytest.param("deferred", "bf16", marks=LONG),
+    ],
+)
 def test_losses_and_states_are_those_of_the_ordinary_loop(places, update, dtype, tmp_path):
     config = {"dtype": dtype, "update": update, **places}
     losses, states = run(tmp_path, True, **config)
@@ -90,7 +97,8 @@ def test_clipping_and_fp16_are_those_of_the_ordinary_loop(tmp_path):
     assert_same_states(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("update", [pytest.param("backward", marks=LONG), "deferred"])
+@pytest.mark.long
+@pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_eight_micro_batches_read_14_bytes_a_parameter(update, tmp_path):
     """The ordinary loop reads 42."""
     make = lambda: Chain(hidden=256, num_blocks=24)  # 96 chunks: more than there are slots
@@ -173,7 +181,9 @@ class Tied(Chain):
 
 @pytest.mark.parametrize("update", ["deferred", "auto"])
 @pytest.mark.parametrize("make", [Chain, Tied])
-@pytest.mark.parametrize("order", [(0, 1, 0, 1), pytest.param((1, 0, 0, 1), marks=LONG), pytest.param((0, 0, 1, 1), marks=LONG)], ids=str)
+@pytest.mark.parametrize(
+    "order", [(0, 1, 0, 1), pytest.param((1, 0, 0, 1), marks=LONG), pytest.param((0, 0, 1, 1), marks=LONG)], ids=str
+)
 def test_steps_by_layer_and_ordinary_ones_may_alternate(order, make, update, tmp_path):
     with training(make, tmp_path, options={"accumulation_steps": MICROS}, update=update, **NVME) as (model, engine, optimizer):
         with training(make, tmp_path / "other", options={"accumulation_steps": MICROS}, weights="host", states="host") as other:
