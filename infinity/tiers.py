@@ -442,7 +442,9 @@ class _Directory:
                 stack.enter_context(_guard(self.path))
             self.remove_file()
             with contextlib.suppress(OSError):
-                os.rmdir(self._folder)  # the last rank succeeds
+                locks = [name for name in os.listdir(self.path) if LOCK_NAME.fullmatch(name)]
+                if locks == [self._lock_path.name]:  # another rank may be about to make its file there
+                    os.rmdir(self._folder)
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.fstat(self._lock_fd), os.stat(self._lock_path, follow_symlinks=False)):
                     os.unlink(self._lock_path)

@@ -762,3 +762,17 @@ def test_a_killed_run_whose_file_had_grown_is_cleaned_up_by_the_next(paths):
         swap.reserve()
         assert list(paths[0].glob("infinity-*/*.swap")) == []
     assert everything_in(*paths) == []
+
+
+def test_a_rank_that_leaves_early_takes_no_folder_from_the_others(paths):
+    """It fails at its start, say, while they are about to make their files."""
+    first, second = (Swap(paths[:1], rank=rank, world=2, run="a") for rank in (0, 1))
+    extent = second.allocate(PAGE)
+    first.close()
+    second.reserve()
+    data = memory(PAGE)
+    second.write(extent, data).wait()
+    back = memory(PAGE, 0)
+    assert second.read(extent, back).wait() and back == data
+    second.close()
+    assert everything_in(paths[0]) == []
