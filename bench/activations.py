@@ -11,12 +11,12 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 
 import torch
 
 import infinity
 from infinity.gpt import GPT
+from margin import step
 
 PLACES = ("device", "host", "nvme")
 
@@ -64,6 +64,8 @@ def measure(options, hidden: int, folder: str) -> dict:
             block = []
             for _ in range(options.steps):
                 before = torch.cuda.memory_allocated() if options.device.startswith("cuda") else 0
+                if options.device.startswith("cuda"):
+                    torch.cuda.reset_peak_memory_stats()
                 block.append(step(options, model, optimizer, len(losses[place])))
                 losses[place].append(block[-1][1])
                 if options.device.startswith("cuda"):
@@ -91,25 +93,6 @@ def training(options, hidden: int, folder: str, place: str):
         heads = max(1, hidden // 128)
         model = GPT(hidden, options.layers, heads, options.vocab, options.seq, checkpoint_activations=True)
     return model, infinity.AdamW(model.parameters(), lr=1e-4)
-
-
-def step(options, model, optimizer, number: int) -> tuple[float, float]:
-    """(seconds, loss) of one step, until the device is done with it."""
-    generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(0, options.vocab, (options.batch, options.seq + 1), generator=generator).to(options.device)
-    cuda = options.device.startswith("cuda")
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    loss = model(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    value = loss.item()
-    if cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, value
 
 
 def plot(found: dict, path: str) -> None:

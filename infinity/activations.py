@@ -38,7 +38,7 @@ from collections.abc import Iterable
 import aio_ext
 import torch
 
-from infinity.arena import PAGE_NBYTES, Arena, Heap, Piece
+from infinity.arena import PAGE_NBYTES, Area, Arena, Heap
 from infinity.config import format_bytes
 from infinity.errors import BudgetError, SwapError, UsageError
 from infinity.lanes import Job, Lane
@@ -108,7 +108,7 @@ class Kept:
         self.nbytes = storage.nbytes()
         self.key = key
         self.place = Place.DEVICE
-        self.memory: Piece | None = None
+        self.memory: Area | None = None
         self.extent = None
         self.copy: Copy | None = None  # the last one
         self.read = None  # the transfer from NVMe
@@ -308,7 +308,7 @@ class Activations:
         if self.to_nvme:
             self._write(kept)
 
-    def _take(self, nbytes: int) -> Piece:
+    def _take(self, nbytes: int) -> Area:
         """Host memory; if there is none, that of what is needed last, once it is on NVMe."""
         while True:
             num_written = self._num_written
@@ -404,7 +404,7 @@ class Activations:
             kept.read.wait()
             kept.become(Place.HOST)
 
-    def _read(self, kept: Kept, memory: Piece, priority: int) -> None:
+    def _read(self, kept: Kept, memory: Area, priority: int) -> None:
         kept.memory = memory
         kept.become(Place.READING)
         kept.read = self.swap.read(kept.extent, memory.buffer, priority=priority, what=self._name(kept))
@@ -443,7 +443,7 @@ class Activations:
             elif not reads:
                 break
 
-    def _copy(self, memory: Piece, storage: torch.UntypedStorage, nbytes: int, *, out: bool) -> Copy:
+    def _copy(self, memory: Area, storage: torch.UntypedStorage, nbytes: int, *, out: bool) -> Copy:
         """Between host memory and a storage on the device, after what the device was given so far."""
         if self.stream is None:
             ends = (memory.address, storage.data_ptr()) if out else (storage.data_ptr(), memory.address)

@@ -1,4 +1,4 @@
-"""Pinned host memory, handed out in fixed-size leases (slots), or in pieces where sizes are not known before (a heap).
+"""Pinned host memory, handed out in fixed-size leases (slots), or in areas where sizes are not known before (a heap).
 
 Knows memory. Must not know what lies in it, nor chunks, tiers, devices' streams or files. Whoever releases a slot sees to
 it that nothing, a copy or a disk request, still uses it.
@@ -209,8 +209,8 @@ class Slot:
         return f"Slot({self.index}, {_mib(self.nbytes)}, {name})"
 
 
-class Piece:
-    """Some bytes of a heap: nbytes, a multiple of 4096, from an address on."""
+class Area:
+    """Some bytes of a region: nbytes from offset_nbytes on."""
 
     __slots__ = ("nbytes", "offset_nbytes", "region")
 
@@ -227,9 +227,13 @@ class Piece:
     def address(self) -> int:
         return self.region.address + self.offset_nbytes
 
+    def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
+        """As `Region.tensor`, counted from the area's start."""
+        return self.region.tensor(dtype, self.offset_nbytes + offset_nbytes, numel)
+
 
 class Heap:
-    """Pieces of any size, for what comes in sizes that nobody knows before. Regions are taken as they are needed, and kept
+    """Areas of any size, for what comes in sizes that nobody knows before. Regions are taken as they are needed, and kept
     until a larger one needs their budget.
 
     budget_nbytes: the most that the regions take. peak_nbytes: the most ever given out.
@@ -246,7 +250,7 @@ class Heap:
     def free_nbytes(self) -> int:
         return self.budget_nbytes - self.used_nbytes
 
-    def take(self, nbytes: int) -> Piece | None:
+    def take(self, nbytes: int) -> Area | None:
         """The first gap that holds nbytes, rounded up to 4096; None if there is none, and no budget for another region."""
         nbytes = _round_up(max(nbytes, 1), PAGE_NBYTES)
         with self._lock:
@@ -270,11 +274,11 @@ class Heap:
                 self.nbytes -= region.nbytes
                 self._arena.give_back(region)
 
-    def give_back(self, piece: Piece) -> None:
-        """The piece is free; it must not be used any more."""
-        begin, end = piece.offset_nbytes, piece.offset_nbytes + piece.nbytes
+    def give_back(self, area: Area) -> None:
+        """The area is free; it must not be used any more."""
+        begin, end = area.offset_nbytes, area.offset_nbytes + area.nbytes
         with self._lock:
-            gaps = next(gaps for region, gaps in self._gaps if region is piece.region)
+            gaps = next(gaps for region, gaps in self._gaps if region is area.region)
             index = bisect.bisect(gaps, (begin, end))
             if index < len(gaps) and gaps[index][0] == end:
                 end = gaps.pop(index)[1]
@@ -282,14 +286,14 @@ class Heap:
                 index -= 1
                 begin = gaps.pop(index)[0]
             gaps.insert(index, (begin, end))
-            self.used_nbytes -= piece.nbytes
+            self.used_nbytes -= area.nbytes
 
-    def _give(self, region: Region, gaps: list[tuple[int, int]], index: int, nbytes: int) -> Piece:
+    def _give(self, region: Region, gaps: list[tuple[int, int]], index: int, nbytes: int) -> Area:
         begin, end = gaps[index]
         gaps[index : index + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
         self.used_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
-        return Piece(region, begin, nbytes)
+        return Area(region, begin, nbytes)
 
     def __repr__(self) -> str:
         return f"Heap({_mib(self.used_nbytes)} of {_mib(self.budget_nbytes)} used)"

@@ -6,8 +6,8 @@ and the space on them have been found sufficient.
 
 from __future__ import annotations
 
-import ctypes
 import contextlib
+import ctypes
 import os
 import threading
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from infinity.gradients import Gradients
 from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
 from infinity.records import Records
-from infinity.residency import TORCH_DTYPES, Area, ChunkState, DeviceTier, HostCache, ParameterState, Registry, SpanState, is_leaf
+from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, HostCache, ParameterState, Registry, Resident, SpanState, is_leaf
 from infinity.tiers import Swap
 from infinity.updater import Updater
 
@@ -266,16 +266,16 @@ def _make_swap(config: Config, ranks: Ranks, placement: planner.Placement) -> tu
     return swap, extents
 
 
-def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Area]:
+def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Resident]:
     """Fixed places, page-aligned, of one region."""
     offsets, total = {}, 0
     for index, size in nbytes.items():
         offsets[index] = total
         total += -(-size // 4096) * 4096
     if not total:
-        return {index: Area(arena.region(1), 0, 0) for index in nbytes}
+        return {index: Resident(arena.region(1), 0, 0) for index in nbytes}
     region = arena.region(total)
-    return {index: Area(region, offset, nbytes[index]) for index, offset in offsets.items()}
+    return {index: Resident(region, offset, nbytes[index]) for index, offset in offsets.items()}
 
 
 def budgets(config: Config, device: torch.device, ranks: Ranks) -> tuple[int, int]:

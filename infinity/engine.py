@@ -41,8 +41,8 @@ from infinity.lanes import Lane
 from infinity.margin import Margin
 from infinity.partition import Ranks
 from infinity.residency import (
-    ChunkState,
     TORCH_DTYPES,
+    ChunkState,
     ParameterState,
     Presence,
     owner_of,
@@ -164,9 +164,9 @@ class Engine:
         self._check_open()
         index = self._indices[id(param)]
         if not self._started:
-            if index not in self._loaded and _is_here(param):
-                return param.detach().to("cpu", TORCH_DTYPES[self.config.dtype], copy=True)
             if index not in self._loaded:
+                if _is_here(param):
+                    return param.detach().to("cpu", TORCH_DTYPES[self.config.dtype], copy=True)
                 self._loaded[index] = self._initial(index, param)
             return self._loaded[index].to(TORCH_DTYPES[self.config.dtype], copy=True).reshape(param.shape)
         if self.is_held(param):
@@ -190,8 +190,6 @@ class Engine:
         self._refuse_half_updated("load_state_dict()")
         state = self.registry.params[index]
         assert not self.registry.span_of(state).holds, state
-        for chunk in self.registry.chunks_of(state):
-            self._finish_announced(chunk)
         self.values.write_weight(state, value)
         for chunk in self.registry.chunks_of(state):
             if chunk.weights_home != "device" and not chunk.on_device:

@@ -284,4 +284,4 @@ class _Board:
         if self._num_parted < 2:
             return None
         each = "; ".join(f"rank {rank} in {text}" for rank, text in enumerate(texts[:8]))
-        return UsageError(f"the ranks wait for each other in different collectives: {each}. {REMEDY}")
+        return UsageError(f"{self.ranks.name}: the ranks wait for each other in different collectives: {each}. {REMEDY}")

@@ -1,7 +1,8 @@
 """Where each copy of a chunk is: in device memory, in host memory, on NVMe; and which moves are legal.
 
 Holds the registry from a parameter to its state, the spans on the device with their budget, and the host copies of
-weights, states and gradients. Must not know plans, files or collectives: it answers and books, others move the bytes.
+weights, states and gradients; and which modules are leaves. Must not know plans, files or collectives: it answers and books,
+others move the bytes. Over 500 lines because device and host copies are states of the same chunks.
 """
 
 # [Note: parameters that come and go]
@@ -37,6 +38,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from infinity.arena import Area
 from infinity.chunks import Chunk, Layout, Piece, Record, Span
 from infinity.errors import BudgetError, UsageError
 from infinity.facade import DepartedGradient
@@ -290,22 +292,10 @@ class Entry:
         return f"Entry({self.chunk.index}, {self.state.value}, {self.pins} pins{', resident' if self.resident else ''})"
 
 
-class Area:
-    """A fixed place in an arena's region, for what never leaves host memory; used as a slot is, but not leased."""
+class Resident(Area):
+    """An area for what never leaves host memory; used as a slot is, but not leased."""
 
-    __slots__ = ("nbytes", "offset_nbytes", "region")
-
-    def __init__(self, region, offset_nbytes: int, nbytes: int):
-        self.region = region
-        self.offset_nbytes = offset_nbytes
-        self.nbytes = nbytes
-
-    @property
-    def buffer(self) -> memoryview:
-        return self.region.buffer[self.offset_nbytes : self.offset_nbytes + self.nbytes]
-
-    def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
-        return self.region.tensor(dtype, self.offset_nbytes + offset_nbytes, numel)
+    __slots__ = ()
 
     def release(self) -> None:
         """It stays where it is."""
@@ -381,6 +371,8 @@ class ChunkState:
         self.record = record
         self.pieces = pieces  # of this rank's shard
         self.whole_pieces = {piece.param: piece for piece in chunk.pieces}  # of all shards, by parameter
+        inside = [state.name for state in span.params if state.index in self.whole_pieces]
+        self.title = f"chunk {chunk.index} ({inside[0]})" if inside else f"chunk {chunk.index}"  # for people
         self.gaps = _gaps(pieces, record.numel)
         self.span = span
         self.weights_home = self.states_home = "nvme"  # or "host", "device"
@@ -411,12 +403,6 @@ class ChunkState:
     @property
     def trainable(self) -> bool:
         return self.chunk.trainable
-
-    @property
-    def title(self) -> str:
-        """For people: its number and a parameter that lies in it."""
-        inside = [state.name for state in self.span.params if state.index in self.whole_pieces]
-        return f"chunk {self.index} ({inside[0]})" if inside else f"chunk {self.index}"
 
     @property
     def on_device(self) -> bool:

@@ -25,9 +25,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError
+from infinity.recompute import checkpoint
 
 NORMAL_BLOCK = 16  # elements that normal_ makes together on the CPU
 
@@ -282,7 +282,7 @@ def linear_cross_entropy(
     picked = torch.zeros(targets.shape, dtype=torch.float32, device=flat.device)
     for index, tile in enumerate(tiles):
         local, inside = _within(targets, begin, tile.out_features, is_last=index == len(tiles) - 1)
-        tile_sums, at_label = checkpoint(_sums_of_tile, tile, flat, local, use_reentrant=False, preserve_rng_state=False)
+        tile_sums, at_label = checkpoint(_sums_of_tile, tile, flat, local, preserve_rng_state=False)
         sums.append(tile_sums)
         picked = torch.where(inside, at_label, picked)
         begin += tile.out_features

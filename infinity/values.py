@@ -61,6 +61,7 @@ class Values:
         Where value has the weight's dtype, an element that is not changed keeps its master.
         """
         for chunk in self.registry.chunks_of(state):
+            self.finish(chunk)
             self.keep_written(chunk.span)
             with self._shard(chunk, change=True) as shard:
                 for piece in chunk.pieces:
@@ -76,6 +77,8 @@ class Values:
             if chunk.on_device and self.ranks.world > 1:
                 piece = chunk.whole_pieces[state.index]
                 part = value[piece.param_start : piece.param_start + piece.numel]
+                if chunk.span.dtype is torch.bfloat16:
+                    part, _ = split_master(part.float().contiguous())
                 chunk.span.flat[chunk.chunk.offset + piece.start :][: piece.numel].copy_(part)
 
     def keep_written(self, span: SpanState) -> None:

@@ -725,6 +725,7 @@ class Waiting:
 
     def __init__(self, rank, store):
         self.rank, self.world, self._store, self.text = rank, 2, store, ""
+        self.name = f"rank {rank} of 2"
 
     def waits_in(self):
         return self.text

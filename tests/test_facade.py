@@ -274,70 +274,52 @@ def test_a_step_after_zero_grad_of_the_model_uses_no_dropped_gradient(tmp_path):
     with training(mlp, tmp_path, update="deferred", **NVME) as (model, engine, optimizer):
         before = helpers.states_of(engine, model)
         backward(model)
-        try:
-            model.zero_grad()
+        model.zero_grad()
+        with pytest.raises(UsageError, match="without a finished backward pass"):
             optimizer.step()
-        except UsageError:
-            pass
         helpers.assert_same_states(helpers.states_of(engine, model), before)
 
 
-
-
-def test_thawed_parameters_are_trained_or_refused(tmp_path):
+def test_thawed_parameters_that_have_no_states_are_refused(tmp_path):
     def make():
         model = mlp()
         model.layers[1].requires_grad_(False)
         return model
 
-    everything = lambda model: list(model.parameters())
-    reference_model, reference = plain(make, groups=everything)
-    with training(make, tmp_path, groups=everything, **NVME) as (model, engine, optimizer):
-        try:
-            for m, o in ((reference_model, reference), (model, optimizer)):
-                one_step(m, o)
-                m.layers[1].requires_grad_(True)
-                for step in (1, 2):
-                    one_step(m, o, step)
-        except UsageError as error:
-            assert "layers.1.weight" in str(error)
-            optimizer.zero_grad()
-            return
-        assert_equals_reference(engine, model, reference_model, reference)
+    with training(make, tmp_path, groups=lambda model: list(model.parameters()), **NVME) as (model, engine, optimizer):
+        one_step(model, optimizer)
+        model.layers[1].requires_grad_(True)
+        with pytest.raises(UsageError, match="layers.1.weight was frozen when the engine started"):
+            one_step(model, optimizer, 1)
 
 
 @pytest.mark.parametrize("how", ["data", "vector", "gathered data"])
-def test_values_put_in_the_place_of_others_are_kept_or_refused(how, tmp_path):
+def test_values_put_in_the_place_of_others_are_kept(how, tmp_path):
     reference_model, reference = plain(mlp)
     with training(mlp, tmp_path, weights="device", states="host") as (model, engine, optimizer):
         for m, o in ((reference_model, reference), (model, optimizer)):
             one_step(m, o)
             with torch.no_grad():
                 m(inputs(m, 0))  # home now
-            try:
-                weight = m.layers[1].weight
-                match how:
-                    case "data":
+            weight = m.layers[1].weight
+            match how:
+                case "data":
+                    weight.data = torch.eye(H)
+                case "vector":
+                    nn.utils.vector_to_parameters(torch.ones(H * H) / H, [weight])
+                case "gathered data" if m is model:
+                    with infinity.gathered(weight):
                         weight.data = torch.eye(H)
-                    case "vector":
-                        nn.utils.vector_to_parameters(torch.ones(H * H) / H, [weight])
-                    case "gathered data" if m is model:
-                        with infinity.gathered(weight):
-                            weight.data = torch.eye(H)
-                    case "gathered data":
-                        weight.data = torch.eye(H)
-                for step in (1, 2):
-                    one_step(m, o, step)
-            except UsageError as error:
-                assert "layers.1.weight" in str(error)
-                optimizer.zero_grad()
-                return
+                case "gathered data":
+                    weight.data = torch.eye(H)
+            for step in (1, 2):
+                one_step(m, o, step)
         assert_equals_reference(engine, model, reference_model, reference)
 
 
 @pytest.mark.parametrize("dtype, place", [("fp32", "nvme")])
 @pytest.mark.parametrize("through", ["no_grad"])
-def test_a_weight_written_in_forward_is_kept_or_refused(through, dtype, place, tmp_path):
+def test_a_weight_written_in_forward_is_kept(through, dtype, place, tmp_path):
     """As by weight clipping; a bf16 master that lives on the device loses its residual, too."""
 
     def run(self, x):
@@ -356,51 +338,34 @@ def test_a_weight_written_in_forward_is_kept_or_refused(through, dtype, place, t
     places = {"weights": place, "states": place, "residency": "auto"}
     reference_model, reference = plain(make, dtype=dtype)
     with training(make, tmp_path, dtype=dtype, **places) as (model, engine, optimizer):
-        try:
-            for step in range(3):
-                one_step(reference_model, reference, step)
-                one_step(model, optimizer, step)
-        except UsageError as error:
-            assert "layers.1.weight" in str(error)
-            optimizer.zero_grad()
-            return
+        for step in range(3):
+            one_step(reference_model, reference, step)
+            one_step(model, optimizer, step)
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_a_hook_in_backward_sees_the_weights_of_this_step_or_is_refused(tmp_path):
+def test_a_hook_in_backward_does_not_see_the_weights_of_the_next_step(tmp_path):
     def hook(model):
         scale = lambda module, inputs, outputs: (inputs[0] * module.weight.detach().abs().mean(),)
         model.layers[1].register_full_backward_hook(scale)
 
-    reference_model, reference = plain(mlp)
     with training(mlp, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
         hook(model)
-        hook(reference_model)
-        try:
+        with pytest.raises(UsageError, match="layers.1.weight is read in a backward pass that has updated it.*deferred"):
             for step in range(3):
-                one_step(reference_model, reference, step)
                 one_step(model, optimizer, step)
-        except UsageError as error:
-            assert "deferred" in str(error)
-            return
-        assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_a_term_over_gathered_weights_before_the_forward_pass_has_gradients_or_is_refused(tmp_path):
+def test_a_term_over_gathered_weights_before_the_forward_pass_has_gradients(tmp_path):
     reference_model, reference = plain(mlp)
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
-        try:
-            for step in range(3):
-                for m, o in ((reference_model, reference), (model, optimizer)):
-                    with infinity.gathered(model.parameters()):
-                        term = 1e-3 * sum(p.pow(2).sum() for p in m.parameters())
-                    (loss_of(m(inputs(m, step))) + term).backward()
-                    o.step()
-                    o.zero_grad()
-        except UsageError as error:
-            assert "gathered" in str(error)
-            optimizer.zero_grad()
-            return
+        for step in range(3):
+            for m, o in ((reference_model, reference), (model, optimizer)):
+                with infinity.gathered(model.parameters()):
+                    term = 1e-3 * sum(p.pow(2).sum() for p in m.parameters())
+                (loss_of(m(inputs(m, step))) + term).backward()
+                o.step()
+                o.zero_grad()
         assert_equals_reference(engine, model, reference_model, reference)
 
 
@@ -420,13 +385,10 @@ def test_optimizers_take_all_parameters_of_a_model_whatever_their_kind(tmp_path)
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_model_is_copied_with_its_values_or_refused(started, tmp_path):
+def test_a_model_is_not_copied(started, tmp_path):
     model = mlp()
     with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME)):
         if started:
             one_step(model, infinity.AdamW(model.parameters()))
-        try:
-            twin = copy.deepcopy(model)
-            assert not loss_of(twin(inputs(model, 0))).isnan()
-        except UsageError as error:
-            assert "infinity" in str(error)
+        with pytest.raises(UsageError, match="cannot be copied or pickled"):
+            copy.deepcopy(model)

@@ -11,8 +11,8 @@ PACKAGE = Path(infinity.__file__).parent
 
 # From the ground up; what stands in one row does not know its neighbours.
 LAYERS = [
-    {"errors", "events", "gauge", "lanes", "_adam", "_adam_triton", "aio_ext"},
-    {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "drives", "gpt", "tiling", "facade", "recompute"},
+    {"errors", "events", "gauge", "lanes", "recompute", "_adam", "_adam_triton", "aio_ext"},
+    {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "drives", "gpt", "tiling", "facade"},
     {"planner", "residency", "rules", "tiers", "activations"},
     {"records", "optimizer"},
     {"gradients", "pipeline"},

@@ -1,6 +1,7 @@
 """Whatever users do with parameters, modules and their hooks: the bits of plain PyTorch, or an error that names the cure.
 
-What models of one trait do is in test_hooks.py; here are parameters of unusual kinds, and changes after the start.
+What models of one trait do is in test_hooks.py; here are parameters of unusual kinds, and changes after the start. Long because
+each kind and each change is a small model of its own.
 """
 
 import contextlib
