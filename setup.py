@@ -50,8 +50,8 @@ setup(
     ext_modules=[
         extension(
             "aio_ext._aio",
-            ["aio_ext/aio.c", "aio_ext/core.c", "aio_ext/faults.c"],
-            depends=["aio_ext/core.h", "aio_ext/faults.h"],
+            ["aio_ext/aio.c", "aio_ext/core.c", "aio_ext/crc32c.c", "aio_ext/faults.c"],
+            depends=["aio_ext/core.h", "aio_ext/crc32c.h", "aio_ext/faults.h"],
             flags=["-O2"],
             libraries=["aio"],
         ),

@@ -1,4 +1,4 @@
-"""Asynchronous file reads and writes over Linux libaio. Knows no torch, no paths, no ranks.
+"""Asynchronous file reads and writes over Linux libaio, and a checksum of memory. Knows no torch, no paths, no ranks.
 
     with aio_ext.Queue() as queue:
         ticket = queue.read(fd, buffer, offset, priority=aio_ext.DEMAND)
@@ -8,11 +8,11 @@ The whole interface, and what it promises, is at the head of aio.c.
 """
 
 try:
-    from aio_ext._aio import DEMAND, PREFETCH, WRITE, Queue, Ticket, direct_alignment
+    from aio_ext._aio import DEMAND, PREFETCH, WRITE, Queue, Ticket, crc32c, direct_alignment
 except ImportError as error:
     raise ImportError(
         f"aio_ext is not built or libaio is missing ({error}). Install libaio (Debian: apt install libaio-dev; "
         "Fedora: dnf install libaio-devel), then run `pip install .` or `python setup.py build_ext --inplace`."
     ) from error
 
-__all__ = ["DEMAND", "PREFETCH", "WRITE", "Queue", "Ticket", "direct_alignment"]
+__all__ = ["DEMAND", "PREFETCH", "WRITE", "Queue", "Ticket", "crc32c", "direct_alignment"]

@@ -23,6 +23,8 @@
  *         nbytes, offset: int
  *
  *     def direct_alignment(fd) -> (memory, offset)  # bytes; 4096 where the kernel says nothing, 0: no direct I/O
+ *     def crc32c(buffer, value=0) -> int            # of a contiguous buffer; crc32c(b, crc32c(a)) == crc32c(a + b)
+ *     def _crc32c_portable(buffer, value=0) -> int  # tests: without the processor's instruction
  *     def _inject(call, nth=0, times=1, result=None, *, every=1, delay=0.0, fd=-1)    # tests: see faults.h
  *     def _inject() -> int                          # forget all faults; how many calls met one
  *
@@ -47,8 +49,10 @@
 #include <unistd.h>
 
 #include "core.h"
+#include "crc32c.h"
 
 #define SLICE_NS ((int64_t)50000000) /* how long a wait sleeps before it looks for signals */
+#define CRC_NBYTES 4096              /* from here on a checksum takes longer than handing over the GIL */
 
 static const char *const priority_names[NUM_PRIORITIES] = {"DEMAND", "PREFETCH", "WRITE"};
 
@@ -595,6 +599,45 @@ static PyObject *direct_alignment(PyObject *Py_UNUSED(module), PyObject *argumen
     return Py_BuildValue("(II)", memory, offset);
 }
 
+static PyObject *checksum(PyObject *args, PyObject *kwargs, const char *format,
+                          uint32_t (*function)(uint32_t, const void *, size_t))
+{
+    static char *names[] = {"buffer", "value", NULL};
+    PyObject *buffer;
+    long long value = 0;
+    Py_buffer view;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, &buffer, &value))
+        return NULL;
+    if (value < 0 || value > UINT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "value=%lld: expected 0 to 2**32 - 1, an earlier crc32c", value);
+        return NULL;
+    }
+    /* Strides are asked for, to refuse them: what PyBUF_SIMPLE raises for them differs from exporter to exporter. */
+    if (PyObject_GetBuffer(buffer, &view, PyBUF_STRIDED_RO) < 0)
+        return NULL;
+    if (!PyBuffer_IsContiguous(&view, 'C')) {
+        PyErr_SetString(PyExc_BufferError, "crc32c: expected a C-contiguous buffer; copy it first");
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    PyThreadState *thread = view.len >= CRC_NBYTES ? PyEval_SaveThread() : NULL;
+    uint32_t crc = function((uint32_t)value, view.buf, (size_t)view.len);
+    if (thread)
+        PyEval_RestoreThread(thread);
+    PyBuffer_Release(&view);
+    return PyLong_FromUnsignedLong(crc);
+}
+
+static PyObject *checksum_best(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
+{
+    return checksum(args, kwargs, "O|L:crc32c", crc32c);
+}
+
+static PyObject *checksum_portable(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
+{
+    return checksum(args, kwargs, "O|L:_crc32c_portable", crc32c_portable);
+}
+
 static PyObject *inject(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"call", "nth", "times", "result", "every", "delay", "fd", NULL};
@@ -647,6 +690,12 @@ static PyObject *close_all(PyObject *module, PyObject *Py_UNUSED(ignored))
 static PyMethodDef module_methods[] = {
     {"direct_alignment", direct_alignment, METH_O,
      "direct_alignment(fd) -> (memory, offset)\n--\n\nBytes that O_DIRECT needs: 4096 where unknown, 0 where it is refused."},
+    {"crc32c", (PyCFunction)(void (*)(void))checksum_best, METH_VARARGS | METH_KEYWORDS,
+     "crc32c(buffer, value=0)\n--\n\n"
+     "CRC-32C (Castagnoli) of a C-contiguous buffer, continuing from value: crc32c(b, crc32c(a)) == crc32c(a + b).\n"
+     "Without the GIL from 4 KiB on. Raises BufferError if not contiguous, ValueError if value has more than 32 bits."},
+    {"_crc32c_portable", (PyCFunction)(void (*)(void))checksum_portable, METH_VARARGS | METH_KEYWORDS,
+     "_crc32c_portable(buffer, value=0)\n--\n\nTests only. crc32c by tables, without the processor's instruction."},
     {"_inject", (PyCFunction)(void (*)(void))inject, METH_VARARGS | METH_KEYWORDS,
      "_inject(call=None, nth=0, times=1, result=None, *, every=1, delay=0.0, fd=-1)\n--\n\n"
      "Tests only. call: io_setup, io_submit, io_getevents, io_destroy, or read, write for a block of that kind; those from\n"

@@ -1,0 +1,13 @@
+/* CRC-32C (Castagnoli) of bytes in memory. Knows no Python, no files. Any thread may call it, many at once.
+ *
+ * crc continues an earlier sum and is 0 at the start: crc32c(crc32c(0, a), b) is that of a followed by b. */
+#ifndef AIO_EXT_CRC32C_H
+#define AIO_EXT_CRC32C_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+uint32_t crc32c(uint32_t crc, const void *memory, size_t nbytes);          /* the processor's instruction, if it has one */
+uint32_t crc32c_portable(uint32_t crc, const void *memory, size_t nbytes); /* the same by tables; for tests */
+
+#endif
