@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.cli import LINKS, _parser, _Progress, _Run, _table, _write_json, main
+from infinity.cli import _parser, main
 from infinity.config import Config
 from infinity.gpt import GPT, Batches
+from infinity.training import LINKS, _Run, _table
+from infinity.training import StepProgress
+from infinity.training import write_json
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--hidden 64 --layers 3 --heads 4 --seq 32 --batch 4 --steps 5 --device cpu --dtype fp32 --data text".split()
@@ -124,7 +127,7 @@ def test_help_names_every_option(capsys):
 
 
 def test_progress_without_a_terminal_is_few_whole_lines(capsys):
-    progress = _Progress(steps=1000)
+    progress = StepProgress(steps=1000)
     for step in range(1000):
         progress(step, 1.0, [0.25] * (step + 1))
     progress.finish()
@@ -136,7 +139,7 @@ def test_progress_without_a_terminal_is_few_whole_lines(capsys):
 
 def test_progress_on_a_terminal_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    progress = _Progress(steps=3)
+    progress = StepProgress(steps=3)
     for step in range(3):
         progress(step, 1.0, [0.25])
     progress.finish()
@@ -147,10 +150,10 @@ def test_progress_on_a_terminal_is_one_line(capsys, monkeypatch):
 def test_a_report_replaces_the_old_one_whole(directory):
     path = directory / "out.json"
     path.write_text("old")
-    _write_json(path, {"a": 1})
+    write_json(path, {"a": 1})
     assert json.loads(path.read_text()) == {"a": 1}
     with pytest.raises(TypeError):
-        _write_json(path, {"a": object()})
+        write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
     assert sorted(os.listdir(directory)) == ["out.json", "text"]
 
