@@ -3,11 +3,12 @@
 from infinity.config import Config
 from infinity.engine import Engine, engine_of, gathered, offload
 from infinity.init import init
-from infinity.errors import BudgetError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
+from infinity.errors import BudgetError, CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
 from infinity.optimizer import SGD, Adam, AdamW, Elementwise, Lion
 from infinity.recompute import checkpoint
 from infinity.residency import leaf
 from infinity.rules import Rule
+from infinity.saving import Loaded, Saving, load, save
 from infinity.scaling import LossScale
 from infinity.tiling import TiledEmbedding, TiledLinear, linear_cross_entropy, tile_large_layers
 from infinity.vertical import vertical
@@ -16,16 +17,19 @@ __all__ = [
     "Adam",
     "AdamW",
     "BudgetError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "Elementwise",
     "Engine",
     "Lion",
+    "Loaded",
     "LossScale",
     "NonFiniteError",
     "PeerError",
     "Rule",
     "SGD",
+    "Saving",
     "SwapError",
     "TiledEmbedding",
     "TiledLinear",
@@ -36,7 +40,9 @@ __all__ = [
     "init",
     "leaf",
     "linear_cross_entropy",
+    "load",
     "offload",
+    "save",
     "tile_large_layers",
     "vertical",
 ]

@@ -87,6 +87,9 @@ class Engine:
         self.ranks.join()
         self._departed: list[ParameterState] = []  # whose gradients have left, and param.grad says so
         self._gradients_wait = False  # for a step() or zero_grad()
+        self.saving = None  # the checkpoint under way, or the last one
+        self.last_save = None  # of what a checkpoint that is whole holds
+        self._half_loaded = False
         self._reset_step()
         self._indices = {id(param): index for index, (_, param) in enumerate(self._named)}
         self._loaded: dict[int, torch.Tensor] = {}  # values that were asked for or given before the start, by index
@@ -227,6 +230,7 @@ class Engine:
         """
         if self._closed:
             return
+        failure = self._finish_saving()
         self._closed = True
         if not self._started:
             self.ranks.leave()
@@ -240,6 +244,18 @@ class Engine:
             parts.callback(self.ranks.leave)
             parts.callback(self.hooks.remove)
             parts.callback(self._close_parts)
+        if failure is not None:
+            raise failure
+
+    def _finish_saving(self) -> BaseException | None:
+        """Wait for a checkpoint under way; what went wrong with it, if nobody was told."""
+        if self.saving is None or self.saving.was_told:
+            return None
+        try:
+            self.saving.wait()
+        except Exception as error:
+            return error
+        return None
 
     def _close_parts(self) -> None:
         with contextlib.ExitStack() as parts:  # from the last to the first
@@ -256,6 +272,9 @@ class Engine:
     def __exit__(self, kind, error, trace) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self.ranks.report(error)
+            if self.saving is not None:
+                self.saving.abandon(error)
+                self.saving.was_told = True
         self.close()
 
     def __repr__(self) -> str:
@@ -296,6 +315,8 @@ class Engine:
     def step(self) -> None:
         self._check_open()
         self._check_gradients()
+        if self.saving is not None:
+            self.saving.pass_step()
         if self.backward_task is not None:
             self._abandon_backward()
         if self.torn:
@@ -588,6 +609,68 @@ class Engine:
             self.gradients.reduce(chunk)
         return found
 
+    # What saving and loading call.
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model()
+
+    def ready_to_save(self, optimizer) -> None:
+        """The state is that between two steps from here on until the next one; a checkpoint under way is finished first."""
+        self._check_optimizer(optimizer, "infinity.save")
+        self.raise_failure()
+        if self.torn:
+            raise UsageError("infinity.save after a backward pass that failed half-way: weights are of two steps; see step()")
+        self._refuse_half_updated("infinity.save")
+        if self.num_backwards or self.backward_task is not None:
+            raise UsageError("infinity.save between backward() and step(): gradients are not saved. Save after step().")
+        if (failure := self._finish_saving()) is not None:
+            raise failure
+        for chunk in self.registry.chunks:
+            if chunk.pending is None:
+                self._finish_announced(chunk)  # the last ones of a backward pass that updates
+        for span in self.registry.spans:
+            span.take_replaced()
+            self.values.keep_written(span)
+
+    def ready_to_load(self, optimizer) -> None:
+        self._check_optimizer(optimizer, "infinity.load")
+        if self.backward_task is not None:
+            self._abandon_backward()
+        if (failure := self._finish_saving()) is not None:
+            raise failure
+
+    @contextlib.contextmanager
+    def loading(self):
+        """All records are replaced inside the block; gradients and updates of before are forgotten."""
+        self.flush()
+        for chunk in self.registry.chunks:
+            chunk.updated = False
+        self.torn = False
+        self.zero_grad()
+        for chunk in self.registry.chunks:
+            self._make_stale(chunk)
+        self._half_loaded, self.last_save = True, None
+        yield
+        self._half_loaded = False
+
+    def begin_announced(self, chunk: ChunkState) -> None:
+        """Begin the update that the last step() announced."""
+        self._begin_update(chunk, chunk.pending)
+
+    def num_records_in_memory(self, most: int) -> int:
+        """How many chunks' records may be asked for before one is given back, up to `most`."""
+        kinds = [kind for kind in (WEIGHTS, STATES) if "nvme" in self.placement.homes[kind]]
+        return max(1, min([most, *(self.placement.slots[kind] for kind in kinds)]))
+
+    def _check_optimizer(self, optimizer, what: str) -> None:
+        self._check_open()
+        if optimizer is not None and optimizer is not self.optimizer:
+            raise UsageError(f"{what}: the optimizer is not that of this model")
+        self._start()
+        if any(span.holds for span in self.registry.spans):
+            raise UsageError(f"{what} while the model runs or inside infinity.gathered")
+
     # What vertical accumulation calls.
 
     @contextlib.contextmanager
@@ -626,6 +709,8 @@ class Engine:
 
     def raise_failure(self) -> None:
         """Raise what went wrong in a lane, if anything did."""
+        if self._half_loaded:
+            raise UsageError("the last infinity.load failed half-way: weights are of two states. Load a checkpoint that is whole.")
         failure = self.records.failure or self.updater.failure or self.gradients.failure
         if self.activations is not None:
             failure = failure or self.activations.failure

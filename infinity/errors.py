@@ -17,7 +17,11 @@ class UsageError(RuntimeError):
 
 
 class SwapError(OSError):
-    """Reading or writing swapped state failed. Carries errno and the path, as every OSError does."""
+    """Reading or writing state on a disk failed, swapped or saved. Carries errno and the path, as every OSError does."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint or model file is damaged, incomplete or of something else; the message names the file and what to do."""
 
 
 class PeerError(RuntimeError):

@@ -218,7 +218,7 @@ class Gradients:
         take = self.records.obtain if chunk.has_gradient else self.records.fresh
         entry = take(chunk, GRADIENTS)
         try:
-            self.records.begin_update(entry)
+            self.records.begin_update(chunk, {GRADIENTS: entry})
             tensor = self._tensor(chunk, entry)
             if not chunk.has_gradient:
                 for start, end in chunk.gaps:

@@ -182,6 +182,7 @@ class Margin:
         """Bring a span's records to the device, for good or until `_demote`."""
         for chunk in self.registry.chunks_in(span):
             self.finish(chunk)
+            chunk.save_first()
         self.pipeline.acquire_aside([span])
         self.values.keep_written(span)
         if not span.pinned:
@@ -207,9 +208,10 @@ class Margin:
         self.updater.drain()
         self.values.keep_written(span)
         for chunk in self.registry.chunks_in(span):
+            chunk.save_first()
             state = self.updater.device_state(chunk)
             entries = {kind: self.records.fresh(chunk, kind) for kind in (WEIGHTS, STATES)}
-            self.records.begin_update(*entries.values())
+            self.records.begin_update(chunk, entries)
             for name, tensor in segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory).items():
                 tensor.copy_(state[name])
             self.records.write_back(chunk, entries)

@@ -65,6 +65,7 @@ class Ranks:
         self.name = "this process"
         self._num_users = 0
         self._store = None
+        self._posted: dict[str, bytes] = {}  # where there is no other rank
         self._closing = threading.Event()
         self._listeners: list[weakref.WeakMethod] = []
         self.failure: BaseException | None = None  # of this rank, or a PeerError
@@ -164,6 +165,37 @@ class Ranks:
         whole = torch.empty(self.world * piece.numel(), dtype=piece.dtype)
         self._wait(_all_gather(whole, piece, group=self.control, async_op=True), f"a gather of {whole.numel()} numbers")
         return whole
+
+    def exchange(self, mine: bytes) -> list[bytes]:
+        """Every rank's bytes, in order of rank."""
+        if self.world == 1:
+            return [mine]
+        sizes = self.all_gather_slices(torch.tensor([len(mine)])).tolist()
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        padded[: len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
+        whole = self.all_gather_slices(padded).view(self.world, -1)
+        return [whole[rank, :size].numpy().tobytes() for rank, size in enumerate(sizes)]
+
+    def post(self, key: str, value: bytes) -> None:
+        """Let the other ranks find the value. As `look` and `forget`, from any thread: nobody waits for anybody."""
+        if self._store is None:
+            self._posted[key] = value
+        else:
+            self._store.set(key, value)
+
+    def look(self, key: str) -> bytes | None:
+        """What some rank has posted, if it has. Raises what ended another rank."""
+        self._check()
+        if self._store is None:
+            return self._posted.get(key)
+        return self._store.get(key) if self._store.check([key]) else None
+
+    def forget(self, key: str) -> None:
+        """Nobody looks for it any more."""
+        if self._store is None:
+            self._posted.pop(key, None)
+        else:
+            self._store.delete_key(key)
 
     def agree(self, *values: int, group=None, what: str = "an agreement between the training threads") -> bool:
         """Whether every rank gave the same integers. what: for errors."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import aio_ext
 
@@ -139,10 +139,23 @@ class Records:
         self.settle(entry)
         return entry
 
-    def begin_update(self, *entries: Entry) -> None:
-        """The entries, pinned by the caller, are about to change."""
+    def obtain_all(self, chunk: ChunkState, kinds: Iterable[str]) -> dict[str, Entry]:
+        """Copies of several kinds, pinned. Asked for at once: two who ask for the same kinds are granted them in one order."""
         with self.lock:
-            for entry in entries:
+            requests = {kind: self.request(chunk, kind, urgent=True) for kind in kinds}
+        for request in requests.values():
+            self.hurry(request)
+        entries = {kind: request.wait() for kind, request in requests.items()}
+        for entry in entries.values():
+            self.settle(entry)
+        return entries
+
+    def begin_update(self, chunk: ChunkState, entries: dict[str, Entry]) -> None:
+        """Entries of a chunk, by kind, pinned by the caller, are about to change: its gradient, or all of its record."""
+        if WEIGHTS in entries:
+            chunk.begin_change(entries)
+        with self.lock:
+            for entry in entries.values():
                 while entry.state is HostState.WRITING:
                     self._raise_failure()
                     self.lock.wait()

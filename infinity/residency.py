@@ -394,11 +394,24 @@ class ChunkState:
         self.copy_expected = False  # a copy to the device follows soon
         self.updated = False  # since the last step()
         self.missing = 0  # parameters that lack gradients in this backward pass
+        self.num_changes = 0  # of its record
+        # A checkpoint under way wants the record before it changes, or after the update that is pending:
+        self.before_change: Callable[[ChunkState, dict[str, Entry] | None], None] | None = None
+        self.after_update: Callable[[ChunkState, dict[str, Entry] | None], None] | None = None
 
     @property
     def keep_weights(self) -> bool:
         """Whether a host copy of the weights is worth its slot even where nothing is kept."""
         return self.update_expected or self.copy_expected
+
+    def save_first(self, entries: dict[str, Entry] | None = None) -> None:
+        """The record is about to move or change. entries: all of it in host memory, by kind, where the caller has it."""
+        if self.before_change is not None:
+            self.before_change(self, entries)
+
+    def begin_change(self, entries: dict[str, Entry] | None = None) -> None:
+        self.save_first(entries)
+        self.num_changes += 1
 
     @property
     def trainable(self) -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -312,6 +313,31 @@ def tile_large_layers(model: nn.Module, *, above_nbytes: int, tile_nbytes: int, 
             _become_tiled(layer, weights, sizes)
             num_tiles[layer] = len(sizes)
     return [(name, num_tiles[module]) for name, module in model.named_modules() if module in num_tiles]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tile's parameter lies in the plain layer's one: its name and shape, and the first index in each dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    begin: tuple[int, ...]
+
+
+def places(model: nn.Module) -> dict[nn.Parameter, Place]:
+    """Of every parameter that is a part of a tiled layer's."""
+    found: dict[nn.Parameter, Place] = {}
+    for prefix, module in model.named_modules():
+        for name, grid in module._grids().items() if isinstance(module, _Tiled) else ():
+            params = [[getattr(module.tiles[index], name) for index in row] for row in grid]
+            rows = _slices(row[0].shape[0] for row in params)
+            columns = _slices(param.shape[1] for param in params[0]) if params[0][0].dim() > 1 else None
+            shape = (rows[-1].stop, *((columns[-1].stop,) if columns else ()))
+            for row, below in zip(params, rows):
+                for param, beside in zip(row, columns or [None]):
+                    begin = (below.start, *((beside.start,) if columns else ()))
+                    found.setdefault(param, Place(f"{prefix}.{name}" if prefix else name, shape, begin))
+    return found
 
 
 # Which layers, and how.

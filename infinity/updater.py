@@ -81,14 +81,16 @@ class Updater:
         chunk.update_expected = False
         if chunk.on_device:  # in the training thread: on CUDA the compute stream orders it, on the CPU it has all cores
             gradient_job.wait()
+            chunk.begin_change()
             with self.gradients.shard(chunk) as gradient:
                 self._compute(chunk, self.device_state(chunk), gradient, hyper)
             self.take_snapshot(chunk)
             self.gradients.release(chunk)
             chunk.pending = None
             return
-        weights = self.records.request(chunk, WEIGHTS, urgent=urgent)
-        states = self.records.request(chunk, STATES, urgent=True)
+        with self.records.lock:  # at once, see Records.obtain_all
+            weights = self.records.request(chunk, WEIGHTS, urgent=urgent)
+            states = self.records.request(chunk, STATES, urgent=True)
 
         def work() -> None:
             self._update_on_host(chunk, weights, states, gradient_job, copy_job, hyper)
@@ -133,9 +135,11 @@ class Updater:
                 event = copy_job.wait()
                 if event is not None:
                     event.synchronize()
-            self.records.begin_update(*entries.values())
+            self.records.begin_update(chunk, entries)
             self._compute(chunk, segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory), gradient, hyper)
         self.gradients.release(chunk)
+        if chunk.after_update is not None:
+            chunk.after_update(chunk, entries)
         self.records.write_back(chunk, entries)
 
     def device_state(self, chunk: ChunkState) -> dict[str, torch.Tensor]:

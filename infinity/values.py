@@ -130,7 +130,7 @@ class Values:
                     continue
                 kinds = (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,)
                 entries = {kind: self.records.fresh(chunk, kind) for kind in kinds}
-                self.records.begin_update(*entries.values())
+                self.records.begin_update(chunk, entries)
                 memory = [entry.memory for entry in entries.values()]
                 self._fill(chunk, segments(chunk, memory[0], memory[1] if len(memory) > 1 else None), values)
                 self.records.write_back(chunk, entries)
@@ -141,6 +141,27 @@ class Values:
                 state.param.data = state.placeholder
                 state.version = state.param._version
         self.records.flush()
+
+    @contextlib.contextmanager
+    def filled(self, chunk: ChunkState):
+        """The shard's segments by name, zero, to be filled with another record inside the block."""
+        if chunk.on_device:
+            chunk.begin_change()
+            shard = self.updater.device_state(chunk)
+            for tensor in shard.values():
+                tensor.zero_()
+            yield shard
+            self.updater.take_snapshot(chunk)
+            return
+        entries = {kind: self.records.fresh(chunk, kind) for kind in ((WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,))}
+        self.records.begin_update(chunk, entries)
+        try:
+            shard = segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory if chunk.trainable else None)
+            for tensor in shard.values():
+                tensor.zero_()
+            yield shard
+        finally:
+            self.records.write_back(chunk, entries)
 
     def _fill(self, chunk: ChunkState, shard: dict[str, torch.Tensor], values: dict[int, torch.Tensor]) -> None:
         """A shard's first record: weights, their residuals, and moments of zero."""
@@ -201,13 +222,15 @@ class Values:
     def _shard(self, chunk: ChunkState, *, change: bool = False, weight_only: bool = False):
         """The shard's segments as host tensors; with `change` they are written back."""
         if chunk.on_device:
+            if change:
+                chunk.begin_change()
             state = self.updater.device_state(chunk)
             yield {name: tensor if change else tensor.cpu() for name, tensor in state.items()}
             return
         kinds = (WEIGHTS, STATES) if chunk.trainable and not weight_only else (WEIGHTS,)
-        entries = {kind: self.records.obtain(chunk, kind) for kind in kinds}
+        entries = self.records.obtain_all(chunk, kinds)
         if change:
-            self.records.begin_update(*entries.values())
+            self.records.begin_update(chunk, entries)
         memory = [entry.memory for entry in entries.values()]
         try:
             yield segments(chunk, memory[0], memory[1] if len(memory) > 1 else None)

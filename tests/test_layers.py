@@ -12,15 +12,15 @@ PACKAGE = Path(infinity.__file__).parent
 # From the ground up; what stands in one row does not know its neighbours.
 LAYERS = [
     {"errors", "events", "gauge", "lanes", "recompute", "_adam", "_adam_triton", "aio_ext"},
-    {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "drives", "gpt", "tiling", "facade"},
+    {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "drives", "gpt", "tiling", "facade", "tensorfiles"},
     {"planner", "residency", "rules", "tiers", "activations", "manifest"},
-    {"records", "optimizer"},
+    {"records", "optimizer", "store"},
     {"gradients", "pipeline"},
     {"updater"},
     {"hooks", "values"},
     {"assembly", "margin"},
     {"engine"},
-    {"init", "vertical"},
+    {"init", "vertical", "saving"},
     {"__init__"},
     {"training"},
     {"cli"},

@@ -32,6 +32,7 @@ class Bench:
                 index=index,
                 extents={kind: self.swap.allocate(NBYTES) for kind in KINDS},
                 keep_weights=False,
+                begin_change=lambda entries: None,
             )
             for index in range(num)
         ]
@@ -233,7 +234,7 @@ def test_copies_are_kept_or_not_as_asked(bench):
 
 def update(b, index, value):
     entries = {kind: b.granted(b.request(index, kind, urgent=True)) for kind in (WEIGHTS, STATES)}
-    b.records.begin_update(*entries.values())
+    b.records.begin_update(b.chunks[index], entries)
     for entry in entries.values():
         entry.memory.tensor(torch.uint8, 0, NBYTES).fill_(value)
     b.records.write_back(b.chunks[index], entries)
@@ -282,7 +283,7 @@ def test_flush_waits_for_every_write(bench):
 
 def collect(b, index, value):
     entry = b.records.fresh(b.chunks[index], GRADIENTS)
-    b.records.begin_update(entry)
+    b.records.begin_update(b.chunks[index], {GRADIENTS: entry})
     entry.memory.tensor(torch.uint8, 0, NBYTES).fill_(value)
     b.unpin(index, entry, GRADIENTS)
 
@@ -384,13 +385,13 @@ def test_a_failed_write_reaches_all_that_wait(bench, code):
     waiting = b.request(2, urgent=True)
     assert not waiting.done
     _aio._inject("write", 0, -1, -code)
-    b.records.begin_update(entries[0])
+    b.records.begin_update(b.chunks[0], {WEIGHTS: entries[0]})
     waiters = [
         in_thread(waiting.wait),
         in_thread(lambda: b.records.fresh(b.chunks[6], WEIGHTS)),
     ]
     b.records.write_back(b.chunks[0], {WEIGHTS: entries[0]})
-    waiters += [in_thread(lambda: b.records.begin_update(entries[0])), in_thread(b.records.flush)]
+    waiters += [in_thread(lambda: b.records.begin_update(b.chunks[0], {WEIGHTS: entries[0]})), in_thread(b.records.flush)]
     for finish in waiters:
         error = finish()
         assert isinstance(error, SwapError) and error.errno == code
