@@ -2,6 +2,7 @@
 
 from infinity.config import Config
 from infinity.engine import Engine, engine_of, gathered, offload
+from infinity.importing import load_safetensors
 from infinity.init import init
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
 from infinity.optimizer import SGD, Adam, AdamW, Elementwise, Lion
@@ -41,6 +42,7 @@ __all__ = [
     "leaf",
     "linear_cross_entropy",
     "load",
+    "load_safetensors",
     "offload",
     "save",
     "tile_large_layers",

@@ -179,20 +179,25 @@ class Engine:
 
     def write_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
         """Give a parameter a value, of its shape; moments stay. Every rank must call it; rank 0's value counts."""
-        self._check_open()
-        index = self._indices[id(param)]
         value = value.detach().reshape(-1).to("cpu", copy=True)
         self.ranks.broadcast_(value.view(torch.uint8))
+        self.give(param, value)
+
+    def give(self, param: torch.Tensor, value) -> None:
+        """As `write_weight`, of what is the same on every rank: anything whose slices are 1-D tensors on the CPU."""
+        self._check_open()
+        index = self._indices[id(param)]
         if not self._started:
             if _is_here(param):  # what the program changes afterwards counts
                 with torch.no_grad():
-                    param.copy_(value.view(param.shape))
+                    param.copy_(value[: param.numel()].view(param.shape))
             else:
                 self._loaded[index] = value
             return
-        self._refuse_half_updated("load_state_dict()")
+        self._refuse_half_updated("new weights")
         state = self.registry.params[index]
-        assert not self.registry.span_of(state).holds, state
+        if self.registry.span_of(state).holds:
+            raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
         self.values.write_weight(state, value)
         for chunk in self.registry.chunks_of(state):
             if chunk.weights_home != "device" and not chunk.on_device:

@@ -103,6 +103,19 @@ class Parameter:
         """What it is a part of, which may be itself."""
         return self.whole or Whole(self.name, self.shape, (0,) * len(self.shape))
 
+    @property
+    def is_rows(self) -> bool:
+        """Whether its elements lie in a row in the whole one."""
+        return self.shape[1:] == self.canonical.shape[1:]
+
+    @property
+    def begin(self) -> int:
+        """Where its first element lies in the whole one, in elements."""
+        begin = 0
+        for at, size in zip(self.canonical.begin, self.canonical.shape):
+            begin = begin * size + at
+        return begin
+
 
 @dataclass(frozen=True)
 class Place:

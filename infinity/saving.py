@@ -31,7 +31,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -212,6 +212,7 @@ class Saving:
         what = _together(ranks, lambda: self._describe(tensors, scheduler, extra))
         self._rng = [json.loads(state) for state in ranks.exchange(json.dumps(_generators(engine.device)).encode())]
         self._content, self._tensors = what, tensors
+        self._parameters, self._aliases = parameters_of(engine)
         try:
             self._directory = _together(ranks, lambda: Directory(self.path) if not ranks.rank else None)
             self._name = ranks.exchange(self._directory.folder.encode() if self._directory else b"")[0].decode()
@@ -480,16 +481,15 @@ class Saving:
             for index, (file, offset) in enumerate(at):
                 places[index].append(Place(len(files) + file, offset, tuple(crcs[rank][index])))
             files += own
-        parameters, aliases = parameters_of(engine, self._steps)
         return Manifest(
             folder=self._name,
             world=world,
             dtype=config.dtype,
             moments_dtype=config.moments,
             moments=moments,
-            seed=config.seed,
-            parameters=tuple(parameters),
-            aliases=aliases,
+            seed=config.seed if engine.updater.seed is None else engine.updater.seed,
+            parameters=tuple(replace(parameter, step=self._steps[index]) for index, parameter in enumerate(self._parameters)),
+            aliases=self._aliases,
             chunks=layout.chunks,
             places=tuple(map(tuple, places)),
             files=tuple(files),
@@ -518,7 +518,7 @@ class _Loading:
         self.with_states = with_states
         self.manifest = checkpoint.manifest
         self._wrong: list[str] = []
-        self.parameters, _ = parameters_of(engine, {})
+        self.parameters, _ = parameters_of(engine)
         self._match_parameters()
         self._match_loose()
         if with_states:
@@ -576,9 +576,9 @@ class _Loading:
                 found = []
             same = [index for box, index in found if box.begin == whole.begin and manifest.parameters[index].shape == parameter.shape]
             if same:
-                self._sources.append([(_flat_begin(parameter), same[0], parameter.numel)])
-            elif _is_rows(parameter) and all(_is_rows(manifest.parameters[index]) for _, index in found):
-                rows = sorted((_flat_begin(manifest.parameters[i]), i, manifest.parameters[i].numel) for _, i in found)
+                self._sources.append([(parameter.begin, same[0], parameter.numel)])
+            elif parameter.is_rows and all(manifest.parameters[index].is_rows for _, index in found):
+                rows = sorted((manifest.parameters[i].begin, i, manifest.parameters[i].numel) for _, i in found)
                 self._sources.append(rows)
             else:
                 self._wrong.append(f"{whole.name} is cut into other tiles along in_features; export it to safetensors and load these")
@@ -638,7 +638,7 @@ class _Loading:
         engine, manifest = self.engine, self.manifest
         here = [(c.numel, c.trainable, c.pieces) for c in engine.layout.chunks]
         there = [(c.numel, c.trainable, c.pieces) for c in manifest.chunks]
-        same = all(sources == [(_flat_begin(p), i, p.numel)] for i, (p, sources) in enumerate(zip(self.parameters, self._sources)))
+        same = all(sources == [(p.begin, i, p.numel)] for i, (p, sources) in enumerate(zip(self.parameters, self._sources)))
         formats = (engine.moments, engine.config.moments) == (manifest.moments, manifest.moments_dtype)
         return self.with_states and manifest.world == engine.ranks.world and here == there and same and formats
 
@@ -696,7 +696,7 @@ class _Loading:
     def _locate(self, param: int, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
         """(saved parameter, start in it, number of elements) that make up elements [start, start + numel) of a parameter."""
         sources = self._sources[param]
-        begin = _flat_begin(self.parameters[param]) + start
+        begin = self.parameters[param].begin + start
         end = begin + numel
         at = max(bisect_right(sources, begin, key=lambda source: source[0]) - 1, 0)
         while begin < end:
@@ -749,32 +749,18 @@ class _Into:
         self.engine.arena.give_back(self.region)
 
 
-def parameters_of(engine: Engine, steps: dict[int, int]) -> tuple[list[Parameter], dict[str, str]]:
-    """The engine's parameters as a manifest has them, and the other names of tied ones."""
+def parameters_of(engine: Engine) -> tuple[list[Parameter], dict[str, str]]:
+    """The engine's parameters as a manifest has them, but for their steps, and the other names of tied ones."""
     places = tiling.places(engine.model)
     found, names = [], {}
     for state in engine.registry.params:
         place = places.get(state.param)
         whole = Whole(place.name, place.shape, place.begin) if place is not None else None
-        found.append(Parameter(state.name, tuple(state.shape), state.trainable, state.group, steps.get(state.index, 0), whole))
+        found.append(Parameter(state.name, tuple(state.shape), state.trainable, state.group, whole=whole))
         names[id(state.param)] = state.name
     everything = engine.model.named_parameters(remove_duplicate=False)
     aliases = {name: names[id(param)] for name, param in everything if id(param) in names and names[id(param)] != name}
     return found, aliases
-
-
-def _flat_begin(parameter: Parameter) -> int:
-    """Where a parameter begins in the whole one, in elements, if it is rows of it."""
-    whole = parameter.canonical
-    return whole.begin[0] * (whole_numel(whole) // whole.shape[0]) if whole.shape and whole.begin[0] else 0
-
-
-def whole_numel(whole: Whole) -> int:
-    return int(np.prod(whole.shape, dtype=object)) if whole.shape else 1
-
-
-def _is_rows(parameter: Parameter) -> bool:
-    return parameter.shape[1:] == parameter.canonical.shape[1:]
 
 
 def _loose(model: nn.Module, states: dict[int, ParameterState]) -> dict[str, torch.Tensor]:

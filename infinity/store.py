@@ -29,7 +29,7 @@ import torch
 
 import aio_ext
 from infinity import manifest as manifests
-from infinity.arena import Arena
+from infinity.arena import Arena, Region
 from infinity.chunks import Record
 from infinity.config import format_bytes
 from infinity.drives import Drive
@@ -453,7 +453,7 @@ class Checkpoint:
         sizes = (self.manifest.record(chunk.index, rank).nbytes for chunk in self.manifest.chunks for rank in range(self.manifest.world))
         return max(sizes, default=0) or _ALIGNMENT
 
-    def _memory(self):
+    def _memory(self) -> Region:
         """Room for one record: that which was used longest ago."""
         if len(self._cached) < _NUM_RECORDS_IN_MEMORY:
             return self._arena.region(self._largest)

@@ -278,6 +278,8 @@ def _naming(path):
 class _File:
     """An open file that must stay what it was at first."""
 
+    _fd = -1
+
     def __init__(self, path):
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
@@ -309,6 +311,8 @@ class _File:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    __del__ = close
 
 
 def _damaged(path, what):

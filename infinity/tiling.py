@@ -330,8 +330,8 @@ def places(model: nn.Module) -> dict[nn.Parameter, Place]:
     for prefix, module in model.named_modules():
         for name, grid in module._grids().items() if isinstance(module, _Tiled) else ():
             params = [[getattr(module.tiles[index], name) for index in row] for row in grid]
-            rows = _slices(row[0].shape[0] for row in params)
-            columns = _slices(param.shape[1] for param in params[0]) if params[0][0].dim() > 1 else None
+            rows = _slices([row[0].shape[0] for row in params])
+            columns = _slices([param.shape[1] for param in params[0]]) if params[0][0].dim() > 1 else None
             shape = (rows[-1].stop, *((columns[-1].stop,) if columns else ()))
             for row, below in zip(params, rows):
                 for param, beside in zip(row, columns or [None]):
@@ -420,7 +420,7 @@ def _even(total: int, parts: int, what: str) -> list[int]:
     return [total // parts + (index < total % parts) for index in range(parts)]
 
 
-def _slices(sizes) -> list[slice]:
+def _slices(sizes: list[int]) -> list[slice]:
     ends = list(itertools.accumulate(sizes))
     return [slice(end - size, end) for size, end in zip(sizes, ends)]
 

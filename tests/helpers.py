@@ -110,7 +110,7 @@ def to_bf16(model):
 
 
 def bits(tensor):
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def assert_same_bits(got, expected, what):

@@ -1,0 +1,197 @@
+"""What can be made of a checkpoint without an engine: safetensors files, or a checkpoint for another number of ranks.
+
+Knows checkpoints and files of tensors, a record or one tensor at a time. Must not know engines, tiers or devices.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import aio_ext
+from infinity.adam import join_master
+from infinity.arena import Arena
+from infinity.chunks import ParameterSpec, default_chunk_numel, layout, record_layout
+from infinity.errors import CheckpointError, ConfigError
+from infinity.manifest import TENSOR_DTYPES, Manifest, Parameter, Place
+from infinity.store import Checkpoint, Directory, Tensors, Writer, lay_out, segment_bytes
+from infinity.tensorfiles import MAX_FILE_NBYTES, TensorSpec, plan_files, write_files
+
+EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+Progress = Callable[[int, int], None]
+
+
+def export(
+    path: str | os.PathLike,
+    directory: str | os.PathLike,
+    *,
+    dtype: str = "bf16",
+    max_file_nbytes: int = MAX_FILE_NBYTES,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> list[tuple[str, int]]:
+    """Write a checkpoint's weights and buffers as safetensors, with the model's own names; returns (file, bytes of tensors) of each.
+
+    dtype: of the weights; fp32 is the master, exactly; a bf16 checkpoint's bf16 the weight as the model computes with it. Tiles are
+    joined. Of tied names the first is written, the others stand in `__metadata__` as {other: first}. The folder is what
+    `from_pretrained` of transformers reads, beside the model's config.json. Holds one tensor in memory, at most.
+
+    Raises CheckpointError for a checkpoint or a directory that cannot be used; then nothing is there.
+    """
+    if dtype not in EXPORT_DTYPES:
+        raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(EXPORT_DTYPES)}")
+    with Checkpoint(path) as checkpoint:
+        wholes: dict[str, list[int]] = {}
+        for index, parameter in enumerate(checkpoint.manifest.parameters):
+            wholes.setdefault(parameter.canonical.name, []).append(index)
+        parameters = checkpoint.manifest.parameters
+        specs = [TensorSpec(name, EXPORT_DTYPES[dtype], parameters[tiles[0]].canonical.shape) for name, tiles in wholes.items()]
+        buffers = _buffers(checkpoint)
+        specs += [TensorSpec(name, dtype_, shape) for name, (_, dtype_, shape) in buffers.items()]
+
+        def parts(spec: TensorSpec) -> Iterator[torch.Tensor]:
+            if spec.name in buffers:
+                return iter([checkpoint.tensor(buffers[spec.name][0]).reshape(-1)])
+            return _values(checkpoint, wholes[spec.name], spec.dtype)
+
+        if not dry_run:
+            metadata = {f"tied:{alias}": name for alias, name in checkpoint.manifest.aliases.items()}
+            write_files(directory, specs, parts, max_file_nbytes=max_file_nbytes, metadata=metadata, progress=progress)
+        plan = plan_files(specs, max_file_nbytes=max_file_nbytes)
+        return [(name, sum(spec.nbytes for spec in inside)) for name, inside in plan]
+
+
+def reshard(
+    path: str | os.PathLike,
+    target: str | os.PathLike,
+    *,
+    world: int,
+    chunk_mib: float | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Manifest:
+    """Write a checkpoint anew, with the same values, as `world` ranks would have saved it; returns its manifest.
+
+    chunk_mib: as of Config; None keeps the size. `infinity.load` reads any checkpoint on any number of ranks; what is laid out as the
+    ranks that load it do, it reads faster. Raises CheckpointError.
+    """
+    if world < 1:
+        raise ConfigError(f"world={world}: expected 1 or more")
+    with Checkpoint(path) as checkpoint:
+        old = checkpoint.manifest
+        if Path(target).resolve() == checkpoint.path.resolve():
+            raise CheckpointError(f"{target} is the checkpoint itself: name another directory")
+        specs = [ParameterSpec(p.name, p.numel, old.dtype, p.trainable) for p in old.parameters]
+        if chunk_mib is not None:
+            chunk_numel = default_chunk_numel(chunk_mib, world)
+        else:
+            chunk_numel = default_chunk_numel(max((chunk.numel for chunk in old.chunks), default=1) * 2 / 2**20, world)
+        chunks = layout(specs, chunk_numel=chunk_numel, world=world).chunks
+        records = [[record_layout(c.shard_used(r), old.dtype, c.trainable, old.moments, old.moments_dtype) for c in chunks] for r in range(world)]
+        plans = [lay_out(records[rank], [chunk.trainable for chunk in chunks], rank) for rank in range(world)]
+        files = [file for own, _ in plans for file in own]
+        first = [sum(len(own) for own, _ in plans[:rank]) for rank in range(world)]
+        places = [[Place(first[r] + plans[r][1][c.index][0], plans[r][1][c.index][1], ()) for r in range(world)] for c in chunks]
+        kept = {"rng": old.rng if world == old.world else (), "files": tuple(files), "chunks": chunks, "world": world}
+        new = replace(old, places=tuple(map(tuple, places)), **kept)
+        if dry_run:
+            return new
+        directory, arena, writers = Directory(Path(target)), Arena(), []
+        try:
+            directory.check_space(new.nbytes)
+            folder = directory.path / directory.folder
+            writers += [Writer(folder, records[rank], *plans[rank], {}) for rank in range(world)]
+            region = arena.region(max((record.nbytes for own in records for record in own), default=0) or 1)
+            done = 0
+            for chunk in chunks:
+                for rank in range(world):
+                    record = records[rank][chunk.index]
+                    _put_together(checkpoint, chunk.shard_pieces(rank), record, region)
+                    if record.nbytes:
+                        writers[rank].write(chunk.index, 0, region.buffer[: record.nbytes]).wait()
+                    crcs = tuple(aio_ext.crc32c(part) for part in segment_bytes(record, region.buffer).values())
+                    places[chunk.index][rank] = replace(places[chunk.index][rank], crcs=crcs)
+                    done += record.nbytes
+                    if progress is not None:
+                        progress(done, new.nbytes)
+            tensors = Tensors()
+            for index in range(len(old.tensors)):
+                tensors.put(checkpoint.tensor(index))
+            tensors.write(folder)
+            for writer in writers:
+                writer.finish()
+            new = replace(new, folder=directory.folder, places=tuple(map(tuple, places)), tensors=tuple(tensors.entries))
+            directory.commit(new)
+            return new
+        except BaseException:
+            for writer in writers:
+                writer.abort()
+            directory.abort()
+            raise
+        finally:
+            arena.close()
+
+
+def _buffers(checkpoint: Checkpoint) -> dict[str, tuple[int, torch.dtype, tuple[int, ...]]]:
+    """Index of the small tensor, dtype and shape of each, by name."""
+    found = {}
+    for name, value in checkpoint.manifest.model.get("buffers", {}).items():
+        index = value.get("$tensor") if isinstance(value, dict) else None
+        if type(index) is not int or not 0 <= index < len(checkpoint.manifest.tensors):
+            raise CheckpointError(f"{checkpoint.path}: buffer {name} is none of its tensors")
+        entry = checkpoint.manifest.tensors[index]
+        found[name] = (index, TENSOR_DTYPES[entry.dtype], entry.shape)
+    return found
+
+
+def _values(checkpoint: Checkpoint, tiles: list[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The values of a whole parameter, in parts, 1-D."""
+    parameters = checkpoint.manifest.parameters
+    if all(parameters[index].is_rows for index in tiles):
+        for index in sorted(tiles, key=lambda index: parameters[index].begin):
+            for _, found in checkpoint.values(index, 0, parameters[index].numel):
+                yield _master(found).to(dtype) if dtype is not found["weight"].dtype else found["weight"]
+        return
+    whole = torch.empty(parameters[tiles[0]].canonical.shape, dtype=dtype)
+    for index in tiles:
+        _place_in(whole, parameters[index]).copy_(
+            torch.cat([part.clone() for part in _tile(checkpoint, index, dtype)]).view(parameters[index].shape)
+        )
+    yield whole.reshape(-1)
+
+
+def _tile(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for _, found in checkpoint.values(index, 0, checkpoint.manifest.parameters[index].numel):
+        yield _master(found).to(dtype) if dtype is not found["weight"].dtype else found["weight"]
+
+
+def _place_in(whole: torch.Tensor, tile: Parameter) -> torch.Tensor:
+    return whole[tuple(slice(begin, begin + size) for begin, size in zip(tile.canonical.begin, tile.shape))]
+
+
+def _master(found: dict[str, torch.Tensor]) -> torch.Tensor:
+    """fp32 values of some elements."""
+    if "residual" in found:
+        return join_master(found["weight"].contiguous(), found["residual"].contiguous())
+    return found.get("master", found["weight"]).float()
+
+
+def _put_together(checkpoint: Checkpoint, pieces, record, region) -> None:
+    """Fill the memory of a record with the pieces of a shard."""
+    region.tensor(torch.uint8, 0, region.nbytes).zero_()
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
+    shard = {
+        segment.name: region.tensor(names[segment.dtype], offset, record.numel)
+        for segment, offset in zip(record.segments, record.offsets)
+    }
+    for piece in pieces:
+        at = piece.start
+        for count, found in checkpoint.values(piece.param, piece.param_start, piece.numel):
+            for name, segment in shard.items():
+                segment[at : at + count].copy_(found[name])
+            at += count
