@@ -4,8 +4,8 @@ Knows which state a checkpoint holds, and when each record may be taken. Must no
 a manifest looks like on the disk (manifest.py).
 
 # [Note: when a record is saved]
-# A checkpoint is of the moment at which `save` was called, between two steps. Every record is copied into one of a few areas of host
-# memory, summed and written from there, once:
+# A checkpoint is of the moment at which `save` was called, between two steps. Every record is copied, in parts, into one of a few
+# areas of host memory, summed and written from there, once:
 #   - where an update was announced by the last step() and has not run: by the update lane, right after it ran;
 #   - else before the record next changes or moves, by whoever is about to change it: it is in host memory then, at no further read;
 #   - what has not changed when a step has passed, or somebody waits: by the thread of the checkpoint. Records that need no read from
@@ -41,17 +41,18 @@ from torch import nn
 import aio_ext
 from infinity import manifest as manifests
 from infinity import tiling
-from infinity.arena import Arena, Region
+from infinity.arena import PAGE_NBYTES, Arena, Region
 from infinity.chunks import STATES, WEIGHTS, record_layout
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError, PeerError, SwapError, UsageError
 from infinity.lanes import THREADS
 from infinity.manifest import Manifest, Parameter, Place, Whole
 from infinity.residency import TORCH_DTYPES, ChunkState, ParameterState
-from infinity.store import Checkpoint, Directory, Linked, Tensors, Writer, lay_out, segment_bytes
+from infinity.store import Checkpoint, Directory, Linked, Tensors, Writer, lay_out
 from infinity.updater import segments
 
-NUM_AREAS = 3  # of host memory, each for one record: one is filled while others are written
+NUM_AREAS = 4  # of host memory: one is filled while others are written
+AREA_NBYTES = 16 << 20  # at most; of one segment
 _BLOCK_NBYTES = 256 << 10  # copied and summed while it is in the processor's cache
 _POLL_S = 0.02
 
@@ -163,8 +164,8 @@ class Saving:
         self._areas: queue.SimpleQueue[tuple[Region, list[aio_ext.Ticket]]] = queue.SimpleQueue()
         self._directory: Directory | None = None
         self._done_nbytes = 0
-        self._prepare(scheduler, extra)
         self._thread = threading.Thread(target=self._run, name=f"{THREADS}save", daemon=True)
+        self._prepare(scheduler, extra)
         self._thread.start()
 
     @property
@@ -235,10 +236,13 @@ class Saving:
                 self._directory.abort()
             raise
         self._files = files
-        largest = max((chunk.record.nbytes for chunk in chunks), default=0) or 1
+        largest = max((chunk.record.numel * s.itemsize for chunk in chunks for s in chunk.record.segments), default=0)
+        self._area_nbytes = min(AREA_NBYTES, -(-max(largest, 1) // PAGE_NBYTES) * PAGE_NBYTES)
         for _ in range(NUM_AREAS):
-            self._areas.put((self._arena.region(largest), []))
-        self._ready = torch.cuda.current_stream(engine.device).record_event() if engine.device.type == "cuda" else None
+            self._areas.put((self._arena.region(self._area_nbytes), []))
+        if engine.device.type == "cuda":  # what the checkpoint's own thread copies comes after all that was queued until now
+            self._copies = torch.cuda.Stream(engine.device)
+            self._copies.wait_stream(torch.cuda.current_stream(engine.device))
         self._total_nbytes = fresh
         for chunk in chunks:
             if self._places[chunk.index][0] in linked:
@@ -328,41 +332,47 @@ class Saving:
                 records.unpin(chunk, kind, entry)
 
     def _copy(self, chunk: ChunkState, entries: dict | None) -> None:
+        """Copy and sum the record an area at a time, and begin to write each."""
         record = chunk.record
+        if entries is None:
+            state = self._engine.updater.device_state(chunk)
+        else:
+            state = segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory if chunk.trainable else None)
+        crcs = []
+        for segment, offset in zip(record.segments, record.offsets):
+            nbytes, crc = record.numel * segment.itemsize, 0
+            for begin in range(0, nbytes, self._area_nbytes):
+                count = min(self._area_nbytes, nbytes - begin)
+                crc = self._copy_part(chunk, state[segment.name], offset, begin, count, crc)
+            crcs.append(crc)
+        self._note(chunk, tuple(crcs))
+
+    def _copy_part(self, chunk: ChunkState, segment: torch.Tensor, offset: int, begin: int, count: int, crc: int) -> int:
+        """`count` bytes of a segment at `offset` of its record, from byte `begin` of it; returns the sum so far."""
         region, tickets = self._areas.get()
         begun: list[aio_ext.Ticket] = []
         try:
             self._settle(tickets)
-            if entries is None:
-                crcs = self._copy_from_device(self._engine.updater.device_state(chunk), record, region)
+            padded = -(-count // PAGE_NBYTES) * PAGE_NBYTES
+            ctypes.memset(region.address + count, 0, padded - count)  # the same state has the same file
+            if segment.device.type == "cpu":
+                crc = _copy_and_sum(segment.data_ptr() + begin, region, count, crc)
             else:
-                states = entries[STATES].memory if chunk.trainable else None
-                crcs = _copy_and_sum(segments(chunk, entries[WEIGHTS].memory, states), record, region)
-            if record.nbytes:
-                begun.append(self._writer.write(chunk.index, 0, region.buffer[: record.nbytes]))
-            self._note(chunk, crcs)
-            self._done_nbytes += record.nbytes
+                part = slice(begin // segment.itemsize, (begin + count) // segment.itemsize)
+                self._copy_from_device(segment[part], region.tensor(segment.dtype, 0, count // segment.itemsize))
+                crc = aio_ext.crc32c(region.buffer[:count], crc)
+            begun.append(self._writer.write(chunk.index, offset + begin, region.buffer[:padded]))
+            self._done_nbytes += padded
+            return crc
         finally:
             self._areas.put((region, begun))
 
-    def _copy_from_device(self, state: dict[str, torch.Tensor], record, region: Region) -> tuple[int, ...]:
-        if self._ready is None:
-            return _copy_and_sum(state, record, region)
-        if threading.current_thread() is not self._thread_or_none():
-            copies = torch.cuda.current_stream(self._engine.device)
-        else:
-            copies = torch.cuda.Stream(self._engine.device)
-            copies.wait_event(self._ready)
+    def _copy_from_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        mine = threading.current_thread() is self._thread
+        copies = self._copies if mine else torch.cuda.current_stream(self._engine.device)
         with torch.cuda.stream(copies):
-            for segment, offset in zip(record.segments, record.offsets):
-                target = region.tensor(TORCH_DTYPES[segment.dtype], offset, record.numel)
-                target.copy_(state[segment.name], non_blocking=True)
+            target.copy_(source, non_blocking=True)
             copies.record_event().synchronize()
-        _clear_padding(record, region)
-        return tuple(aio_ext.crc32c(part) for part in segment_bytes(record, region.buffer).values())
-
-    def _thread_or_none(self) -> threading.Thread | None:
-        return getattr(self, "_thread", None)
 
     def _note(self, chunk: ChunkState, crcs: tuple[int, ...]) -> None:
         with self._lock:
@@ -802,26 +812,13 @@ def _set_generators(found: dict, device: torch.device) -> None:
         raise CheckpointError(f"the generators' states in the checkpoint make no sense ({error})") from None
 
 
-def _copy_and_sum(state: dict[str, torch.Tensor], record, region: Region) -> tuple[int, ...]:
-    """Copy segments on the CPU into an area as their record lies, and return the CRC32C of each."""
-    crcs = []
-    for segment, offset in zip(record.segments, record.offsets):
-        source, nbytes, crc = state[segment.name], record.numel * segment.itemsize, 0
-        for begin in range(0, nbytes, _BLOCK_NBYTES):
-            count = min(_BLOCK_NBYTES, nbytes - begin)
-            ctypes.memmove(region.address + offset + begin, source.data_ptr() + begin, count)
-            crc = aio_ext.crc32c(region.buffer[offset + begin : offset + begin + count], crc)
-        crcs.append(crc)
-    _clear_padding(record, region)
-    return tuple(crcs)
-
-
-def _clear_padding(record, region: Region) -> None:
-    """The same state has the same file."""
-    ends = (*record.offsets[1:], record.nbytes)
-    for segment, offset, end in zip(record.segments, record.offsets, ends):
-        begin = offset + record.numel * segment.itemsize
-        ctypes.memset(region.address + begin, 0, end - begin)
+def _copy_and_sum(address: int, region: Region, nbytes: int, crc: int) -> int:
+    """Copy bytes from an address to the start of a region; returns their CRC32C, continued."""
+    for begin in range(0, nbytes, _BLOCK_NBYTES):
+        count = min(_BLOCK_NBYTES, nbytes - begin)
+        ctypes.memmove(region.address + begin, address + begin, count)
+        crc = aio_ext.crc32c(region.buffer[begin : begin + count], crc)
+    return crc
 
 
 def _is_file(path: Path, nbytes: int, beside: Path) -> bool:
