@@ -15,6 +15,8 @@ from infinity.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise
 from infinity.scaling import LossScale
 
 
+REMEDY = "infinity.save and infinity.load keep them, infinity.save_dcp and load_dcp move them to and from other engines"
+
 _RESERVED = tuple(dict.fromkeys(segment.name for format in FORMATS.values() for segment in format))  # weight, residual, master
 
 
@@ -54,6 +56,7 @@ class Elementwise(torch.optim.Optimizer):
         self.accumulation_steps = accumulation_steps
         self.loss_scale = loss_scale
         self.grad_norm: float | None = None
+        self._names = tuple(defaults)
         super().__init__(params, {name: _tuples(value) for name, value in defaults.items()})
         try:
             for group in self.snapshot():
@@ -87,17 +90,21 @@ class Elementwise(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self):
-        raise UsageError("the optimizer's states live in the engine's tiers and are not collected in a dict")
+        """The hyper-parameters of each group, for libraries that ask; states live in the engine's tiers, so it cannot be pickled."""
+        return HyperParameters(super().state_dict())
 
     def load_state_dict(self, state_dict):
-        raise UsageError("the optimizer's states live in the engine's tiers and are not loaded from a dict")
+        """Set hyper-parameters. Raises UsageError for a dict with states: `infinity.load` and `infinity.load_dcp` load these."""
+        if state_dict.get("state"):
+            raise UsageError(f"the optimizer's states live in the engine's tiers and are not loaded from a dict: {REMEDY}")
+        super().load_state_dict(state_dict)
 
     def snapshot(self) -> list[dict]:
         """The hyper-parameters of each group as plain numbers. Raises ConfigError for one that is out of range."""
         groups = []
         for group in self.param_groups:
             try:
-                groups.append({name: _plain(group[name]) for name in self.defaults})
+                groups.append({name: _plain(group[name]) for name in self._names})
                 wrong = self.rule.check(groups[-1])
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"optimizer hyper-parameters must be numbers: {error}") from None
@@ -120,6 +127,13 @@ class Elementwise(torch.optim.Optimizer):
                 f"model.parameters() after that: large layers have new ones then (tile_above)."
             )
         return engine
+
+
+class HyperParameters(dict):
+    """What an optimizer's `state_dict` has without states."""
+
+    def __reduce_ex__(self, protocol):
+        raise UsageError(f"optimizer.state_dict() has no states, for these live in the engine's tiers, and cannot be saved or copied: {REMEDY}")
 
 
 class AdamW(Elementwise):

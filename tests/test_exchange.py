@@ -1,5 +1,6 @@
 """Weights to and from safetensors, and checkpoints for other numbers of ranks: names, bits, memory and refusals."""
 
+import copy
 import json
 
 import pytest
@@ -11,7 +12,7 @@ from infinity.conversion import export, reshard
 from infinity.gpt import GPT
 from infinity.store import Checkpoint
 from infinity.tensorfiles import TensorFiles, TensorSpec, write_files
-from tests.helpers import assert_same_bits, assert_same_states, bits, states_of
+from helpers import assert_same_bits, assert_same_states, bits, states_of
 
 SMALL = {"device": "cpu", "chunk_mib": 0.02}
 
@@ -213,3 +214,39 @@ def test_conversions_refuse_what_they_cannot_do_and_leave_nothing(tmp_path):
         assert not (tmp_path / "out").exists()
     manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
     assert manifest["format"] == "infinity checkpoint"
+
+
+def test_an_optimizers_state_dict_has_hyper_parameters_and_refuses_to_pass_for_more(tmp_path):
+    model = made(tmp_path / "swap", lambda: GPT(24, 1, 2, 40, 8), dtype="fp32")
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with infinity.engine_of(model):
+        found = optimizer.state_dict()
+        assert found["state"] == {} and found["param_groups"][0]["lr"] == 1e-2
+        for keep in (lambda: torch.save(found, tmp_path / "file"), lambda: copy.deepcopy(found)):
+            with pytest.raises(infinity.UsageError, match="infinity.save"):
+                keep()
+        found["param_groups"][0]["lr"] = 5e-3
+        optimizer.load_state_dict(found)
+        model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+        optimizer.step()
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-4)
+        with pytest.raises(infinity.UsageError, match="infinity.load"):
+            optimizer.load_state_dict({**found, "state": {0: {"step": 1}}})
+
+
+def test_accelerate_takes_an_optimizer(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = made(tmp_path / "swap", lambda: GPT(24, 1, 2, 40, 8), dtype="fp32")
+    prepared = accelerator.prepare(infinity.AdamW(model.parameters(), lr=1e-2))
+    tokens = torch.arange(8).view(1, 8)
+    with infinity.engine_of(model):
+        losses = []
+        for _ in range(3):
+            losses.append(model(tokens, tokens))
+            accelerator.backward(losses[-1])
+            prepared.step()
+            prepared.zero_grad()
+        assert losses[2] < losses[0]
