@@ -1,6 +1,7 @@
 """Train PyTorch models far larger than device memory: every state lives on the device, in host memory or on NVMe."""
 
 from infinity.config import Config
+from infinity.dcp import load_dcp, save_dcp
 from infinity.engine import Engine, engine_of, gathered, offload
 from infinity.importing import load_safetensors
 from infinity.init import init
@@ -42,9 +43,11 @@ __all__ = [
     "leaf",
     "linear_cross_entropy",
     "load",
+    "load_dcp",
     "load_safetensors",
     "offload",
     "save",
+    "save_dcp",
     "tile_large_layers",
     "vertical",
 ]
