@@ -1,7 +1,6 @@
 """Train PyTorch models far larger than device memory: every state lives on the device, in host memory or on NVMe."""
 
 from infinity.config import Config
-from infinity.dcp import load_dcp, save_dcp
 from infinity.engine import Engine, engine_of, gathered, offload
 from infinity.importing import load_safetensors
 from infinity.init import init
@@ -51,3 +50,12 @@ __all__ = [
     "tile_large_layers",
     "vertical",
 ]
+
+
+def __getattr__(name: str):
+    """The bridge to torch.distributed.checkpoint comes when it is asked for: that package alone takes a second to import."""
+    if name in ("load_dcp", "save_dcp"):
+        from infinity import dcp
+
+        return getattr(dcp, name)
+    raise AttributeError(f"module 'infinity' has no attribute {name!r}")

@@ -12,9 +12,11 @@ import re
 import sys
 from pathlib import Path
 
+from infinity import checkpoints
 from infinity.config import CHOICES
-from infinity.errors import ConfigError, SwapError, UsageError
-from infinity.training import OPTIMIZERS, train
+from infinity.conversion import EXPORT_DTYPES
+from infinity.errors import CheckpointError, ConfigError, PeerError, SwapError, UsageError
+from infinity.training import KEEP, OPTIMIZERS, train
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         return arguments.command(arguments)
-    except (ConfigError, SwapError, UsageError) as error:
+    except (CheckpointError, ConfigError, PeerError, SwapError, UsageError) as error:
         where = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
         print(f"infinity: error: {where}{'; '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
@@ -110,8 +112,53 @@ def _parser():
     place.add_argument("--chunk-mib", type=_positive, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
     place.add_argument("--update", default="auto", metavar=_either("update"), help="when states are updated")
 
+    save = command.add_argument_group("checkpoints")
+    save.add_argument(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="save a checkpoint in this directory at the end, and on SIGTERM, which then ends the run after a whole step",
+    )
+    save.add_argument("--save-every", type=_whole, metavar="N", help="and after every N steps, while training goes on")
+    save.add_argument("--keep", type=_whole, metavar="N", help=f"checkpoints that stay; one more needs room (default: {KEEP})")
+    save.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the latest checkpoint in --save, if there is one; --steps counts from the very first step",
+    )
+
     command.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE, too")
+    _add_checkpoint(commands)
     return parser
+
+
+def _add_checkpoint(commands):
+    """The `checkpoint` command and its own."""
+    parser = commands.add_parser(
+        "checkpoint", allow_abbrev=False, help="look at a checkpoint, or make something of it", description="What to do with a checkpoint."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    def add(name, run, text):
+        command = commands.add_parser(name, allow_abbrev=False, help=text, description=f"{text[0].upper()}{text[1:]}.", formatter_class=_Help)
+        command.set_defaults(command=run)
+        command.add_argument("directory", type=Path, metavar="DIR", help="of the checkpoint")
+        return command
+
+    command = add("inspect", checkpoints.inspect, "say what a checkpoint holds")
+    command.add_argument("--parameters", action="store_true", help="list the parameters instead")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    add("verify", checkpoints.verify, "read all of a checkpoint and compare every checksum")
+    command = add("export", checkpoints.export_weights, "write the weights as safetensors, as transformers' from_pretrained reads them")
+    command.add_argument("target", type=Path, metavar="OUT", help="directory for the files; put the model's config.json beside them")
+    command.add_argument("--dtype", choices=EXPORT_DTYPES, default="bf16", help="of the weights; fp32: the masters")
+    command.add_argument("--max-file", default="5GB", metavar="SIZE", help="size of a file, at most")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be written")
+    command = add("reshard", checkpoints.reshard_ranks, "write a checkpoint as another number of ranks would have")
+    command.add_argument("target", type=Path, metavar="OUT", help="directory of the new checkpoint")
+    command.add_argument("--world", type=_whole, required=True, metavar="N", help="number of ranks")
+    command.add_argument("--chunk-mib", type=_positive, metavar="X", help="size of a chunk, in MiB of 16-bit weights; by default as it was")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be written")
 
 
 def _either(field):

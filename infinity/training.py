@@ -1,19 +1,29 @@
 """The `train` command: checked options -> Config -> a training run of a GPT -> a report. And what commands share of output:
 a progress line, a JSON file written whole.
 
-Knows the engine as any user does, through the public API only, and torch.distributed, to ask every rank for its numbers.
-Must not know how options are spelled on the command line beyond naming them in an error, nor how an error ends the process.
+Knows the engine as any user does, through the public API, and torch.distributed, to ask every rank for its numbers; beyond that
+the engine's ranks, to stop after the same step. Must not know how options are spelled on the command line beyond naming them in
+an error, nor how an error ends the process.
+
+# [Note: SIGTERM]
+# A run that saves finishes its step on SIGTERM, saves and ends well. What SIGTERM did before, such as removing the swap, it does the
+# second time. Once a step the ranks agree whether any of them was told, so that a signal to one stops all after the same step. Where
+# a job's processes are all signalled, each rank hears of it twice, directly and from its launcher: what comes within
+# ECHO_SECONDS is no second time there.
 """
 
+import contextlib
 import functools
 import json
-import math
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -21,10 +31,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import aio_ext
 import infinity
 from infinity.config import Config, format_bytes
-from infinity.errors import ConfigError
+from infinity.errors import CheckpointError, ConfigError
 from infinity.gpt import GPT, Batches, read_bytes, standard_library_paths
+from infinity.progress import BytesProgress, StepProgress
+from infinity.rotation import Rotation
+from infinity.store import Checkpoint
 
 LINKS = {
     "nc": "NVMe to host",
@@ -43,7 +57,10 @@ OPTIMIZERS = {
 }
 LINK_COUNTERS = ("nbytes", "busy_seconds", "stall_seconds")
 WARM_UP_STEPS = 2  # the first records the trace, the second is the first to follow a plan
-PROGRESS_SECONDS = 5  # between progress lines where there is no terminal to rewrite one
+KEEP = 2  # checkpoints
+ECHO_SECONDS = 1.0  # see [Note: SIGTERM]
+# With another one of these, what was trained is not what is trained on. --data goes by its content, see _as_saved.
+SAVED_OPTIONS = ("hidden", "layers", "heads", "vocab", "seq", "tie", "batch", "accumulate", "seed", "optimizer")
 
 
 def train(arguments) -> int:
@@ -51,6 +68,7 @@ def train(arguments) -> int:
     if arguments.hidden % arguments.heads:
         raise ConfigError(f"--heads {arguments.heads} does not divide --hidden {arguments.hidden}; choose one that does")
     check_json_path(arguments.json)
+    _check_save_options(arguments)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     config = _config(arguments)
     batches = Batches(
@@ -62,6 +80,14 @@ def train(arguments) -> int:
         rank=rank,
         world=world,
     )
+    options = _as_saved(arguments, batches.tokens)
+    found = _found(arguments, options)
+    if found is not None and found.step >= arguments.steps:
+        if rank == 0:
+            print(f"nothing to train: {found.path} is of step {found.step}, and --steps is {arguments.steps}")
+            if arguments.json:
+                write_json(arguments.json, _head(arguments, found.step, found.path) | {"losses": [], "step_seconds": []})
+        return 0
 
     if config.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(config.device))
@@ -72,7 +98,7 @@ def train(arguments) -> int:
     run = _Run(arguments, config, batches)
     if rank == 0:
         run.introduce()
-    run.train(StepProgress(arguments.steps) if rank == 0 else None)
+    run.train(options, found)
     report = run.report()
     if distributed:  # not after an error: it may wait for ranks that wait for this one
         dist.destroy_process_group()
@@ -102,8 +128,69 @@ def _tokens(data):
     return None if data == ["random"] else read_bytes(data or standard_library_paths())
 
 
+def _check_save_options(arguments):
+    path = arguments.save
+    if path is None:
+        given = [name for name in ("save_every", "keep", "resume") if getattr(arguments, name)]
+        if given:
+            raise ConfigError(f"--{given[0].replace('_', '-')} needs --save DIR: name the directory of the checkpoints")
+        return
+    if not path.is_dir():
+        if os.path.lexists(path):
+            raise ConfigError(f"--save {path} is not a directory; name one for the checkpoints")
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"--save {path}: there is no directory {path.parent}; create it or name another")
+    where = path if path.is_dir() else path.absolute().parent
+    if not os.access(where, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"--save {path}: {where} is not writable; name another")
+
+
+def _as_saved(arguments, tokens):
+    """The options that must be as they were when a checkpoint was made: numbers and strings."""
+    options = {name: getattr(arguments, name) for name in SAVED_OPTIONS}
+    if arguments.save is not None:
+        options["data"] = "random" if tokens is None else f"of {tokens.nbytes} bytes with CRC32C {aio_ext.crc32c(tokens):08x}"
+    return options
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The checkpoint to go on from, and the number of steps that were done."""
+
+    path: Path
+    step: int
+
+
+def _found(arguments, options):
+    """What --resume goes on from: _Found, or None. Raises ConfigError if options differ from those of the checkpoint."""
+    if arguments.save is None:
+        return None
+    rotation = Rotation(arguments.save)
+    if not arguments.resume:
+        if paths := rotation.paths():
+            raise ConfigError(f"--save {arguments.save} holds {paths[-1].name}: add --resume to go on from it, or name another directory")
+        return None
+    path = rotation.latest()
+    if path is None:
+        return None
+    with Checkpoint(path) as checkpoint:
+        extra = checkpoint.decode(checkpoint.manifest.extra)
+    try:
+        step, saved = int(extra["step"]), dict(extra["options"])
+    except (TypeError, KeyError, ValueError):
+        raise ConfigError(f"--resume: {path} was not saved by `infinity train`; name another directory in --save") from None
+    differ = [name for name in options if saved.get(name) != options[name]]
+    if differ:
+        there, here = (", ".join(f"--{name} {values.get(name)}" for name in differ) for values in (saved, options))
+        raise ConfigError(f"--resume: {path} was saved with {there}; here it is {here}: give what it was, or another --save")
+    return _Found(path, step)
+
+
 class _Run:
     """One training run on one rank: the model in its engine, and what was measured of each step."""
+
+    resumed_from_step = None
+    checkpoint = None  # the path of the last one that is whole
 
     def __init__(self, arguments, config, batches):
         self.arguments = arguments
@@ -112,6 +199,8 @@ class _Run:
         self.losses = []  # of each step, the mean over this rank's micro-batches
         self.seconds = []  # of each step
         self.counters = []  # engine.stats() before the first step and after each
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         torch.manual_seed(arguments.seed)
         with infinity.init(config):
             self.model = GPT(
@@ -134,21 +223,30 @@ class _Run:
 
     def introduce(self):
         stats = self.counters[0]
-        world = dist.get_world_size() if dist.is_initialized() else 1
         print(
             f"GPT of {stats['num_parameters'] / 1e6:,.1f} M parameters in {self.config.dtype} on {self.config.device}: "
             f"states {format_bytes(stats['state_nbytes'])}, "
             f"device budget {format_bytes(stats['device_budget_nbytes'])}, "
-            f"host arena {format_bytes(stats['host_arena_nbytes'])}{', each a rank' if world > 1 else ''}",
+            f"host arena {format_bytes(stats['host_arena_nbytes'])}{', each a rank' if self.world > 1 else ''}",
             flush=True,
         )
 
-    def train(self, progress):
-        """Counters and clock are read in one place, behind step(): updates may still be pending there, but from one such
-        place to the next lies exactly one step's worth of them."""
-        with self.engine:
+    def train(self, options, found):
+        """All steps from those of a _Found, or from the first. options: what a checkpoint is to keep of them.
+
+        Counters and clock are read in one place, behind step(): updates may still be pending there, but from one such place to the
+        next lies exactly one step's worth of them.
+        """
+        arguments, first = self.arguments, 0
+        progress = StepProgress(arguments.steps) if self.is_first else None
+        with _Sigterm(self.world, listens=arguments.save is not None) as sigterm, self.engine:
+            if found is not None:
+                first = self.resumed_from_step = self._load(found)
+            elif arguments.resume and self.is_first:
+                _say(f"nothing to resume in {arguments.save}: beginning with step 1")
+            saver = _Saver(self, options) if arguments.save is not None else None
             started = time.perf_counter()
-            for step in range(self.arguments.steps):
+            for step in range(first, arguments.steps):
                 loss = self._step(step)
                 now = time.perf_counter()
                 self.seconds.append(now - started)
@@ -157,8 +255,41 @@ class _Run:
                 self.counters.append(self.engine.stats())
                 if progress:
                     progress(step, loss, self.seconds)
+                if saver is not None:
+                    stopped = sigterm.received if self.world == 1 else self._any_received(sigterm)
+                    saver.step_done(step + 1, must_save=stopped or step + 1 == arguments.steps)
+                    if stopped:
+                        break
             if progress:
                 progress.finish()
+            if saver is not None:
+                self.checkpoint = saver.finish(shown=self.is_first)
+                if step + 1 < arguments.steps and self.is_first:
+                    _say(f"stopped by SIGTERM after step {step + 1}; saved {self.checkpoint}")
+
+    def _load(self, found):
+        """Go back to a checkpoint; the number of steps that were done."""
+        if not self.engine.ranks.agree(found.step):
+            raise CheckpointError(f"{found.path}: the ranks found different checkpoints; all must see the same directory")
+        try:
+            with _bytes_progress(self.is_first, "loaded") as progress:
+                infinity.load(found.path, self.model, self.optimizer, progress=progress)
+        except CheckpointError as error:
+            # Which one is known here. What does not fit the model is no reason to use another.
+            remedy = Rotation(found.path.parent).remedy(found.path)
+            raise CheckpointError(str(error).replace("use another checkpoint", remedy)) from None
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.arguments.lr
+        self.counters = [self.engine.stats()]
+        if self.is_first:
+            _say(f"resumed from {found.path}, step {found.step}")
+        return found.step
+
+    def _any_received(self, sigterm):
+        """See [Note: SIGTERM]; a collective."""
+        mine = sigterm.received  # once: a signal that comes during the exchange is for the next one
+        agreed = self.engine.ranks.agree(mine)
+        return mine or not agreed
 
     def _step(self, step):
         losses = []
@@ -195,10 +326,7 @@ class _Run:
         world = len(links)
         nbytes = links[:, :, 0].sum(0)
         busy_seconds, stall_seconds = links[:, :, 1].mean(0), links[:, :, 2].mean(0)
-        return {
-            "command": "train",
-            "options": {name: _plain(value) for name, value in vars(arguments).items() if name != "command"},
-            "versions": {"infinity": _version(), "torch": torch.__version__, "python": platform.python_version()},
+        return _head(arguments, self.resumed_from_step, self.checkpoint) | {
             "device": self.config.device,
             "dtype": self.config.dtype,
             "world": world,
@@ -227,6 +355,79 @@ class _Run:
         }
 
 
+class _Saver:
+    """The checkpoints of a run, each made while training goes on. All ranks have one."""
+
+    def __init__(self, run, options):
+        self.run = run
+        self.options = options
+        self.rotation = Rotation(run.arguments.save)
+        self._saving = None
+        self._last = None  # the path of the last one that is whole
+        if run.is_first:
+            self.rotation.make()
+
+    def step_done(self, num_steps, *, must_save):
+        """Save if it is time. Raises what went wrong with the last checkpoint, as soon as it is known."""
+        if self._saving is not None and self._saving.done:
+            self.finish()
+        every = self.run.arguments.save_every
+        if must_save or (every and num_steps % every == 0):
+            self.finish()
+            extra = {"step": num_steps, "options": self.options}
+            path, run = self.rotation.path_of(num_steps), self.run
+            self._saving = infinity.save(path, run.model, run.optimizer, extra=extra, wait=False)
+
+    def finish(self, shown=False):
+        """Wait for the one under way, after which older ones may go; the path of the last one."""
+        if self._saving is not None:
+            with _bytes_progress(shown, "saved") as progress:
+                self._saving.wait(progress)
+            self._last, self._saving = self._saving.path, None
+            if self.run.is_first:
+                self.rotation.prune(self.run.arguments.keep or KEEP, self._last)
+        return self._last
+
+
+class _Sigterm:
+    """While entered, keeps the first SIGTERM in mind, if it listens; see [Note: SIGTERM]."""
+
+    def __init__(self, world, *, listens):
+        self.received = False
+        self._echo_seconds = ECHO_SECONDS if world > 1 else 0.0
+        self._listens = listens and threading.current_thread() is threading.main_thread()
+
+    def __enter__(self):
+        if self._listens:
+            self._before = signal.signal(signal.SIGTERM, self._receive) or signal.SIG_DFL
+        return self
+
+    def __exit__(self, *_):
+        if self._listens:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _receive(self, number, frame):
+        now = time.monotonic()
+        if not self.received:
+            self.received, self._ends = True, now + self._echo_seconds
+            # Not print: the signal may have come in the middle of one.
+            os.write(2, b"SIGTERM: ending after this step and a checkpoint; a second one quits at once\n")
+        elif now >= self._ends:
+            signal.signal(number, self._before)
+            signal.raise_signal(number)
+
+
+def _head(arguments, resumed_from_step, checkpoint):
+    """How a report begins."""
+    return {
+        "command": "train",
+        "options": {name: _plain(value) for name, value in vars(arguments).items() if name != "command"},
+        "versions": {"infinity": _version(), "torch": torch.__version__, "python": platform.python_version()},
+        "resumed_from_step": resumed_from_step,
+        "checkpoint": checkpoint and str(checkpoint),
+    }
+
+
 def _link_counters(stats):
     return [[stats["links"][link][counter] for counter in LINK_COUNTERS] for link in LINKS]
 
@@ -245,92 +446,12 @@ def _over_ranks(values):
 # Output
 
 
-class Progress:
-    """One line of counted work, rewritten in place on a terminal; elsewhere a line now and then. On standard error.
-
-    Call it from one thread. Used as a context, it ends the line however the work ends, so that an error has its own.
-    """
-
-    def __init__(self, live_seconds=0.0):
-        self.live = sys.stderr.isatty()
-        self.pause_seconds = live_seconds if self.live else PROGRESS_SECONDS
-        self.printed = -math.inf
-
-    def show(self, line, *, last=False):
-        """Write the line if one is due; the last always is."""
-        now = time.monotonic()
-        if now - self.printed < self.pause_seconds and not last:
-            return
-        self.printed = now
-        sys.stderr.write(f"\r{line}\x1b[K" if self.live else f"{line}\n")
-        sys.stderr.flush()
-
-    def finish(self):
-        if self.live and self.printed > -math.inf:
-            sys.stderr.write("\n")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.finish()
+def _bytes_progress(shown, done):
+    return BytesProgress(done) if shown else contextlib.nullcontext()
 
 
-class StepProgress(Progress):
-    """Training: called after each step, with its number from 0, its loss and the seconds of all steps so far."""
-
-    def __init__(self, steps):
-        super().__init__()
-        self.steps = steps
-
-    def __call__(self, step, loss, seconds):
-        pace = statistics.median(seconds[-10:])
-        left = pace * (self.steps - step - 1)
-        line = f"step {step + 1}/{self.steps}  loss {loss:.3f}  {pace:.2f} s a step  {left:.0f} s left"
-        self.show(line, last=step + 1 >= self.steps)
-
-
-class BytesProgress(Progress):
-    """Long file work: called with (done_nbytes, total_nbytes), as often as is handy. `done` is a verb, such as "saved".
-
-    tqdm draws it on a terminal, where it is installed.
-    """
-
-    def __init__(self, done):
-        super().__init__(live_seconds=0.1)
-        self.done = done
-        self.started = time.monotonic()
-        self.bar = _tqdm(desc=done, unit="B", unit_scale=True) if self.live else None
-
-    def __call__(self, done_nbytes, total_nbytes):
-        if self.bar is not None:
-            self.bar.total = total_nbytes
-            self.bar.update(done_nbytes - self.bar.n)
-            return
-        seconds = time.monotonic() - self.started
-        rate = done_nbytes / seconds if seconds else 0.0
-        total, done = format_bytes(total_nbytes), format_bytes(done_nbytes)
-        unit = total[total.index(" ") :]
-        share = done_nbytes / total_nbytes if total_nbytes else 1.0
-        line = f"{self.done} {done.removesuffix(unit)} of {total}  {100 * share:.0f} %"
-        if rate:
-            speed = f"{rate / 1e9:.1f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"
-            line += f"  {speed}  {(total_nbytes - done_nbytes) / rate:.0f} s left"
-        self.show(line, last=done_nbytes >= total_nbytes)
-
-    def finish(self):
-        if self.bar is None:
-            super().finish()
-        else:
-            self.bar.close()
-
-
-def _tqdm(**options):
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(**options)
+def _say(line):
+    print(line, file=sys.stderr, flush=True)
 
 
 def _table(report):

@@ -12,9 +12,8 @@ import torch
 from infinity.cli import _parser, main
 from infinity.config import Config
 from infinity.gpt import GPT, Batches
-from infinity.training import LINKS, _Run, _table
-from infinity.training import StepProgress
-from infinity.training import write_json
+from infinity.progress import StepProgress
+from infinity.training import LINKS, _Run, _table, write_json
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--hidden 64 --layers 3 --heads 4 --seq 32 --batch 4 --steps 5 --device cpu --dtype fp32 --data text".split()
@@ -50,7 +49,7 @@ def test_options_reach_the_arguments():
         *"--max-grad-norm 0.5 --dtype bf16 --nvme a b --weights host --states nvme --residency none".split(),
         *"--host-memory 1GiB --device-memory 2GiB --chunk-mib 0.5 --update deferred --checkpoint-activations".split(),
         *"--seed 9 --data x y --json out.json --tie --device cpu --moments bf16 --optimizer lion".split(),
-        *"--activations host --tile-above 1MiB".split(),
+        *"--activations host --tile-above 1MiB --save saved --save-every 4 --keep 3 --resume".split(),
     )
     values = vars(arguments)
     del values["command"]
@@ -60,6 +59,7 @@ def test_options_reach_the_arguments():
         "host_memory": "1GiB", "device_memory": "2GiB", "chunk_mib": 0.5, "update": "deferred",
         "checkpoint_activations": True, "seed": 9, "data": ["x", "y"], "json": Path("out.json"), "tie": True, "device": "cpu",
         "moments": "bf16", "optimizer": "lion", "activations": "host", "tile_above": "1MiB",
+        "save": Path("saved"), "save_every": 4, "keep": 3, "resume": True,
     }  # fmt: skip
 
 

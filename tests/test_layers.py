@@ -13,7 +13,7 @@ PACKAGE = Path(infinity.__file__).parent
 LAYERS = [
     {"errors", "events", "gauge", "lanes", "recompute", "_adam", "_adam_triton", "aio_ext"},
     {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "drives", "gpt", "tiling", "facade", "tensorfiles"},
-    {"planner", "residency", "rules", "tiers", "activations", "manifest"},
+    {"planner", "residency", "rules", "tiers", "activations", "manifest", "progress"},
     {"records", "optimizer", "store"},
     {"conversion"},
     {"gradients", "pipeline"},
@@ -24,7 +24,7 @@ LAYERS = [
     {"init", "vertical", "saving"},
     {"importing", "dcp", "rotation"},
     {"__init__"},
-    {"training"},
+    {"training", "checkpoints"},
     {"cli"},
     {"__main__"},
 ]

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from infinity import training
-from infinity.training import BytesProgress
+from infinity import progress
+from infinity.progress import BytesProgress
 
 GIB = 2**30
 
@@ -15,7 +15,7 @@ GIB = 2**30
 def clock(monkeypatch):
     """Seconds, moved by hand."""
     now = [100.0]
-    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -77,6 +77,6 @@ def test_tqdm_draws_on_a_terminal(capsys, monkeypatch):
 
 
 def test_tqdm_is_left_alone_without_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(training, "_tqdm", lambda **_: pytest.fail("asked for tqdm"))
+    monkeypatch.setattr(progress, "_tqdm", lambda **_: pytest.fail("asked for tqdm"))
     BytesProgress("saved")(2, 2)
     assert capsys.readouterr().err.startswith("saved 2 of 2 B  100 %")

@@ -1,0 +1,113 @@
+"""The `checkpoint` command: looks at checkpoints and makes other things of them.
+
+Uses checkpoints as any program would. Must not know engines: none of it needs memory for a model.
+"""
+
+import json
+import time
+from pathlib import Path
+
+from infinity.config import format_bytes, parse_bytes
+from infinity.conversion import export, reshard
+from infinity.manifest import VERSION
+from infinity.store import Checkpoint
+from infinity.progress import BytesProgress
+
+
+def inspect(arguments) -> int:
+    """The `inspect` command: what the manifest says, in a few lines, or as JSON."""
+    with Checkpoint(arguments.directory) as checkpoint:
+        report = _report(checkpoint)
+    if arguments.parameters:
+        for entry in report["parameters"]:
+            kind = f"group {entry['group']}, {entry['step']} updates" if entry["trainable"] else "frozen"
+            print(f"{entry['name']:<48} {str(entry['shape']):<20} {kind}")
+        return 0
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    moments = f"{', '.join(report['moments'])} in {report['moments_dtype']}" if report["moments"] else "no moments"
+    parameters = report["parameters"]
+    num_frozen = sum(not entry["trainable"] for entry in parameters)
+    frozen = f" ({num_frozen} frozen)" if num_frozen else ""
+    print(f"checkpoint  {report['path']}, format version {VERSION}, {format_bytes(report['nbytes'])} in {report['num_files']} files")
+    print(f"step        {report['step']}")
+    print(f"parameters  {report['num_parameters'] / 1e6:,.2f} M in {len(parameters)} tensors{frozen}, {report['dtype']}; {moments}")
+    print(f"saved by    {report['world']} {'rank' if report['world'] == 1 else 'ranks'}, in {report['num_chunks']} chunks")
+    for index, group in enumerate(report["groups"]):
+        print(f"group {index:<5} {', '.join(f'{name}={value}' for name, value in group.items())}")
+    if report["extra"] is not None:
+        print(f"extra       {json.dumps(report['extra'])[:200]}")
+    return 0
+
+
+def verify(arguments) -> int:
+    """The `verify` command: reads everything and compares every checksum."""
+    start = time.perf_counter()
+    with Checkpoint(arguments.directory) as checkpoint, BytesProgress("verified") as progress:
+        nbytes = checkpoint.verify(progress)
+    seconds = time.perf_counter() - start
+    print(f"{arguments.directory} is whole: {format_bytes(nbytes)}, step {checkpoint.manifest.step}, read in {seconds:.1f} s")
+    return 0
+
+
+def export_weights(arguments) -> int:
+    """The `export` command."""
+    with BytesProgress("written") as progress:
+        files = export(
+            arguments.directory,
+            arguments.target,
+            dtype=arguments.dtype,
+            max_file_nbytes=parse_bytes(arguments.max_file),
+            progress=progress,
+            dry_run=arguments.dry_run,
+        )
+    _list(files, arguments.target, arguments.dry_run)
+    return 0
+
+
+def reshard_ranks(arguments) -> int:
+    """The `reshard` command."""
+    with BytesProgress("written") as progress:
+        manifest = reshard(
+            arguments.directory,
+            arguments.target,
+            world=arguments.world,
+            chunk_mib=arguments.chunk_mib,
+            progress=progress,
+            dry_run=arguments.dry_run,
+        )
+    _list([(file.name, file.nbytes) for file in manifest.files], arguments.target, arguments.dry_run)
+    return 0
+
+
+def _list(files: list[tuple[str, int]], target: Path, dry_run: bool) -> None:
+    for name, nbytes in files:
+        print(f"{format_bytes(nbytes):>12}  {name}")
+    total = sum(nbytes for _, nbytes in files)
+    print(f"{format_bytes(total):>12}  {'would be written to' if dry_run else 'written to'} {target}")
+
+
+def _report(checkpoint: Checkpoint) -> dict:
+    manifest = checkpoint.manifest
+    groups = manifest.optimizer["groups"] if manifest.optimizer else []
+    return {
+        "path": str(checkpoint.path),
+        "version": VERSION,
+        "step": manifest.step,
+        "nbytes": manifest.nbytes,
+        "num_files": len(manifest.files) + bool(manifest.tensors),
+        "num_chunks": len(manifest.chunks),
+        "num_parameters": sum(parameter.numel for parameter in manifest.parameters),
+        "world": manifest.world,
+        "dtype": manifest.dtype,
+        "moments": list(manifest.moments),
+        "moments_dtype": manifest.moments_dtype,
+        "groups": groups,
+        "parameters": [
+            {"name": p.name, "shape": list(p.shape), "trainable": p.trainable, "group": p.group, "step": p.step}
+            for p in manifest.parameters
+        ],
+        "aliases": manifest.aliases,
+        "extra": manifest.extra,
+    }

@@ -1,0 +1,105 @@
+"""Lines of progress, on standard error.
+
+Knows terminals, counts and seconds. Must not know what is counted.
+"""
+
+import math
+import statistics
+import sys
+import time
+
+from infinity.config import format_bytes
+
+PROGRESS_SECONDS = 5  # between lines where there is no terminal to rewrite one
+
+
+class Progress:
+    """One line of counted work, rewritten in place on a terminal; elsewhere a line now and then. On standard error.
+
+    Call it from one thread. Used as a context, it ends the line however the work ends, so that an error has its own.
+    """
+
+    def __init__(self, live_seconds=0.0):
+        self.live = sys.stderr.isatty()
+        self.pause_seconds = live_seconds if self.live else PROGRESS_SECONDS
+        self.printed = -math.inf
+
+    def show(self, line, *, last=False):
+        """Write the line if one is due; the last always is."""
+        now = time.monotonic()
+        if now - self.printed < self.pause_seconds and not last:
+            return
+        self.printed = now
+        sys.stderr.write(f"\r{line}\x1b[K" if self.live else f"{line}\n")
+        sys.stderr.flush()
+
+    def finish(self):
+        if self.live and self.printed > -math.inf:
+            sys.stderr.write("\n")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.finish()
+
+
+class StepProgress(Progress):
+    """Training: called after each step, with its number from 0, its loss and the seconds of all steps so far."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def __call__(self, step, loss, seconds):
+        pace = statistics.median(seconds[-10:])
+        left = pace * (self.steps - step - 1)
+        line = f"step {step + 1}/{self.steps}  loss {loss:.3f}  {pace:.2f} s a step  {left:.0f} s left"
+        self.show(line, last=step + 1 >= self.steps)
+
+
+class BytesProgress(Progress):
+    """Long file work: called with (done_nbytes, total_nbytes), as often as is handy. `done` is a verb, such as "saved".
+
+    tqdm draws it on a terminal, where it is installed.
+    """
+
+    def __init__(self, done):
+        super().__init__(live_seconds=0.1)
+        self.done = done
+        self.is_complete = False
+        self.started = time.monotonic()
+        self.bar = _tqdm(desc=done, unit="B", unit_scale=True) if self.live else None
+
+    def __call__(self, done_nbytes, total_nbytes):
+        if self.bar is not None:
+            self.bar.total = total_nbytes
+            self.bar.update(done_nbytes - self.bar.n)
+            return
+        seconds = time.monotonic() - self.started
+        rate = done_nbytes / seconds if seconds else 0.0
+        total, done = format_bytes(total_nbytes), format_bytes(done_nbytes)
+        unit = total[total.index(" ") :]
+        share = done_nbytes / total_nbytes if total_nbytes else 1.0
+        line = f"{self.done} {done.removesuffix(unit)} of {total}  {100 * share:.0f} %"
+        if rate:
+            speed = f"{rate / 1e9:.1f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"
+            line += f"  {speed}  {(total_nbytes - done_nbytes) / rate:.0f} s left"
+        is_last = done_nbytes >= total_nbytes
+        if not (is_last and self.is_complete):  # it is called again while the last bytes are brought to the disk
+            self.show(line, last=is_last)
+        self.is_complete = is_last
+
+    def finish(self):
+        if self.bar is None:
+            super().finish()
+        else:
+            self.bar.close()
+
+
+def _tqdm(**options):
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(**options)
