@@ -6,8 +6,9 @@ saving costs the steps that go on meanwhile.
 speed: one training state of 12 bytes a parameter, with its records in host memory and on NVMe. Everything takes turns in one run, with
 the ceiling: as many bytes written to new files through aio_ext with O_DIRECT, fsync included, or read back; where records are on
 NVMe, both at once. What goes through the page cache is fsynced when it is written, and dropped before it is read.
-steps: blocks of steps in which a checkpoint is saved with wait=False in the first, and blocks without, in turn; and blocks in which it
-is waited for. The cost is that of a block with a checkpoint, over the steps that it spans.
+steps: blocks of steps in which a checkpoint is saved with wait=False in the first, with 64 MiB of host memory for it and with as much as
+it has, blocks in which it is waited for, and blocks without, in turn. The cost is what a block with a checkpoint takes more, over the
+steps that the checkpoint spans.
 """
 
 import argparse
@@ -197,47 +198,49 @@ def steps(options, folder: Path, home: str) -> dict:
     model, optimizer = training(options, folder, home)
     engine = infinity.engine_of(model)
     tokens = torch.randint(options.vocab, (options.batch, options.seq + 1), device=options.device)
-    spans = []
+    nbytes = sum(chunk.record.nbytes for chunk in engine.registry.chunks)
+    memory = {"64 MiB": 64 << 20, "all of it": nbytes, "waited for": 64 << 20}
+    seconds = {kind: [] for kind in ("without", *memory)}
+    spans = {kind: [] for kind in memory}
 
     def block(kind: str) -> float:
         start = time.perf_counter()
         saving = None
         for number in range(options.block):
             if number == 0 and kind != "without":
-                saving = infinity.save(folder / "saved", model, optimizer, wait=kind == "waits")
+                saving = infinity.save(
+                    folder / "saved", model, optimizer, wait=kind == "waited for", host_memory=memory[kind]
+                )
             model(tokens[:, :-1], tokens[:, 1:]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if saving is not None and saving.done and kind == "meanwhile":
-                spans.append(number + 1)
+            if saving is not None and saving.done:
+                spans[kind].append(number + 1)
                 saving = None
-        if saving is not None and not saving.done:
-            spans.append(options.block)
         if saving is not None:
             saving.wait()
+            spans[kind].append(options.block)
         if options.device != "cpu":
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    seconds = {kind: [] for kind in ("without", "meanwhile", "waits")}
-    for round in range(options.rounds + 1):
+    for _ in range(options.rounds + 1):
         for kind, taken in seconds.items():
-            value = block(kind)
-            if round:
-                taken.append(value)
-            else:
-                spans.clear()
-    nbytes = sum(chunk.record.nbytes for chunk in engine.registry.chunks)
+            taken.append(block(kind))
+    for taken in (*seconds.values(), *spans.values()):
+        del taken[0]  # the first one makes plans and files
     engine.close()
     shutil.rmtree(folder / "saved")
     step = statistics.median(seconds["without"]) / options.block
-    num_steps = statistics.median(spans)
-    print(f"steps of {step:.3f} s, {nbytes / 1e9:.2f} GB, records in {home}; a checkpoint spans {num_steps:.0f} steps")
-    for kind in ("meanwhile", "waits"):
+    print(f"steps of {step:.3f} s in blocks of {options.block}, {nbytes / 1e9:.2f} GB, records in {home}; more with a checkpoint:")
+    for kind, numbers in spans.items():
         extra = [taken - without for taken, without in zip(seconds[kind], seconds["without"])]
-        median = statistics.median(extra)
-        share = f"{median / (num_steps * step):+.1%} of the steps that it spans, " if kind == "meanwhile" else ""
-        print(f"  {kind:>10}: {median:+.3f} s ({min(extra):+.3f} to {max(extra):+.3f}), {share}{median / step:+.1%} of one step", flush=True)
+        median, num_steps = statistics.median(extra), statistics.median(numbers)
+        print(
+            f"  {kind:>10}: {median:+.3f} s ({min(extra):+.3f} to {max(extra):+.3f}), {median / (num_steps * step):+.1%} of the "
+            f"{num_steps:.0f} steps that it spans, {median / step:+.1%} of one step",
+            flush=True,
+        )
     return {"seconds": seconds, "spans": spans, "nbytes": nbytes}
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import queue
 import random
 import threading
 import time
@@ -43,6 +42,7 @@ from infinity import manifest as manifests
 from infinity import tiling
 from infinity.arena import PAGE_NBYTES, Arena, Region
 from infinity.chunks import STATES, WEIGHTS, record_layout
+from infinity.config import parse_bytes
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError, PeerError, SwapError, UsageError
 from infinity.lanes import THREADS
@@ -51,8 +51,8 @@ from infinity.residency import TORCH_DTYPES, ChunkState, ParameterState
 from infinity.store import Checkpoint, Directory, Linked, Tensors, Writer, lay_out
 from infinity.updater import segments
 
-NUM_AREAS = 4  # of host memory: one is filled while others are written
 AREA_NBYTES = 16 << 20  # at most; of one segment
+LEAST_AREAS = 2  # one is filled while the other is written
 _BLOCK_NBYTES = 256 << 10  # copied and summed while it is in the processor's cache
 _POLL_S = 0.02
 
@@ -67,6 +67,7 @@ def save(
     scheduler=None,
     extra: object = None,
     wait: bool = True,
+    host_memory: int | str = "64MiB",
     progress: Progress | None = None,
 ) -> Saving:
     """Save all of the training state in a directory: the checkpoint there is the old one or the new one, whole, at any moment.
@@ -74,7 +75,9 @@ def save(
     Holds weights, masters, moments, step counts, buffers, hyper-parameters, the loss scale, the scheduler's state_dict() and the
     generators' states (torch, CUDA, numpy, random) of every rank; extra: anything made of numbers, strings, bytes, tensors, arrays,
     lists, tuples and dicts, such as the state of a data loader. Call it between step() and the next forward pass, on all ranks, which
-    must see the same directory. wait=False goes on training while it is written, and the result's `wait()` tells how it went.
+    must see the same directory. wait=False goes on training while it is written, and the result's `wait()` tells how it went. A record
+    that is about to change waits until it has been copied into host_memory (of each rank, bytes or "4GiB"), from where it is written:
+    with as much as the checkpoint has, training waits for no write; with less, for those that are needed to go on.
     progress(done, total), in bytes of this rank, is called while it waits.
 
     Raises CheckpointError for what cannot be saved or has no room, SwapError (an OSError) where the disk fails; the old checkpoint is
@@ -82,7 +85,7 @@ def save(
     """
     engine = engine_of(model)
     engine.ready_to_save(optimizer)
-    saving = Saving(engine, Path(path), scheduler, extra)
+    saving = Saving(engine, Path(path), scheduler, extra, parse_bytes(host_memory))
     engine.saving = saving
     if wait:
         saving.wait(progress)
@@ -146,7 +149,7 @@ class Loaded:
 class Saving:
     """A checkpoint under way; see [Note: when a record is saved]. Made by `save`."""
 
-    def __init__(self, engine: Engine, path: Path, scheduler, extra):
+    def __init__(self, engine: Engine, path: Path, scheduler, extra, host_nbytes: int):
         self.path = path
         self.error: BaseException | None = None
         self.was_told = False  # the error was raised somewhere
@@ -160,8 +163,11 @@ class Saving:
         self._steps: dict[int, int] = {}  # updates of each parameter
         self._passed = threading.Event()  # a step, or somebody waits
         self._over = threading.Event()
-        self._arena = Arena(pin=engine.device.type == "cuda")
-        self._areas: queue.SimpleQueue[tuple[Region, list[aio_ext.Ticket]]] = queue.SimpleQueue()
+        on_device = any(chunk.on_device for chunk in engine.registry.chunks)
+        self._arena = Arena(pin=on_device and engine.device.type == "cuda")
+        self._areas: deque[tuple[Region, list[aio_ext.Ticket]]] = deque()  # nobody fills them; written longest ago comes first
+        self._num_areas = 0
+        self._host_nbytes = host_nbytes
         self._directory: Directory | None = None
         self._done_nbytes = 0
         self._thread = threading.Thread(target=self._run, name=f"{THREADS}save", daemon=True)
@@ -238,8 +244,7 @@ class Saving:
         self._files = files
         largest = max((chunk.record.numel * s.itemsize for chunk in chunks for s in chunk.record.segments), default=0)
         self._area_nbytes = min(AREA_NBYTES, -(-max(largest, 1) // PAGE_NBYTES) * PAGE_NBYTES)
-        for _ in range(NUM_AREAS):
-            self._areas.put((self._arena.region(self._area_nbytes), []))
+        self._most_areas = max(LEAST_AREAS, self._host_nbytes // self._area_nbytes)
         if engine.device.type == "cuda":  # what the checkpoint's own thread copies comes after all that was queued until now
             self._copies = torch.cuda.Stream(engine.device)
             self._copies.wait_stream(torch.cuda.current_stream(engine.device))
@@ -349,7 +354,7 @@ class Saving:
 
     def _copy_part(self, chunk: ChunkState, segment: torch.Tensor, offset: int, begin: int, count: int, crc: int) -> int:
         """`count` bytes of a segment at `offset` of its record, from byte `begin` of it; returns the sum so far."""
-        region, tickets = self._areas.get()
+        region, tickets = self._borrow()
         begun: list[aio_ext.Ticket] = []
         try:
             self._settle(tickets)
@@ -365,7 +370,23 @@ class Saving:
             self._done_nbytes += padded
             return crc
         finally:
-            self._areas.put((region, begun))
+            with self._lock:
+                self._areas.append((region, begun))
+                self._lock.notify_all()
+
+    def _borrow(self) -> tuple[Region, list[aio_ext.Ticket]]:
+        """An area, with what is still being written from it; a new one only if all others are in use."""
+        with self._lock:
+            while True:
+                self._raise_error()
+                is_full = self._num_areas == self._most_areas
+                if self._areas and (is_full or all(ticket.done for ticket in self._areas[0][1])):
+                    return self._areas.popleft()
+                if not is_full:
+                    self._num_areas += 1
+                    break
+                self._lock.wait()
+        return self._arena.region(self._area_nbytes), []
 
     def _copy_from_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
         mine = threading.current_thread() is self._thread
@@ -403,8 +424,8 @@ class Saving:
     def _run(self) -> None:
         try:
             self._take_the_rest()
-            for _ in range(NUM_AREAS):
-                self._settle(self._areas.get()[1])
+            for _, tickets in self._areas:
+                self._settle(tickets)
             self._raise_error()
             self._writer.finish()
             self._publish()
@@ -415,6 +436,9 @@ class Saving:
             if self._directory is not None:
                 self._directory.abort()
         finally:
+            with self._lock:
+                while self._busy:
+                    self._lock.wait()
             self._arena.close()
             self._over.set()
 
