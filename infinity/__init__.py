@@ -9,7 +9,8 @@ from infinity.optimizer import SGD, Adam, AdamW, Elementwise, Lion
 from infinity.recompute import checkpoint
 from infinity.residency import leaf
 from infinity.rules import Rule
-from infinity.saving import Loaded, Saving, load, save
+from infinity.loading import Loaded, load
+from infinity.saving import Saving, save
 from infinity.scaling import LossScale
 from infinity.tiling import TiledEmbedding, TiledLinear, linear_cross_entropy, tile_large_layers
 from infinity.vertical import vertical

@@ -44,7 +44,6 @@ from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError
 from infinity.residency import ChunkState, ParameterState
 from infinity.rules import AdamRule, LionRule, Rule, SGDRule
-from infinity.saving import _together
 from infinity.store import failed
 
 _METADATA = ".metadata"
@@ -69,14 +68,14 @@ def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
     engine.ready_to_save(optimizer)
     engine.flush()
 
-    _together(engine.ranks, lambda: None if engine.ranks.rank else _make_directory(Path(path)))
+    engine.ranks.together(lambda: None if engine.ranks.rank else _make_directory(Path(path)))
 
     def plan() -> _Planner:
         if not Path(path).is_dir():
             raise CheckpointError(f"{path} is not there for {engine.ranks.name}: all ranks must see the same directory")
         return _Planner(engine, with_states=optimizer is not None)
 
-    planner = _together(engine.ranks, plan)
+    planner = engine.ranks.together(plan)
     alone = engine.ranks.world == 1
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)  # in this thread, one tensor at a time
     try:
@@ -103,11 +102,11 @@ def load_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
     """
     engine = engine_of(model)
     engine.ready_to_load(optimizer)
-    loading = _together(engine.ranks, lambda: _Loading(engine, _Saved(Path(path)), with_states=optimizer is not None))
+    loading = engine.ranks.together(lambda: _Loading(engine, _Saved(Path(path)), with_states=optimizer is not None))
     if len(set(engine.ranks.exchange(loading.saved.identity.encode()))) > 1:
         raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")
     with engine.loading():
-        _together(engine.ranks, loading.run)
+        engine.ranks.together(loading.run)
 
 
 def _make_directory(path: Path) -> None:

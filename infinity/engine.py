@@ -493,12 +493,17 @@ class Engine:
 
     def _refuse_half_updated(self, what: str) -> None:
         """Between a backward pass that updates and step(), weights are of two steps, which would go unnoticed."""
+        self._refuse_half_loaded()
         if self.backward_task is None and not self.torn and any(chunk.updated for chunk in self.registry.chunks):
             raise UsageError(
                 f"{what} between a backward pass that has begun to update and its step(): some weights are new already. Call "
                 f"step() first, or use update='deferred'. Where several backward passes make a step, declare it: "
                 f"infinity.AdamW(..., accumulation_steps=...)."
             )
+
+    def _refuse_half_loaded(self) -> None:
+        if self._half_loaded:
+            raise UsageError("the last infinity.load failed half-way: weights are of two states. Load one that is whole.")
 
     def _refuse_torn(self) -> None:
         if self.torn:
@@ -673,7 +678,7 @@ class Engine:
         if optimizer is not None and optimizer is not self.optimizer:
             raise UsageError(f"{what}: the optimizer is not that of this model")
         self._start()
-        if any(span.holds for span in self.registry.spans):
+        if self.hooks.frames or any(span.holds for span in self.registry.spans):
             raise UsageError(f"{what} while the model runs or inside infinity.gathered")
 
     # What vertical accumulation calls.
@@ -714,8 +719,7 @@ class Engine:
 
     def raise_failure(self) -> None:
         """Raise what went wrong in a lane, if anything did."""
-        if self._half_loaded:
-            raise UsageError("the last infinity.load failed half-way: weights are of two states. Load a checkpoint that is whole.")
+        self._refuse_half_loaded()
         failure = self.records.failure or self.updater.failure or self.gradients.failure
         if self.activations is not None:
             failure = failure or self.activations.failure

@@ -13,7 +13,7 @@ says is checked before anything is done with it: what is read here may be damage
 #   world, dtype, moments_dtype, moments, seed     ranks, "bf16", "fp32", the names of the moments; the seed of rounding
 #   parameters        in registration order: name, shape, trainable, group (of the optimizer, or null), step (updates received)
 #                     and, for a tile of a layer, whole: the layer's parameter (name, shape) and where the tile begins in it
-#   aliases           {other name of a tied parameter: its name above}
+#   aliases           {other name of a tied parameter (of a tile: of the layer's): its name above}
 #   chunks            in order: numel, trainable, pieces [[parameter, start in the chunk, start in the parameter, numel], ...] and
 #                     records: for each rank [file, offset, CRC32C of each segment ...]
 #   files             [name, nbytes]: "rank0-0.records", ...
@@ -30,7 +30,7 @@ says is checked before anything is done with it: what is read here may be damage
 # [Note: values in JSON]
 # Numbers, strings, true, false, null, lists and objects stand for themselves. Else an object of one key: $float "nan" | "inf" |
 # "-inf"; $tuple [items]; $dict [[key, value], ...] where keys are not strings; $counter the same; $bytes base64; $tensor and
-# $array an index of `tensors`.
+# $array an index of `tensors`. Subclasses of dict come back as dict, a deque as a list, numpy's numbers as Python's.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ TENSORS_NAME = "tensors"
 MOMENTS_DTYPES = ("fp32", "bf16")
 LARGEST_NBYTES = 1 << 30  # of a manifest
 _LARGEST = 1 << 62  # of any number of elements or bytes
+_MOST_BITS = 4096  # of a number in `extra`
 _ALIGNMENT = 4096
 _DIGEST = ',"sha256":"'
 _DIGEST_NBYTES = len(_DIGEST) + 64 + len('"}\n')
@@ -315,7 +316,7 @@ class _Checked:
         return tuple(found)
 
     def _aliases(self) -> dict[str, str]:
-        names = {parameter.name for parameter in self.parameters}
+        names = {parameter.canonical.name for parameter in self.parameters}
         aliases = _object(self.content["aliases"], "aliases")
         for alias, name in aliases.items():
             if alias in names or _text(name, "aliases") not in names:
@@ -342,7 +343,7 @@ class _Checked:
             pieces, end = [], 0
             for piece in _list(entry["pieces"], what):
                 param, start, param_start, count = (_number(value, what) for value in _list(piece, what, 4))
-                if param >= len(self.parameters) or start < end or count < 1 or start + count > numel:
+                if param >= len(self.parameters) or not end <= start < end + BLOCK_NUMEL or count < 1 or start + count > numel:
                     raise CheckpointError(f"{what}: a piece is out of order or bounds")
                 if self.parameters[param].trainable != trainable:
                     raise CheckpointError(f"{what} mixes frozen and trainable parameters")
@@ -444,7 +445,10 @@ def _object(value, what: str) -> dict:
 
 
 def _shape(value, what: str) -> tuple[int, ...]:
-    return tuple(_number(size, f"{what}: shape") for size in _list(value, f"{what}: shape", 64))
+    shape = tuple(_number(size, f"{what}: shape") for size in _list(value, f"{what}: shape", 64))
+    if math.prod(max(size, 1) for size in shape) > _LARGEST:
+        raise CheckpointError(f"{what}: shape {shape} is too large")
+    return shape
 
 
 def _whole(value, name: str, shape: tuple[int, ...]) -> Whole:
@@ -466,8 +470,17 @@ def _short(value) -> str:
 
 def encode(value, put: Callable[[torch.Tensor], int], what: str = "extra"):
     """A value as JSON has it. put: takes a tensor and returns its index. Raises CheckpointError, naming what cannot be kept."""
+    try:
+        return _encode(value, put, what)
+    except RecursionError:
+        raise CheckpointError(f"{what} is nested too deeply, or holds itself") from None
+
+
+def _encode(value, put: Callable[[torch.Tensor], int], what: str):
     if isinstance(value, np.generic):
         value = value.item()
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise CheckpointError(f"{what}: a number of {value.bit_length()} bits cannot be saved")
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):
@@ -475,23 +488,24 @@ def encode(value, put: Callable[[torch.Tensor], int], what: str = "extra"):
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
-        if str(value.dtype).removeprefix("torch.") not in TENSOR_DTYPES or value.layout is not torch.strided:
-            raise CheckpointError(f"{what}: tensors of {value.dtype} and layout {value.layout} cannot be saved")
+        if str(value.dtype).removeprefix("torch.") not in TENSOR_DTYPES or value.layout is not torch.strided or value.is_meta:
+            where = "the meta device" if value.is_meta else f"layout {value.layout}"
+            raise CheckpointError(f"{what}: tensors of {value.dtype} and {where} cannot be saved")
         return {"$tensor": put(value.detach())}
-    if isinstance(value, np.ndarray):
+    if type(value) in (np.ndarray, np.memmap):
         try:
-            return {"$array": put(torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape))}
-        except TypeError as error:
+            return {"$array": put(torch.from_numpy(np.array(value, order="C")))}
+        except (TypeError, ValueError) as error:
             raise CheckpointError(f"{what}: {error}") from None
     if type(value) is tuple:
-        return {"$tuple": [encode(item, put, f"{what}[{i}]") for i, item in enumerate(value)]}
+        return {"$tuple": [_encode(item, put, f"{what}[{i}]") for i, item in enumerate(value)]}
     if type(value) in (list, collections.deque):
-        return [encode(item, put, f"{what}[{i}]") for i, item in enumerate(value)]
+        return [_encode(item, put, f"{what}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict) and type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
         name = "$counter" if type(value) is collections.Counter else "$dict"
         if name == "$dict" and all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: encode(item, put, f"{what}[{key!r}]") for key, item in value.items()}
-        return {name: [[encode(key, put, f"{what}: key"), encode(item, put, f"{what}[{key!r}]")] for key, item in value.items()]}
+            return {key: _encode(item, put, f"{what}[{key!r}]") for key, item in value.items()}
+        return {name: [[_encode(key, put, f"{what}: key"), _encode(item, put, f"{what}[{key!r}]")] for key, item in value.items()]}
     raise CheckpointError(
         f"{what} is of type {type(value).__name__}, which a checkpoint does not hold: give numbers, strings, bytes, tensors, arrays, "
         f"and lists, tuples and dicts of these"

@@ -208,7 +208,6 @@ class Margin:
         self.updater.drain()
         self.values.keep_written(span)
         for chunk in self.registry.chunks_in(span):
-            chunk.save_first()
             state = self.updater.device_state(chunk)
             entries = {kind: self.records.fresh(chunk, kind) for kind in (WEIGHTS, STATES)}
             self.records.begin_update(chunk, entries)

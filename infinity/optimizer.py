@@ -101,16 +101,18 @@ class Elementwise(torch.optim.Optimizer):
 
     def snapshot(self) -> list[dict]:
         """The hyper-parameters of each group as plain numbers. Raises ConfigError for one that is out of range."""
-        groups = []
-        for group in self.param_groups:
-            try:
-                groups.append({name: _plain(group[name]) for name in self._names})
-                wrong = self.rule.check(groups[-1])
-            except (TypeError, ValueError) as error:
-                raise ConfigError(f"optimizer hyper-parameters must be numbers: {error}") from None
-            if wrong:
-                raise ConfigError("; ".join(wrong))
-        return groups
+        return [self.hyper_parameters(group) for group in self.param_groups]
+
+    def hyper_parameters(self, group: dict) -> dict:
+        """Those of a group, as plain numbers. Raises ConfigError for one that is out of range."""
+        try:
+            found = {name: _plain(group[name]) for name in self._names}
+            wrong = self.rule.check(found)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optimizer hyper-parameters must be numbers: {error}") from None
+        if wrong:
+            raise ConfigError("; ".join(wrong))
+        return found
 
     def _parameters(self):
         """Those that can be updated: what has no elements, or is frozen and no floating-point number, is nobody's."""

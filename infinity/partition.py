@@ -16,12 +16,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from infinity import lanes
-from infinity.errors import PeerError, UsageError
+from infinity.errors import CheckpointError, PeerError, UsageError
 from infinity.lanes import THREADS
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,8 +30,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 CONTROL_TIMEOUT_S = 600
 WATCH_S = 0.5  # how often each rank looks whether another one has failed
+SILENCE_S = 20.0  # after which a rank that should beat is taken for dead
 
 _numbers = itertools.count()
+
+Result = TypeVar("Result")
 
 # [Note: how a failure reaches the other ranks]
 # A rank that fails writes why into the store that the launcher made, where the first word stands; each rank has a thread that looks
@@ -66,6 +70,8 @@ class Ranks:
         self._num_users = 0
         self._store = None
         self._posted: dict[str, bytes] = {}  # where there is no other rank
+        self._beating = 0
+        self._beats: dict[int, tuple[bytes | None, float]] = {}  # of other ranks: the last beat, and when it was first seen
         self._closing = threading.Event()
         self._listeners: list[weakref.WeakMethod] = []
         self.failure: BaseException | None = None  # of this rank, or a PeerError
@@ -95,8 +101,12 @@ class Ranks:
 
     def _watch(self) -> None:
         board = _Board(self)
-        while not self._closing.wait(WATCH_S):
+        for number in itertools.count():
+            if self._closing.wait(WATCH_S):
+                return
             try:
+                if self._beating:
+                    self._store.set(f"beat{self.rank}", str(number))
                 if (parted := board.look()) is not None:
                     self.report(parted)
                 found = self._store.check(["failure"]) and self._store.get("failure").decode()
@@ -176,6 +186,25 @@ class Ranks:
         whole = self.all_gather_slices(padded).view(self.world, -1)
         return [whole[rank, :size].numpy().tobytes() for rank, size in enumerate(sizes)]
 
+    def together(self, work: Callable[[], Result], undo: Callable[[Result], None] | None = None) -> Result:
+        """Do it on every rank; where it fails on any, raise on all. undo: what is done with the result then, where it did not fail.
+
+        Who has not failed himself raises CheckpointError, with what the others said.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as failure:  # each rank waits for what the others say
+            error = failure
+        texts = self.exchange((str(error) or type(error).__name__).encode() if error is not None else b"")
+        if error is not None:
+            raise error
+        if failed := [f"rank {rank}: {text.decode(errors='replace')}" for rank, text in enumerate(texts) if text]:
+            if undo is not None:
+                undo(result)
+            raise CheckpointError("; ".join(failed))
+        return result
+
     def post(self, key: str, value: bytes) -> None:
         """Let the other ranks find the value. As `look` and `forget`, from any thread: nobody waits for anybody."""
         if self._store is None:
@@ -183,12 +212,26 @@ class Ranks:
         else:
             self._store.set(key, value)
 
-    def look(self, key: str) -> bytes | None:
-        """What some rank has posted, if it has. Raises what ended another rank."""
+    def look(self, key: str, rank: int = 0) -> bytes | None:
+        """What a rank has posted, if it has. Raises what ended another rank, PeerError if that one has stopped beating."""
         self._check()
         if self._store is None:
             return self._posted.get(key)
-        return self._store.get(key) if self._store.check([key]) else None
+        if self._store.check([key]):
+            return self._store.get(key)
+        beat = self._store.get(f"beat{rank}") if self._store.check([f"beat{rank}"]) else b""
+        last, since = self._beats.get(rank, (None, 0.0))
+        if beat != last:
+            self._beats[rank] = beat, time.monotonic()
+        elif time.monotonic() - since > SILENCE_S:
+            raise PeerError(f"{self.name}: rank {rank} has not been heard of for {SILENCE_S:.0f} s")
+        return None
+
+    def beat(self, on: bool) -> None:
+        """While it is on, the others hear that this rank lives; see `look`. Whoever switched it on switches it off again."""
+        self._beating += 1 if on else -1
+        if on:
+            self._beats.clear()
 
     def forget(self, key: str) -> None:
         """Nobody looks for it any more."""

@@ -17,7 +17,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import shutil
 import stat
 from collections import OrderedDict
@@ -78,23 +77,29 @@ class Directory:
         self.path = path
         self._fd = -1
         self.folder = f"data-{os.urandom(6).hex()}"
+        self._is_new = not path.exists()
         try:
-            self._is_new = not path.exists()
-            path.mkdir(exist_ok=True)
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._remove_folders(keep=_current_folder(path))
-            os.mkdir(path / self.folder)
-        except BlockingIOError:
+            self._claim()
+        except BaseException as error:
             self.close()
-            raise CheckpointError(f"{path}: another process is writing a checkpoint there; wait for it or save elsewhere") from None
-        except FileExistsError:
-            raise CheckpointError(f"{path} is not a directory: name one for the checkpoint") from None
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: its parent directory does not exist; create it (mkdir -p)") from None
-        except OSError as error:
-            self.close()
-            raise failed("the checkpoint's directory cannot be written", path, error) from error
+            if isinstance(error, BlockingIOError):
+                text = f"{path}: another process is writing a checkpoint there; wait for it or save elsewhere"
+            elif isinstance(error, (FileExistsError, NotADirectoryError)):
+                text = f"{path} is not a directory: name one for the checkpoint"
+            elif isinstance(error, FileNotFoundError):
+                text = f"{path}: its parent directory does not exist; create it (mkdir -p)"
+            elif isinstance(error, OSError):
+                raise failed("the checkpoint's directory cannot be written", path, error) from error
+            else:
+                raise
+            raise CheckpointError(text) from None
+
+    def _claim(self) -> None:
+        self.path.mkdir(exist_ok=True)
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._remove_folders(keep=_current_folder(self.path))
+        os.mkdir(self.path / self.folder)
 
     def check_space(self, nbytes: int) -> None:
         """Raise CheckpointError if so many bytes have no room there."""
@@ -175,14 +180,14 @@ class Writer:
         self.records = records
         self.files = files
         self.places = places
+        self.linked: set[int] = set()  # those that could be
         self._fds: dict[int, int] = {}
         self._queue = None
         self._made: list[Path] = []
         try:
             for index, file in enumerate(files):
-                if index in linked:
-                    os.link(linked[index].path, folder / file.name)
-                    self._made.append(folder / file.name)
+                if index in linked and self._link(linked[index].path, folder / file.name):
+                    self.linked.add(index)
                 else:
                     self._fds[index] = self._make(folder / file.name, file.nbytes)
             self._queue = QUEUE.queue()
@@ -204,13 +209,22 @@ class Writer:
             self.abort()
             raise failed("a file of the checkpoint could not be brought to the disk", self.folder, error) from error
         self._close()
+        self._made.clear()  # whether they stay is the directory's business now
 
     def abort(self) -> None:
-        """Remove the files; idempotent."""
+        """Remove the files, unless they were finished; idempotent."""
         self._close()
         while self._made:
             with contextlib.suppress(OSError):
                 os.unlink(self._made.pop())
+
+    def _link(self, old: Path, new: Path) -> bool:
+        try:
+            os.link(old, new, follow_symlinks=False)
+        except OSError:  # it went meanwhile, or the filesystem has no links, or no more of them
+            return False
+        self._made.append(new)
+        return True
 
     def _make(self, path: Path, nbytes: int) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -266,19 +280,25 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
-        self.manifest = read_manifest(self.path)
-        self.folder = self.path / self.manifest.folder
         self._fds: dict[int, int] = {}
         self._tensors_fd = -1
         self._queue = None
         self._arena = Arena()
         self._cached: OrderedDict[tuple[int, int], Region] = OrderedDict()
         self._index: list[list[tuple[int, int, int, int]]] | None = None
-        try:
-            self._open()
-        except BaseException:
-            self.close()
-            raise
+        self.manifest = read_manifest(self.path)
+        while True:
+            self.folder = self.path / self.manifest.folder
+            try:
+                self._open()
+                return
+            except BaseException as error:
+                self.close()
+                if not isinstance(error, CheckpointError):
+                    raise
+                before, self.manifest = self.manifest, read_manifest(self.path)
+                if self.manifest.folder == before.folder:
+                    raise  # else another checkpoint has taken its place meanwhile
 
     def _open(self) -> None:
         missing = []
@@ -375,7 +395,10 @@ class Checkpoint:
         if index >= len(self.manifest.tensors):
             raise CheckpointError(f"{self.path}: there is no small tensor {index}")
         entry = self.manifest.tensors[index]
-        data = bytearray(entry.nbytes)
+        try:
+            data = bytearray(entry.nbytes)
+        except MemoryError:
+            raise CheckpointError(f"{self.path}: there is no memory for tensor {index} of {format_bytes(entry.nbytes)}") from None
         view, done = memoryview(data), 0
         while done < entry.nbytes:
             count = os.preadv(self._tensors_fd, [view[done : done + (1 << 24)]], entry.offset + done)
@@ -385,7 +408,7 @@ class Checkpoint:
         if done < entry.nbytes or aio_ext.crc32c(data) != entry.crc32c:
             raise CheckpointError(f"{self.folder / manifests.TENSORS_NAME}: tensor {index} is damaged; use another checkpoint")
         dtype = manifests.TENSOR_DTYPES[entry.dtype]
-        if not data:
+        if not entry.nbytes:
             return torch.empty(entry.shape, dtype=dtype)
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
 
@@ -424,7 +447,10 @@ class Checkpoint:
 
     def decode(self, value):
         """A value of the manifest as it was given."""
-        return manifests.decode(value, self.tensor)
+        try:
+            return manifests.decode(value, self.tensor)
+        except CheckpointError as error:
+            raise error if str(self.path) in str(error) else CheckpointError(f"{self.path}: {error}") from None
 
     def close(self) -> None:
         """Idempotent."""
@@ -455,9 +481,12 @@ class Checkpoint:
 
     def _memory(self) -> Region:
         """Room for one record: that which was used longest ago."""
-        if len(self._cached) < _NUM_RECORDS_IN_MEMORY:
+        if len(self._cached) == _NUM_RECORDS_IN_MEMORY:
+            return self._cached.popitem(last=False)[1]
+        try:
             return self._arena.region(self._largest)
-        return self._cached.popitem(last=False)[1]
+        except (MemoryError, OSError):
+            raise CheckpointError(f"{self.path}: there is no memory for a record of {format_bytes(self._largest)}") from None
 
     def _pieces_of(self, param: int) -> list[tuple[int, int, int, int]]:
         """(start in the parameter, chunk, start in the chunk, number of elements), in order."""
@@ -483,10 +512,11 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(_why_none(path)) from None
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read ({error.strerror})") from None
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > manifests.LARGEST_NBYTES:
+        os.close(fd)
+        raise CheckpointError(f"{where} is no file of at most {format_bytes(manifests.LARGEST_NBYTES)}")
     with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > manifests.LARGEST_NBYTES:
-            raise CheckpointError(f"{where} is no file of at most {format_bytes(manifests.LARGEST_NBYTES)}")
         data = file.read(status.st_size + 1)
     return Manifest.from_json(data, str(where))
 
@@ -504,14 +534,12 @@ def _why_none(path: Path) -> str:
 
 def _current_folder(path: Path) -> str | None:
     """Of the checkpoint that is there; a manifest that cannot be read protects whatever it may name."""
-    try:
-        with open(path / manifests.NAME, "rb") as file:
-            match = re.search(rb'"folder":"(data-[0-9a-f]{12})"', file.read(4096))
-    except FileNotFoundError:
+    if not os.path.lexists(path / manifests.NAME):
         return None
-    if match is None:
-        raise CheckpointError(f"{path / manifests.NAME} is no manifest of a checkpoint; move it away or save elsewhere")
-    return match[1].decode()
+    try:
+        return read_manifest(path).folder
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; or move this one away, which a new one may not replace") from None
 
 
 def segment_bytes(record: Record, buffer: memoryview) -> dict[str, memoryview]:
@@ -524,7 +552,7 @@ def segment_bytes(record: Record, buffer: memoryview) -> dict[str, memoryview]:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """A contiguous CPU tensor's own memory."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
 
 
 def sync_directory(path: Path) -> None:

@@ -327,7 +327,19 @@ class Place:
 def places(model: nn.Module) -> dict[nn.Parameter, Place]:
     """Of every parameter that is a part of a tiled layer's."""
     found: dict[nn.Parameter, Place] = {}
-    for prefix, module in model.named_modules():
+    for param, place in _placed(model):
+        found.setdefault(param, place)
+    return found
+
+
+def tied(model: nn.Module) -> dict[str, str]:
+    """Other names of tiled layers' parameters, with the first one of each: those that `places` has."""
+    first = places(model)
+    return {place.name: first[param].name for param, place in _placed(model) if place.name != first[param].name}
+
+
+def _placed(model: nn.Module) -> Iterator[tuple[nn.Parameter, Place]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for name, grid in module._grids().items() if isinstance(module, _Tiled) else ():
             params = [[getattr(module.tiles[index], name) for index in row] for row in grid]
             rows = _slices([row[0].shape[0] for row in params])
@@ -336,8 +348,7 @@ def places(model: nn.Module) -> dict[nn.Parameter, Place]:
             for row, below in zip(params, rows):
                 for param, beside in zip(row, columns or [None]):
                     begin = (below.start, *((beside.start,) if columns else ()))
-                    found.setdefault(param, Place(f"{prefix}.{name}" if prefix else name, shape, begin))
-    return found
+                    yield param, Place(f"{prefix}.{name}" if prefix else name, shape, begin)
 
 
 # Which layers, and how.

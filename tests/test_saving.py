@@ -1247,7 +1247,7 @@ def test_where_no_checkpoint_is_nothing_is_loaded(kind, words, tmp_path):
     [
         ("file", infinity.CheckpointError, "is not a directory"),
         ("parent", infinity.CheckpointError, "parent directory does not exist"),
-        ("below a file", infinity.SwapError, "Not a directory"),
+        ("below a file", infinity.CheckpointError, "is not a directory"),
     ],
 )
 def test_where_no_checkpoint_can_be_made_training_goes_on(kind, error, words, tmp_path):
@@ -1278,7 +1278,7 @@ def test_a_foreign_manifest_is_left_alone_and_the_place_is_not_kept_locked(tmp_p
     (path / "manifest.json").write_text('{"of": "something else"}')
     with training(mlp, tmp_path / "swap") as (model, engine, optimizer):
         for _ in range(2):
-            with pytest.raises(infinity.CheckpointError, match="is no manifest of a checkpoint"):
+            with pytest.raises(infinity.CheckpointError, match="manifest.json: the manifest is damaged or cut.*or move this one away"):
                 infinity.save(path, model, optimizer)
         assert (path / "manifest.json").read_text() == '{"of": "something else"}'
         (path / "manifest.json").unlink()
@@ -1464,8 +1464,8 @@ class Watched(Arena):
 
 @pytest.mark.parametrize("most", [PAGE_NBYTES, infinity.saving.AREA_NBYTES])
 @pytest.mark.parametrize("places", PLACES[::4], ids=str)
-def test_four_areas_of_host_memory_are_taken_whatever_the_size_of_records(places, most, tmp_path, monkeypatch):
-    """4 x the largest segment, at most 16 MiB each."""
+def test_two_areas_of_host_memory_are_enough_whatever_the_size_of_records(places, most, tmp_path, monkeypatch):
+    """2 x the largest segment, at most 16 MiB each."""
     monkeypatch.setattr(Watched, "made", [])
     monkeypatch.setattr(infinity.saving, "AREA_NBYTES", most)
     for module in (infinity.saving, infinity.store):
@@ -1480,10 +1480,10 @@ def test_four_areas_of_host_memory_are_taken_whatever_the_size_of_records(places
         largest = max(-(-record.numel * segment.itemsize // PAGE_NBYTES) * PAGE_NBYTES for record in records for segment in record.segments)
         assert largest > PAGE_NBYTES
         with delayed(engine, "write"):
-            saving = infinity.save(tmp_path / "checkpoint", model, optimizer, wait=False)
+            saving = infinity.save(tmp_path / "checkpoint", model, optimizer, wait=False, host_memory=0)
             train_deep(model, optimizer, 1)
             saving.wait()
-        assert [arena.most_nbytes for arena in Watched.made] == [4 * min(largest, most)]
+        assert [arena.most_nbytes for arena in Watched.made] == [2 * min(largest, most)]
         assert [arena.nbytes for arena in Watched.made] == [0] and engine.arena.nbytes == engines_nbytes
         Watched.made.clear()
         infinity.load(tmp_path / "checkpoint", model, optimizer)  # straight to where they belong
