@@ -220,6 +220,8 @@ class _Loading:
         self.extra = decode(manifest.extra)
         rank, world = self.engine.ranks.rank, self.engine.ranks.world
         self._generators = decode(manifest.rng[rank]) if len(manifest.rng) == world else None
+        if self._generators is not None and not isinstance(self._generators, dict):
+            self._wrong.append("its generators' states make no sense")
         self._scale = None
         if self.with_states and self.engine.scaler is not None and manifest.scaler is not None:
             scale, num_clean = manifest.scaler.get("scale"), manifest.scaler.get("num_clean")

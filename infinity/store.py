@@ -416,7 +416,7 @@ class Checkpoint:
         """Read and check everything; returns the number of bytes."""
         manifest, done = self.manifest, 0
         jobs = [(chunk.index, rank) for chunk in manifest.chunks for rank in range(manifest.world)]
-        regions = [self._arena.region(self._largest) for _ in range(2)]
+        regions = [self._region() for _ in range(2)]
         tickets: dict[int, list[aio_ext.Ticket]] = {}
 
         def begin(number: int) -> None:
@@ -483,6 +483,9 @@ class Checkpoint:
         """Room for one record: that which was used longest ago."""
         if len(self._cached) == _NUM_RECORDS_IN_MEMORY:
             return self._cached.popitem(last=False)[1]
+        return self._region()
+
+    def _region(self) -> Region:
         try:
             return self._arena.region(self._largest)
         except (MemoryError, OSError):
@@ -539,7 +542,7 @@ def _current_folder(path: Path) -> str | None:
     try:
         return read_manifest(path).folder
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; or move this one away, which a new one may not replace") from None
+        raise CheckpointError(f"{path / manifests.NAME} cannot be replaced: move it away or save elsewhere ({error})") from None
 
 
 def segment_bytes(record: Record, buffer: memoryview) -> dict[str, memoryview]:

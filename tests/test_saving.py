@@ -36,12 +36,14 @@ from helpers import (
     assert_same_states,
     least_device_memory,
     least_host_memory,
+    on_gpu,
     run_micro_batches,
     run_python,
     states_of,
     training,
 )
 from infinity.arena import PAGE_NBYTES, Arena
+from infinity.gpt import GPT
 from infinity.scaling import LossScale
 from models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
 from test_faults import no_hang, our_threads
@@ -1278,7 +1280,7 @@ def test_a_foreign_manifest_is_left_alone_and_the_place_is_not_kept_locked(tmp_p
     (path / "manifest.json").write_text('{"of": "something else"}')
     with training(mlp, tmp_path / "swap") as (model, engine, optimizer):
         for _ in range(2):
-            with pytest.raises(infinity.CheckpointError, match="manifest.json: the manifest is damaged or cut.*or move this one away"):
+            with pytest.raises(infinity.CheckpointError, match="manifest.json cannot be replaced: move it away or save elsewhere"):
                 infinity.save(path, model, optimizer)
         assert (path / "manifest.json").read_text() == '{"of": "something else"}'
         (path / "manifest.json").unlink()
@@ -1773,3 +1775,40 @@ def test_a_path_may_be_text_relative_or_a_link(tmp_path, monkeypatch):
         for path in ("relative", Path("link"), "real", str(tmp_path / "absolute")):
             infinity.save(path, model, optimizer, extra=str(path))
             assert infinity.load(path, model, optimizer).extra == str(path)
+
+
+# ---- on a GPU ----
+
+
+@on_gpu
+@pytest.mark.parametrize("memory", [0, "1GiB"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "place", [NVME, {"weights": "host", "states": "host"}, {"device_memory": "40MiB"}, {}], ids=["nvme", "host", "margin", "device"]
+)
+def test_on_a_gpu_a_resumed_run_is_the_uninterrupted_one(place, dtype, memory, tmp_path, deterministic):
+    def make():
+        return GPT(hidden=256, layers=4, heads=4, vocab=1000, seq=64)
+
+    def step(model, optimizer, number):
+        batch = torch.randint(1000, (4, 65), generator=torch.Generator().manual_seed(number)).cuda()
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    config = {"device": "cuda", "dtype": dtype, "chunk_mib": 0.5, "options": {"lr": 1e-3}, **place}
+    with training(make, tmp_path, **config) as (model, engine, optimizer):
+        for number in range(3):
+            step(model, optimizer, number)
+        saving = infinity.save(tmp_path / "checkpoint", model, optimizer, wait=False, host_memory=memory)
+        losses = [step(model, optimizer, number) for number in range(3, 6)]
+        saving.wait()
+        num_on_device = engine.stats()["num_chunks_on_device"]
+        expected = states_of(engine, model)
+    assert (num_on_device > 0) == (place in ({}, {"device_memory": "40MiB"}))
+    with training(make, tmp_path, seed=1, **config) as (model, engine, optimizer):
+        assert infinity.load(tmp_path / "checkpoint", model, optimizer).step == 3
+        assert [step(model, optimizer, number) for number in range(3, 6)] == losses
+        assert_same_states(states_of(engine, model), expected)

@@ -608,7 +608,8 @@ def test_each_call_that_fails_ends_the_checkpoint_and_is_made_once(run, tmp_path
             break
         met.append(fault.failed)
         if error is None:
-            assert name == "mkdir" and fault.failed == str(target), "only a directory that is there need not be made"
+            directory = name == "mkdir" and fault.failed == str(target)
+            assert directory or name == "link", "only a directory that is there need not be made, and what cannot be linked is written"
             assert on_disk(target) == new
             continue
         assert error.errno == code and str(target) in str(error), error
@@ -1015,12 +1016,15 @@ def test_no_module_can_run_code_from_a_file():
                     assert not {name.name for name in node.names} & {"load", "save"}, where
             elif isinstance(node, ast.Attribute):
                 owner = node.value.id if isinstance(node.value, ast.Name) else ""
-                assert (owner, node.attr) not in {("torch", "load"), ("torch", "save"), ("np", "load"), ("yaml", "load")}, where
+                if path.name != "dcp.py":  # whose format has small pickles: it loads them with weights_only=True, see below
+                    assert (owner, node.attr) not in {("torch", "load"), ("torch", "save"), ("np", "load"), ("yaml", "load")}, where
                 assert node.attr not in ("allow_pickle", "broadcast_object_list", "all_gather_object", "gather_object"), where
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 num_calls += 1
                 assert node.func.id not in ("eval", "exec", "compile", "__import__"), where
     assert num_calls > 1000
+    calls = re.findall(r"torch\.(load|save)\((.*)\)", (ROOT / "infinity" / "dcp.py").read_text())
+    assert calls and all(name == "save" or "weights_only=True" in arguments for name, arguments in calls), calls
 
 
 def signed(text):
@@ -1396,9 +1400,11 @@ def test_who_opens_a_checkpoint_while_it_is_replaced_gets_the_old_or_the_new_one
     from_json = manifest.Manifest.from_json.__func__
 
     def replaced_meanwhile(cls, data, where):
+        monkeypatch.setattr(manifest.Manifest, "from_json", classmethod(from_json))  # the writer reads it, too
         if left[0]:
             left[0] -= 1
             write_checkpoint(path, 10 + left[0])
+            monkeypatch.setattr(manifest.Manifest, "from_json", classmethod(replaced_meanwhile))
         return from_json(cls, data, where)
 
     monkeypatch.setattr(manifest.Manifest, "from_json", classmethod(replaced_meanwhile))
