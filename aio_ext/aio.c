@@ -23,7 +23,8 @@
  *         nbytes, offset: int
  *
  *     def direct_alignment(fd) -> (memory, offset)  # bytes; 4096 where the kernel says nothing, 0: no direct I/O
- *     def crc32c(buffer, value=0) -> int            # of a contiguous buffer; crc32c(b, crc32c(a)) == crc32c(a + b)
+ *     def crc32c(buffer, value=0, into=None) -> int # of a contiguous buffer; crc32c(b, crc32c(a)) == crc32c(a + b);
+ *                                                   # into: a buffer of the same size, which gets a copy
  *     def _crc32c_portable(buffer, value=0) -> int  # tests: without the processor's instruction
  *     def _inject(call, nth=0, times=1, result=None, *, every=1, delay=0.0, fd=-1)    # tests: see faults.h
  *     def _inject() -> int                          # forget all faults; how many calls met one
@@ -602,11 +603,11 @@ static PyObject *direct_alignment(PyObject *Py_UNUSED(module), PyObject *argumen
 static PyObject *checksum(PyObject *args, PyObject *kwargs, const char *format,
                           uint32_t (*function)(uint32_t, const void *, size_t))
 {
-    static char *names[] = {"buffer", "value", NULL};
-    PyObject *buffer;
+    static char *names[] = {"buffer", "value", "into", NULL};
+    PyObject *buffer, *into = Py_None;
     long long value = 0;
-    Py_buffer view;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, &buffer, &value))
+    Py_buffer view, copy = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, &buffer, &value, &into))
         return NULL;
     if (value < 0 || value > UINT32_MAX) {
         PyErr_Format(PyExc_ValueError, "value=%lld: expected 0 to 2**32 - 1, an earlier crc32c", value);
@@ -617,25 +618,38 @@ static PyObject *checksum(PyObject *args, PyObject *kwargs, const char *format,
         return NULL;
     if (!PyBuffer_IsContiguous(&view, 'C')) {
         PyErr_SetString(PyExc_BufferError, "crc32c: expected a C-contiguous buffer; copy it first");
-        PyBuffer_Release(&view);
-        return NULL;
+        goto error;
+    }
+    if (into != Py_None) {
+        if (PyObject_GetBuffer(into, &copy, PyBUF_WRITABLE) < 0)
+            goto error;
+        if (copy.len != view.len) {
+            PyErr_Format(PyExc_ValueError, "into: has %zd bytes, expected the buffer's %zd", copy.len, view.len);
+            goto error;
+        }
     }
     PyThreadState *thread = view.len >= CRC_NBYTES ? PyEval_SaveThread() : NULL;
-    uint32_t crc = function((uint32_t)value, view.buf, (size_t)view.len);
+    uint32_t crc = copy.obj ? crc32c_copy((uint32_t)value, copy.buf, view.buf, (size_t)view.len)
+                            : function((uint32_t)value, view.buf, (size_t)view.len);
     if (thread)
         PyEval_RestoreThread(thread);
+    PyBuffer_Release(&copy);
     PyBuffer_Release(&view);
     return PyLong_FromUnsignedLong(crc);
+error:
+    PyBuffer_Release(&copy);
+    PyBuffer_Release(&view);
+    return NULL;
 }
 
 static PyObject *checksum_best(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    return checksum(args, kwargs, "O|L:crc32c", crc32c);
+    return checksum(args, kwargs, "O|LO:crc32c", crc32c);
 }
 
 static PyObject *checksum_portable(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    return checksum(args, kwargs, "O|L:_crc32c_portable", crc32c_portable);
+    return checksum(args, kwargs, "O|LO:_crc32c_portable", crc32c_portable);
 }
 
 static PyObject *inject(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
@@ -691,7 +705,7 @@ static PyMethodDef module_methods[] = {
     {"direct_alignment", direct_alignment, METH_O,
      "direct_alignment(fd) -> (memory, offset)\n--\n\nBytes that O_DIRECT needs: 4096 where unknown, 0 where it is refused."},
     {"crc32c", (PyCFunction)(void (*)(void))checksum_best, METH_VARARGS | METH_KEYWORDS,
-     "crc32c(buffer, value=0)\n--\n\n"
+     "crc32c(buffer, value=0, into=None)\n--\n\n"
      "CRC-32C (Castagnoli) of a C-contiguous buffer, continuing from value: crc32c(b, crc32c(a)) == crc32c(a + b).\n"
      "Without the GIL from 4 KiB on. Raises BufferError if not contiguous, ValueError if value has more than 32 bits."},
     {"_crc32c_portable", (PyCFunction)(void (*)(void))checksum_portable, METH_VARARGS | METH_KEYWORDS,

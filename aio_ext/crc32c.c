@@ -24,6 +24,7 @@
 
 #define P 0x82F63B78u /* less x^32 */
 #define BLOCK_NBYTES 1360
+#define COPY_NBYTES ((size_t)(24 * BLOCK_NBYTES)) /* 32 KiB, about */
 
 static uint32_t slice[8][256]; /* slice[k][byte]: byte * x^(8 (k + 1)) */
 static uint32_t skip[4][256];  /* skip[k][byte]: byte k of a register * x^(8 BLOCK_NBYTES) */
@@ -118,6 +119,16 @@ uint32_t crc32c(uint32_t crc, const void *memory, size_t nbytes)
 {
     pthread_once(&built, build);
     return ~(has_instruction ? by_instruction : by_tables)(~crc, memory, nbytes);
+}
+
+uint32_t crc32c_copy(uint32_t crc, void *to, const void *from, size_t nbytes)
+{
+    for (size_t done = 0, count; done < nbytes; done += count) { /* each part is summed while it is in the cache */
+        count = nbytes - done < COPY_NBYTES ? nbytes - done : COPY_NBYTES;
+        memcpy((char *)to + done, (const char *)from + done, count);
+        crc = crc32c(crc, (char *)to + done, count);
+    }
+    return crc;
 }
 
 uint32_t crc32c_portable(uint32_t crc, const void *memory, size_t nbytes)

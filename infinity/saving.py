@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,7 +48,7 @@ from infinity.updater import segments
 
 AREA_NBYTES = 16 << 20  # at most; of one segment
 LEAST_AREAS = 2  # one is filled while the other is written
-_BLOCK_NBYTES = 256 << 10  # copied and summed while it is in the processor's cache
+MOST_THREADS = 4  # that copy what is in host memory: a quarter of the processors
 _POLL_S = 0.02
 
 Progress = Callable[[int, int], None]
@@ -300,11 +301,12 @@ class Saving:
             self._settle(tickets)
             padded = -(-count // PAGE_NBYTES) * PAGE_NBYTES
             ctypes.memset(region.address + count, 0, padded - count)  # the same state has the same file
-            if segment.device.type == "cpu":
-                crc = _copy_and_sum(segment.data_ptr() + begin, region, count, crc)
+            part = segment[begin // segment.itemsize : (begin + count) // segment.itemsize]
+            if part.device.type == "cpu":
+                # Not part.numpy(): the storage could not be resized any more, and the engine does.
+                crc = aio_ext.crc32c((ctypes.c_char * count).from_address(part.data_ptr()), crc, into=region.buffer[:count])
             else:
-                part = slice(begin // segment.itemsize, (begin + count) // segment.itemsize)
-                region.tensor(segment.dtype, 0, count // segment.itemsize).copy_(segment[part])  # ordered by the compute stream
+                region.tensor(part.dtype, 0, part.numel()).copy_(part)  # in the order of the compute stream
                 crc = aio_ext.crc32c(region.buffer[:count], crc)
             begun.append(self._writer.write(chunk.index, offset + begin, region.buffer[:padded]))
             self._done_nbytes += padded
@@ -378,9 +380,13 @@ class Saving:
 
     def _take_the_rest(self) -> None:
         chunks = [chunk for chunk in self._engine.registry.chunks if chunk.index in self._left]
-        for chunk in chunks:
-            if chunk.before_change is not None and not (chunk.trainable and "nvme" in (chunk.weights_home, chunk.states_home)):
-                self._take(chunk)
+        at_once = [
+            chunk
+            for chunk in chunks
+            if chunk.before_change is not None and not (chunk.trainable and "nvme" in (chunk.weights_home, chunk.states_home))
+        ]
+        with ThreadPoolExecutor(max(1, min(MOST_THREADS, self._engine.updater.threads // 4)), f"{THREADS}save") as pool:
+            list(pool.map(self._take, at_once))
         with self._lock:
             while self._left and not self._passed.is_set():
                 self._lock.wait(_POLL_S)
@@ -475,15 +481,6 @@ class LastSave:
     files: list[manifests.File]
     crcs: dict[int, tuple[int, ...]]
     changes: dict[int, int]
-
-
-def _copy_and_sum(address: int, region: Region, nbytes: int, crc: int) -> int:
-    """Copy bytes from an address to the start of a region; returns their CRC32C, continued."""
-    for begin in range(0, nbytes, _BLOCK_NBYTES):
-        count = min(_BLOCK_NBYTES, nbytes - begin)
-        ctypes.memmove(region.address + begin, address + begin, count)
-        crc = aio_ext.crc32c(region.buffer[begin : begin + count], crc)
-    return crc
 
 
 def _abort(directory: Directory | None) -> None:

@@ -197,3 +197,16 @@ def test_others_run_while_a_sum_is_computed():
     finally:
         sys.setswitchinterval(interval)
     assert seen == [True]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 32640, 32641, 100_000, 1_000_003])
+def test_what_is_summed_can_be_copied_on_the_way(nbytes):
+    data = random.Random(nbytes).randbytes(nbytes)
+    copy = bytearray(b"\xa5") * nbytes
+    assert aio_ext.crc32c(data, 7, into=copy) == aio_ext.crc32c(data, 7) and copy == data
+    for wrong in (bytearray(nbytes + 1), bytearray(nbytes)[1:] if nbytes else bytearray(2)):
+        with pytest.raises(ValueError, match="expected the buffer's"):
+            aio_ext.crc32c(data, into=wrong)
+    for wrong, error in ((bytes(nbytes), BufferError), (3, TypeError)):
+        with pytest.raises(error):
+            aio_ext.crc32c(data, into=wrong)
