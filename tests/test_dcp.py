@@ -189,8 +189,20 @@ def test_boxes_are_in_order_few_and_make_up_the_interval():
 # ---- out ----
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("config", [{}, NVME], ids=["memory", "nvme"])
+@pytest.mark.parametrize(
+    "config, dtype",
+    [
+        pytest.param(config, dtype, id=f"{where}-{dtype}", marks=pytest.mark.long if is_long else ())
+        for where, config, dtype, is_long in [
+            ("memory", {}, "fp32", False),
+            ("memory", {}, "bf16", True),
+            ("memory", {}, "fp16", True),
+            ("nvme", NVME, "fp32", True),
+            ("nvme", NVME, "bf16", False),
+            ("nvme", NVME, "fp16", True),
+        ]
+    ],
+)
 def test_plain_pytorch_goes_on_with_what_the_engine_saved(tmp_path, dtype, config):
     with trained(tmp_path / "swap", dtype=dtype, **config) as (model, engine, optimizer):
         optimizer.param_groups[0]["lr"] = LR / 3
@@ -213,9 +225,9 @@ def test_plain_pytorch_goes_on_with_what_the_engine_saved(tmp_path, dtype, confi
     ("ours", "torchs", "options"),
     [
         (infinity.AdamW, torch.optim.AdamW, {}),
-        (infinity.Adam, torch.optim.Adam, {}),
+        pytest.param(infinity.Adam, torch.optim.Adam, {}, marks=pytest.mark.long),
         (infinity.SGD, torch.optim.SGD, {"momentum": 0.9}),
-        (infinity.SGD, torch.optim.SGD, {}),
+        pytest.param(infinity.SGD, torch.optim.SGD, {}, marks=pytest.mark.long),
     ],
     ids=["AdamW", "Adam", "SGD with momentum", "SGD"],
 )
@@ -277,7 +289,7 @@ def test_bf16_moments_are_written_in_fp32_and_come_back(tmp_path):
         assert_same(engine_states(engine, model), expected)
 
 
-@pytest.mark.parametrize("from_tiles, to_tiles", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("from_tiles, to_tiles", [pytest.param(True, False, marks=pytest.mark.long), pytest.param(False, True, marks=pytest.mark.long), (True, True)])
 def test_tiled_layers_have_the_plain_ones_names(tmp_path, from_tiles, to_tiles):
     def make(tiled, in_tiles=2, seed=0):
         model = net(seed)
@@ -301,7 +313,7 @@ def test_tiled_layers_have_the_plain_ones_names(tmp_path, from_tiles, to_tiles):
 # ---- in ----
 
 
-@pytest.mark.parametrize("config", [{}, NVME, {"update": "backward"}], ids=["memory", "nvme", "backward"])
+@pytest.mark.parametrize("config", [pytest.param({}, marks=pytest.mark.long), NVME, {"update": "backward"}], ids=["memory", "nvme", "backward"])
 def test_the_engine_goes_on_with_what_plain_pytorch_saved(tmp_path, config):
     there, adam = plain()
     train(there, adam, 0, 1, 2)
@@ -432,7 +444,7 @@ def test_fsdp2_to_engines_of_one_and_two_ranks(tmp_path, worlds):
         torch.testing.assert_close(torch.as_tensor(at_once), output, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("config", [{}, NVME, {"dtype": "bf16"}], ids=["memory", "nvme", "bf16"])
+@pytest.mark.parametrize("config", [pytest.param({}, marks=pytest.mark.long), NVME, pytest.param({"dtype": "bf16"}, marks=pytest.mark.long)], ids=["memory", "nvme", "bf16"])
 def test_two_ranks_of_an_engine_to_fsdp2_plain_pytorch_and_one_rank(tmp_path, worlds, config):
     expected = worlds(2).run(engine_saves, tmp_path, tmp_path / "saved", **config)[0]
     for found in worlds(2).run(fsdp_loads, tmp_path / "saved"):

@@ -286,11 +286,8 @@ CASES_SAMPLE = [
     "sgd-momentum",
     "bf16-moments-own-rule",
     "groups",
-    "multistep",
     "sequential",
-    "plateau",
     "fp16-overflow",
-    "vertical",
 ]
 
 
@@ -363,7 +360,7 @@ def small_and_odd():
 
 
 MODELS = TRAITS | {"extra_state": counting, "partly_frozen": partly_frozen, "small_and_odd": small_and_odd}
-MODELS_SAMPLE = ["tied_module", "lstm", "convolution", "max_norm", "deepcopied", "unused", "extra_state", "partly_frozen", "small_and_odd"]
+MODELS_SAMPLE = ["tied_module", "max_norm", "extra_state", "partly_frozen", "small_and_odd"]
 ODD_CONFIGS = {"nvme": NVME, "device-bf16": ON_DEVICE | {"dtype": "bf16"}, "auto-bf16-backward": {"dtype": "bf16", "update": "backward"}}
 
 
@@ -385,8 +382,8 @@ def test_odd_models_resume(model, config, tmp_path):
         optimizer.zero_grad()
         return loss.item()
 
-    if model is small_and_odd and dtype is torch.bfloat16:
-        pytest.skip("its product has two dtypes")
+    if dtype is torch.bfloat16 and model in (small_and_odd, MODELS["convolution"], MODELS["spectral_norm"]):
+        pytest.skip("it computes with values of two dtypes, which PyTorch refuses")
     assert_resumes(Case(make=model, train=train, config=config), tmp_path)
 
 
@@ -422,7 +419,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("change", sample(ELSEWHERE, ["chunks", "from-device"]))
+@pytest.mark.parametrize("change", sample(ELSEWHERE, ["from-device"]))
 def test_a_run_resumes_in_another_placement(change, tmp_path):
     before, after = change
     assert_resumes(Case(config=before), tmp_path, Case(config=after))
@@ -528,11 +525,8 @@ GOING = {
 }
 GOING_SAMPLE = [
     "device-device-auto-deferred-bf16-write",
-    "host-host-none-deferred-fp32-write",
     "host-nvme-auto-backward-bf16-read",
     "nvme-nvme-none-deferred-bf16-update",
-    "nvme-nvme-none-backward-fp32-write",
-    "nvme-nvme-auto-deferred-fp32-lanes",
 ]
 
 
@@ -542,11 +536,11 @@ def test_the_checkpoint_is_of_the_call_while_training_goes_on(config, delay, tmp
 
 
 TIGHT = [{**places, "residency": "none", "update": update} for places in PLACES for update in ("deferred", "backward")]
-TIGHT_SAMPLE = [str(NVME | {"residency": "none", "update": update}) for update in ("deferred", "backward")]
+TIGHT_SAMPLE = [str(NVME | {"residency": "none", "update": "deferred"})]
 
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=LONG)])
-@pytest.mark.parametrize("delay", ["write", "lanes", pytest.param("read", marks=LONG), pytest.param("update", marks=LONG)])
+@pytest.mark.parametrize("delay", ["write", *(pytest.param(lane, marks=LONG) for lane in ("lanes", "read", "update"))])
 @pytest.mark.parametrize("config", sample(TIGHT, TIGHT_SAMPLE))
 def test_the_least_memory_is_enough_while_a_checkpoint_is_written(config, delay, accumulate, tmp_path):
     options = {"options": {"accumulation_steps": accumulate}}
@@ -674,7 +668,7 @@ WHERE = {
 }
 
 
-ON_NVME_SAMPLE = (evaluate, read_states, load_zeros, drop_gradients, save_again, close, fail_in_backward)
+ON_NVME_SAMPLE = (evaluate, load_zeros, save_again, fail_in_backward)
 ON_DEVICE_SAMPLE = (write_gathered, write_in_forward, load_zeros)
 
 
@@ -904,7 +898,7 @@ def descriptors_after_failures(folder, how):
         return found, texts
 
 
-@pytest.mark.parametrize("how", ["full", pytest.param("save elsewhere", marks=LONG), "load elsewhere"])
+@pytest.mark.parametrize("how", ["full", pytest.param("save elsewhere", marks=LONG), pytest.param("load elsewhere", marks=LONG)])
 def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing_open(worlds, how, tmp_path):  # noqa: F811
     for found, texts in worlds(2).run(descriptors_after_failures, tmp_path, how):
         assert len(texts) == 4, texts
@@ -957,7 +951,8 @@ def test_tiles_are_loaded_into_other_tiles(above, later, tie, dtype, tmp_path):
         expected = joined(states_of(engine, model))
         num_params = len(engine.registry.params)
     with training(make, tmp_path, seed=1, tile_above=later, dtype=dtype, **NVME) as (model, engine, optimizer):
-        assert (len(engine.registry.params) == num_params) == (above == later)
+        cut_by = [limit if limit and 90 * 24 * (2 if dtype == "bf16" else 4) > limit else None for limit in (above, later)]
+        assert (len(engine.registry.params) == num_params) == (cut_by[0] == cut_by[1])
         infinity.load(tmp_path / "checkpoint", model, optimizer)
         got = joined(states_of(engine, model))
         assert {step for chunk in engine.registry.chunks for step in chunk.steps.values()} == {2}
@@ -1544,7 +1539,7 @@ def left():
     return len(os.listdir("/proc/self/fd")), len(our_threads())
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [pytest.param(True, marks=LONG), False])
 def test_nothing_is_left_open_whether_it_succeeds_or_not(wait, tmp_path):
     def attempt(path, **options):
         saving = infinity.save(path, model, optimizer, wait=wait, **options)

@@ -451,7 +451,7 @@ def test_a_first_checkpoint_is_none_or_whole_when_killed_at_every_call(tmp_path,
 
 def ranks_save(say, folder, target, rank, victim, position, meet):
     """One of two ranks: two steps, each saved. The victim is killed, or meets a fault, at a call of the second."""
-    infinity.partition.CONTROL_TIMEOUT_S = 20
+    infinity.partition.CONTROL_TIMEOUT_S, infinity.partition.SILENCE_S = 20, 3
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{position}", rank=rank, world_size=2)
     run = Run(folder / f"swap{rank}")
     run.train().save(target)
@@ -539,7 +539,10 @@ def killed_at_the_first_fsync(position):
     return meet
 
 
-@pytest.mark.parametrize("victim, meet, expected", [(0, killed_after_the_rename, 2), (1, killed_at_the_first_fsync, 1)])
+@pytest.mark.parametrize(
+    "victim, meet, expected",
+    [pytest.param(0, killed_after_the_rename, 2, marks=pytest.mark.long), (1, killed_at_the_first_fsync, 1)],
+)
 def test_a_checkpoint_of_two_ranks_is_old_or_new_when_one_is_killed(tmp_path, nursery, digests_of_two, victim, meet, expected):
     step, (_, killed), (said, _) = two_ranks_save(nursery, tmp_path, digests_of_two, victim, 0, meet)
     assert killed and step == expected and said[-1][0] == "failed", said
@@ -588,8 +591,8 @@ class Failing:
         return call()
 
 
-@pytest.mark.parametrize("name, code", [("fsync", "EIO"), ("posix_fallocate", "ENOSPC"), ("rename", "EIO"), ("mkdir", "EACCES"),
-                                        ("link", "EIO"), ("open", "ENOSPC")])  # fmt: skip
+@pytest.mark.parametrize("name, code", [("fsync", "EIO"), ("rename", "EIO"), ("link", "EIO")]
+    + [pytest.param(*case, marks=pytest.mark.long) for case in [("posix_fallocate", "ENOSPC"), ("mkdir", "EACCES"), ("open", "ENOSPC")]])  # fmt: skip
 def test_each_call_that_fails_ends_the_checkpoint_and_is_made_once(run, tmp_path, name, code):
     target, met, code = tmp_path / "target", [], getattr(errno, code)
     run.train().save(target)
@@ -628,7 +631,7 @@ def test_each_call_that_fails_ends_the_checkpoint_and_is_made_once(run, tmp_path
     print(f"{name}: {len(met)} times: {met}")
 
 
-@pytest.mark.parametrize("code, times", [("EIO", 1), ("ENOSPC", -1)])
+@pytest.mark.parametrize("code, times", [pytest.param("EIO", 1, marks=pytest.mark.long), ("ENOSPC", -1)])
 def test_each_write_that_fails_ends_the_checkpoint(run, tmp_path, code, times):
     target, nth = tmp_path / "target", 0
     run.train().save(target)
@@ -652,7 +655,7 @@ def test_each_write_that_fails_ends_the_checkpoint(run, tmp_path, code, times):
     assert nth == 8 and on_disk(target) == (run.step, run.digest())
 
 
-@pytest.mark.parametrize("missing", [512, pytest.param(4096, marks=pytest.mark.long), pytest.param(0.5, marks=pytest.mark.long), 0.0])
+@pytest.mark.parametrize("missing", [512, *(pytest.param(missing, marks=pytest.mark.long) for missing in (4096, 0.5, 0.0))])
 def test_each_write_that_comes_back_short_is_made_whole_or_ends_the_checkpoint(run, tmp_path, missing):
     target = tmp_path / "target"
     run.train().save(target)
@@ -1128,7 +1131,7 @@ def saved(run, tmp_path):
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("num_manifests", [500, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_manifests", [250, pytest.param(5000, marks=pytest.mark.long)])
 def test_fuzzed_manifests_end_in_our_error_or_change_nothing(saved, num_manifests):
     run, target, data = saved
     content, expected = unsigned(data), run.digest()

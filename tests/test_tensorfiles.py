@@ -122,7 +122,7 @@ def test_random_slices(tmp_path, tensors):
             assert torch.equal(bits(got), bits(flat[start:][:numel]))
 
 
-@pytest.mark.parametrize("family", ["Bert", "GPT2"])
+@pytest.mark.parametrize("family", [pytest.param("Bert", marks=pytest.mark.long), "GPT2"])
 def test_a_folder_of_transformers(tmp_path, family):
     transformers = pytest.importorskip("transformers")
     sizes = {
@@ -521,7 +521,8 @@ def mutate(content, dice):
     return raw(header, content[8 + length :])
 
 
-def test_a_thousand_mutations_end_in_an_error_or_stay_within_the_file(tmp_path):
+@pytest.mark.parametrize("num_mutants", [250, pytest.param(1000, marks=pytest.mark.long)])
+def test_mutations_end_in_an_error_or_stay_within_the_file(tmp_path, num_mutants):
     write(tmp_path / "model", {code: noise(DTYPES[code], (3, 5)) for code in ("F64", "BF16", "BOOL", "F8_E4M3")})
     content = (tmp_path / "model" / "model.safetensors").read_bytes()
     path = tmp_path / "it.safetensors"
@@ -529,7 +530,7 @@ def test_a_thousand_mutations_end_in_an_error_or_stay_within_the_file(tmp_path):
     num_refused = 0
     tracemalloc.start()
     try:
-        for _ in range(1000):
+        for _ in range(num_mutants):
             mutant = mutate(content, dice)
             path.write_bytes(mutant)
             try:
@@ -546,7 +547,7 @@ def test_a_thousand_mutations_end_in_an_error_or_stay_within_the_file(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
-    assert 600 < num_refused < 1000
+    assert 0.6 * num_mutants < num_refused < num_mutants
 
 
 # ---- all or nothing ----
