@@ -48,7 +48,7 @@ from infinity.updater import segments
 
 AREA_NBYTES = 16 << 20  # at most; of one segment
 LEAST_AREAS = 2  # one is filled while the other is written
-MOST_THREADS = 4  # that copy what is in host memory: a quarter of the processors
+MOST_THREADS = 8  # that copy what is in host memory: half of the processors
 _POLL_S = 0.02
 
 Progress = Callable[[int, int], None]
@@ -385,7 +385,7 @@ class Saving:
             for chunk in chunks
             if chunk.before_change is not None and not (chunk.trainable and "nvme" in (chunk.weights_home, chunk.states_home))
         ]
-        with ThreadPoolExecutor(max(1, min(MOST_THREADS, self._engine.updater.threads // 4)), f"{THREADS}save") as pool:
+        with ThreadPoolExecutor(max(1, min(MOST_THREADS, self._engine.updater.threads // 2)), f"{THREADS}save") as pool:
             list(pool.map(self._take, at_once))
         with self._lock:
             while self._left and not self._passed.is_set():
