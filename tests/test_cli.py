@@ -212,7 +212,7 @@ def test_a_report_is_of_the_steps_after_the_second():
     assert "NVMe        2.50 bytes read, 5.00 written" in _table(report)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
     options = ["train", *SMALL, *ON_NVME, "--steps", "12", "--accumulate", str(accumulate), "--json", "out.json"]
     assert main(options) == 0

@@ -289,7 +289,10 @@ def test_bf16_moments_are_written_in_fp32_and_come_back(tmp_path):
         assert_same(engine_states(engine, model), expected)
 
 
-@pytest.mark.parametrize("from_tiles, to_tiles", [pytest.param(True, False, marks=pytest.mark.long), pytest.param(False, True, marks=pytest.mark.long), (True, True)])
+@pytest.mark.parametrize(
+    "from_tiles, to_tiles",
+    [pytest.param(True, False, marks=pytest.mark.long), pytest.param(False, True, marks=pytest.mark.long), (True, True)],
+)
 def test_tiled_layers_have_the_plain_ones_names(tmp_path, from_tiles, to_tiles):
     def make(tiled, in_tiles=2, seed=0):
         model = net(seed)
@@ -313,7 +316,9 @@ def test_tiled_layers_have_the_plain_ones_names(tmp_path, from_tiles, to_tiles):
 # ---- in ----
 
 
-@pytest.mark.parametrize("config", [pytest.param({}, marks=pytest.mark.long), NVME, {"update": "backward"}], ids=["memory", "nvme", "backward"])
+@pytest.mark.parametrize(
+    "config", [pytest.param({}, marks=pytest.mark.long), NVME, {"update": "backward"}], ids=["memory", "nvme", "backward"]
+)
 def test_the_engine_goes_on_with_what_plain_pytorch_saved(tmp_path, config):
     there, adam = plain()
     train(there, adam, 0, 1, 2)
@@ -444,7 +449,11 @@ def test_fsdp2_to_engines_of_one_and_two_ranks(tmp_path, worlds):
         torch.testing.assert_close(torch.as_tensor(at_once), output, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("config", [pytest.param({}, marks=pytest.mark.long), NVME, pytest.param({"dtype": "bf16"}, marks=pytest.mark.long)], ids=["memory", "nvme", "bf16"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param({}, marks=pytest.mark.long), NVME, pytest.param({"dtype": "bf16"}, marks=pytest.mark.long)],
+    ids=["memory", "nvme", "bf16"],
+)
 def test_two_ranks_of_an_engine_to_fsdp2_plain_pytorch_and_one_rank(tmp_path, worlds, config):
     expected = worlds(2).run(engine_saves, tmp_path, tmp_path / "saved", **config)[0]
     for found in worlds(2).run(fsdp_loads, tmp_path / "saved"):

@@ -52,7 +52,7 @@ MODELS = {
 # Parity
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+@pytest.mark.parametrize("kind", ["AdamW", pytest.param("Adam", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_losses_are_those_of_torch_optim(name, kind, tmp_path):
     options = {"lr": 3e-3, "weight_decay": 0.1}
@@ -173,7 +173,7 @@ def test_placement_never_changes_a_bit_in_all_mixes(case, tmp_path, expected):
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-@pytest.mark.parametrize("divisor", [1, 2, 5, 20])
+@pytest.mark.parametrize("divisor", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long), 20])
 def test_peaks_stay_within_budgets(divisor, update, tmp_path):
     config = NVME | {"update": update}
     least_device = helpers.least_device_memory(tiny_gpt, tmp_path, **config)
@@ -510,7 +510,7 @@ def traffic_gpt():
     return GPT(hidden=256, layers=8, heads=4, vocab=256, seq=16)
 
 
-@pytest.mark.parametrize("update", ["backward", "deferred"])
+@pytest.mark.parametrize("update", ["backward", pytest.param("deferred", marks=pytest.mark.long)])
 def test_a_step_moves_26_bytes_a_parameter(update, tmp_path):
     read, written, _ = traffic(traffic_gpt, tmp_path, update=update)
     assert read == pytest.approx(14.0, rel=0.03)

@@ -281,7 +281,7 @@ def the_volume_is_full_later(volume):
     assert_same_states(states, expected_states, "full")
 
 
-@pytest.mark.parametrize("scene", [the_volume_shrinks, the_volume_is_full_later], ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize("scene", [pytest.param(the_volume_shrinks, marks=pytest.mark.long), the_volume_is_full_later], ids=lambda scene: scene.__name__)
 def test_a_full_disk_is_met_at_start_or_never(scene, tmp_path):
     """On a volume of its own, in a mount namespace that ends with the process: ext4 on a loop device, else tmpfs."""
     volume, image = tmp_path / "volume", tmp_path / "image"
@@ -368,7 +368,7 @@ def run(name, directory, *, options=None, num_steps=3, **config):
     return losses, states, stats
 
 
-@pytest.mark.parametrize("name", ["tied", "shared"])
+@pytest.mark.parametrize("name", ["tied", pytest.param("shared", marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype, update, steps", [("bf16", "deferred", 1), ("fp32", "backward", 2), ("fp16", "auto", 1)])
 def test_pinned_memory_is_what_was_planned_and_within_the_budget(name, dtype, update, steps, tmp_path):
     options = {"accumulation_steps": steps}
@@ -411,7 +411,9 @@ def check_budgets(case, directory, num_budgets):
             assert_same_states(states, expected[1], f"{field}={budget}")
 
 
-@pytest.mark.parametrize("case", PRESSURES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if i in (2, 3, 5) else ()) for i, case in enumerate(PRESSURES)], ids=str
+)
 def test_budgets_from_the_least_on_train_with_the_same_bits(case, tmp_path):
     check_budgets(case, tmp_path, 2)
 

@@ -38,7 +38,15 @@ def budgets(make, directory, **config):
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
-@pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "moments": "bf16"}, {"dtype": "fp16"}])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"dtype": "fp32"},
+        pytest.param({"dtype": "bf16"}, marks=pytest.mark.long),
+        {"dtype": "bf16", "moments": "bf16"},
+        pytest.param({"dtype": "fp16"}, marks=pytest.mark.long),
+    ],
+)
 def test_every_split_between_device_and_home_has_the_same_bits(numbers, options, home, tmp_path):
     def run(**config):
         with training(tiny_gpt, tmp_path, options=options, **numbers, **config) as (model, engine, optimizer):

@@ -151,6 +151,7 @@ def test_without_saving_the_report_says_so():
     assert (report()["resumed_from_step"], report()["checkpoint"]) == (None, None)
 
 
+@pytest.mark.long
 def test_two_ranks_resume_to_the_bit_and_from_one_rank():
     one = train("--save", "one", steps=3) + uninterrupted(6)[3:]
     (whole, first, second, third), errors = run_two_ranks(
@@ -451,6 +452,7 @@ SLOW_STEP = """
 """
 
 
+@pytest.mark.long
 def test_a_second_sigterm_ends_it_at_once_and_the_older_checkpoint_is_there():
     process = start("--save", "saved", "--save-every", "1", steps=9, launcher=("-c", dedent(SLOW_STEP)))
     while "slow" not in (line := process.stdout.readline()):

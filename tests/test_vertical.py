@@ -180,7 +180,7 @@ class Tied(Chain):
 
 
 @pytest.mark.parametrize("update", ["deferred", "auto"])
-@pytest.mark.parametrize("make", [Chain, Tied])
+@pytest.mark.parametrize("make", [pytest.param(Chain, marks=LONG), Tied])
 @pytest.mark.parametrize(
     "order", [(0, 1, 0, 1), pytest.param((1, 0, 0, 1), marks=LONG), pytest.param((0, 0, 1, 1), marks=LONG)], ids=str
 )
