@@ -314,6 +314,9 @@ def _touch(buffer: memoryview) -> None:
         torch.frombuffer(buffer[begin : begin + _TOUCH_NBYTES], dtype=torch.uint8)[::PAGE_NBYTES].zero_()
 
     begins = range(0, len(buffer), _TOUCH_NBYTES)
+    if len(begins) == 1:
+        touch(0)
+        return
     num_threads = min(len(begins), _TOUCH_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(touch, begins))

@@ -90,7 +90,7 @@ def _list(files: list[tuple[str, int]], target: Path, dry_run: bool) -> None:
 
 def _report(checkpoint: Checkpoint) -> dict:
     manifest = checkpoint.manifest
-    groups = manifest.optimizer["groups"] if manifest.optimizer else []
+    groups = checkpoint.decode(manifest.optimizer["groups"]) if manifest.optimizer else []
     return {
         "path": str(checkpoint.path),
         "version": VERSION,

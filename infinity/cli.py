@@ -28,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
         where = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
         print(f"infinity: error: {where}{'; '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of whoever reads our output, and has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("infinity: interrupted", file=sys.stderr)
         return 130
@@ -151,7 +154,7 @@ def _add_checkpoint(commands):
     add("verify", checkpoints.verify, "read all of a checkpoint and compare every checksum")
     command = add("export", checkpoints.export_weights, "write the weights as safetensors, as transformers' from_pretrained reads them")
     command.add_argument("target", type=Path, metavar="OUT", help="directory for the files; put the model's config.json beside them")
-    command.add_argument("--dtype", choices=EXPORT_DTYPES, default="bf16", help="of the weights; fp32: the masters")
+    command.add_argument("--dtype", choices=EXPORT_DTYPES, help="of the weights, by default the checkpoint's own; fp32: the masters")
     command.add_argument("--max-file", default="5GB", metavar="SIZE", help="size of a file, at most")
     command.add_argument("--dry-run", action="store_true", help="only say what would be written")
     command = add("reshard", checkpoints.reshard_ranks, "write a checkpoint as another number of ranks would have")

@@ -18,7 +18,7 @@ from infinity.arena import Arena
 from infinity.chunks import ParameterSpec, default_chunk_numel, layout, record_layout
 from infinity.errors import CheckpointError, ConfigError
 from infinity.manifest import TENSOR_DTYPES, Manifest, Parameter, Place
-from infinity.store import Checkpoint, Directory, Tensors, Writer, lay_out, segment_bytes
+from infinity.store import QUEUE, SEGMENT_DTYPES, Checkpoint, Directory, Tensors, Writer, failed, lay_out, segment_bytes
 from infinity.tensorfiles import MAX_FILE_NBYTES, TensorSpec, plan_files, write_files
 
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -30,22 +30,23 @@ def export(
     path: str | os.PathLike,
     directory: str | os.PathLike,
     *,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     max_file_nbytes: int = MAX_FILE_NBYTES,
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> list[tuple[str, int]]:
     """Write a checkpoint's weights and buffers as safetensors, with the model's own names; returns (file, bytes of tensors) of each.
 
-    dtype: of the weights; fp32 is the master, exactly; a bf16 checkpoint's bf16 the weight as the model computes with it. Tiles are
-    joined. Of tied names the first is written, the others stand in `__metadata__` as {other: first}. The folder is what
+    dtype: of the weights, by default the checkpoint's own; fp32 is the master, exactly; a bf16 checkpoint's bf16 the weight as the model
+    computes with it. Tiles are joined. Of tied names the first is written, the others stand in `__metadata__` as {"tied:other": first}. The folder is what
     `from_pretrained` of transformers reads, beside the model's config.json. Holds one tensor in memory, at most.
 
     Raises CheckpointError for a checkpoint or a directory that cannot be used; then nothing is there.
     """
-    if dtype not in EXPORT_DTYPES:
-        raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(EXPORT_DTYPES)}")
+    if dtype is not None and dtype not in EXPORT_DTYPES or max_file_nbytes < 1:
+        raise ConfigError(f"dtype={dtype!r}, max_file_nbytes={max_file_nbytes}: expected one of {', '.join(EXPORT_DTYPES)}, and 1 or more")
     with Checkpoint(path) as checkpoint:
+        dtype = dtype or checkpoint.manifest.dtype
         wholes: dict[str, list[int]] = {}
         for index, parameter in enumerate(checkpoint.manifest.parameters):
             wholes.setdefault(parameter.canonical.name, []).append(index)
@@ -61,7 +62,14 @@ def export(
 
         if not dry_run:
             metadata = {f"tied:{alias}": name for alias, name in checkpoint.manifest.aliases.items()}
-            write_files(directory, specs, parts, max_file_nbytes=max_file_nbytes, metadata=metadata, progress=progress)
+            try:
+                write_files(directory, specs, parts, max_file_nbytes=max_file_nbytes, metadata=metadata, progress=progress)
+            except CheckpointError:
+                raise
+            except OSError as error:
+                raise failed("the files could not be written", directory, error) from error
+            except ValueError as error:
+                raise CheckpointError(f"{directory}: {error}") from error
         plan = plan_files(specs, max_file_nbytes=max_file_nbytes)
         return [(name, sum(spec.nbytes for spec in inside)) for name, inside in plan]
 
@@ -101,11 +109,12 @@ def reshard(
         new = replace(old, places=tuple(map(tuple, places)), **kept)
         if dry_run:
             return new
-        directory, arena, writers = Directory(Path(target)), Arena(), []
+        directory, arena, writers, queue = Directory(Path(target)), Arena(), [], None
         try:
             directory.check_space(new.nbytes)
             folder = directory.path / directory.folder
-            writers += [Writer(folder, records[rank], *plans[rank], {}) for rank in range(world)]
+            queue = QUEUE.queue()
+            writers += [Writer(folder, records[rank], *plans[rank], {}, queue) for rank in range(world)]
             region = arena.region(max((record.nbytes for own in records for record in own), default=0) or 1)
             done = 0
             for chunk in chunks:
@@ -134,6 +143,8 @@ def reshard(
             directory.abort()
             raise
         finally:
+            if queue is not None:
+                queue.close()
             arena.close()
 
 
@@ -184,9 +195,8 @@ def _master(found: dict[str, torch.Tensor]) -> torch.Tensor:
 def _put_together(checkpoint: Checkpoint, pieces, record, region) -> None:
     """Fill the memory of a record with the pieces of a shard."""
     region.tensor(torch.uint8, 0, region.nbytes).zero_()
-    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
     shard = {
-        segment.name: region.tensor(names[segment.dtype], offset, record.numel)
+        segment.name: region.tensor(SEGMENT_DTYPES[segment.dtype], offset, record.numel)
         for segment, offset in zip(record.segments, record.offsets)
     }
     for piece in pieces:

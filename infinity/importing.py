@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity import tiling
-from infinity.engine import engine_of
+from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError
 from infinity.tensorfiles import TensorFiles
 
@@ -29,7 +29,17 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
     shape: all in one, before anything is changed.
     """
     engine = engine_of(model)
-    files = TensorFiles(path)
+    files = engine.ranks.together(lambda: TensorFiles(path), undo=TensorFiles.close)
+    try:
+        sources = engine.ranks.together(lambda: _match(model, files, strict))
+        engine.ranks.together(lambda: _give(engine, sources))
+    except BaseException:
+        files.close()
+        raise
+
+
+def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[torch.Tensor, _Part]]:
+    """Each parameter and buffer, once, with its values."""
     places = tiling.places(model)
     wanted: dict[str, list[tuple[str, torch.Tensor]]] = {}  # by tensor: (a name of it, the parameter or buffer)
     tied: dict[int, set[str]] = {}
@@ -38,31 +48,34 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
         whole = place.name if place is not None else name
         tied.setdefault(id(value), set()).add(whole)
         wanted.setdefault(whole, []).append((name, value))
-    wrong, missing, sources = [], [], []
+    wrong, missing, sources = [], [], {}
     for whole, entries in wanted.items():
         names = [whole, *(other for _, value in entries for other in sorted(tied[id(value)]))]
         found = next((name for name in names if name in files.names), None)
         if found is None:
             missing.append(whole)
             continue
+        info = files.names[found]
         for name, value in entries:
             place = places.get(value)
             shape = place.shape if place is not None else tuple(value.shape)
-            if files.names[found].shape != shape:
-                wrong.append(f"{whole} has shape {list(files.names[found].shape)} there and {list(shape)} here")
+            if info.shape != shape:
+                wrong.append(f"{whole} has shape {list(info.shape)} there and {list(shape)} here")
                 break
-            sources.append((value, _Part(files, found, value.shape, place.begin if place is not None else None)))
+            if value.is_floating_point() and not info.dtype.is_floating_point:
+                wrong.append(f"{whole} is {info.dtype} there, no floating-point numbers")
+                break
+            sources.setdefault(id(value), (value, _Part(files, found, value.shape, place.begin if place is not None else None)))
     unknown = sorted(files.names.keys() - {name for names in tied.values() for name in names})
     if strict:
         wrong += [f"{what}: {_listed(names)}" for what, names in (("missing there", missing), ("unknown here", unknown)) if names]
     if wrong:
-        files.close()
-        raise CheckpointError(f"{path} does not fit the model: {'; '.join(wrong)}")
-    given: set[int] = set()
+        raise CheckpointError(f"{files.path} does not fit the model: {'; '.join(wrong)}")
+    return list(sources.values())
+
+
+def _give(engine: Engine, sources: list[tuple[torch.Tensor, _Part]]) -> None:
     for value, part in sources:
-        if id(value) in given:
-            continue
-        given.add(id(value))
         if engine.manages(value):
             engine.give(value, part)
         else:

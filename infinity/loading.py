@@ -40,7 +40,8 @@ def load(
     scheduler=None,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Bring a model and its optimizer to the state of a checkpoint, whatever world size, chunks or tiers it was saved with.
+    """Bring a model and its optimizer to the state of a checkpoint, whatever world size, chunks or tiers it was saved with; layers may be
+    cut into other tiles of rows. Make the optimizer before: this starts the engine.
 
     Without an optimizer the weights (and masters) and buffers are loaded, and moments begin anew. Generators' states are set if the
     world size is that of the checkpoint. Call it on all ranks. Runs no code from the checkpoint. progress(done, total): in bytes of
@@ -100,7 +101,7 @@ class _Loading:
             self._read_as_it_lies()
         else:
             for chunk in self.engine.registry.chunks:
-                with self._filled(chunk) as shard:
+                with self.engine.values.filled(chunk) as shard:
                     self._put_together(chunk, shard)
                 self._note(chunk)
         self.engine.records.flush()
@@ -110,7 +111,13 @@ class _Loading:
                 chunk.steps[state.index] = step
         if self.with_states and self.engine.updater.seed is not None:
             self.engine.updater.seed = self.manifest.seed
-        self._set_rest()
+        try:
+            self._set_rest()
+        except Exception as error:  # of the program's own: what it makes of a state is not known here
+            if isinstance(error, CheckpointError):
+                raise
+            text = f"a buffer, an extra state or the scheduler did not take its state ({type(error).__name__}: {error})"
+            raise CheckpointError(f"{self.checkpoint.path}: {text}; load into a model and a scheduler that were made as those were") from error
 
     # Does it fit?
 
@@ -216,7 +223,10 @@ class _Loading:
         self._scheduler = decode(manifest.scheduler)
         self._extra_state = decode(manifest.model.get("extra_state", {}))
         if not isinstance(self._extra_state, dict):
-            self._wrong.append("its extra state is no object")
+            raise CheckpointError(f"{self.checkpoint.path}: its extra state is no object")
+        here = {name for name, _ in with_extra_state(self.engine.model)}
+        for name in sorted(here ^ self._extra_state.keys()):
+            self._wrong.append(f"extra state of {name or 'the model'} is only {'in the model' if name in here else 'in the checkpoint'}")
         self.extra = decode(manifest.extra)
         rank, world = self.engine.ranks.rank, self.engine.ranks.world
         self._generators = decode(manifest.rng[rank]) if len(manifest.rng) == world else None
@@ -294,9 +304,6 @@ class _Loading:
                     except OSError:
                         pass
                 into.finish()
-
-    def _filled(self, chunk: ChunkState):
-        return self.engine.values.filled(chunk)
 
     def _put_together(self, chunk: ChunkState, shard: dict[str, torch.Tensor]) -> None:
         """Fill the segments of a shard, which are zero, from whatever records hold its pieces."""

@@ -30,7 +30,7 @@ says is checked before anything is done with it: what is read here may be damage
 # [Note: values in JSON]
 # Numbers, strings, true, false, null, lists and objects stand for themselves. Else an object of one key: $float "nan" | "inf" |
 # "-inf"; $tuple [items]; $dict [[key, value], ...] where keys are not strings; $counter the same; $bytes base64; $tensor and
-# $array an index of `tensors`. Subclasses of dict come back as dict, a deque as a list, numpy's numbers as Python's.
+# $array an index of `tensors`. Over 400 lines for the checks: one a rule above. Subclasses of dict come back as dict, a deque as a list, numpy's numbers as Python's.
 """
 
 from __future__ import annotations
@@ -488,10 +488,10 @@ def _encode(value, put: Callable[[torch.Tensor], int], what: str):
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
-        if str(value.dtype).removeprefix("torch.") not in TENSOR_DTYPES or value.layout is not torch.strided or value.is_meta:
-            where = "the meta device" if value.is_meta else f"layout {value.layout}"
-            raise CheckpointError(f"{what}: tensors of {value.dtype} and {where} cannot be saved")
-        return {"$tensor": put(value.detach())}
+        try:
+            return {"$tensor": put(value)}
+        except CheckpointError as error:
+            raise CheckpointError(f"{what}: {error}") from None
     if type(value) in (np.ndarray, np.memmap):
         try:
             return {"$array": put(torch.from_numpy(np.array(value, order="C")))}

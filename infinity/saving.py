@@ -8,24 +8,27 @@ a manifest looks like on the disk (manifest.py).
 # areas of host memory, summed and written from there, once:
 #   - where an update was announced by the last step() and has not run: by the update lane, right after it ran;
 #   - else before the record next changes or moves, by whoever is about to change it: it is in host memory then, at no further read;
-#   - what has not changed when a step has passed, or somebody waits: by the thread of the checkpoint. Records that need no read from
+#   - what has not changed when a step has passed, or somebody waits, or after PATIENCE_S: by the thread of the checkpoint. Records that need no read from
 #     NVMe, or are of frozen weights, it takes at once;
 #   - on the device in `save`, before it returns: whatever runs there next may write to the record itself.
 # Who wants an area waits until the write from it is over: that is all that training ever waits for. A file of records that have not
 # changed since the last checkpoint on the same filesystem is linked.
-# Collectives are made in `save` alone; afterwards the ranks tell each other by `Ranks.post` how it went.
+# Over 400 lines because who may take a record when is one protocol. Collectives are made in `save` alone; afterwards the ranks tell each other by `Ranks.post` how it went.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import hashlib
 import json
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,6 +52,7 @@ from infinity.updater import segments
 AREA_NBYTES = 16 << 20  # at most; of one segment
 LEAST_AREAS = 2  # one is filled while the other is written
 MOST_THREADS = 8  # that copy what is in host memory: half of the processors
+PATIENCE_S = 10.0  # of the checkpoint's thread with records that a step would bring into host memory
 _POLL_S = 0.02
 
 Progress = Callable[[int, int], None]
@@ -67,12 +71,13 @@ def save(
 ) -> Saving:
     """Save all of the training state in a directory: the checkpoint there is the old one or the new one, whole, at any moment.
 
-    Holds weights, masters, moments, step counts, buffers, hyper-parameters, the loss scale, the scheduler's state_dict() and the
-    generators' states (torch, CUDA, numpy, random) of every rank; extra: anything made of numbers, strings, bytes, tensors, arrays,
-    lists, tuples and dicts, such as the state of a data loader. Call it between step() and the next forward pass, on all ranks, which
+    Holds weights, masters, moments, step counts, hyper-parameters, the loss scale, the generators' states (torch, CUDA, numpy, random)
+    of every rank, and of rank 0 the buffers and the scheduler's state_dict(). extra: anything made of numbers, strings, bytes, tensors,
+    arrays, lists, tuples and dicts, the same on every rank, such as the states of all ranks' data loaders. Call it between step() and the next forward pass, on all ranks, which
     must see the same directory. wait=False goes on training while it is written, and the result's `wait()` tells how it went. A record
     that is about to change waits until it has been copied into host_memory (of each rank, bytes or "4GiB"), from where it is written:
-    with as much as the checkpoint has, training waits for no write; with less, for those that are needed to go on.
+    with as much as the checkpoint has, training waits for no write; with less, for those that are needed to go on. Two areas of at most
+    16 MiB are taken in any case. Updates that the last step() announced are saved as the next forward pass, `wait()` or close() runs them.
     progress(done, total), in bytes of this rank, is called while it waits.
 
     Raises CheckpointError for what cannot be saved or has no room, SwapError (an OSError) where the disk fails; the old checkpoint is
@@ -80,7 +85,7 @@ def save(
     """
     engine = engine_of(model)
     engine.ready_to_save(optimizer)
-    saving = Saving(engine, Path(path), scheduler, extra, parse_bytes(host_memory))
+    saving = Saving(engine, Path(path).absolute(), scheduler, extra, parse_bytes(host_memory))
     engine.saving = saving
     if wait:
         saving.wait(progress)
@@ -113,6 +118,7 @@ class Saving:
         self._done_nbytes = 0
         self._thread = threading.Thread(target=self._run, name=f"{THREADS}save", daemon=True)
         self._prepare(scheduler, extra)
+        atexit.register(self._at_exit)
         self._ranks.beat(True)
         self._thread.start()
 
@@ -143,6 +149,13 @@ class Saving:
                 self._engine.begin_announced(chunk)
         self._passed.set()
 
+    def _at_exit(self) -> None:
+        """The program ends without having waited."""
+        try:
+            self.wait()
+        except Exception as error:
+            print(f"infinity: the checkpoint {self.path} was not completed: {error}", file=sys.stderr)
+
     def abandon(self, error: BaseException) -> None:
         """The training has failed: leave the old checkpoint."""
         self._fail(error)
@@ -160,6 +173,7 @@ class Saving:
         tensors = Tensors()
         what = ranks.together(lambda: self._describe(tensors, scheduler, extra))
         self._rng = [json.loads(state) for state in ranks.exchange(json.dumps(generators(engine.device)).encode())]
+        self._check_alike(what, tensors)
         self._content, self._tensors = what, tensors
         self._parameters, self._aliases = parameters_of(engine)
         try:
@@ -202,24 +216,39 @@ class Saving:
             if chunk.on_device and chunk.index in self._left:
                 self._take(chunk)
 
+    def _check_alike(self, what: dict, tensors: Tensors) -> None:
+        """Refuse an `extra` that is not the same on every rank; buffers may differ, and those of rank 0 are kept."""
+        values = {index: entry.crc32c for index, entry in enumerate(tensors.entries)}
+        mine = hashlib.sha256(json.dumps([what["extra"], _sums(what["extra"], values)]).encode()).digest()
+        if len(set(self._ranks.exchange(mine))) > 1:
+            raise CheckpointError(
+                "extra: the ranks gave different ones, and a checkpoint keeps one for all: gather what each of them needs into it, for "
+                "instance a list by rank (torch.distributed.all_gather_object)"
+            )
+
     def _describe(self, tensors: Tensors, scheduler, extra) -> dict:
-        """What is not in records, as of now; on rank 0, the others' are not looked at."""
+        """What is not in records, as of now. Rank 0's is saved."""
         engine, model = self._engine, self._engine.model
         states = {id(state.param): state for state in engine.registry.params}
-        buffers = {
-            name: {"$tensor": tensors.put(value)} for name, value in loose_tensors(model, states).items() if not self._ranks.rank
-        }
+
+        def put(tensor: torch.Tensor) -> int:
+            if engine.manages(tensor):
+                raise CheckpointError("a parameter of the model is only a placeholder outside of it; it is saved anyway")
+            return tensors.put(tensor)
+
+        loose = loose_tensors(model, states)
+        buffers = {name: manifests.encode(value, put, f"buffer {name}") for name, value in loose.items()}
         extra_state = {name: module.get_extra_state() for name, module in with_extra_state(model)}
         found = {
-            "model": {"buffers": buffers, "extra_state": manifests.encode(extra_state, tensors.put, "extra state of the model")},
+            "model": {"buffers": buffers, "extra_state": manifests.encode(extra_state, put, "extra state of the model")},
             "optimizer": None,
-            "scheduler": manifests.encode(None if scheduler is None else scheduler.state_dict(), tensors.put, "scheduler"),
+            "scheduler": manifests.encode(None if scheduler is None else scheduler.state_dict(), put, "scheduler"),
             "scaler": None,
-            "extra": manifests.encode(extra, tensors.put, "extra"),
+            "extra": manifests.encode(extra, put, "extra"),
         }
         if engine.optimizer is not None:
             groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-            groups = manifests.encode(groups, tensors.put, "a parameter group")
+            groups = manifests.encode(groups, put, "a parameter group")
             found["optimizer"] = {"rule": type(engine.optimizer.rule).__name__, "groups": groups}
         if engine.scaler is not None:
             found["scaler"] = {"scale": engine.scaler.scale, "num_clean": engine.scaler.num_clean}
@@ -377,18 +406,27 @@ class Saving:
             self._arena.close()
             self._ranks.beat(False)
             self._over.set()
+            atexit.unregister(self._at_exit)
 
     def _take_the_rest(self) -> None:
         chunks = [chunk for chunk in self._engine.registry.chunks if chunk.index in self._left]
-        at_once = [
+        at_once = deque(
             chunk
             for chunk in chunks
             if chunk.before_change is not None and not (chunk.trainable and "nvme" in (chunk.weights_home, chunk.states_home))
+        )
+        helpers = [  # no pool: none can be used once the program ends, which waits for its checkpoint
+            threading.Thread(target=self._take_each, args=(at_once,), name=f"{THREADS}save-helper", daemon=True)
+            for _ in range(min(MOST_THREADS, self._engine.updater.threads // 2) - 1)
         ]
-        with ThreadPoolExecutor(max(1, min(MOST_THREADS, self._engine.updater.threads // 2)), f"{THREADS}save") as pool:
-            list(pool.map(self._take, at_once))
+        for helper in helpers:
+            helper.start()
+        self._take_each(at_once)
+        for helper in helpers:
+            helper.join()
         with self._lock:
-            while self._left and not self._passed.is_set():
+            deadline = time.monotonic() + PATIENCE_S
+            while self._left and not self._passed.is_set() and time.monotonic() < deadline:
                 self._lock.wait(_POLL_S)
         for chunk in chunks:
             if chunk.before_change is not None:
@@ -399,6 +437,11 @@ class Saving:
                 if self._engine.records.failure is not None:
                     raise self._engine.records.failure
                 self._check_ranks()
+
+    def _take_each(self, chunks: deque[ChunkState]) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._take(chunks.popleft())
 
     def _raise_error(self) -> None:
         if self.error is not None:
@@ -481,6 +524,16 @@ class LastSave:
     files: list[manifests.File]
     crcs: dict[int, tuple[int, ...]]
     changes: dict[int, int]
+
+
+def _sums(value, crcs: dict[int, int]) -> list[int]:
+    """Of the tensors that an encoded value refers to, in order."""
+    if isinstance(value, list):
+        return [crc for item in value for crc in _sums(item, crcs)]
+    if not isinstance(value, dict):
+        return []
+    own = [crcs[value[name]] for name in ("$tensor", "$array") if type(value.get(name)) is int]
+    return own or [crc for item in value.values() for crc in _sums(item, crcs)]
 
 
 def _abort(directory: Directory | None) -> None:

@@ -9,6 +9,8 @@ ranks share the work is told. What the files hold is [Note: the format of a chec
 # the one moment at which the new checkpoint is there. Then the old folder goes. Whatever fails before, also an fsync, which is never
 # tried again, ends that checkpoint and leaves the old one; the folder that a killed process leaves goes with the next checkpoint.
 # A reader opens all files before it reads: those it has open stay whole if a new checkpoint replaces them meanwhile.
+#
+# Over 400 lines because who writes and who reads must agree on what is there when.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from infinity.drives import Drive
 from infinity.errors import CheckpointError, SwapError
 from infinity.manifest import File, Manifest, StoredTensor
 
+SEGMENT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
 FILE_NBYTES = 1 << 30  # about: what has not changed since the last checkpoint is linked file by file
 SLACK_NBYTES = 1 << 20  # for the manifest and the filesystem's own
 QUEUE = Drive(inflight_write_nbytes=8 << 20)  # nobody waits for reads behind these writes
@@ -74,7 +77,7 @@ class Directory:
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path = path = path.absolute()  # the program may go elsewhere
         self._fd = -1
         self.folder = f"data-{os.urandom(6).hex()}"
         self._is_new = not path.exists()
@@ -116,20 +119,24 @@ class Directory:
         try:
             for path in (self.path / self.folder, self.path):
                 sync_directory(path)
+            data = manifest.to_json()
+            Manifest.from_json(data, str(self.path / manifests.NAME))  # what could not be read again must not take a place
             new = self.path / _TEMPORARY
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(new, flags, 0o666), "wb") as file:
-                file.write(manifest.to_json())
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(new, self.path / manifests.NAME)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self.abort()
+            if isinstance(error, CheckpointError):
+                raise
             raise failed("the checkpoint could not be completed", self.path, error) from error
         try:
             os.fsync(self._fd)
             if self._is_new:
-                sync_directory(self.path.absolute().parent)
+                sync_directory(self.path.parent)
         except OSError as error:  # whether the old or the new one is there after a crash now is unknown: both stay
             self.close()
             raise failed("the checkpoint is there, but may not outlive a crash of the machine", self.path, error) from error
@@ -175,8 +182,9 @@ class Writer:
     Raises SwapError, with the files that it made removed.
     """
 
-    def __init__(self, folder: Path, records: Sequence[Record], files: list[File], places, linked: dict[int, Linked]):
+    def __init__(self, folder: Path, records: Sequence[Record], files: list[File], places, linked: dict[int, Linked], queue=None):
         self.folder = folder
+        self._shared = queue  # of whoever makes many writers
         self.records = records
         self.files = files
         self.places = places
@@ -190,7 +198,7 @@ class Writer:
                     self.linked.add(index)
                 else:
                     self._fds[index] = self._make(folder / file.name, file.nbytes)
-            self._queue = QUEUE.queue()
+            self._queue = queue or QUEUE.queue()
         except OSError as error:
             self.abort()
             raise failed("the checkpoint's files cannot be made", folder, error) from error
@@ -238,9 +246,9 @@ class Writer:
             raise
 
     def _close(self) -> None:
-        if self._queue is not None:
+        if self._queue is not None and self._queue is not self._shared:
             self._queue.close()
-            self._queue = None
+        self._queue = None
         while self._fds:
             os.close(self._fds.popitem()[1])
 
@@ -254,7 +262,10 @@ class Tensors:
         self.nbytes = 0
 
     def put(self, tensor: torch.Tensor) -> int:
-        """Take a copy, on the CPU; returns its index."""
+        """Take a copy, on the CPU; returns its index. Raises CheckpointError for a kind of tensor that the format does not have."""
+        if str(tensor.dtype).removeprefix("torch.") not in manifests.TENSOR_DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+            where = "the meta device" if tensor.is_meta else f"layout {tensor.layout}"
+            raise CheckpointError(f"tensors of {tensor.dtype} and {where} cannot be saved")
         value = tensor.detach().to("cpu", copy=True).contiguous()
         data = as_bytes(value)
         dtype = str(value.dtype).removeprefix("torch.")
@@ -373,7 +384,7 @@ class Checkpoint:
             self.check(chunk, rank, segment_bytes(layout, region.buffer))
         self._cached[key] = region
         return {
-            segment.name: region.tensor(getattr(torch, _TORCH_NAMES[segment.dtype]), offset, layout.numel)
+            segment.name: region.tensor(SEGMENT_DTYPES[segment.dtype], offset, layout.numel)
             for segment, offset in zip(layout.segments, layout.offsets)
         }
 
@@ -503,15 +514,12 @@ class Checkpoint:
         return self._index[param]
 
 
-_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "int16": "int16"}
-
-
 def read_manifest(path: Path) -> Manifest:
     """The checkpoint's manifest, checked. Raises CheckpointError if there is none, or none that can be believed."""
     where = path / manifests.NAME
     try:
         fd = os.open(where, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(_why_none(path)) from None
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read ({error.strerror})") from None

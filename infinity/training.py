@@ -3,7 +3,7 @@ a progress line, a JSON file written whole.
 
 Knows the engine as any user does, through the public API, and torch.distributed, to ask every rank for its numbers; beyond that
 the engine's ranks, to stop after the same step. Must not know how options are spelled on the command line beyond naming them in
-an error, nor how an error ends the process.
+an error, nor how an error ends the process. Over 400 lines because a run, its checkpoints and its report share what was measured.
 
 # [Note: SIGTERM]
 # A run that saves finishes its step on SIGTERM, saves and ends well. What SIGTERM did before, such as removing the swap, it does the

@@ -250,3 +250,11 @@ def test_accelerate_takes_an_optimizer(tmp_path):
             prepared.step()
             prepared.zero_grad()
         assert losses[2] < losses[0]
+
+
+def test_whole_numbers_are_no_weights(tmp_path):
+    model = made(tmp_path / "swap", lambda: nn.Linear(4, 3, bias=False), dtype="fp32")
+    write_files(tmp_path / "files", [TensorSpec("weight", torch.int8, (3, 4))], lambda spec: [torch.ones(12, dtype=torch.int8)])
+    for strict in (True, False):
+        with pytest.raises(infinity.CheckpointError, match="weight is torch.int8 there"):
+            infinity.load_safetensors(model, tmp_path / "files", strict=strict)

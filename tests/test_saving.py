@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -1807,3 +1808,82 @@ def test_on_a_gpu_a_resumed_run_is_the_uninterrupted_one(place, dtype, memory, t
         assert infinity.load(tmp_path / "checkpoint", model, optimizer).step == 3
         assert [step(model, optimizer, number) for number in range(3, 6)] == losses
         assert_same_states(states_of(engine, model), expected)
+
+
+# ---- what an independent reading found ----
+
+
+def test_what_could_not_be_read_again_is_refused_by_name(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        for strange in (torch.zeros(4, dtype=torch.float8_e5m2fnuz), torch.eye(3).to_sparse(), torch.empty(2, device="meta")):
+            model.register_buffer("strange", strange)
+            with pytest.raises(infinity.CheckpointError, match="buffer strange: tensors of .* cannot be saved"):
+                infinity.save(tmp_path / "checkpoint", model, optimizer)
+            del model._buffers["strange"]
+        for extra in ({"w": [next(model.parameters())]}, [list(model.parameters())]):
+            with pytest.raises(infinity.CheckpointError, match=r"extra\[.*a parameter of the model is only a placeholder"):
+                infinity.save(tmp_path / "checkpoint", model, optimizer, extra=extra)
+        assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        saving = infinity.save("checkpoint", model, optimizer, wait=False)
+        monkeypatch.chdir("/")
+        saving.wait()
+        assert infinity.load(tmp_path / "checkpoint", model, optimizer).step == 0
+
+
+def test_a_program_that_ends_has_its_checkpoint(tmp_path):
+    source = """
+        import sys, torch, infinity
+        from infinity.gpt import GPT
+        config = infinity.Config(nvme=sys.argv[1], device="cpu", dtype="fp32", weights="nvme", states="nvme", residency="none", chunk_mib=0.02)
+        with infinity.init(config):
+            model = GPT(32, 2, 2, 64, 16)
+        optimizer = infinity.AdamW(model.parameters())
+        tokens = torch.arange(16).view(1, 16)
+        model(tokens, tokens).backward()
+        optimizer.step()
+        infinity.save(sys.argv[1] + "/checkpoint", model, optimizer, wait=False)
+    """
+    run_python(textwrap.dedent(source), tmp_path)
+    with infinity.store.Checkpoint(tmp_path / "checkpoint") as checkpoint:
+        assert checkpoint.verify() and checkpoint.manifest.step == 1
+
+
+def test_a_checkpoint_needs_no_further_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(infinity.saving, "PATIENCE_S", 0.1)
+    with training(mlp, tmp_path, **NVME, update="backward") as (model, engine, optimizer):
+        train_mlp = loss_of(model(inputs(model, 0)))
+        train_mlp.backward()
+        optimizer.step()
+        saving = infinity.save(tmp_path / "checkpoint", model, optimizer, wait=False)
+        assert saving._over.wait(60) and saving.error is None
+
+
+def test_what_refuses_its_state_is_an_error_of_the_checkpoint(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        plain = lr_scheduler.StepLR(optimizer, 1)
+        infinity.save(tmp_path / "checkpoint", model, optimizer, scheduler=plain)
+        other = lr_scheduler.SequentialLR(optimizer, [lr_scheduler.StepLR(optimizer, 1), lr_scheduler.StepLR(optimizer, 2)], [1])
+        with pytest.raises(infinity.CheckpointError, match="did not take its state"):
+            infinity.load(tmp_path / "checkpoint", model, optimizer, scheduler=other)
+        infinity.load(tmp_path / "checkpoint", model, optimizer, scheduler=plain)
+
+
+def own_extra(folder):
+    with infinity.init(settings(folder, **NVME)):
+        model = gpt()
+    optimizer = infinity.AdamW(model.parameters())
+    with infinity.engine_of(model):
+        try:
+            infinity.save(folder / "checkpoint", model, optimizer, extra={"rank": ranks()[0]})
+        except infinity.CheckpointError as error:
+            return str(error)
+
+
+@pytest.mark.long
+def test_an_extra_that_differs_by_rank_is_refused(worlds, tmp_path):  # noqa: F811
+    assert all("the ranks gave different ones" in text for text in worlds(2).run(own_extra, tmp_path))
