@@ -165,14 +165,12 @@ def _values(checkpoint: Checkpoint, tiles: list[int], dtype: torch.dtype) -> Ite
     parameters = checkpoint.manifest.parameters
     if all(parameters[index].is_rows for index in tiles):
         for index in sorted(tiles, key=lambda index: parameters[index].begin):
-            for _, found in checkpoint.values(index, 0, parameters[index].numel):
-                yield _master(found).to(dtype) if dtype is not found["weight"].dtype else found["weight"]
+            yield from _tile(checkpoint, index, dtype)
         return
     whole = torch.empty(parameters[tiles[0]].canonical.shape, dtype=dtype)
     for index in tiles:
-        _place_in(whole, parameters[index]).copy_(
-            torch.cat([part.clone() for part in _tile(checkpoint, index, dtype)]).view(parameters[index].shape)
-        )
+        tile = torch.cat([part.clone() for part in _tile(checkpoint, index, dtype)])
+        _place_in(whole, parameters[index]).copy_(tile.view(parameters[index].shape))
     yield whole.reshape(-1)
 
 

@@ -196,7 +196,8 @@ class Ranks:
             result = work()
         except Exception as failure:  # each rank waits for what the others say
             error = failure
-        texts = self.exchange((str(error) or type(error).__name__).encode() if error is not None else b"")
+        told = (str(error) or type(error).__name__) if error is not None else ""
+        texts = self.exchange(told.encode(errors="backslashreplace"))
         if error is not None:
             raise error
         if failed := [f"rank {rank}: {text.decode(errors='replace')}" for rank, text in enumerate(texts) if text]:

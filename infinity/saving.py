@@ -478,7 +478,7 @@ class Saving:
             if self._ranks.rank:
                 self._ranks.post(f"{self._name}/{self._ranks.rank}", json.dumps({"error": text}).encode())
             else:
-                self._ranks.post(f"{self._name}/result", f"rank 0: {text}".encode())
+                self._ranks.post(f"{self._name}/result", f"rank 0: {text}".encode(errors="backslashreplace"))
         except Exception:  # they are gone
             pass
 

@@ -29,7 +29,7 @@ from infinity.activations import MIN_NBYTES, Activations, Place
 from infinity.arena import Arena
 from infinity.errors import BudgetError, SwapError, UsageError
 from infinity.tiers import Swap
-from models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt, tokens
+from models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
 from test_faults import assert_says_what_failed, no_hang, nothing_left, our_threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,7 +20,7 @@ from helpers import NVME, assert_same_bits, assert_same_states, on_gpu, states_o
 from infinity import tiling
 from infinity.adam import join_master
 from infinity.dcp import load_dcp, save_dcp
-from test_ranks import share, worlds  # noqa: F401: a fixture
+from test_ranks import share, worlds  # noqa: F401, which finds no use of a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -6,7 +6,6 @@ Longer than other test files: these four promises share their checkpoints and th
 """
 
 import ast
-import contextlib
 import copy
 import ctypes
 import errno
