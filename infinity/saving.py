@@ -99,6 +99,7 @@ class Saving:
         self.path = path
         self.error: BaseException | None = None
         self.was_told = False  # the error was raised somewhere
+        self._pid = os.getpid()
         self._engine = engine
         self._ranks = engine.ranks
         self._lock = threading.Condition()
@@ -151,6 +152,8 @@ class Saving:
 
     def _at_exit(self) -> None:
         """The program ends without having waited."""
+        if os.getpid() != self._pid:  # a forked child, which has none of the threads
+            return
         try:
             self.wait()
         except Exception as error:

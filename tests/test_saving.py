@@ -1837,7 +1837,7 @@ def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch):
 
 def test_a_program_that_ends_has_its_checkpoint(tmp_path):
     source = """
-        import sys, torch, infinity
+        import os, sys, torch, infinity
         from infinity.gpt import GPT
         config = infinity.Config(nvme=sys.argv[1], device="cpu", dtype="fp32", weights="nvme", states="nvme", residency="none", chunk_mib=0.02)
         with infinity.init(config):
@@ -1847,6 +1847,10 @@ def test_a_program_that_ends_has_its_checkpoint(tmp_path):
         model(tokens, tokens).backward()
         optimizer.step()
         infinity.save(sys.argv[1] + "/checkpoint", model, optimizer, wait=False)
+        child = os.fork()
+        if not child:
+            sys.exit(3)  # runs what is registered for the end of the program
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     """
     run_python(textwrap.dedent(source), tmp_path)
     with infinity.store.Checkpoint(tmp_path / "checkpoint") as checkpoint:
