@@ -85,7 +85,7 @@ def save(
     """
     engine = engine_of(model)
     engine.ready_to_save(optimizer)
-    saving = Saving(engine, Path(path).absolute(), scheduler, extra, parse_bytes(host_memory))
+    saving = Saving(engine, Path(path), scheduler, extra, parse_bytes(host_memory))
     engine.saving = saving
     if wait:
         saving.wait(progress)
@@ -97,6 +97,7 @@ class Saving:
 
     def __init__(self, engine: Engine, path: Path, scheduler, extra, host_nbytes: int):
         self.path = path
+        self._root = path.absolute()  # the program may go elsewhere
         self.error: BaseException | None = None
         self.was_told = False  # the error was raised somewhere
         self._pid = os.getpid()
@@ -180,9 +181,9 @@ class Saving:
         self._content, self._tensors = what, tensors
         self._parameters, self._aliases = parameters_of(engine)
         try:
-            self._directory = ranks.together(lambda: Directory(self.path) if not ranks.rank else None, undo=_abort)
+            self._directory = ranks.together(lambda: Directory(self._root) if not ranks.rank else None, undo=_abort)
             self._name = ranks.exchange(self._directory.folder.encode() if self._directory else b"")[0].decode()
-            folder = self.path / self._name
+            folder = self._root / self._name
             files, self._places = lay_out([chunk.record for chunk in chunks], [chunk.trainable for chunk in chunks], ranks.rank)
             linked = self._unchanged(files)
             fresh = sum(file.nbytes for index, file in enumerate(files) if index not in linked)
@@ -274,7 +275,7 @@ class Saving:
                 and last.changes.get(chunk.index) == chunk.num_changes
                 for chunk in chunks
             )
-            if still and _is_file(path, files[index].nbytes, self.path):
+            if still and _is_file(path, files[index].nbytes, self._root):
                 found[index] = Linked(path, {chunk.index: last.crcs[chunk.index] for chunk in chunks})
         return found
 
@@ -467,12 +468,12 @@ class Saving:
             everyone = [mine] + [json.loads(self._look(f"{self._name}/{rank}", rank)) for rank in range(1, ranks.world)]
             if failed := [f"rank {rank}: {found['error']}" for rank, found in enumerate(everyone) if "error" in found]:
                 raise CheckpointError(f"{self.path}: the checkpoint was given up: {'; '.join(failed)}")
-            self._tensors.write(self.path / self._name)
+            self._tensors.write(self._root / self._name)
             self._directory.commit(self._manifest([found["crcs"] for found in everyone]))
             for rank in range(1, ranks.world):
                 ranks.forget(f"{self._name}/{rank}")
             ranks.post(f"{self._name}/result", b"")
-        self._engine.last_save = LastSave(self.path / self._name, self._files, dict(self._crcs), dict(self._changes))
+        self._engine.last_save = LastSave(self._root / self._name, self._files, dict(self._crcs), dict(self._changes))
 
     def _report(self, error: BaseException) -> None:
         """Let the other ranks know."""
