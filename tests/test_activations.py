@@ -996,6 +996,7 @@ def train_on_a_rank(folder, place):
         return losses, test_ranks.states_of(engine, model), stats and stats["nvme_nbytes"], files
 
 
+@pytest.mark.long
 def test_two_ranks_each_with_their_own_files_train_to_the_same_bits(tmp_path):
     world = test_ranks.World(2, tmp_path)
     folder = tmp_path / "swap"

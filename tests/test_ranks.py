@@ -668,6 +668,7 @@ def launch(folder, source, *, nodes=1, per_node=2, environment=None):
             process.wait()
 
 
+@pytest.mark.long
 def test_two_torchrun_nodes_train_as_one_process(tmp_path):
     source = """
         import json, sys
