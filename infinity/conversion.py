@@ -35,11 +35,13 @@ def export(
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> list[tuple[str, int]]:
-    """Write a checkpoint's weights and buffers as safetensors, with the model's own names; returns (file, bytes of tensors) of each.
+    """Write a checkpoint's weights and buffers as safetensors, with the model's own names; returns (file, bytes of tensors) of
+    each.
 
-    dtype: of the weights, by default the checkpoint's own; fp32 is the master, exactly; a bf16 checkpoint's bf16 the weight as the model
-    computes with it. Tiles are joined. Of tied names the first is written, the others stand in `__metadata__` as {"tied:other": first}. The folder is what
-    `from_pretrained` of transformers reads, beside the model's config.json. Holds one tensor in memory, at most.
+    dtype: of the weights, by default the checkpoint's own; fp32 is the master, exactly; a bf16 checkpoint's bf16 the weight as
+    the model computes with it. Tiles are joined. Of tied names the first is written, the others stand in `__metadata__` as
+    {"tied:other": first}. The folder is what `from_pretrained` of transformers reads, beside the model's config.json. Holds one
+    tensor in memory, at most.
 
     Raises CheckpointError for a checkpoint or a directory that cannot be used; then nothing is there.
     """

@@ -21,12 +21,13 @@ _SHOWN = 8  # names of a list in an error
 def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool = True) -> None:
     """Give a model the weights and buffers of a safetensors file, or of a folder of them such as a Hugging Face model's.
 
-    Names are those of the model's state_dict(); one of several tied ones is enough. Any floating dtype; fp32 values become masters.
-    Each rank reads its slices only, a part of a tensor at a time. Before the optimizer is made, what a model built in
-    `infinity.init` gets is read when that is made: the files must stay until then. Moments of a model that has some stay. Call it on all ranks.
+    Names are those of the model's state_dict(); one of several tied ones is enough. Any floating dtype; fp32 values become
+    masters. Each rank reads its slices only, a part of a tensor at a time. Before the optimizer is made, what a model built in
+    `infinity.init` gets is read when that is made: the files must stay until then. Moments of a model that has some stay. Call
+    it on all ranks.
 
-    Raises CheckpointError for damaged files, and for names that are missing, unknown (both allowed with strict=False) or of another
-    shape: all in one, before anything is changed.
+    Raises CheckpointError for damaged files, and for names that are missing, unknown (both allowed with strict=False) or of
+    another shape: all in one, before anything is changed.
     """
     engine = engine_of(model)
     files = engine.ranks.together(lambda: TensorFiles(path), undo=TensorFiles.close)

@@ -40,15 +40,16 @@ def load(
     scheduler=None,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Bring a model and its optimizer to the state of a checkpoint, whatever world size, chunks or tiers it was saved with; layers may be
-    cut into other tiles of rows. Make the optimizer before: this starts the engine.
+    """Bring a model and its optimizer to the state of a checkpoint, whatever world size, chunks or tiers it was saved with;
+    layers may be cut into other tiles of rows. Make the optimizer before: this starts the engine.
 
-    Without an optimizer the weights (and masters) and buffers are loaded, and moments begin anew. Generators' states are set if the
-    world size is that of the checkpoint. Call it on all ranks. Runs no code from the checkpoint. progress(done, total): in bytes of
-    this rank.
+    Without an optimizer the weights (and masters) and buffers are loaded, and moments begin anew. Generators' states are set if
+    the world size is that of the checkpoint. Call it on all ranks. Runs no code from the checkpoint. progress(done, total): in
+    bytes of this rank.
 
-    Raises CheckpointError for a checkpoint that is missing, damaged or of another model, naming what differs or where the damage is;
-    what is found before the first byte is changed leaves the model as it is, and after what is found later it must be loaded again.
+    Raises CheckpointError for a checkpoint that is missing, damaged or of another model, naming what differs or where the
+    damage is; what is found before the first byte is changed leaves the model as it is, and after what is found later it must
+    be loaded again.
     """
     engine = engine_of(model)
     engine.ready_to_load(optimizer)

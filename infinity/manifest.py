@@ -30,7 +30,9 @@ says is checked before anything is done with it: what is read here may be damage
 # [Note: values in JSON]
 # Numbers, strings, true, false, null, lists and objects stand for themselves. Else an object of one key: $float "nan" | "inf" |
 # "-inf"; $tuple [items]; $dict [[key, value], ...] where keys are not strings; $counter the same; $bytes base64; $tensor and
-# $array an index of `tensors`. Over 400 lines for the checks: one a rule above. Subclasses of dict come back as dict, a deque as a list, numpy's numbers as Python's.
+# $array an index of `tensors`. Subclasses of dict come back as dict, a deque as a list, numpy's numbers as Python's.
+#
+# Over 400 lines for the checks, one a rule above.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
 """Saving the training state of an engine: `infinity.save`.
 
-Knows when each record may be taken, and by whom. Must not know how files are made whole (store.py) or what
-a manifest looks like on the disk (manifest.py).
+Knows when each record may be taken, and by whom. Must not know how files are made whole (store.py) or what a manifest looks like on
+the disk (manifest.py).
 
 # [Note: when a record is saved]
 # A checkpoint is of the moment at which `save` was called, between two steps. Every record is copied, in parts, into one of a few
 # areas of host memory, summed and written from there, once:
 #   - where an update was announced by the last step() and has not run: by the update lane, right after it ran;
 #   - else before the record next changes or moves, by whoever is about to change it: it is in host memory then, at no further read;
-#   - what has not changed when a step has passed, or somebody waits, or after PATIENCE_S: by the thread of the checkpoint. Records that need no read from
-#     NVMe, or are of frozen weights, it takes at once;
+#   - what has not changed when a step has passed, or somebody waits, or after PATIENCE_S: by the thread of the checkpoint. Records
+#     that need no read from NVMe, or are of frozen weights, it takes at once;
 #   - on the device in `save`, before it returns: whatever runs there next may write to the record itself.
 # Who wants an area waits until the write from it is over: that is all that training ever waits for. A file of records that have not
 # changed since the last checkpoint on the same filesystem is linked.
-# Over 400 lines because who may take a record when is one protocol. Collectives are made in `save` alone; afterwards the ranks tell each other by `Ranks.post` how it went.
+# Collectives are made in `save` alone; afterwards the ranks tell each other by `Ranks.post` how it went.
+#
+# Over 400 lines because who may take a record when is one protocol.
 """
 
 from __future__ import annotations
@@ -71,17 +73,18 @@ def save(
 ) -> Saving:
     """Save all of the training state in a directory: the checkpoint there is the old one or the new one, whole, at any moment.
 
-    Holds weights, masters, moments, step counts, hyper-parameters, the loss scale, the generators' states (torch, CUDA, numpy, random)
-    of every rank, and of rank 0 the buffers and the scheduler's state_dict(). extra: anything made of numbers, strings, bytes, tensors,
-    arrays, lists, tuples and dicts, the same on every rank, such as the states of all ranks' data loaders. Call it between step() and the next forward pass, on all ranks, which
-    must see the same directory. wait=False goes on training while it is written, and the result's `wait()` tells how it went. A record
-    that is about to change waits until it has been copied into host_memory (of each rank, bytes or "4GiB"), from where it is written:
-    with as much as the checkpoint has, training waits for no write; with less, for those that are needed to go on. Two areas of at most
-    16 MiB are taken in any case. Updates that the last step() announced are saved as the next forward pass, `wait()` or close() runs them.
+    Holds weights, masters, moments, step counts, hyper-parameters, the loss scale, the generators' states (torch, CUDA, numpy,
+    random) of every rank, and of rank 0 the buffers and the scheduler's state_dict(). extra: anything made of numbers, strings,
+    bytes, tensors, arrays, lists, tuples and dicts, the same on every rank, such as the states of all ranks' data loaders. Call
+    it between step() and the next forward pass, on all ranks, which must see the same directory. wait=False goes on training
+    while it is written, and the result's `wait()` tells how it went. A record that is about to change waits until it has been
+    copied into host_memory (of each rank, bytes or "4GiB"), from where it is written: with as much as the checkpoint has,
+    training waits for no write; with less, for those that are needed to go on. Two areas of at most 16 MiB are taken in any
+    case. Updates that the last step() announced are saved as the next forward pass, `wait()` or close() runs them.
     progress(done, total), in bytes of this rank, is called while it waits.
 
-    Raises CheckpointError for what cannot be saved or has no room, SwapError (an OSError) where the disk fails; the old checkpoint is
-    there then.
+    Raises CheckpointError for what cannot be saved or has no room, SwapError (an OSError) where the disk fails; the old
+    checkpoint is there then.
     """
     engine = engine_of(model)
     engine.ready_to_save(optimizer)
