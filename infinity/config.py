@@ -200,6 +200,11 @@ def format_bytes(nbytes: float) -> str:
     return f"{sign}{size / 1024:.1f} PiB"
 
 
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """Names for people, in one line: "a, b and 7 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def _paths(name, value):
     given = [value] if isinstance(value, (str, os.PathLike)) else value
     if not isinstance(given, Sequence) or not given or not all(isinstance(path, (str, os.PathLike)) for path in given):

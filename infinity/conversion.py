@@ -6,24 +6,23 @@ Knows checkpoints and files of tensors, a record or one tensor at a time. Must n
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import aio_ext
-from infinity.adam import join_master
+from infinity.adam import masters
 from infinity.arena import Arena
 from infinity.chunks import ParameterSpec, default_chunk_numel, layout, record_layout
 from infinity.errors import CheckpointError, ConfigError
 from infinity.manifest import TENSOR_DTYPES, Manifest, Parameter, Place
-from infinity.store import QUEUE, SEGMENT_DTYPES, Checkpoint, Directory, Tensors, Writer, failed, lay_out, segment_bytes
+from infinity.residency import TORCH_DTYPES
+from infinity.store import QUEUE, Checkpoint, Directory, Progress, Tensors, Writer, failed, lay_out, segment_bytes
 from infinity.tensorfiles import MAX_FILE_NBYTES, TensorSpec, plan_files, write_files
 
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-
-Progress = Callable[[int, int], None]
 
 
 def export(
@@ -54,12 +53,13 @@ def export(
             wholes.setdefault(parameter.canonical.name, []).append(index)
         parameters = checkpoint.manifest.parameters
         specs = [TensorSpec(name, EXPORT_DTYPES[dtype], parameters[tiles[0]].canonical.shape) for name, tiles in wholes.items()]
-        buffers = _buffers(checkpoint)
-        specs += [TensorSpec(name, dtype_, shape) for name, (_, dtype_, shape) in buffers.items()]
+        buffers = checkpoint.buffers()
+        entries = {name: checkpoint.manifest.tensors[index] for name, index in buffers.items()}
+        specs += [TensorSpec(name, TENSOR_DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()]
 
         def parts(spec: TensorSpec) -> Iterator[torch.Tensor]:
             if spec.name in buffers:
-                return iter([checkpoint.tensor(buffers[spec.name][0]).reshape(-1)])
+                return iter([checkpoint.tensor(buffers[spec.name]).reshape(-1)])
             return _values(checkpoint, wholes[spec.name], spec.dtype)
 
         if not dry_run:
@@ -150,18 +150,6 @@ def reshard(
             arena.close()
 
 
-def _buffers(checkpoint: Checkpoint) -> dict[str, tuple[int, torch.dtype, tuple[int, ...]]]:
-    """Index of the small tensor, dtype and shape of each, by name."""
-    found = {}
-    for name, value in checkpoint.manifest.model.get("buffers", {}).items():
-        index = value.get("$tensor") if isinstance(value, dict) else None
-        if type(index) is not int or not 0 <= index < len(checkpoint.manifest.tensors):
-            raise CheckpointError(f"{checkpoint.path}: buffer {name} is none of its tensors")
-        entry = checkpoint.manifest.tensors[index]
-        found[name] = (index, TENSOR_DTYPES[entry.dtype], entry.shape)
-    return found
-
-
 def _values(checkpoint: Checkpoint, tiles: list[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The values of a whole parameter, in parts, 1-D."""
     parameters = checkpoint.manifest.parameters
@@ -178,30 +166,19 @@ def _values(checkpoint: Checkpoint, tiles: list[int], dtype: torch.dtype) -> Ite
 
 def _tile(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     for _, found in checkpoint.values(index, 0, checkpoint.manifest.parameters[index].numel):
-        yield _master(found).to(dtype) if dtype is not found["weight"].dtype else found["weight"]
+        yield masters(found).to(dtype) if dtype is not found["weight"].dtype else found["weight"]
 
 
 def _place_in(whole: torch.Tensor, tile: Parameter) -> torch.Tensor:
     return whole[tuple(slice(begin, begin + size) for begin, size in zip(tile.canonical.begin, tile.shape))]
 
 
-def _master(found: dict[str, torch.Tensor]) -> torch.Tensor:
-    """fp32 values of some elements."""
-    if "residual" in found:
-        return join_master(found["weight"].contiguous(), found["residual"].contiguous())
-    return found.get("master", found["weight"]).float()
-
-
 def _put_together(checkpoint: Checkpoint, pieces, record, region) -> None:
     """Fill the memory of a record with the pieces of a shard."""
     region.tensor(torch.uint8, 0, region.nbytes).zero_()
     shard = {
-        segment.name: region.tensor(SEGMENT_DTYPES[segment.dtype], offset, record.numel)
+        segment.name: region.tensor(TORCH_DTYPES[segment.dtype], offset, record.numel)
         for segment, offset in zip(record.segments, record.offsets)
     }
     for piece in pieces:
-        at = piece.start
-        for count, found in checkpoint.values(piece.param, piece.param_start, piece.numel):
-            for name, segment in shard.items():
-                segment[at : at + count].copy_(found[name])
-            at += count
+        checkpoint.copy(shard, piece.start, piece.param, piece.param_start, piece.numel)

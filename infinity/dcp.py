@@ -39,7 +39,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItemType
 
 from infinity import tiling
+from infinity.adam import masters
 from infinity.chunks import Piece
+from infinity.config import listed
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError
 from infinity.residency import ChunkState, ParameterState
@@ -47,7 +49,6 @@ from infinity.rules import AdamRule, LionRule, Rule, SGDRule
 from infinity.store import failed
 
 _METADATA = ".metadata"
-_SHOWN = 20  # names in one error
 _OTHER_ARITHMETIC = ("amsgrad", "maximize", "decoupled_weight_decay")  # of torch.optim: what no rule here computes
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # first index and size in each dimension
@@ -288,13 +289,13 @@ class _Planner(dcp.DefaultSavePlanner):
             self._written.untyped_storage().resize_(0)  # see [Note: one record at a time]
         self._written = torch.empty(source.sizes)
         part = {name: tensor[source.start : source.start + self._written.numel()] for name, tensor in self._shard.items()}
-        value = part[source.kind] if source.kind is not None else self.engine.values._master(part)
+        value = part[source.kind] if source.kind is not None else masters(part)
         return self._written.copy_(value.view(source.sizes))
 
     def _open_record(self, chunk: ChunkState) -> None:
         self._close_record()
         weight_only = self.moments is None and not {s.name for s in chunk.record.segments} & {"residual", "master"}
-        self._shard = self._record.enter_context(self.engine.values._shard(chunk, weight_only=weight_only))
+        self._shard = self._record.enter_context(self.engine.values.shard(chunk, weight_only=weight_only))
         self._chunk = chunk
 
     def _close_record(self) -> None:
@@ -382,7 +383,7 @@ class _Saved:
             raise CheckpointError(f"{path / _METADATA} is damaged: {type(error).__name__}: {error}") from error
         wrong = [f"{name} ({found})" for name, end in sorted(ends.items()) if (found := self._look(path / name, end))]
         if wrong:
-            raise CheckpointError(f"{path}: missing or cut: {_listed(wrong)}; use another checkpoint")
+            raise CheckpointError(f"{path}: missing or cut: {listed(wrong)}; use another checkpoint")
 
     @staticmethod
     def _look(path: Path, end: int) -> str:
@@ -495,7 +496,7 @@ class _Loading:
             self._match_optimizer()
         kinds = ("model.", "optim.") if with_states else ("model.",)
         if unexpected := [name for name in saved.entries if name.startswith(kinds) and name not in self._known]:
-            self._wrong.append(f"unexpected: {_listed(sorted(unexpected))}")
+            self._wrong.append(f"unexpected: {listed(sorted(unexpected))}")
         if self._wrong:
             raise CheckpointError(f"{saved.path} does not fit the model: {'; '.join(self._wrong)}")
 
@@ -532,7 +533,7 @@ class _Loading:
                 tensor.read(begin, sizes, values[at : at + numel].view(sizes))
                 at += numel
             if kind is None:
-                self.engine.values._put(shard, where, values)
+                self.engine.values.put(shard, where, values)
             else:
                 shard[kind][where].copy_(values)
 
@@ -555,7 +556,7 @@ class _Loading:
             else:
                 self._fits(f"model.{name}", tuple(value.shape), floating=False)
         if missing:
-            self._wrong.append(f"missing: {_listed(missing)}")
+            self._wrong.append(f"missing: {listed(missing)}")
 
     def _fits(self, name: str, shape: tuple[int, ...], *, floating: bool = True) -> bool:
         saved = self.saved.tensor(name)
@@ -585,7 +586,7 @@ class _Loading:
                 continue
             needed = [*self.moments.values(), *(["step"] if isinstance(self.engine.optimizer.rule, AdamRule) else [])]
             if missing := [prefix + name for name in needed if prefix + name not in entries]:
-                self._wrong.append(f"missing: {_listed(missing)}")
+                self._wrong.append(f"missing: {listed(missing)}")
             self._known.update(prefix + name for name in self._state_names)
             for moment, name in self.moments.items():
                 if prefix + name in entries and self._fits(prefix + name, whole.shape):
@@ -637,7 +638,3 @@ class _Loading:
                 wrong = [str(error)]
             self._wrong += [f"parameter group {index}: {text}" for text in wrong]
             self._groups.append(found)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

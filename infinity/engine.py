@@ -1,7 +1,7 @@
 """The engine of one model: builds the rest, and decides when gradients, updates and plans are due.
 
 Knows every other part by its face. Must not know how bytes move, what a kernel computes, or what hooks a module has. The
-user meets it through `infinity.init`, `infinity.offload` and the optimizers. Twice as long as others because the rules for what may
+user meets it through `infinity.init`, `infinity.offload` and the optimizers. Far longer than others because the rules for what may
 happen between forward, backward and step() hang together: each guards the state that another one changes.
 """
 

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from infinity import tiling
+from infinity.config import listed
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError
 from infinity.tensorfiles import TensorFiles
-
-_SHOWN = 8  # names of a list in an error
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool = True) -> None:
@@ -69,7 +68,7 @@ def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[tor
             sources.setdefault(id(value), (value, _Part(files, found, value.shape, place.begin if place is not None else None)))
     unknown = sorted(files.names.keys() - {name for names in tied.values() for name in names})
     if strict:
-        wrong += [f"{what}: {_listed(names)}" for what, names in (("missing there", missing), ("unknown here", unknown)) if names]
+        wrong += [f"{what}: {listed(names)}" for what, names in (("missing there", missing), ("unknown here", unknown)) if names]
     if wrong:
         raise CheckpointError(f"{files.path} does not fit the model: {'; '.join(wrong)}")
     return list(sources.values())
@@ -119,7 +118,3 @@ def _entries(model: nn.Module):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

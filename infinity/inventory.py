@@ -16,7 +16,6 @@ from infinity import tiling
 from infinity.engine import Engine
 from infinity.errors import CheckpointError
 from infinity.manifest import Parameter, Whole
-from infinity.residency import ParameterState
 
 
 def parameters_of(engine: Engine) -> tuple[list[Parameter], dict[str, str]]:
@@ -33,12 +32,12 @@ def parameters_of(engine: Engine) -> tuple[list[Parameter], dict[str, str]]:
     return found, {name: first for name, first in aliases.items() if name != first} | tiling.tied(engine.model)
 
 
-def loose_tensors(model: nn.Module, states: dict[int, ParameterState]) -> dict[str, torch.Tensor]:
+def loose_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     """What of a state_dict is in no record: persistent buffers, and parameters that are no floating-point numbers or empty."""
     found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in engine.model.named_modules():
         own = {name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set}
-        own |= {name: param for name, param in dict.items(module._parameters) if id(param) not in states}
+        own |= {name: param for name, param in dict.items(module._parameters) if param is not None and not engine.manages(param)}
         found |= {f"{prefix}.{name}" if prefix else name: value for name, value in own.items() if value is not None}
     return found
 

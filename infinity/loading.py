@@ -14,7 +14,7 @@ import math
 import os
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +22,13 @@ from torch import nn
 
 import aio_ext
 from infinity.chunks import STATES, WEIGHTS
+from infinity.config import listed
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError, ConfigError
 from infinity.inventory import loose_tensors, parameters_of, set_generators, with_extra_state
 from infinity.manifest import Whole
 from infinity.residency import TORCH_DTYPES, ChunkState
-from infinity.store import Checkpoint
-
-Progress = Callable[[int, int], None]
+from infinity.store import Checkpoint, Progress
 
 
 def load(
@@ -114,9 +113,9 @@ class _Loading:
             self.engine.updater.seed = self.manifest.seed
         try:
             self._set_rest()
+        except CheckpointError:
+            raise
         except Exception as error:  # of the program's own: what it makes of a state is not known here
-            if isinstance(error, CheckpointError):
-                raise
             text = f"a buffer, an extra state or the scheduler did not take its state ({type(error).__name__}: {error})"
             raise CheckpointError(f"{self.checkpoint.path}: {text}; load into a model and a scheduler that were made as those were") from error
 
@@ -139,8 +138,8 @@ class _Loading:
             )
         missing = sorted(wanted - saved.keys())
         unexpected = sorted(saved.keys() - wanted)
-        self._wrong += [f"missing in the checkpoint: {', '.join(missing[:8])}{' ...' if missing[8:] else ''}"] if missing else []
-        self._wrong += [f"unknown to the model: {', '.join(unexpected[:8])}{' ...' if unexpected[8:] else ''}"] if unexpected else []
+        self._wrong += [f"missing in the checkpoint: {listed(missing)}"] if missing else []
+        self._wrong += [f"unknown to the model: {listed(unexpected)}"] if unexpected else []
         self._sources: list[list[tuple[int, int, int]]] = []  # of each parameter: (start in the whole one, saved parameter, numel)
         for parameter in self.parameters:
             whole = parameter.canonical
@@ -196,20 +195,13 @@ class _Loading:
 
     def _match_loose(self) -> None:
         """Buffers, and parameters that no engine manages."""
-        model = self.manifest.model
-        states = {id(state.param): state for state in self.engine.registry.params}
-        self._loose = loose_tensors(self.engine.model, states)
-        saved = model.get("buffers", {})
-        if not isinstance(saved, dict):
-            raise CheckpointError("buffers of the manifest are no object")
+        self._loose = loose_tensors(self.engine)
+        saved = self.checkpoint.buffers()
         for name in sorted(self._loose.keys() ^ saved.keys()):
             self._wrong.append(f"buffer {name} is only {'in the model' if name in self._loose else 'in the checkpoint'}")
         self._values: dict[str, torch.Tensor] = {}
-        for name, value in saved.items():
+        for name, index in saved.items():
             here = self._loose.get(name)
-            index = value.get("$tensor") if isinstance(value, dict) else None
-            if type(index) is not int or not 0 <= index < len(self.manifest.tensors):
-                raise CheckpointError(f"{self.checkpoint.path}: buffer {name} is none of its tensors")
             shape = self.manifest.tensors[index].shape  # before it is read: memory is taken for what the model has, no more
             if here is not None and shape != tuple(here.shape):
                 self._wrong.append(f"buffer {name} has shape {list(shape)} there and {list(here.shape)} here")
@@ -294,7 +286,9 @@ class _Loading:
                 into = _Into(engine, chunk)
                 tickets: list[aio_ext.Ticket] = []
                 under_way.append((chunk, into, tickets))
-                tickets += [self.checkpoint.read(chunk.index, rank, offset, buffer) for offset, buffer in into.parts if buffer.nbytes]
+                for offset, buffer in into.parts:
+                    if buffer.nbytes:  # each at once in the list: what was begun is waited for, also if the next one fails
+                        tickets.append(self.checkpoint.read(chunk.index, rank, offset, buffer))
             while under_way:
                 settle()
         finally:
@@ -308,17 +302,13 @@ class _Loading:
 
     def _put_together(self, chunk: ChunkState, shard: dict[str, torch.Tensor]) -> None:
         """Fill the segments of a shard, which are zero, from whatever records hold its pieces."""
-        names = shard.keys() if self.with_states else shard.keys() & {"weight", "residual", "master"}
+        if not self.with_states:
+            shard = {name: segment for name, segment in shard.items() if name in ("weight", "residual", "master")}
         for piece in chunk.pieces:
             at = piece.start
             for param, start, numel in self._locate(piece.param, piece.param_start, piece.numel):
-                for count, found in self.checkpoint.values(param, start, numel):
-                    for name in names:
-                        if name in found:
-                            shard[name][at : at + count].copy_(found[name])
-                        elif name == "master":
-                            shard[name][at : at + count].copy_(found["weight"])
-                    at += count
+                self.checkpoint.copy(shard, at, param, start, numel)
+                at += numel
 
     def _locate(self, param: int, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
         """(saved parameter, start in it, number of elements) that make up elements [start, start + numel) of a parameter."""

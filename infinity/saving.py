@@ -30,7 +30,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,7 +47,7 @@ from infinity.inventory import generators, loose_tensors, parameters_of, with_ex
 from infinity.lanes import THREADS
 from infinity.manifest import Manifest, Place
 from infinity.residency import ChunkState
-from infinity.store import Directory, Linked, Tensors, Writer, lay_out
+from infinity.store import Directory, Linked, Progress, Tensors, Writer, lay_out
 from infinity.updater import segments
 
 AREA_NBYTES = 16 << 20  # at most; of one segment
@@ -56,8 +55,6 @@ LEAST_AREAS = 2  # one is filled while the other is written
 MOST_THREADS = 8  # that copy what is in host memory: half of the processors
 PATIENCE_S = 10.0  # of the checkpoint's thread with records that a step would bring into host memory
 _POLL_S = 0.02
-
-Progress = Callable[[int, int], None]
 
 
 def save(
@@ -205,11 +202,10 @@ class Saving:
                 self._directory.abort()
             raise
         self._files = files
-        fresh = sum(file.nbytes for index, file in enumerate(files) if index not in self._writer.linked)
+        self._total_nbytes = sum(file.nbytes for index, file in enumerate(files) if index not in self._writer.linked)
         largest = max((chunk.record.numel * s.itemsize for chunk in chunks for s in chunk.record.segments), default=0)
         self._area_nbytes = min(AREA_NBYTES, -(-max(largest, 1) // PAGE_NBYTES) * PAGE_NBYTES)
         self._most_areas = max(LEAST_AREAS, self._host_nbytes // self._area_nbytes)
-        self._total_nbytes = fresh
         for chunk in chunks:
             if self._places[chunk.index][0] in self._writer.linked:
                 self._note(chunk, linked[self._places[chunk.index][0]].crcs[chunk.index])
@@ -236,14 +232,13 @@ class Saving:
     def _describe(self, tensors: Tensors, scheduler, extra) -> dict:
         """What is not in records, as of now. Rank 0's is saved."""
         engine, model = self._engine, self._engine.model
-        states = {id(state.param): state for state in engine.registry.params}
 
         def put(tensor: torch.Tensor) -> int:
             if engine.manages(tensor):
                 raise CheckpointError("a parameter of the model is only a placeholder outside of it; it is saved anyway")
             return tensors.put(tensor)
 
-        loose = loose_tensors(model, states)
+        loose = {} if self._ranks.rank else loose_tensors(engine)
         buffers = {name: manifests.encode(value, put, f"buffer {name}") for name, value in loose.items()}
         extra_state = {name: module.get_extra_state() for name, module in with_extra_state(model)}
         found = {
@@ -386,7 +381,7 @@ class Saving:
             self.error = self.error or error
             for chunk in self._engine.registry.chunks:
                 chunk.before_change = chunk.after_update = None
-            self._left -= self._left - self._busy
+            self._left &= self._busy
             self._lock.notify_all()
         self._passed.set()
 
@@ -443,7 +438,8 @@ class Saving:
                 self._lock.wait(0.5)
                 if self._engine.records.failure is not None:
                     raise self._engine.records.failure
-                self._check_ranks()
+                if self._ranks.failure is not None:
+                    raise self._ranks.failure
 
     def _take_each(self, chunks: deque[ChunkState]) -> None:
         with contextlib.suppress(IndexError):
@@ -453,10 +449,6 @@ class Saving:
     def _raise_error(self) -> None:
         if self.error is not None:
             raise self.error
-
-    def _check_ranks(self) -> None:
-        if self._ranks.failure is not None:
-            raise self._ranks.failure
 
     def _publish(self) -> None:
         """Tell rank 0 what was written here; it makes the manifest and tells all how that went."""

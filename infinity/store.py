@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import shutil
 import stat
@@ -36,14 +37,16 @@ from infinity.config import format_bytes
 from infinity.drives import Drive
 from infinity.errors import CheckpointError, SwapError
 from infinity.manifest import File, Manifest, StoredTensor
+from infinity.residency import TORCH_DTYPES
 
-SEGMENT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
 FILE_NBYTES = 1 << 30  # about: what has not changed since the last checkpoint is linked file by file
 SLACK_NBYTES = 1 << 20  # for the manifest and the filesystem's own
 QUEUE = Drive(inflight_write_nbytes=8 << 20)  # nobody waits for reads behind these writes
 _TEMPORARY = ".manifest.new"
 _ALIGNMENT = 4096
 _NUM_RECORDS_IN_MEMORY = 3
+
+Progress = Callable[[int, int], None]  # called with (done, total), in bytes
 
 REMEDIES = {
     errno.ENOSPC: "free space there, or save elsewhere",
@@ -82,20 +85,18 @@ class Directory:
         self.folder = f"data-{os.urandom(6).hex()}"
         self._is_new = not path.exists()
         try:
-            self._claim()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, BlockingIOError):
-                text = f"{path}: another process is writing a checkpoint there; wait for it or save elsewhere"
-            elif isinstance(error, (FileExistsError, NotADirectoryError)):
-                text = f"{path} is not a directory: name one for the checkpoint"
-            elif isinstance(error, FileNotFoundError):
-                text = f"{path}: its parent directory does not exist; create it (mkdir -p)"
-            elif isinstance(error, OSError):
-                raise failed("the checkpoint's directory cannot be written", path, error) from error
-            else:
-                raise
-            raise CheckpointError(text) from None
+            with contextlib.ExitStack() as undo:
+                undo.callback(self.close)
+                self._claim()
+                undo.pop_all()
+        except BlockingIOError:
+            raise CheckpointError(f"{path}: another process is writing a checkpoint there; wait for it or save elsewhere") from None
+        except (FileExistsError, NotADirectoryError):
+            raise CheckpointError(f"{path} is not a directory: name one for the checkpoint") from None
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: its parent directory does not exist; create it (mkdir -p)") from None
+        except OSError as error:
+            raise failed("the checkpoint's directory cannot be written", path, error) from error
 
     def _claim(self) -> None:
         self.path.mkdir(exist_ok=True)
@@ -128,10 +129,11 @@ class Directory:
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(new, self.path / manifests.NAME)
-        except (OSError, CheckpointError) as error:
+        except CheckpointError:
             self.abort()
-            if isinstance(error, CheckpointError):
-                raise
+            raise
+        except OSError as error:
+            self.abort()
             raise failed("the checkpoint could not be completed", self.path, error) from error
         try:
             os.fsync(self._fd)
@@ -303,10 +305,11 @@ class Checkpoint:
             try:
                 self._open()
                 return
-            except BaseException as error:
+            except OSError:
                 self.close()
-                if not isinstance(error, CheckpointError):
-                    raise
+                raise
+            except CheckpointError:
+                self.close()
                 before, self.manifest = self.manifest, read_manifest(self.path)
                 if self.manifest.folder == before.folder:
                     raise  # else another checkpoint has taken its place meanwhile
@@ -384,7 +387,7 @@ class Checkpoint:
             self.check(chunk, rank, segment_bytes(layout, region.buffer))
         self._cached[key] = region
         return {
-            segment.name: region.tensor(SEGMENT_DTYPES[segment.dtype], offset, layout.numel)
+            segment.name: region.tensor(TORCH_DTYPES[segment.dtype], offset, layout.numel)
             for segment, offset in zip(layout.segments, layout.offsets)
         }
 
@@ -400,6 +403,29 @@ class Checkpoint:
                 part = min(last - first, shard_numel - begin)
                 yield part, {name: tensor[begin : begin + part] for name, tensor in self.record(chunk, rank).items()}
                 first += part
+
+    def copy(self, shard: dict[str, torch.Tensor], at: int, param: int, start: int, numel: int) -> None:
+        """Fill elements [at, at + numel) of a shard's segments with elements [start, start + numel) of a parameter.
+
+        Segments that the checkpoint has not are left as they are, but a master is the weight then.
+        """
+        for count, found in self.values(param, start, numel):
+            for name, segment in shard.items():
+                source = found.get(name, found["weight"] if name == "master" else None)
+                if source is not None:
+                    segment[at : at + count].copy_(source)
+            at += count
+
+    def buffers(self) -> dict[str, int]:
+        """The index of each buffer's tensor, by name."""
+        saved = self.manifest.model.get("buffers", {})
+        if not isinstance(saved, dict):
+            raise CheckpointError(f"{self.path}: its buffers are no object")
+        found = {name: value.get("$tensor") if isinstance(value, dict) else None for name, value in saved.items()}
+        for name, index in found.items():
+            if type(index) is not int or not 0 <= index < len(self.manifest.tensors):
+                raise CheckpointError(f"{self.path}: buffer {name} is none of its tensors")
+        return found
 
     def tensor(self, index: int) -> torch.Tensor:
         """One of the small tensors, checked."""
@@ -423,7 +449,7 @@ class Checkpoint:
             return torch.empty(entry.shape, dtype=dtype)
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> int:
+    def verify(self, progress: Progress | None = None) -> int:
         """Read and check everything; returns the number of bytes."""
         manifest, done = self.manifest, 0
         jobs = [(chunk.index, rank) for chunk in manifest.chunks for rank in range(manifest.world)]
@@ -485,7 +511,7 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"Checkpoint({self.path}, step {self.manifest.step}, {format_bytes(self.manifest.nbytes)})"
 
-    @property
+    @functools.cached_property
     def _largest(self) -> int:
         sizes = (self.manifest.record(chunk.index, rank).nbytes for chunk in self.manifest.chunks for rank in range(self.manifest.world))
         return max(sizes, default=0) or _ALIGNMENT

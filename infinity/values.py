@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from infinity.adam import join_master, split_master
+from infinity.adam import masters, split_master
 from infinity.chunks import STATES, WEIGHTS
 from infinity.partition import Ranks
 from infinity.records import Records
@@ -45,7 +45,7 @@ class Values:
             self.finish(chunk)
             self.keep_written(chunk.span)
             piece = chunk.whole_pieces[state.index]
-            with self._shard(chunk, weight_only=weight_only) as shard:
+            with self.shard(chunk, weight_only=weight_only) as shard:
                 for segment in chunk.record.segments[: 1 if weight_only else None]:
                     dtype = TORCH_DTYPES[segment.dtype]
                     part = torch.zeros(chunk.chunk.shard_numel, dtype=dtype)
@@ -63,7 +63,7 @@ class Values:
         for chunk in self.registry.chunks_of(state):
             self.finish(chunk)
             self.keep_written(chunk.span)
-            with self._shard(chunk, change=True) as shard:
+            with self.shard(chunk, change=True) as shard:
                 for piece in chunk.pieces:
                     if piece.param == state.index:
                         part = value[piece.param_start : piece.param_start + piece.numel]
@@ -71,8 +71,8 @@ class Values:
                         if part.dtype is here["weight"].dtype:
                             same = here["weight"].cpu().view(torch.uint8) == part.contiguous().view(torch.uint8)
                             same = same.view(piece.numel, -1).all(1)
-                            part = torch.where(same, self._master(here), part.float())
-                        self._put(shard, slice(piece.start, piece.start + piece.numel), part)
+                            part = torch.where(same, masters({name: tensor.cpu() for name, tensor in here.items()}), part.float())
+                        self.put(shard, slice(piece.start, piece.start + piece.numel), part)
             self.updater.take_snapshot(chunk)
             if chunk.on_device and self.ranks.world > 1:
                 piece = chunk.whole_pieces[state.index]
@@ -104,7 +104,7 @@ class Values:
             begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
             here = slice(begin, begin + chunk.record.numel)
             new = span.flat[here]
-            with self._shard(chunk, change=True) as shard:
+            with self.shard(chunk, change=True) as shard:
                 before_here = before if before is not None else span.snapshot
                 old = before_here[here] if before_here is not None else shard["weight"].to(new.device)
                 bits = torch.int16 if new.element_size() == 2 else torch.int32
@@ -169,18 +169,10 @@ class Values:
             tensor.zero_()
         for piece in chunk.pieces:
             part = slice(piece.start, piece.start + piece.numel)
-            self._put(shard, part, values[piece.param][piece.param_start : piece.param_start + piece.numel])
+            self.put(shard, part, values[piece.param][piece.param_start : piece.param_start + piece.numel])
 
     @staticmethod
-    def _master(shard: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The fp32 values of a part of a shard, on the CPU."""
-        shard = {name: tensor.cpu() for name, tensor in shard.items() if name in ("weight", "residual", "master")}
-        if "residual" in shard:
-            return join_master(shard["weight"].contiguous(), shard["residual"].contiguous())
-        return shard.get("master", shard["weight"]).float()
-
-    @staticmethod
-    def _put(shard: dict[str, torch.Tensor], part: slice, value: torch.Tensor) -> None:
+    def put(shard: dict[str, torch.Tensor], part: slice, value: torch.Tensor) -> None:
         """Values on the CPU become weights, in part of a shard, with their residuals or masters."""
         weight = shard["weight"]
         if "residual" in shard:
@@ -219,7 +211,7 @@ class Values:
             self.tier.book(-span.nbytes)
 
     @contextlib.contextmanager
-    def _shard(self, chunk: ChunkState, *, change: bool = False, weight_only: bool = False):
+    def shard(self, chunk: ChunkState, *, change: bool = False, weight_only: bool = False):
         """The shard's segments as host tensors; with `change` they are written back."""
         if chunk.on_device:
             if change:
