@@ -238,6 +238,7 @@ class Saving:
                 raise CheckpointError("a parameter of the model is only a placeholder outside of it; it is saved anyway")
             return tensors.put(tensor)
 
+        extra = manifests.encode(extra, put, "extra")  # first: its tensors' indices are those of other ranks, which have no buffers
         loose = {} if self._ranks.rank else loose_tensors(engine)
         buffers = {name: manifests.encode(value, put, f"buffer {name}") for name, value in loose.items()}
         extra_state = {name: module.get_extra_state() for name, module in with_extra_state(model)}
@@ -246,7 +247,7 @@ class Saving:
             "optimizer": None,
             "scheduler": manifests.encode(None if scheduler is None else scheduler.state_dict(), put, "scheduler"),
             "scaler": None,
-            "extra": manifests.encode(extra, put, "extra"),
+            "extra": extra,
         }
         if engine.optimizer is not None:
             groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
