@@ -63,8 +63,8 @@ $(PY): | build/.prerequisites
 
 # What pip cannot bring. Installed with apt where that needs no password, else named.
 build/.prerequisites:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "infinity needs Python 3.10 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "infinity needs Python 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
 	@missing=""; \
 	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || missing="$$missing python3-venv"; \
 	$(PYTHON) -c 'import os, sysconfig as s; os.stat(os.path.join(s.get_path("include"), "Python.h"))' 2>/dev/null \

@@ -1,5 +1,4 @@
-"""The `train` command: checked options -> Config -> a training run of a GPT -> a report. And what commands share of output:
-a progress line, a JSON file written whole.
+"""The `train` command: checked options -> Config -> a training run of a GPT -> a report.
 
 Knows the engine as any user does, through the public API, and torch.distributed, to ask every rank for its numbers; beyond that
 the engine's ranks, to stop after the same step. Must not know how options are spelled on the command line beyond naming them in
@@ -14,13 +13,11 @@ an error, nor how an error ends the process. Over 400 lines because a run, its c
 
 import contextlib
 import functools
-import json
 import os
 import platform
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -36,6 +33,7 @@ import infinity
 from infinity.config import Config, format_bytes
 from infinity.errors import CheckpointError, ConfigError
 from infinity.gpt import GPT, Batches, read_bytes, standard_library_paths
+from infinity.output import check_file, write_json
 from infinity.progress import BytesProgress, StepProgress
 from infinity.rotation import Rotation
 from infinity.store import Checkpoint
@@ -67,7 +65,7 @@ def train(arguments) -> int:
     """The `train` command. Everything that can be refused is refused before the first byte is written."""
     if arguments.hidden % arguments.heads:
         raise ConfigError(f"--heads {arguments.heads} does not divide --hidden {arguments.hidden}; choose one that does")
-    check_json_path(arguments.json)
+    check_file(arguments.json, "--json")
     _check_save_options(arguments)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     config = _config(arguments)
@@ -474,33 +472,6 @@ def _table(report):
             f"{name:<16}{format_bytes(row['bytes_per_step']):>12}{row['gbps']:>14.2f}{row['stall_share']:>13.1%} "
         )
     return "\n".join(line.rstrip() for line in lines)
-
-
-def check_json_path(path):
-    """Raise ConfigError if write_json could not write there, before anything else is done. None is no path."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"--json {path} is a directory; name a file")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--json {path}: there is no directory {path.parent}; create it or name another")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--json {path}: {path.parent} is not writable; name another")
-
-
-def write_json(path, report):
-    """Old or new, whole: written aside, then renamed."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            json.dump(report, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def _plain(value):

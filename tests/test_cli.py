@@ -13,7 +13,8 @@ from infinity.cli import _parser, main
 from infinity.config import Config
 from infinity.gpt import GPT, Batches
 from infinity.progress import StepProgress
-from infinity.training import LINKS, _Run, _table, write_json
+from infinity.output import write_json
+from infinity.training import LINKS, _Run, _table
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--hidden 64 --layers 3 --heads 4 --seq 32 --batch 4 --steps 5 --device cpu --dtype fp32 --data text".split()

@@ -12,8 +12,9 @@ PACKAGE = Path(infinity.__file__).parent
 # From the ground up; what stands in one row does not know its neighbours.
 LAYERS = [
     {"errors", "events", "gauge", "lanes", "recompute", "_adam", "_adam_triton", "aio_ext"},
+    {"settings", "output"},
     {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "drives", "gpt", "tiling", "facade", "tensorfiles"},
-    {"planner", "residency", "rules", "tiers", "activations", "manifest", "progress"},
+    {"planner", "residency", "rules", "tiers", "activations", "manifest", "progress", "machine"},
     {"records", "optimizer", "store"},
     {"conversion"},
     {"gradients", "pipeline"},

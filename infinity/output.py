@@ -1,0 +1,65 @@
+"""What commands give out: files that are written whole, tables of text, and plots.
+
+Knows paths, rows and columns. Must not know what they say.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from infinity.errors import ConfigError, UsageError
+
+
+def check_file(path: Path | None, option: str) -> None:
+    """Raise ConfigError if a file could not be written there, before anything else is done. None is no path."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a directory; name a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no directory {path.parent}; create it or name another")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path}: {path.parent} is not writable; name another")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Old or new, whole: written aside, then renamed."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def write_json(path: Path, report) -> None:
+    """As `write_text`."""
+    write_text(path, json.dumps(report, indent=2) + "\n")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text as wide as they must be: the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = []
+    for row in (head, *rows):
+        cells = [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def pyplot():
+    """matplotlib's pyplot, drawing into files. Raises UsageError, naming what to install, where there is none."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib, or infinity[plot]; everything else works without") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
