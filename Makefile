@@ -4,11 +4,13 @@
 #   PYTHON=python3.12       the interpreter that .venv is made with
 #   TORCH="torch==2.13.0"   the PyTorch to install; one in .venv that satisfies it is kept
 #   TRAIN="--steps 20"      more options for `make train`; TESTS="-k chunks" for the tests
+#   JOBS=8                  tests that run side by side
 
 PYTHON ?= python3
 TORCH ?= torch>=2.8
 TRAIN ?=
 TESTS ?=
+JOBS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -23,10 +25,10 @@ train: build
 	$(PY) -m infinity train --weights nvme --states nvme --device-memory 12MiB --host-memory 32MiB $(TRAIN)
 
 test: build
-	$(PY) -m pytest $(TESTS)
+	$(PY) -m pytest -n $(JOBS) $(TESTS)
 
 test-long: build
-	$(PY) -m pytest -m long $(TESTS)
+	$(PY) -m pytest -n $(JOBS) -m long $(TESTS)
 
 test-gpu: build
 	$(PY) -m pytest -m gpu $(TESTS)
