@@ -74,12 +74,66 @@ def assemble(
     Raises BudgetError, ConfigError or SwapError where something does not fit.
     """
     device_budget, host_budget = budgets(config, device, ranks)
+    layout_, records, placement = arrange(
+        model,
+        named,
+        config,
+        world=ranks.world,
+        rank=ranks.rank,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        moments=moments,
+        deferred=deferred,
+        accumulating=accumulating,
+    )
+    swap, extents = _make_swap(config, ranks, placement)
+    with contextlib.ExitStack() as undo:  # what is made is closed again if something after it cannot be made
+        if swap is not None:
+            undo.callback(swap.close)
+        made = _connect(
+            named,
+            _written_in_forward(model, named),
+            config,
+            device,
+            ranks,
+            events,
+            accumulating,
+            deferred or accumulating,
+            layout_,
+            records,
+            placement,
+            int(host_budget * ACTIVATION_SHARE),
+            swap,
+            extents,
+            undo,
+        )
+        undo.pop_all()
+    return made
+
+
+def arrange(
+    model: nn.Module,
+    named: Named,
+    config: Config,
+    *,
+    world: int,
+    rank: int,
+    device_budget: int,
+    host_budget: int,
+    moments: tuple[str, ...],
+    deferred: bool,
+    accumulating: bool,
+) -> tuple[Layout, list[Record], planner.Placement]:
+    """Where everything of a model goes, which may be on the meta device: its layout, the records of a rank, their placement.
+
+    Arguments as of `assemble`; budgets in bytes, of a rank. Raises BudgetError.
+    """
     written = _written_in_forward(model, named)
     specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
     itemsize = TORCH_DTYPES[config.dtype].itemsize
 
-    def arrange(chunk_numel: int, rank: int) -> tuple[Layout, list[Record], planner.Placement]:
-        layout_ = layout(specs, chunk_numel=chunk_numel, world=ranks.world)
+    def at(chunk_numel: int, rank: int) -> tuple[Layout, list[Record], planner.Placement]:
+        layout_ = layout(specs, chunk_numel=chunk_numel, world=world)
         records = [record_layout(c.shard_used(rank), config.dtype, c.trainable, moments, config.moments) for c in layout_.chunks]
         placement = planner.place(
             layout_,
@@ -103,33 +157,10 @@ def assemble(
         return layout_, records, placement
 
     if config.chunk_mib is not None:
-        numel = default_chunk_numel(config.chunk_mib, ranks.world)
+        numel = default_chunk_numel(config.chunk_mib, world)
     else:
-        numel = _best_chunk_numel(arrange, planner.chunk_numels(sum(spec.numel for spec in specs), world=ranks.world))
-    layout_, records, placement = arrange(numel, ranks.rank)
-    swap, extents = _make_swap(config, ranks, placement)
-    with contextlib.ExitStack() as undo:  # what is made is closed again if something after it cannot be made
-        if swap is not None:
-            undo.callback(swap.close)
-        made = _connect(
-            named,
-            written,
-            config,
-            device,
-            ranks,
-            events,
-            accumulating,
-            deferred or accumulating,
-            layout_,
-            records,
-            placement,
-            int(host_budget * ACTIVATION_SHARE),
-            swap,
-            extents,
-            undo,
-        )
-        undo.pop_all()
-    return made
+        numel = _best_chunk_numel(at, planner.chunk_numels(sum(spec.numel for spec in specs), world=world))
+    return at(numel, rank)
 
 
 def _best_chunk_numel(arrange, candidates: list[int]) -> int:
@@ -203,9 +234,7 @@ def _connect(
         resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index] == "host"}
         for index, area in _areas(arena, resident).items():
             caches[kind].add_resident(chunks[index], area)
-    per_span = max(1, round(len(chunks) / len(spans)))
-    pipeline.read_ahead = max(4, placement.slots[WEIGHTS] // per_span - 2) if keep else 4
-    pipeline.states_ahead = max(1, placement.slots[STATES] - 2)
+    pipeline.read_ahead, pipeline.states_ahead = planner.look_ahead(layout_, placement, keep=keep)
 
     staging = None
     if cuda:

@@ -190,6 +190,13 @@ def place(
     )
 
 
+def look_ahead(layout: Layout, placement: Placement, *, keep: bool) -> tuple[int, int]:
+    """How many fetches of weights, and how many chunks' states, are read ahead."""
+    per_span = max(1, round(len(layout.chunks) / len(layout.spans)))
+    reads = max(4, placement.slots[WEIGHTS] // per_span - 2) if keep else 4
+    return reads, max(1, placement.slots[STATES] - 2)
+
+
 def records_on_device(
     layout: Layout, records: Sequence[Record], *, room_nbytes: int, gradient_itemsize: int | None, snapshots: Collection[int]
 ) -> list[tuple[int, int]]:
