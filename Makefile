@@ -34,7 +34,7 @@ test-gpu: build
 	$(PY) -m pytest -m gpu $(TESTS)
 
 bench: build
-	for script in bench/*.py; do $(PY) $$script || exit 1; done
+	$(PY) -m bench all
 
 # The extensions' tests on an ASan and UBSan build, which is then built away again.
 sanitize: build

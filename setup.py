@@ -45,7 +45,7 @@ def extension(name, sources, *, depends=(), flags=(), libraries=()):
 
 
 setup(
-    packages=["infinity", "aio_ext"],
+    packages=["infinity", "infinity.tools", "aio_ext"],
     cmdclass={"build_ext": BuildWithChecks},
     ext_modules=[
         extension(

@@ -8,13 +8,14 @@ was allocated before it.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 
 import torch
 
 import infinity
+from _common import error_bars, given, parse, spread
+from infinity import output
 from infinity.gpt import GPT
 from margin import step
 
@@ -30,9 +31,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--host-memory", default="16GiB")
-    parser.add_argument("--json")
-    parser.add_argument("--plot")
-    options = parser.parse_args()
+    options = parse(parser)
     found = {}
     for hidden in map(int, options.hidden.split(",")):
         with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
@@ -42,15 +41,14 @@ def main():
             seconds, peak = found[hidden]["seconds"][place], found[hidden]["peak_nbytes"][place]
             median = statistics.median(seconds)
             print(
-                f"hidden {hidden:6d} {place:>6}: {median:.4f} s ({min(seconds):.4f}-{max(seconds):.4f}), {median / base:.3f}x, "
+                f"hidden {hidden:6d} {place:>6}: {spread(seconds)} s, {median / base:.3f}x, "
                 f"peak {peak / 2**30:.2f} GiB, {found[hidden]['moved_nbytes'][place] / 2**20:.0f} MiB moved a step",
                 flush=True,
             )
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"found": found, "torch": torch.__version__, "options": vars(options)}, file, indent=1)
+        output.write_json(options.json, {"found": found, "torch": torch.__version__, "options": given(options)})
     if options.plot:
-        plot(found, options.plot)
+        plot(options, found)
 
 
 def measure(options, hidden: int, folder: str) -> dict:
@@ -95,21 +93,19 @@ def training(options, hidden: int, folder: str, place: str):
     return model, infinity.AdamW(model.parameters(), lr=1e-4)
 
 
-def plot(found: dict, path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def plot(options, found: dict) -> None:
+    pyplot = output.pyplot()
+    figure, axes = pyplot.subplots(figsize=(5.5, 3.5), layout="constrained")
     for place in PLACES[1:]:
-        ratios = [statistics.median(f["seconds"][place]) / statistics.median(f["seconds"]["device"]) for f in found.values()]
-        pyplot.plot([str(hidden) for hidden in found], ratios, "o-", label=place)
-    pyplot.axhline(1, color="grey", linewidth=0.5)
-    pyplot.ylim(bottom=0.9)
-    pyplot.xlabel("hidden size")
-    pyplot.ylabel("step time, of that with activations on the device")
-    pyplot.legend()
-    pyplot.savefig(path, dpi=120)
+        bases = [statistics.median(each["seconds"]["device"]) for each in found.values()]
+        ratios = [[taken / base for taken in each["seconds"][place]] for base, each in zip(bases, found.values())]
+        medians = [statistics.median(each) for each in ratios]
+        axes.errorbar([str(hidden) for hidden in found], medians, yerr=error_bars(ratios), fmt="o-", capsize=3, label=place)
+    axes.axhline(1, color="grey", linewidth=0.5)
+    axes.set(xlabel="hidden size", ylabel="step, of that with activations on the device", ylim=(0, None))
+    axes.set_title(f"activations offloaded: {options.device}, {options.layers} layers, batch {options.batch}", fontsize=10)
+    axes.legend()
+    figure.savefig(options.plot, dpi=150)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How fast a checkpoint is saved and loaded, of what the drive gives, beside torch.save and torch.distributed.checkpoint; and what
-saving costs the steps that go on meanwhile.
+"""How fast a checkpoint is saved and loaded, of what the drive gives; and what saving costs the steps that go on meanwhile.
 
     python bench/checkpoint.py [--directory DIR] [--hidden 1024] [--layers 12] [--rounds 5] [--batch 8] [--part speed|steps] [--json FILE]
 
-speed: one training state of 12 bytes a parameter, with its records in host memory and on NVMe. Everything takes turns in one run, with
-the ceiling: as many bytes written to new files through aio_ext with O_DIRECT, fsync included, or read back; where records are on
-NVMe, both at once. What goes through the page cache is fsynced when it is written, and dropped before it is read.
+speed: one training state of 12 bytes a parameter, with its records in host memory and on NVMe, beside torch.save and
+torch.distributed.checkpoint. Everything takes turns in one run, with the ceiling: as many bytes written to new files through aio_ext
+with O_DIRECT, fsync included, or read back; where records are on NVMe, both at once. What goes through the page cache is fsynced when
+it is written, and dropped before it is read.
 steps: blocks of steps in which a checkpoint is saved with wait=False in the first, with 64 MiB of host memory for it and with as much as
 it has, blocks in which it is waited for, and blocks without, in turn. The cost is what a block with a checkpoint takes more, over the
 steps that the checkpoint spans.

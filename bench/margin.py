@@ -20,7 +20,7 @@ from infinity.gpt import GPT
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--margins", default="8GiB,14GiB")
     parser.add_argument("--host-memory", default="auto")
     shape = (("hidden", 4096), ("layers", 4), ("heads", 32), ("vocab", 32000), ("seq", 1024))

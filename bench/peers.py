@@ -1,151 +1,370 @@
-"""The same GPT, all states on NVMe, nothing resident: infinity beside DeepSpeed ZeRO-Infinity on the CPU.
+"""The same GPT trained by this engine, FSDP2 with CPU offload, DeepSpeed and plain PyTorch: a step's time, bytes and memory.
 
-    python bench/peers.py [--nvme DIR] [--dtype fp32] [--rounds 2] [--steps 6] [--json FILE]
+    python bench/peers.py [--engines infinity,fsdp2,deepspeed,plain] [--places nvme,host,device] [--ranks 1] [--device cuda]
+                          [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--rounds 2] [--steps 6] [--json FILE] [--plot FILE]
 
-Each round runs each engine in a process of its own, in turn, on the same tokens from the same seed. Medians are over the
-steps after the second. DeepSpeed's settings are those with which it runs at all with everything on NVMe; its kernels are
-compiled on its first run.
+Every state lives in one place: on NVMe with nothing resident, in host memory, or on the device. Each round runs each engine that
+can do that, in turn, in processes of its own: the same first weights (what bf16 holds exactly, where that is the dtype), tokens,
+AdamW, and checkpointing a block; fp32 master weights where weights are bf16. Times are those of the steps after the
+second. Losses, means over the ranks, must agree within --tolerance of the first engine's, or the exit status is 1. An engine that is
+missing or fails is a row that says why.
+
+Bytes a parameter and step, of all ranks together. NVMe: infinity's own counters, for the others those of the kernel for the
+process (/proc/self/io; the kernel's count for infinity is in the JSON, too). To and from the device: infinity's own counters; FSDP2's
+by arithmetic, from what its source copies: fp32 shards, twice those of blocks, once the others, and fp32 gradients; DeepSpeed
+does not tell, and what it keeps between uses varies. Memory: the most that was resident in host memory from the first step on,
+summed over ranks, and the allocator's peak on a device.
+
+DeepSpeed's settings are those with which it runs at all with everything on NVMe. Its kernels are compiled when they are first used, so a
+run that does not count goes before its first. One that is ended while it compiles leaves a file `lock` in ~/.cache/torch_extensions, for
+which all later ones wait: remove it.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-HIDDEN, LAYERS, HEADS, VOCAB, SEQ, BATCH = 1024, 8, 16, 32000, 128, 1
+import torch
+import torch.distributed as dist
+
+import infinity
+from _common import RunError, error_bars, given, leave, on_ranks, parse, spread
+from infinity import output
+from infinity.gpt import GPT, Batches
+
+PLACES = {
+    "infinity": ("nvme", "host", "device"),
+    "fsdp2": ("host", "device"),
+    "deepspeed": ("nvme", "host", "device"),
+    "plain": ("device",),
+}
+TITLES = {"nvme": "all on NVMe", "host": "all in host memory", "device": "all on the device"}
+HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+NUM_WARM = 2  # steps that are not counted
+TRAFFIC = ("NVMe read", "written", "to device", "from it")  # bytes a parameter and step
 
 
 def main():
+    cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme", default="infinity-swap", help="made if it does not exist")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--engines", default=",".join(PLACES))
+    parser.add_argument("--places", default="nvme,host,device")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--nvme", default=".", help="a directory is made in it, and removed")
+    small, large = (1024, 8, 16, 32000, 128, 1), (4096, 4, 32, 32000, 1024, 4)
+    for name, default in zip(("hidden", "layers", "heads", "vocab", "seq", "batch"), large if cuda else small):
+        parser.add_argument(f"--{name}", type=int, default=default, help="of a rank" if name == "batch" else None)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16" if cuda else "fp32")
+    parser.add_argument("--host-memory", default="auto", help="of infinity, a rank")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--json")
-    parser.add_argument("--engine", choices=("infinity", "deepspeed"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    Path(options.nvme).mkdir(exist_ok=True)
-    if options.engine:
-        report = {"infinity": run_infinity, "deepspeed": run_deepspeed}[options.engine](options)
-        report["peak_rss_gib"] = peak_rss_gib()
-        print("RESULT " + json.dumps(report))
+    parser.add_argument("--tolerance", type=float, default=0.002, help="of losses, relative")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parse(parser)
+    if options.case:
+        leave(lambda: run(argparse.Namespace(**json.loads(options.case))))
         return
-    results = {"infinity": [], "deepspeed": []}
+    engines, places = options.engines.split(","), options.places.split(",")
+    if unknown := [name for name in engines if name not in PLACES] + [name for name in places if name not in PLACES["infinity"]]:
+        parser.error(f"{unknown[0]!r} is no engine and no place: expected {', '.join(PLACES)}; {', '.join(PLACES['infinity'])}")
+    if options.steps <= NUM_WARM:
+        parser.error(f"--steps {options.steps}: expected more than {NUM_WARM}, which are not counted")
+    rows = {(place, engine): [] for place in places for engine in engines if place in PLACES[engine]}
+    failed = {}
+    case = given(options)
     for round_ in range(options.rounds):
-        for engine in results:
-            report = run_process(engine, options)
-            results[engine].append(report)
-            print(
-                f"round {round_} {engine:10s} median {statistics.median(report['step_seconds'][2:]):.3f} s  "
-                f"peak {report['peak_rss_gib']:.2f} GiB  losses {report['losses'][0]:.4f} .. {report['losses'][-1]:.4f}",
-                flush=True,
-            )
-    summary = {}
-    for engine, reports in results.items():
-        seconds = [s for report in reports for s in report["step_seconds"][2:]]
-        summary[engine] = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
-        summary[engine]["peak_rss_gib"] = max(report["peak_rss_gib"] for report in reports)
-        print(f"{engine:10s}", {name: round(value, 3) for name, value in summary[engine].items()})
-    summary["ratio"] = summary["infinity"]["median"] / summary["deepspeed"]["median"]
-    print(f"ratio {summary['ratio']:.3f}")
+        for place, engine in rows:
+            if (place, engine) in failed:
+                continue
+            try:
+                if engine == "deepspeed" and not round_:
+                    run_ranks(case | {"steps": NUM_WARM}, place, engine)
+                rows[place, engine].append(run_ranks(case, place, engine))
+            except RunError as error:
+                failed[place, engine] = str(error)
+            said = failed.get((place, engine)) or f"{spread(rows[place, engine][-1]['seconds'])} s"
+            print(f"round {round_}, {place}, {engine}: {said}", file=sys.stderr, flush=True)
+    for row in failed:
+        del rows[row]
+    base = next(iter(rows.values()))[0]["losses"] if rows else []
+    worst = {row: max(abs(a - b) / a for run_ in runs for a, b in zip(base, run_["losses"])) for row, runs in rows.items()}
+    show(options, rows, failed, worst)
     if options.json:
-        Path(options.json).write_text(json.dumps({"summary": summary, "runs": results}, indent=1))
+        found = [{"place": place, "engine": engine, "runs": runs} for (place, engine), runs in rows.items()]
+        found += [{"place": place, "engine": engine, "error": error} for (place, engine), error in failed.items()]
+        output.write_json(options.json, {"found": found, "torch": torch.__version__, "options": case})
+    if options.plot and rows:
+        plot(options, rows)
+    apart = max(worst.values(), default=0.0)
+    print(f"losses differ by {apart:.1e} at most; up to {options.tolerance:g} is allowed")
+    sys.exit(not apart <= options.tolerance)
 
 
-def run_process(engine: str, options) -> dict:
-    command = [sys.executable, __file__, "--nvme", options.nvme, "--dtype", options.dtype]
-    command += ["--steps", str(options.steps), "--engine", engine]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+def run_ranks(case: dict, place: str, engine: str) -> dict:
+    """One run of an engine: what its ranks report, put together."""
     os.sync()  # what the last process left to the kernel to write is not charged to this one
-    environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0") if engine == "deepspeed" else None
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        sys.exit(f"{engine} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(lines[-1][len("RESULT ") :])
+    if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise RunError("deepspeed is not installed")
+    if engine == "plain" and case["ranks"] > 1:
+        raise RunError("runs on one rank only")
+    if case["device"] == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    with tempfile.TemporaryDirectory(dir=case["nvme"], prefix="peers-") as folder:
+        told = json.dumps(case | {"place": place, "engine": engine, "nvme": str(Path(folder).resolve())})
+        ranks = on_ranks(__file__, ["--case", told], case["ranks"], case["timeout"])
+    return {
+        "seconds": [max(times) for times in zip(*(rank["seconds"] for rank in ranks))],
+        "losses": [statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in ranks))],
+        "traffic": [None if None in each else sum(each) for each in zip(*(rank["traffic"] for rank in ranks))],
+        "kernel_io": [sum(each) for each in zip(*(rank["kernel_io"] for rank in ranks))],
+        "host_nbytes": sum(rank["host_nbytes"] for rank in ranks),
+        "device_nbytes": max(rank["device_nbytes"] for rank in ranks),
+        "num_parameters": ranks[0]["num_parameters"],
+        "version": ranks[0]["version"],
+    }
 
 
-def batches(steps):
-    import torch
+def show(options, rows: dict, failed: dict, worst: dict) -> None:
+    shape = (options.hidden, options.layers, options.seq, options.batch)
+    num = next((f"{runs[0]['num_parameters'] / 1e9:.3f} B parameters, " for runs in rows.values()), "")
+    print("{}hidden {}, {} layers, sequence {}, batch {}, ".format(num, *shape), end="")
+    print(f"{options.dtype}, {options.ranks} x {options.device}; bytes are a parameter and step")
+    cells = []
+    for (place, engine), runs in rows.items():
+        seconds = [each for run_ in runs for each in run_["seconds"]]
+        ours = rows.get((place, "infinity"))
+        base = statistics.median(each for run_ in ours for each in run_["seconds"]) if ours else None
+        ratio = f"{statistics.median(seconds) / base:.2f}x" if ours else "-"
+        traffic = ["-" if number is None else f"{number:.2f}" for number in runs[-1]["traffic"]]
+        memory = [max(run_[name] for run_ in runs) for name in ("host_nbytes", "device_nbytes")]
+        cells.append(
+            [place, f"{engine} {runs[0]['version']}".rstrip(), spread(seconds, 3), ratio, f"{worst[place, engine]:.1e}"]
+            + [*traffic, *(f"{nbytes / 2**30:.2f} GiB" if nbytes else "-" for nbytes in memory)]
+        )
+    print(output.table(("", "engine", "s a step", "of ours", "losses", *TRAFFIC, "host peak", "device peak"), cells))
+    for (place, engine), reason in failed.items():
+        print(f"{place}  {engine}: {reason}")
 
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
-        yield tokens[:, :-1], tokens[:, 1:]
+
+# In a rank.
 
 
-def model():
-    import torch
+def run(options) -> dict:
+    """Seconds of the counted steps, all losses, bytes a parameter and step, and peaks in bytes."""
+    cuda = options.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if options.engine == "deepspeed":
+        import deepspeed
 
-    from infinity.gpt import GPT
-
-    torch.manual_seed(0)
-    return GPT(HIDDEN, LAYERS, HEADS, VOCAB, SEQ, checkpoint_activations=True)
-
-
-def run_infinity(options) -> dict:
-    import infinity
-
-    config = infinity.Config(
-        nvme=options.nvme, weights="nvme", states="nvme", residency="none", dtype=options.dtype, device="cpu"
-    )
-    with infinity.init(config):
-        gpt = model()
-    optimizer = infinity.AdamW(gpt.parameters(), lr=1e-4, weight_decay=0.01)
+        deepspeed.init_distributed("nccl" if cuda else "gloo")
+    else:
+        dist.init_process_group("nccl" if cuda else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    step, moved, close = {"infinity": ours, "fsdp2": fsdp2, "deepspeed": deep, "plain": plain}[options.engine](options, device)
+    batches = Batches(None, vocab=options.vocab, batch=options.batch * world, seq=options.seq, seed=1, rank=rank, world=world)
+    num = sum(param.numel() for param in made_on_meta(options).parameters())
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what built the model
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     seconds, losses = [], []
-    for x, y in batches(options.steps):
+    for number in range(options.steps):
+        if number <= NUM_WARM:  # the last of them counts
+            before, io_before = moved(), kernel_io()
+        x, y = (part.to(device) for part in batches(number))
         start = time.perf_counter()
-        loss = gpt(x, y)
+        losses.append(step(x, y).item())
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    counted = max(1, options.steps - NUM_WARM) * num
+    report = {
+        "seconds": seconds[NUM_WARM:],
+        "losses": losses,
+        "traffic": [None if b is None else (b - a) / counted for a, b in zip(before, moved())],
+        "kernel_io": [(b - a) / counted for a, b in zip(io_before, kernel_io())],
+        "host_nbytes": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10,
+        "device_nbytes": torch.cuda.max_memory_allocated() if cuda else 0,
+        "num_parameters": num,
+        "version": deepspeed.__version__ if options.engine == "deepspeed" else "",
+    }
+    close()
+    dist.destroy_process_group()
+    return report
+
+
+def kernel_io() -> tuple[int, int]:
+    """Bytes that this process has had read and written so far."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
+def make(options) -> GPT:
+    shape = (options.hidden, options.layers, options.heads, options.vocab, options.seq)
+    return GPT(*shape, checkpoint_activations=True)
+
+
+def made_on_meta(options) -> GPT:
+    with torch.device("meta"):
+        return make(options)
+
+
+@torch.no_grad()
+def same_start(options) -> GPT:
+    """The model on the CPU, in fp32: the weights that every engine begins with."""
+    torch.manual_seed(0)
+    model = make(options)
+    if options.dtype == "bf16":
+        for param in model.parameters():
+            param.copy_(param.bfloat16())
+    return model
+
+
+# Each gives (a step: inputs, targets -> loss; bytes so far of each of TRAFFIC, None where it is not known; what ends it).
+
+
+def ours(options, device):
+    config = {"nvme": options.nvme, "device": options.device, "dtype": options.dtype, "host_memory": options.host_memory}
+    residency = "none" if options.place == "nvme" else "auto"
+    with infinity.init(infinity.Config(weights=options.place, states=options.place, residency=residency, **config)):
+        model = same_start(options)
+    optimizer = infinity.AdamW(model.parameters(), **HYPER)
+    engine = infinity.engine_of(model)
+
+    def step(x, y):
+        loss = model(x, y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - start)
-        losses.append(loss.item())
-    stats = infinity.engine_of(gpt).stats()
-    infinity.engine_of(gpt).close()
-    return {"step_seconds": seconds, "losses": losses, "host_arena_nbytes": stats["host_arena_nbytes"]}
+        return loss
+
+    def moved():
+        stats = engine.stats()
+        links = [stats["links"][link]["nbytes"] if options.place != "device" else 0 for link in ("cg", "gc")]
+        return stats["nvme_read_nbytes"], stats["nvme_write_nbytes"], *links
+
+    return step, moved, engine.close
 
 
-def run_deepspeed(options) -> dict:
-    import deepspeed
-    import torch
+def fsdp2(options, device):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    deepspeed.init_distributed("gloo")
-    settings = {
-        "train_batch_size": BATCH,
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "offload_param": {"device": "nvme", "nvme_path": options.nvme, "buffer_count": 40, "buffer_size": 40_000_000, "max_in_cpu": 0},
-            "offload_optimizer": {"device": "nvme", "nvme_path": options.nvme, "buffer_count": 16, "pipeline_read": True, "pipeline_write": True},
-        },
-        "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+    model = same_start(options)
+    if options.place == "device":
+        model.to(device)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policies = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mp_policy": bf16 if options.dtype == "bf16" else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.place == "host" else OffloadPolicy(),
     }
-    if options.dtype == "bf16":
-        settings["bf16"] = {"enabled": True}
-    with deepspeed.zero.Init(config_dict_or_path=settings):
-        gpt = model()
-    engine, *_ = deepspeed.initialize(model=gpt, model_parameters=gpt.parameters(), config=settings)
-    seconds, losses = [], []
-    for x, y in batches(options.steps):
-        start = time.perf_counter()
+    for block in model.blocks:
+        fully_shard(block, **policies)
+    fully_shard(model, **policies)
+    optimizer = torch.optim.AdamW(model.parameters(), **HYPER, fused=True)
+    shards = {id(param): 4 * param.to_local().numel() for param in model.parameters()}
+    of_blocks = sum(shards[id(param)] for param in model.blocks.parameters())
+    num_steps = 0
+
+    def step(x, y):
+        nonlocal num_steps
+        num_steps += 1
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def moved():
+        if options.place == "device":
+            return *kernel_io(), 0, 0
+        return *kernel_io(), num_steps * (sum(shards.values()) + of_blocks), num_steps * sum(shards.values())
+
+    return step, moved, lambda: None
+
+
+def deep(options, device):
+    import deepspeed
+
+    model, world = same_start(options), dist.get_world_size()
+    largest = max(param.numel() for param in model.parameters())
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    if options.place != "device":
+        offload = {"device": "cpu" if options.place == "host" else "nvme", "nvme_path": options.nvme, "pin_memory": device.type == "cuda"}
+        zero["offload_param"] = offload | {"buffer_count": 40, "buffer_size": largest // world * 5 // 4, "max_in_cpu": 0}
+        zero["offload_optimizer"] = offload | {"buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
+    settings = {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "zero_optimization": zero,
+        "aio": {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
+        "optimizer": {"type": "AdamW", "params": HYPER},
+        "bf16": {"enabled": options.dtype == "bf16"},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+
+    def step(x, y):
         loss = engine(x, y)
         engine.backward(loss)
         engine.step()
-        seconds.append(time.perf_counter() - start)
-        losses.append(loss.item())
-    return {"step_seconds": seconds, "losses": losses, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
+        return loss
+
+    links = (0, 0) if options.place == "device" else (None, None)
+    return step, lambda: (*kernel_io(), *links), lambda: None
 
 
-def peak_rss_gib() -> float:
-    """The most resident memory this process has had."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
+def plain(options, device):
+    model = same_start(options).to(device)
+    masters = [param.detach().clone() for param in model.parameters()] if options.dtype == "bf16" else list(model.parameters())
+    if options.dtype == "bf16":
+        model.bfloat16()
+    optimizer = torch.optim.AdamW(masters, **HYPER, fused=True)
+
+    def step(x, y):
+        loss = model(x, y)
+        loss.backward()
+        if options.dtype == "bf16":
+            for master, param in zip(masters, model.parameters()):
+                master.grad, param.grad = param.grad.float(), None
+        optimizer.step()
+        optimizer.zero_grad()
+        if options.dtype == "bf16":
+            with torch.no_grad():
+                torch._foreach_copy_(list(model.parameters()), masters)
+        return loss
+
+    return step, lambda: (*kernel_io(), 0, 0), lambda: None
+
+
+def plot(options, rows: dict) -> None:
+    pyplot = output.pyplot()
+    places = list(dict.fromkeys(place for place, _ in rows))
+    engines = list(dict.fromkeys(engine for _, engine in rows))
+    figure, axes = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
+    for index, engine in enumerate(engines):
+        where = [place for place in places if (place, engine) in rows]
+        seconds = [[each for run_ in rows[place, engine] for each in run_["seconds"]] for place in where]
+        at = [places.index(place) + 0.2 * (index - (len(engines) - 1) / 2) for place in where]
+        medians = [statistics.median(each) for each in seconds]
+        bars = axes.bar(at, medians, 0.19, yerr=error_bars(seconds), capsize=2, label=engine)
+        axes.bar_label(bars, [f"{median:.3g}" for median in medians], fontsize=8, padding=2)
+    everything = [each for runs in rows.values() for run_ in runs for each in run_["seconds"]]
+    axes.set_xticks(range(len(places)), [TITLES[place] for place in places])
+    axes.set(ylabel="s a step", yscale="log", ylim=(min(everything) / 3, max(everything) * 2))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.set_title(f"hidden {options.hidden}, {options.layers} layers, {options.dtype}, {options.ranks} x {options.device}", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=len(engines))
+    figure.savefig(options.plot, dpi=150)
 
 
 if __name__ == "__main__":

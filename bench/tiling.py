@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
+from _common import given, parse
+from infinity import output
 
 SEPARATOR_NBYTES = 2 << 20
 SLACK_NBYTES = 24 << 20  # left to the driver, which loads kernels when they are first used
@@ -39,10 +41,8 @@ def main():
     parser.add_argument("--most-hidden", type=int, help="default: 16384, on the CPU 2048")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one size")
-    parser.add_argument("--json")
-    parser.add_argument("--plot", help="a file for matplotlib; without it, bars are printed")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser)
     on_cpu = options.device == "cpu"
     options.block_mib = options.block_mib or (4 if on_cpu else 64)
     options.least_hidden = options.least_hidden or (128 if on_cpu else 512)
@@ -61,8 +61,7 @@ def main():
         columns = f"{sizes[0]:>11.1f} MiB {sizes[1]:>9.1f} MiB {sizes[2]:>8.1f} MiB"
         print(f"{factor:>7} {best.get('hidden', 0):>7} {columns}  {refusal}", flush=True)
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"options": vars(options), "results": results, "torch": torch.__version__}, file, indent=1)
+        output.write_json(options.json, {"options": given(options), "results": results, "torch": torch.__version__})
     plot(options, {factor: result["best"].get("hidden", 0) for factor, result in results.items()})
 
 
@@ -79,8 +78,8 @@ def largest(options, factor):
 
 
 def in_a_process(options, factor, hidden):
-    given = {"device": options.device, "block-mib": options.block_mib, "tokens": options.tokens, "one": f"{factor}:{hidden}"}
-    command = [sys.executable, os.path.abspath(__file__), *(f"--{name}={value}" for name, value in given.items())]
+    told = {"device": options.device, "block-mib": options.block_mib, "tokens": options.tokens, "one": f"{factor}:{hidden}"}
+    command = [sys.executable, os.path.abspath(__file__), *(f"--{name}={value}" for name, value in told.items())]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
     except subprocess.TimeoutExpired:
@@ -195,26 +194,22 @@ def refuse_larger(block):
 
 
 def plot(options, hidden):
-    if options.plot:
-        try:
-            import matplotlib
-
-            matplotlib.use("Agg")
-            from matplotlib import pyplot
-
-            figure, axes = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
-            bars = axes.bar(list(hidden), list(hidden.values()))
-            axes.bar_label(bars)
-            axes.set(xlabel="tiles of a linear layer", ylabel="largest hidden size", yscale="log")
-            axes.set_yscale("log", base=2)
-            axes.set_title(f"device memory in blocks of {options.block_mib:g} MiB")
-            figure.savefig(options.plot, dpi=150)
-            return
-        except ImportError:
-            print("matplotlib is not installed; as bars:")
-    most = max(hidden.values(), default=0)
-    for factor, size in hidden.items():
-        print(f"{factor:>7} {'#' * round(40 * size / most) if most else ''} {size}")
+    """Draw into the file, or print bars."""
+    if not options.plot:
+        most = max(hidden.values(), default=0)
+        for factor, size in hidden.items():
+            print(f"{factor:>7} {'#' * round(40 * size / most) if most else ''} {size}")
+        return
+    pyplot = output.pyplot()
+    figure, axes = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
+    bars = axes.bar(list(hidden), list(hidden.values()))
+    axes.bar_label(bars)
+    sizes = [size for size in hidden.values() if size] or [1]
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.set(xlabel="tiles of a linear layer", ylabel="largest hidden size", ylim=(min(sizes) / 2, 1.5 * max(sizes)))
+    axes.set_title(f"device memory {'of' if options.device == 'cpu' else 'in blocks of'} {options.block_mib:g} MiB")
+    figure.savefig(options.plot, dpi=150)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from infinity.loading import Loaded, load
 from infinity.saving import Saving, save
 from infinity.scaling import LossScale
 from infinity.tiling import TiledEmbedding, TiledLinear, linear_cross_entropy, tile_large_layers
+from infinity.tracing import save_trace
 from infinity.vertical import vertical
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "offload",
     "save",
     "save_dcp",
+    "save_trace",
     "tile_large_layers",
     "vertical",
 ]

@@ -12,7 +12,6 @@ import os
 import threading
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import nn
 
@@ -23,7 +22,7 @@ from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS, Layout, Parameter
 from infinity.config import Config
 from infinity.errors import BudgetError
 from infinity.events import Events
-from infinity.gauge import gauge_of
+from infinity.gauge import gauge_of, host_free_nbytes
 from infinity.gradients import Gradients
 from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
@@ -309,7 +308,7 @@ def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Resident]:
 
 def budgets(config: Config, device: torch.device, ranks: Ranks) -> tuple[int, int]:
     """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks."""
-    free_host = psutil.virtual_memory().available // _local_world(ranks)
+    free_host = host_free_nbytes() // _local_world(ranks)
     if device.type == "cuda":
         device_share, host_share = gauge_of(device).free_nbytes() // 2, int(free_host * 0.8)
     else:

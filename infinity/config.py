@@ -1,7 +1,7 @@
-"""What a user may ask of the engine: one frozen value, validated once.
+"""What a user may ask of the engine: one frozen value, validated once, and where each setting came from.
 
-Knows names, ranges and units. Must not know torch, ranks or how anything is done: what depends on the machine (is there a
-GPU, how much memory is free, does the model fit) is answered by the engine.
+Knows names, ranges and units, and in which order files and options count. Must not know torch, ranks or how anything is
+done: what depends on the machine (is there a GPU, how much memory is free, does the model fit) is answered by the engine.
 """
 
 import dataclasses
@@ -10,12 +10,17 @@ import functools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
+from typing import ClassVar
 
+from infinity import settings
+from infinity.deepspeed import Conversion, convert
 from infinity.errors import ConfigError
 
 DEFAULT_NVME = Path("infinity-swap")
+Layer = tuple[str, Mapping[str, object]]  # where values come from, and the values by field
 
 CHOICES = {
     "weights": ("auto", "device", "host", "nvme"),
@@ -35,13 +40,7 @@ def _refuse_unknown_fields(cls):
 
     @functools.wraps(construct)
     def __init__(self, **values):
-        names = [field.name for field in dataclasses.fields(cls)]
-        problems = []
-        for unknown in (name for name in values if name not in names):
-            near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.5)
-            cure = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(names)}"
-            problems.append(f"{cls.__name__} has no field {unknown!r}: {cure}")
-        if problems:
+        if problems := _unknown_fields(cls, values):
             raise ConfigError("\n".join(problems))
         construct(self, **values)
 
@@ -49,13 +48,30 @@ def _refuse_unknown_fields(cls):
     return cls
 
 
+def _unknown_fields(cls, values):
+    names = [field.name for field in dataclasses.fields(cls)]
+    problems = []
+    for unknown in (name for name in values if name not in names):
+        near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.5)
+        cure = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(names)}"
+        problems.append(f"{cls.__name__} has no field {unknown!r}: {cure}")
+    return problems
+
+
 @_refuse_unknown_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Settings of an engine. Every field has a default; values are normalised (paths, bytes) and cannot change.
 
-    Raises ConfigError, listing every wrong value at once.
+    In files, where there is no None, "none" stands for it. Raises ConfigError, listing every wrong value at once.
     """
+
+    origins: ClassVar[Mapping[str, str]] = {}
+    """Where values came from, by name, such as "infinity.toml", "--set" or "--nvme". What is absent is the default, or was
+    given in Python. Says nothing about the value: equal configurations may have different origins."""
+
+    conversion: ClassVar[Conversion | None] = None
+    """Of `from_deepspeed`: what became of every key."""
 
     nvme: str | os.PathLike | Sequence[str | os.PathLike] = (DEFAULT_NVME,)
     """Directories for swap files, best one a drive; a tuple of paths after construction. They must exist, except for
@@ -122,7 +138,7 @@ class Config:
             try:
                 object.__setattr__(self, name, check(name, getattr(self, name)))
             except ConfigError as error:
-                problems.append(str(error))
+                problems.append(f"{self._prefix(name)}{error}")
 
         settle("nvme", _paths)
         settle("host_memory", _budget)
@@ -138,20 +154,76 @@ class Config:
         if problems:
             raise ConfigError("\n".join(problems))
 
+    @classmethod
+    def load(cls, path: str | os.PathLike, **overrides) -> "Config":
+        """The table [config] of a TOML file, or "config" of a JSON file; overrides count more.
+
+        A relative path of `nvme` in the file is relative to the file's directory. Raises ConfigError that names the file.
+        """
+        return cls.layered([(str(path), _table_of(path)), ("argument", overrides)])
+
+    @classmethod
+    def layered(cls, layers: Iterable[Layer], deepspeed: Mapping | str | os.PathLike | None = None) -> "Config":
+        """What comes later counts more; below all of them what `from_deepspeed` makes of a source, if there is one.
+
+        Raises ConfigError that names the origin.
+        """
+        values, origins, problems, conversion = {}, {}, [], None
+        if deepspeed is not None:
+            origin, conversion = _converted(deepspeed)
+            layers = [(origin, conversion.config), *layers]
+        for origin, layer in layers:
+            problems += [f"{origin}: {problem}" for problem in _unknown_fields(cls, layer)]
+            values |= layer
+            origins |= dict.fromkeys(layer, origin)
+        if problems:
+            raise ConfigError("\n".join(problems))
+        config = cls.__new__(cls)
+        object.__setattr__(config, "origins", origins)  # before values are checked, for errors to name them
+        object.__setattr__(config, "conversion", conversion)
+        config.__init__(**values)
+        return config
+
+    @classmethod
+    def from_deepspeed(cls, source: Mapping | str | os.PathLike, **overrides) -> "Config":
+        """What a configuration of DeepSpeed's ZeRO-Infinity, a dict or a JSON file, means here; overrides count more.
+
+        `conversion` of the result says what became of every key. Raises ConfigError for a ZeRO stage other than 3, among others.
+        """
+        return cls.layered([("argument", overrides)], deepspeed=source)
+
+    def to_table(self) -> dict:
+        """What files hold, for `load` to make an equal one of: numbers, strings, booleans and lists of these.
+
+        Paths are absolute, but for the default one, which a file in the current directory means in the same way.
+        """
+        table = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            table[field.name] = "none" if value is None else value
+        table["nvme"] = [str(path if self.creates_nvme else path.absolute()) for path in self.nvme]
+        return table
+
+    def _prefix(self, name) -> str:
+        """Of an error: where the value came from."""
+        return f"{self.origins[name]}: " if name in self.origins else ""
+
     def _contradictions(self) -> list[str]:
         found = []
         if self.moments == "bf16" and self.dtype in ("fp16", "fp32"):
-            found.append(f"moments='bf16' with dtype={self.dtype!r}: bf16 moments go with dtype='bf16' only")
+            found.append(
+                f"{self._prefix('moments')}moments='bf16' with dtype={self.dtype!r}: bf16 moments go with dtype='bf16' only"
+            )
         if self.dtype == "fp16" and self.nonfinite in ("ignore", "raise"):
             found.append(
-                f"nonfinite={self.nonfinite!r} with dtype='fp16': its loss scale finds its size by steps that overflow and are "
-                f"skipped. Use nonfinite='auto'."
+                f"{self._prefix('nonfinite')}nonfinite={self.nonfinite!r} with dtype='fp16': its loss scale finds its size "
+                f"by steps that overflow and are skipped. Use nonfinite='auto'."
             )
         if self.update == "backward" and (self.dtype == "fp16" or self.nonfinite in ("raise", "skip")):
             what = "dtype='fp16'" if self.dtype == "fp16" else f"nonfinite={self.nonfinite!r}"
             found.append(
-                f"update='backward' with {what}: whether a step counts is known only after the backward pass. Use "
-                f"update='deferred' or 'auto'."
+                f"{self._prefix('update')}update='backward' with {what}: whether a step counts is known only after the "
+                f"backward pass. Use update='deferred' or 'auto'."
             )
         return found
 
@@ -164,6 +236,52 @@ class Config:
     def creates_nvme(self) -> bool:
         """Whether the swap directory may be created: only the default one."""
         return self.nvme == (DEFAULT_NVME,)
+
+
+def command_layers(arguments, options: Sequence[str] = ()) -> list[Layer]:
+    """What a command was told: infinity.toml if it is here and has a table [config], then the file of --config, then --set, then
+    those of the command's own options, named by their fields, that were given (are not None)."""
+    layers = []
+    if Path(settings.DEFAULT_NAME).is_file() and "config" in settings.read(settings.DEFAULT_NAME):
+        layers.append((settings.DEFAULT_NAME, _table_of(settings.DEFAULT_NAME)))
+    if arguments.config is not None:
+        layers.append((str(arguments.config), _table_of(arguments.config)))
+    layers += set_layers(arguments)
+    for name in options:
+        value = getattr(arguments, name)
+        if value is not None:
+            layers.append((f"--{name.replace('_', '-')}", {name: value}))
+    return layers
+
+
+def set_layers(arguments) -> list[Layer]:
+    """Those of --set alone."""
+    pairs = [settings.assignment(text) for text in arguments.set]
+    return [("--set", {name: value}) for name, value in pairs]
+
+
+def _table_of(path):
+    """[config] of a file, paths of nvme as seen from here."""
+    content = settings.read(path).get("config")
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path} has no table [config]; put the settings of the engine into one")
+    table = dict(content)
+    nvme = table.get("nvme")
+    if isinstance(nvme, (str, list)):
+        here = Path(path).parent
+        paths = [nvme] if isinstance(nvme, str) else nvme
+        table["nvme"] = [here / os.path.expanduser(name) if isinstance(name, str) else name for name in paths]
+    return table
+
+
+def _converted(source):
+    """A configuration of DeepSpeed's: what to call it, and what becomes of it."""
+    given = isinstance(source, Mapping)
+    origin, content = ("DeepSpeed", source) if given else (str(source), settings.read_json(source))
+    try:
+        return origin, convert(content)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
 
 
 _UNITS = {"b": 1}
@@ -184,7 +302,7 @@ def parse_bytes(value: int | str) -> int:
         if match and match[1]:
             return int(match[1])
         if match and match[3].lower() in _UNITS:
-            return int(float(match[2]) * _UNITS[match[3].lower()])
+            return int(Fraction(match[2]) * _UNITS[match[3].lower()])
     raise ConfigError(f'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got {value!r}')
 
 
@@ -209,7 +327,7 @@ def _paths(name, value):
     given = [value] if isinstance(value, (str, os.PathLike)) else value
     if not isinstance(given, Sequence) or not given or not all(isinstance(path, (str, os.PathLike)) for path in given):
         raise ConfigError(f"{name}={value!r}: expected a directory or a list of directories")
-    paths = tuple(Path(path).expanduser() for path in given)
+    paths = tuple(Path(os.path.expanduser(path)) for path in given)
     seen = {}
     for path in paths:
         if path == DEFAULT_NVME and len(paths) == 1 and not path.exists():
@@ -239,7 +357,7 @@ def _budget(name, value):
 
 
 def _limit(name, value):
-    if value is None:
+    if value in (None, "none"):
         return None
     try:
         return _budget(name, value)
@@ -261,7 +379,7 @@ def _either(choices):
 
 
 def _size_mib(name, value):
-    if value is None:
+    if value in (None, "none"):
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"{name}={value!r}: expected a number of MiB above zero, or None to choose one")
@@ -269,7 +387,7 @@ def _size_mib(name, value):
 
 
 def _device(name, value):
-    if value is None:
+    if value in (None, "none"):
         return None
     if not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
         raise ConfigError(f"{name}={str(value)!r}: expected 'cpu', 'cuda' or 'cuda:N', or None to choose one")

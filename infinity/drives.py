@@ -14,22 +14,25 @@ Knows file descriptors, queues, seconds, and shares in proportion to bandwidth. 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
-import mmap
 import os
 import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 
 import aio_ext
+from infinity.arena import Arena
 
 CACHE_NAME = "infinity-drive.json"
 SCRATCH_NBYTES = 128 << 20  # of the file that is measured on
 
 _MIB = 1 << 20
 _REQUEST_NBYTES = 4 * _MIB
-_NUM_REQUESTS = 8  # under way
+_NUM_REQUESTS = 16  # under way
+_NUM_SOURCES = 5  # buffers that are written from: no divisor of what the file holds, so that a place gets other bytes each time
+_NUM_BEFORE = 7  # writes that a demand read comes behind
 _WRITES_NBYTES = [n * _MIB for n in (2, 3, 4, 6, 8, 12, 16, 24, 32)]  # in the kernel
 _PATIENCE = 2.5  # times its lone time that a demand read may take
 _SECONDS = 0.07  # of one measurement of bandwidth
@@ -69,26 +72,30 @@ class Drive:
             block_nbytes=self.block_nbytes, inflight_nbytes=whole, inflight_write_nbytes=writes, depth=self.depth
         )
 
+    def measured(self, nbytes_per_s: float, block_s: float) -> Drive:
+        """The same settings with what they reach, and with the depth that they need."""
+        depth = max(32, 4 * self.inflight_nbytes // self.block_nbytes)  # small requests make small blocks
+        return replace(self, depth=depth, nbytes_per_s=nbytes_per_s, block_s=block_s)
+
 
 def measure(fd: int, nbytes: int) -> Drive:
-    """Try settings on an O_DIRECT file of nbytes, at least 32 MiB, whose bytes are lost. Takes some seconds. Raises OSError."""
-    probe = _Probe(fd, nbytes)
+    """Try settings on an O_DIRECT file of nbytes, at least 64 MiB, whose bytes are lost. Takes some seconds. Raises OSError."""
+    probe = Probe(fd, nbytes)
     try:
         start = time.perf_counter()
         probe.fill()
         is_slow = nbytes / (time.perf_counter() - start) < _SLOW_NBYTES_PER_S
-        block_s = probe.block_seconds()
+        block_s = probe.read_seconds()
         if is_slow:
             return Drive(nbytes_per_s=probe.rate("mixed", Drive()), block_s=block_s)
-        patient = itertools.takewhile(lambda nbytes: probe.block_seconds(nbytes) <= _PATIENCE * block_s, _WRITES_NBYTES[1:])
-        drive = Drive(inflight_write_nbytes=max(patient, default=_WRITES_NBYTES[0]))
+        drive = Drive(inflight_write_nbytes=probe.patient_write_nbytes(block_s))
         drive = probe.choose([drive, *(replace(drive, inflight_nbytes=nbytes) for nbytes in (16 * _MIB, 32 * _MIB))])
         blocks = [replace(drive, block_nbytes=nbytes) for nbytes in (512 << 10, 2 * _MIB)]
         drive = probe.choose([drive, *blocks])
         drive = probe.choose([drive, replace(drive, num_queues=2)])
         rate = statistics.median(probe.rate("mixed", drive) for _ in range(_ROUNDS))
-        depth = max(32, 4 * drive.inflight_nbytes // drive.block_nbytes)  # small requests make small blocks
-        return replace(drive, depth=depth, nbytes_per_s=rate, block_s=block_s)
+        probe.check()
+        return drive.measured(rate, block_s)
     finally:
         probe.close()
 
@@ -142,55 +149,59 @@ def _is_sensible(drive: Drive) -> bool:
     )
 
 
-class _Probe:
-    """A file and memory on huge pages to measure with."""
+class Probe:
+    """A written O_DIRECT file of nbytes, at least 64 MiB, and memory on huge pages to measure with.
+
+    What is read is compared with what was written before, outside of what is timed. All methods raise OSError.
+    """
 
     def __init__(self, fd: int, nbytes: int):
         self.fd = fd
         self.num_requests = nbytes // _REQUEST_NBYTES
-        self._pages = mmap.mmap(-1, _NUM_REQUESTS * _REQUEST_NBYTES)
-        with contextlib.suppress(OSError, AttributeError):
-            self._pages.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = memoryview(self._pages)
-        noise = os.urandom(_MIB)  # some drives are faster with zeros
-        for start in range(0, len(self._memory), _MIB):
-            self._memory[start : start + _MIB] = noise
-        self._buffers = [self._memory[i * _REQUEST_NBYTES : (i + 1) * _REQUEST_NBYTES] for i in range(_NUM_REQUESTS)]
+        self._arena = Arena()
+        memory = self._arena.region((_NUM_SOURCES + _NUM_REQUESTS) * _REQUEST_NBYTES).buffer
+        buffers = [memory[start : start + _REQUEST_NBYTES] for start in range(0, len(memory), _REQUEST_NBYTES)]
+        self._sources, self._buffers = buffers[:_NUM_SOURCES], buffers[_NUM_SOURCES:]
+        for source in self._sources:
+            source[:] = os.urandom(_REQUEST_NBYTES)  # some drives are faster with zeros
+        self._sums = [aio_ext.crc32c(source) for source in self._sources]
+        self._holds: dict[int, int] = {}  # of a place in the file, by number: the source that was written last
+        self._num_writes = 0
 
     def close(self) -> None:
-        for buffer in self._buffers:
-            buffer.release()
-        self._memory.release()
-        self._pages.close()
+        self._sources, self._buffers = [], []
+        self._arena.close()
 
     def fill(self) -> None:
         """Reads of what was never written do not reach the drive."""
         with Drive(inflight_nbytes=32 * _MIB).queue() as queue:
-            writes = [
-                queue.write(self.fd, self._buffers[i % _NUM_REQUESTS], i * _REQUEST_NBYTES) for i in range(self.num_requests)
-            ]
-            for ticket in writes:
+            for ticket in [self._write(queue, place) for place in range(self.num_requests)]:
                 ticket.wait()
 
-    def block_seconds(self, writes_nbytes: int = 0) -> float:
-        """How long a demanded block takes alone, or behind queued writes with so much of them in the kernel."""
+    def read_seconds(self, writes_nbytes: int = 0, nbytes: int = _MIB) -> float:
+        """How long a demanded read takes alone, or behind queued writes with so much of them in the kernel."""
         seconds = []
         with Drive(inflight_write_nbytes=writes_nbytes or _MIB).queue() as queue:
             for i in range(11):
-                places = range(1, _NUM_REQUESTS if writes_nbytes else 1)
-                writes = [queue.write(self.fd, self._buffers[place], place * _REQUEST_NBYTES) for place in places]
+                writes = [self._write(queue, 1 + place) for place in range(_NUM_BEFORE if writes_nbytes else 0)]
                 time.sleep(0.002)  # until the kernel has its part
                 start = time.perf_counter()
                 place = i % 4 if writes else i * 7 % (4 * self.num_requests)
-                queue.read(self.fd, self._buffers[0][:_MIB], place * _MIB, priority=aio_ext.DEMAND).wait()
+                queue.read(self.fd, self._buffers[0][:nbytes], place * _MIB, priority=aio_ext.DEMAND).wait()
                 seconds.append(time.perf_counter() - start)
                 for ticket in writes:
                     ticket.wait()
         return statistics.median(seconds)
 
+    def patient_write_nbytes(self, block_s: float) -> int:
+        """How much of writes may be with the kernel, see [Note: how much goes to the kernel]. block_s: of a read alone."""
+        patient = itertools.takewhile(lambda nbytes: self.read_seconds(nbytes) <= _PATIENCE * block_s, _WRITES_NBYTES[1:])
+        return max(patient, default=_WRITES_NBYTES[0])
+
     def rate(self, mix: str, drive: Drive) -> float:
         """Bytes a second, from the first request to the end of the last."""
         tickets: list[aio_ext.Ticket] = []
+        read: dict[int, int] = {}  # of a buffer, by number: the source that it must equal
         with contextlib.ExitStack() as stack:
             queues = [stack.enter_context(drive.queue()) for _ in range(drive.num_queues)]
             start, number = time.perf_counter(), 0
@@ -199,13 +210,25 @@ class _Probe:
                     tickets[number - _NUM_REQUESTS].wait()
                 place = number % self.num_requests
                 queue = queues[place % len(queues)]
-                submit = queue.read if is_read(mix, number) else queue.write
-                buffer = self._buffers[number % _NUM_REQUESTS]
-                tickets.append(submit(self.fd, buffer, place * _REQUEST_NBYTES))
+                if is_read(mix, number):
+                    read[number % _NUM_REQUESTS] = self._holds[place]
+                    tickets.append(queue.read(self.fd, self._buffers[number % _NUM_REQUESTS], place * _REQUEST_NBYTES))
+                else:
+                    tickets.append(self._write(queue, place))
                 number += 1
             for ticket in tickets[-_NUM_REQUESTS:]:
                 ticket.wait()
-            return number * _REQUEST_NBYTES / (time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+        for buffer, source in read.items():
+            self._compare(self._buffers[buffer], source)
+        return number * _REQUEST_NBYTES / seconds
+
+    def check(self) -> None:
+        """Read the whole file and compare it with what was written."""
+        with Drive().queue() as queue:
+            for place, source in self._holds.items():
+                queue.read(self.fd, self._buffers[0], place * _REQUEST_NBYTES).wait()
+                self._compare(self._buffers[0], source)
 
     def choose(self, drives: list[Drive]) -> Drive:
         """The first, unless another is clearly faster in every round; then the fastest of those."""
@@ -213,3 +236,12 @@ class _Probe:
         gains = [min(rate[i] / rate[0] for rate in rates) for i in range(len(drives))]
         best = max(range(len(drives)), key=lambda i: gains[i])
         return drives[best] if gains[best] > _FASTER else drives[0]
+
+    def _write(self, queue: aio_ext.Queue, place: int) -> aio_ext.Ticket:
+        source = self._holds[place] = self._num_writes % _NUM_SOURCES
+        self._num_writes += 1
+        return queue.write(self.fd, self._sources[source], place * _REQUEST_NBYTES)
+
+    def _compare(self, buffer: memoryview, source: int) -> None:
+        if aio_ext.crc32c(buffer) != self._sums[source]:
+            raise OSError(errno.EIO, "what was read is not what was written")

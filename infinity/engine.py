@@ -50,13 +50,12 @@ from infinity.residency import (
 )
 from infinity.scaling import LossScale, Scaler
 from infinity.schedule import NEVER
-from infinity.tiling import tile_large_layers
+from infinity.tiling import tile_to_fit
+from infinity.timeline import timeline_of
 from infinity.updater import Hyper, add_norm
 from infinity.values import Values
 
 _MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
-_AUTO_TILES = 8  # tiles of an "auto" size that the device has room for
-_LEAST_AUTO_TILE_NBYTES = 64 << 10  # smaller ones would be no help: it is the budget that is wrong
 _EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -72,6 +71,8 @@ class Engine:
         self.device = _device(config)
         self.ranks = ranks or Ranks(self.device)
         self.events = Events(tracing=config.trace)
+        if config.trace:
+            self.events.timeline = timeline_of(self.device, self.events)
         self.optimizer = None
         self.scaler: Scaler | None = None  # of fp16 training
         self._model = weakref.ref(model)
@@ -112,6 +113,7 @@ class Engine:
             "num_parameters": self.layout.num_parameters,
             "state_nbytes": sum(chunk.record.nbytes for chunk in self.registry.chunks),
             "device_budget_nbytes": self.margin.budget_nbytes,
+            "device_nbytes": self.tier.held_nbytes,
             "peak_device_nbytes": self.tier.peak_nbytes,
             "peak_activation_nbytes": self.margin.activation_nbytes,  # all that is not the engine's; 0 on the CPU
             "num_chunks_on_device": sum(chunk.on_device for chunk in self.registry.chunks),
@@ -372,6 +374,7 @@ class Engine:
         self.pipeline.adopt(*completions, anew=self.margin.settle())
         self._reset_step()
         self._gradients_wait = False
+        self.events.step_done()
         self.pipeline.begin_cycle()
 
     def _skip(self, ready: list[ChunkState]) -> None:
@@ -804,8 +807,8 @@ class Engine:
     def _begin_update(self, chunk: ChunkState, hyper: Hyper) -> None:
         if chunk.pending is None:
             self._make_stale(chunk)
-        self.pipeline.num_updates_begun += 1
         self.updater.begin(chunk, hyper, urgent=not self.deferred)
+        self.pipeline.num_updates_begun += 1  # only now: what it asks for must not look like the last to be used again
 
     def _make_stale(self, chunk: ChunkState) -> None:
         self.pipeline.invalidate(chunk.span)
@@ -821,7 +824,7 @@ class Engine:
         if chunk.updating is not None:
             if not chunk.updating.done:
                 self.records.hurry_all()
-            chunk.updating.wait()
+            self.events.wait("update", chunk.updating, chunk.index)
 
     def _sum_squares(self, chunk: ChunkState) -> None:
         """Add up the squares of a complete gradient behind the backward pass, if the norm is asked for."""
@@ -847,7 +850,7 @@ class Engine:
         for chunk in chunks:
             if chunk.norm_job is None:
                 self._sum_squares_now(chunk)
-            total.merge(chunk.norm_job.wait())
+            total.merge(self.events.wait("gc", chunk.norm_job, chunk.index))
         self.ranks.sum_(total.limbs)
         return total.value()
 
@@ -951,6 +954,7 @@ class Engine:
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
         self.records, self.pipeline, self.gradients, self.updater = parts.records, parts.pipeline, parts.gradients, parts.updater
         self.activations = parts.activations
+        self.events.count_slots = self.records.slots_in_use
         self.values = Values(self.registry, self.records, self.updater, self.tier, self.ranks, self._finish_announced)
         config = self.config
         self.margin = Margin(
@@ -1038,17 +1042,10 @@ def offload(model: nn.Module, config: Config | None = None) -> Engine:
 
 def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tuple[str, int]]:
     """Tile what `config.tile_above` says, before the model has an engine: (name, number of tiles). Every rank must call it."""
-    above = tile = config.tile_above
-    if above is None:
-        return []
-    if above == "auto":
-        budget = config.device_memory
-        if budget == "auto":
-            budget, _ = budgets(config, _device(config), ranks)
-        above, tile = budget * 7 // 16, budget // _AUTO_TILES  # an eighth is for what else an op holds
-        if tile < _LEAST_AUTO_TILE_NBYTES:
-            return []
-    return tile_large_layers(model, above_nbytes=above, tile_nbytes=tile, itemsize=WEIGHT_NBYTES[config.dtype])
+    budget = config.device_memory
+    if config.tile_above == budget == "auto":
+        budget, _ = budgets(config, _device(config), ranks)
+    return tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=WEIGHT_NBYTES[config.dtype])
 
 
 @contextlib.contextmanager

@@ -1,16 +1,22 @@
 """What happened when: meters of the links and, on request, a trace of their work.
 
-Knows lanes by name and a clock. Must not know chunks, tiers or threads: whoever moves bytes reports here.
+Knows lanes by name and a clock. Must not know chunks, tiers or threads: whoever moves bytes, computes or waits reports here.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 LINKS = ("nc", "cg", "gg", "rs", "gc", "update", "cn")
+COMPUTE, STALL, STEP, SLOTS = "compute", "stall", "step", "slots"  # lanes of a trace beside the links
+MAX_EVENTS = 1 << 18  # that a trace keeps, some 70 MiB; the oldest go first
 
-now = time.perf_counter
+now = time.perf_counter  # on Linux the monotonic clock, which all processes of a machine share
 
 
 @dataclass
@@ -27,35 +33,108 @@ class Meter:
     _busy_until: float = 0.0
 
 
-@dataclass(frozen=True)
-class Event:
-    """One piece of work: lane, what it was, its start and end in seconds of `now`."""
+class Event(NamedTuple):
+    """One piece of work: lane, what it was, its start and end in seconds of `now`, and the bytes that it moved.
+
+    what: of a link a chunk's index, alone or with the kind of its segments; of COMPUTE (phase, op); of STALL (link, what was
+    waited for); of STEP its number, from 1; of SLOTS, an instant, how many of each kind are in use.
+    """
 
     lane: str
     what: object
     start: float
     end: float
+    nbytes: int = 0
 
 
 @dataclass
 class Events:
-    """Meters of every link; with `tracing` also a list of `Event`s. Appending is safe from any thread."""
+    """Meters of every link; with `tracing` also the last `max_events` `Event`s. Noting and reading is safe from any thread.
+
+    With tracing, `timeline` (see timeline.py) tells when the device computes, and count_slots() how many slots are in use.
+    """
 
     tracing: bool = False
     meters: dict[str, Meter] = field(default_factory=lambda: {link: Meter() for link in LINKS})
-    trace: list[Event] = field(default_factory=list)
+    max_events: int = MAX_EVENTS
+    num_left_out: int = 0  # events that were too many
+    complete_since: float = 0.0  # from when on none is left out
+    timeline: object = None
+    count_slots: Callable[[], dict[str, int]] = dict
+    _trace: deque[Event] = field(default_factory=deque)
+    _num_steps: int = 0
+    _step_start: float = field(default_factory=now)
+    _slots: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def moved(self, link: str, what: object, nbytes: int, start: float, end: float) -> None:
-        """A transfer or update is over. Each link has one reporting thread, so its meter needs no lock."""
+    def moved(self, link: str, what: object, nbytes: int, start: float, end: float, marks=None) -> None:
+        """A transfer or update is over. Each link has one reporting thread, so its meter needs no lock.
+
+        marks: its start and end on the device's clock, where that knows better; see `device_mark`.
+        """
         meter = self.meters[link]
         meter.nbytes += nbytes
         meter.busy_seconds += max(0.0, end - max(start, meter._busy_until))
         meter._busy_until = max(end, meter._busy_until)
-        self.mark(link, what, start, end)
+        if marks is not None and None not in marks:
+            self.timeline.note(link, what, nbytes, *marks)
+        else:
+            self.mark(link, what, start, end, nbytes)
 
-    def stalled(self, link: str, seconds: float) -> None:
-        self.meters[link].stall_seconds += seconds
+    def stalled(self, link: str, what: object, start: float, end: float) -> None:
+        """The training thread waited for something of a link."""
+        self.meters[link].stall_seconds += end - start
+        if self.timeline is not None:
+            self.timeline.interrupt(start, end)
+        self.mark(STALL, (link, what), start, end)
 
-    def mark(self, lane: str, what: object, start: float, end: float) -> None:
+    def wait(self, link: str, waitable, what: object) -> object:
+        """Wait for something that has `done` and `wait()`, and charge the link with the time."""
+        if waitable.done:
+            return waitable.wait()
+        start = now()
+        try:
+            return waitable.wait()
+        finally:
+            self.stalled(link, what, start, now())
+
+    def device_waited(self, link: str, what: object, since) -> None:
+        """What the current CUDA stream was given since a `device_mark` lets it wait for something of a link."""
+        if since is not None:
+            self.timeline.note(STALL, (link, what), 0, since, self.device_mark())
+
+    def step_done(self) -> None:
+        """What follows belongs to the next step."""
         if self.tracing:
-            self.trace.append(Event(lane, what, start, end))
+            end = now()
+            self._num_steps += 1
+            self.mark(STEP, self._num_steps, self._step_start, end)
+            self._step_start = end
+            if self.timeline is not None:
+                self.timeline.resolve()
+
+    def device_mark(self):
+        """A mark in the current CUDA stream, for `moved`; None without tracing, and on the CPU, where the host's clock is right."""
+        return self.timeline.mark() if self.timeline is not None else None
+
+    def mark(self, lane: str, what: object, start: float, end: float, nbytes: int = 0) -> None:
+        if not self.tracing:
+            return
+        with self._lock:
+            self._append(Event(lane, what, start, end, nbytes))
+            slots = self.count_slots() if lane in LINKS else self._slots
+            if slots != self._slots:
+                self._slots = slots
+                self._append(Event(SLOTS, slots, at := now(), at))
+
+    @property
+    def trace(self) -> list[Event]:
+        """What is kept so far, in the order of noting."""
+        with self._lock:
+            return list(self._trace)
+
+    def _append(self, event: Event) -> None:
+        self._trace.append(event)
+        while len(self._trace) > self.max_events:
+            self.num_left_out += 1
+            self.complete_since = max(self.complete_since, self._trace.popleft().end)

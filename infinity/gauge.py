@@ -1,11 +1,19 @@
-"""How much memory a device has for this process, and how much of it was in use at most.
+"""How much memory a device and the host have for this process, and how much of the device's was in use at most.
 
-Knows the allocator of the device. Must not know what is allocated.
+Knows the allocator of the device, and the limits of control groups. Must not know what is allocated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
 import torch
+
+_CGROUPS = Path("/sys/fs/cgroup")
+UNLIMITED_NBYTES = 1 << 60  # version 1 says "no limit" as a number near 2^63
+_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of version 2 and of 1
 
 
 class CudaGauge:
@@ -34,3 +42,39 @@ class CudaGauge:
 def gauge_of(device: torch.device) -> CudaGauge | None:
     """What measures a device; None for the CPU, whose budget is what it was at the start."""
     return CudaGauge(device) if device.type == "cuda" else None
+
+
+def host_free_nbytes() -> int:
+    """What this process may still take of the host's memory: what is available, less where its control groups allow less."""
+    text = Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else ""
+    limits = [limit - used for folder in cgroup_folders(text, "memory") for limit, used in _memory_of(folder)]
+    return max(0, min([psutil.virtual_memory().available, *limits]))
+
+
+def cgroup_folders(text: str, controller: str) -> list[Path]:
+    """Where limits may be, by the text of /proc/self/cgroup: this process's group and all above it, of version 2 and of 1."""
+    folders = []
+    for line in text.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            root = _CGROUPS
+        elif controller in controllers.split(","):
+            root = _CGROUPS / controller
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        folders += [root / parent for parent in (group, *group.parents) if ".." not in parent.parts]
+    return list(dict.fromkeys(folders))
+
+
+def _memory_of(folder: Path) -> Iterator[tuple[int, int]]:
+    """The limit of a group, if it has one, and what it uses beside the page cache, which the kernel takes back."""
+    for names in _CGROUP_FILES:
+        try:
+            limit, used = ((folder / name).read_text().strip() for name in names)
+            fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit.isdigit() and int(limit) < UNLIMITED_NBYTES:
+            cache = int(fields.get("file", fields.get("cache", 0))) - int(fields.get("shmem", 0))  # what lies in tmpfs stays
+            yield int(limit), int(used) - cache

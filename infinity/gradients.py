@@ -183,11 +183,11 @@ class Gradients:
                 while self._under_way_nbytes > self.limit_nbytes:
                     self.raise_failure()
                     self._changed.wait(1.0)
-            self.events.stalled("gc", now() - start)
+            self.events.stalled("gc", "room for gradients", start, now())
 
     def wait_for(self, chunk: ChunkState) -> None:
         """Wait until all that was sent of a chunk has arrived."""
-        chunk.gradient_job.wait()
+        self.events.wait("gc", chunk.gradient_job, chunk.index)
         self.raise_failure()
 
     def drain(self) -> None:
@@ -247,11 +247,11 @@ class Gradients:
         """On one rank: move a parameter's part into the chunk's gradient shard."""
         with self._open(chunk) as memory:
             begin = now()
-            self._move(memory[start : start + part.numel()], part, first, ready)
-        self.events.moved("gc", chunk.index, part.numel() * part.element_size(), begin, now())
+            marks = self._move(memory[start : start + part.numel()], part, first, ready)
+        self.events.moved("gc", chunk.index, part.numel() * part.element_size(), begin, now(), marks)
 
-    def _move(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready) -> None:
-        """target = source if first, else += source. Over when it returns."""
+    def _move(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready):
+        """target = source if first, else += source. Over when it returns; on CUDA it returns the marks of the copy."""
         if not self.cuda:
             if self.accumulate:
                 accumulate_(target, source, first, threads=1)
@@ -260,10 +260,11 @@ class Gradients:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
             else:
                 target.add_(source)
-            return
+            return None
         with torch.cuda.stream(self.stream):
             if ready is not None:
                 self.stream.wait_event(ready)
+            begin = self.events.device_mark()
             if target.is_cuda:
                 target.copy_(source) if first else target.add_(source)
             elif first and target.dtype == source.dtype:
@@ -271,12 +272,14 @@ class Gradients:
             else:
                 staged = self.staging.view(source.dtype)[: source.numel()]
                 staged.copy_(source, non_blocking=True)
+            marks = begin, self.events.device_mark()
             self.stream.record_event().synchronize()
         if not target.is_cuda and not (first and target.dtype == source.dtype):
             if self.accumulate:
                 accumulate_(target, staged, first)
             else:
                 target.add_(staged)
+        return marks
 
     # More than one rank.
 
@@ -301,16 +304,18 @@ class Gradients:
             done += count
 
     def _run_reduce(self, chunk: ChunkState, flat: torch.Tensor, ready):
-        start = now()
+        start, marks = now(), None
         if self.cuda:
             with torch.cuda.stream(self.gather_stream):
                 self.gather_stream.wait_event(ready)
+                first = self.events.device_mark()
                 shard = self.ranks.reduce_scatter(flat, chunk.title)
+                marks = first, self.events.device_mark()
                 flat.record_stream(self.gather_stream)
                 done = self.gather_stream.record_event()
         else:
             shard, done = self.ranks.reduce_scatter(flat, chunk.title), None
-        self.events.moved("rs", chunk.index, flat.numel() * flat.element_size(), start, now())
+        self.events.moved("rs", chunk.index, flat.numel() * flat.element_size(), start, now(), marks)
         return shard, done
 
     def _collect_shard(self, chunk: ChunkState, scattered, params: list[int]) -> None:
@@ -323,7 +328,7 @@ class Gradients:
             if self.cuda:
                 self.stream.wait_event(done)
                 shard.record_stream(self.stream)
-            self._move(memory, shard[: memory.numel()], first, done)
+            marks = self._move(memory, shard[: memory.numel()], first, done)
         flags = shard[numel:].tolist()
         chunk.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
-        self.events.moved("gc", chunk.index, chunk.record.numel * shard.element_size(), begin, now())
+        self.events.moved("gc", chunk.index, chunk.record.numel * shard.element_size(), begin, now(), marks)

@@ -173,6 +173,7 @@ class Hooks:
         self._escaped: list[SpanState] = []  # of views that the outermost module returned, until backward ends
         self._handles = []
         self._anchor = torch.zeros((), device=pipeline.device, requires_grad=True)
+        self.timeline = pipeline.events.timeline  # None without tracing
         self._model = weakref.ref(model)
         self._attach(model)
 
@@ -191,6 +192,7 @@ class Hooks:
             self.ops[module] = Op(len(self.ops), name or type(model).__name__, tuple(spans), tuple(states), is_leaf(module))
             self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
+        self.names = {op.index: op.name for op in self.ops.values()}
         for state in self.registry.params:
             if state.trainable:
                 self._handles.append(state.param.register_hook(lambda grad, s=state: self._expect_gradient(s)))
@@ -233,12 +235,16 @@ class Hooks:
         scales = scales and whole
         frame = Frame(module, op, outermost, scales)
         self.frames.append(frame)
+        if self.timeline is not None:
+            self.timeline.end()
         if op.spans:
             if phase == FORWARD and self.recording:
                 for state in op.params:
                     state.touched += 1
             self.pipeline.acquire((phase, op.index), op.spans, record=self.recording)
             frame.spans.extend(op.spans)
+        if self.timeline is not None:
+            self.timeline.begin(phase, op.name)
         frame.pushed = torch.is_grad_enabled() and self._push_saved_tensors()
         return map_tensors((args, kwargs), self._unscaled) if scales else None
 
@@ -286,6 +292,8 @@ class Hooks:
                     self.pipeline.release(span)
             if frame.module is module:
                 break
+        if self.timeline is not None:
+            self._goes_on(frame.op)
         if output is None:
             return None
         whole = module is self._model() and not self.frames and self.kept is None
@@ -297,6 +305,16 @@ class Hooks:
                 anchored = self._anchored(frame.op, args, output)
             self._watch(frame, anchored)
         return anchored if whole or anchored is not output else None
+
+    def _goes_on(self, op: Op) -> None:
+        """For the trace: what the device works for after a call of the op."""
+        in_backward = _current_graph_task_id() != -1
+        if self.frames:
+            self.timeline.begin(RECOMPUTE if in_backward else FORWARD, self.frames[-1].op.name)
+        elif in_backward:
+            self.timeline.begin(BACKWARD, op.name)
+        else:
+            self.timeline.end()
 
     def _anchored(self, op: Op, args, output):
         """A leaf's output of which every tensor has a gradient of its own, also where the leaf has computed nothing on this rank."""
@@ -402,7 +420,7 @@ class Hooks:
         if not handle.holding:
             self.release_loose()
             self._release_earlier(*node)
-            self.pipeline.acquire((BACKWARD, handle.op, handle.span.index), (handle.span,), record=self.recording)
+            self._acquire_for_backward(handle.op, handle.span.index, (handle.span,))
             handle.holding = True
             self._holding.add(handle)
         handle.node = node
@@ -410,6 +428,8 @@ class Hooks:
 
     def release_all(self) -> None:
         """A backward pass is over: what a retained graph still refers to is held no longer."""
+        if self.timeline is not None:
+            self.timeline.end()
         self.release_loose()
         self.release_escaped()
         for handle in list(self._holding):
@@ -437,9 +457,16 @@ class Hooks:
 
     def _before_custom_backward(self, op: Op) -> None:
         self.release_loose()
-        self.pipeline.acquire((BACKWARD, op.index, -1), op.spans, record=self.recording)
+        self._acquire_for_backward(op.index, -1, op.spans)
         self._loose.extend(op.spans)
         self._loose_leaf = op if op.whole else None
+
+    def _acquire_for_backward(self, op: int, span: int, spans) -> None:
+        if self.timeline is not None:
+            self.timeline.end()
+        self.pipeline.acquire((BACKWARD, op, span), spans, record=self.recording)
+        if self.timeline is not None:
+            self.timeline.begin(BACKWARD, self.names.get(op, "outside of all modules"))
 
     def _backward_begins(self, grad) -> None:
         if torch.is_grad_enabled():
@@ -448,6 +475,8 @@ class Hooks:
                 "are not supported."
             )
         self.engine.begin_backward()
+        if self.timeline is not None:
+            self.timeline.begin(BACKWARD, self.names[0])
 
     @torch._dynamo.disable
     def _expect_gradient(self, state: ParameterState) -> None:

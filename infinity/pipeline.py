@@ -486,21 +486,23 @@ class Pipeline:
             for part in span.fetch:
                 if not part.copy.done:
                     if part.update is not None:
-                        self._wait("update", part.update)
+                        self.events.wait("update", part.update, part.chunk.index)
                     if part.request is not None:
-                        self._wait("nc", part.request)
+                        self.events.wait("nc", part.request, part.chunk.index)
                         source = part.request.result.source
                         if source is not None and not source.done:
-                            self._wait("nc", source)
-                    self._wait("cg", part.copy)
+                            self.events.wait("nc", source, part.chunk.index)
+                    self.events.wait("cg", part.copy, part.chunk.index)
                 else:
                     part.copy.wait()
                 if part.gather is not None:
-                    self._wait("gg", part.gather)
+                    self.events.wait("gg", part.gather, part.chunk.index)
                 if self.cuda:
                     event = (part.gather or part.copy).result
                     if event is not None:
+                        since = self.events.device_mark()
                         torch.cuda.current_stream(self.device).wait_event(event)
+                        self.events.device_waited("gg" if part.gather else "cg", part.chunk.index, since)
         except BaseException:
             jobs = [job for part in span.fetch for job in (part.copy, part.gather) if job is not None]
             for job in jobs:
@@ -515,14 +517,6 @@ class Pipeline:
             raise
         span.fetch = None
         span.become(Presence.HOME)
-
-    def _wait(self, link: str, waitable) -> None:
-        if waitable.done:
-            waitable.wait()
-            return
-        start = now()
-        waitable.wait()
-        self.events.stalled(link, now() - start)
 
     # What the lanes run.
 
@@ -551,14 +545,16 @@ class Pipeline:
             return None
         with torch.cuda.stream(self.copy_stream):
             self.copy_stream.wait_event(ready)
+            first = self.events.device_mark()
             shard.copy_(source, non_blocking=True)
+            marks = first, self.events.device_mark()
             event = self.copy_stream.record_event()
-        self.settler.push(lambda: self._finish_copy(chunk, entry, event, nbytes, start))
+        self.settler.push(lambda: self._finish_copy(chunk, entry, event, nbytes, start, marks))
         return event
 
-    def _finish_copy(self, chunk, entry, event, nbytes, start) -> None:
+    def _finish_copy(self, chunk, entry, event, nbytes, start, marks) -> None:
         event.synchronize()
-        self.events.moved("cg", chunk.index, nbytes, start, now())
+        self.events.moved("cg", chunk.index, nbytes, start, now(), marks)
         self.records.unpin(chunk, WEIGHTS, entry)
 
     def _run_gather(self, part: Part, order):
@@ -568,14 +564,16 @@ class Pipeline:
         start = now()
         chunk = part.chunk.chunk
         whole = part.chunk.span.flat[chunk.offset : chunk.offset + chunk.numel]
-        done = None
+        done = marks = None
         if self.cuda:
             with torch.cuda.stream(self.gather_stream):
                 if event is not None:
                     self.gather_stream.wait_event(event)
+                first = self.events.device_mark()
                 self.ranks.gather(whole, part.chunk.title)
+                marks = first, self.events.device_mark()
                 done = self.gather_stream.record_event()
         else:
             self.ranks.gather(whole, part.chunk.title)
-        self.events.moved("gg", chunk.index, whole.numel() * whole.element_size(), start, now())
+        self.events.moved("gg", chunk.index, whole.numel() * whole.element_size(), start, now(), marks)
         return done

@@ -213,6 +213,10 @@ class Records:
         with self.lock:
             self.lock.notify_all()
 
+    def slots_in_use(self) -> dict[str, int]:
+        """Of each kind that has slots."""
+        return {kind: cache.slots.count - cache.slots.num_free for kind, cache in self.caches.items() if cache.slots is not None}
+
     def flush(self) -> None:
         """Wait until every write that was begun is over."""
         self._writer.drain()

@@ -4,9 +4,10 @@ Knows tables of numbers, strings, booleans and lists. Must not know what any of 
 """
 
 import json
+import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from infinity.errors import ConfigError
@@ -16,33 +17,46 @@ DEFAULT_NAME = "infinity.toml"  # what commands read where no other file is name
 
 def read(path: Path | str) -> dict:
     """The tables of a file, JSON if it is named so, else TOML. Raises ConfigError, with the place in the file."""
-    path = Path(path)
-    try:
-        text = path.read_text()
-        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of both kinds of files, and of what is no text
-        raise ConfigError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a table of settings; got {type(content).__name__}")
-    return content
+    return read_json(path) if Path(path).suffix == ".json" else _read(path, tomllib.loads, "TOML")
+
+
+def read_json(path: Path | str) -> dict:
+    """The tables of a JSON file, whatever its name. Raises ConfigError, with the place in the file."""
+    return _read(path, json.loads, "JSON")
 
 
 def assignment(text: str) -> tuple[str, object]:
-    """NAME=VALUE, the value as in TOML; what is no TOML value is a string, so that quotes can be left out."""
+    """NAME=VALUE, the value as in TOML; what is no number, string, boolean or list there is a string: quotes can be left out."""
     name, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"\s*[\w.-]+\s*", name):
         raise ConfigError(f"{text!r}: expected NAME=VALUE")
     try:
-        return name.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name.strip(), value.strip()
+        content = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError):
+        content = {}
+    # More than one value: there was a newline.
+    given = content["value"] if list(content) == ["value"] else None
+    return name.strip(), given if isinstance(given, (bool, int, float, str, list)) else value.strip()
 
 
 def to_toml(tables: Mapping[str, object]) -> str:
-    """TOML of nested tables, and lists of tables, of numbers, strings, booleans and lists of these. None is left out."""
+    """TOML of nested tables, and lists of tables, of numbers, strings, paths, booleans and lists of these. None is left out.
+
+    Raises TypeError for anything else, and ConfigError for a string that is not Unicode, such as a path may be.
+    """
     return "\n".join(_lines(tables, ())).strip() + "\n"
+
+
+def _read(path: Path | str, parse: Callable[[str], object], kind: str) -> dict:
+    try:
+        content = parse(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # of the parser, and of what is no text
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a table of settings; got {type(content).__name__}")
+    return content
 
 
 def _lines(content: Mapping[str, object], path: tuple[str, ...]) -> list[str]:
@@ -59,18 +73,30 @@ def _lines(content: Mapping[str, object], path: tuple[str, ...]) -> list[str]:
 
 
 def _is_table(value: object) -> bool:
-    return isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Mapping))
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(each, Mapping) for each in value)
+    return isinstance(value, Mapping)
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _text(name)
 
 
 def _value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
+    if isinstance(value, int):
+        return int.__repr__(value)
+    if isinstance(value, float):  # numpy's, too, which print otherwise
+        return float.__repr__(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_value, value))}]"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (str, os.PathLike)):
+        return _text(os.fspath(value))
+    raise TypeError(f"{value!r} has no form in TOML")
+
+
+def _text(text: str) -> str:
+    if re.search("[\ud800-\udfff]", text):
+        raise ConfigError(f"{text!r} is not Unicode and cannot be written to a file of settings; use another name")
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

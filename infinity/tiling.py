@@ -31,6 +31,8 @@ from infinity.errors import ConfigError
 from infinity.recompute import checkpoint
 
 NORMAL_BLOCK = 16  # elements that normal_ makes together on the CPU
+AUTO_TILES = 8  # tiles of an "auto" size that the device has room for
+LEAST_AUTO_TILE_NBYTES = 64 << 10  # smaller ones would be no help: it is the budget that is wrong
 
 Grid = list[list[int]]  # tiles by their index, a list for each row of them
 
@@ -315,6 +317,19 @@ def tile_large_layers(model: nn.Module, *, above_nbytes: int, tile_nbytes: int, 
     return [(name, num_tiles[module]) for name, module in model.named_modules() if module in num_tiles]
 
 
+def tile_to_fit(model: nn.Module, above: int | str | None, *, device_nbytes: int, itemsize: int) -> list[tuple[str, int]]:
+    """As `tile_large_layers`, by Config.tile_above: above so many bytes, none, or "auto", what does not fit a budget of the device."""
+    if above is None:
+        return []
+    if above != "auto":
+        return tile_large_layers(model, above_nbytes=above, tile_nbytes=above, itemsize=itemsize)
+    tile = device_nbytes // AUTO_TILES
+    if tile < LEAST_AUTO_TILE_NBYTES:
+        return []
+    # With its gradient a layer takes twice its bytes; an eighth of the budget is for what else an op holds.
+    return tile_large_layers(model, above_nbytes=device_nbytes * 7 // 16, tile_nbytes=tile, itemsize=itemsize)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a tile's parameter lies in the plain layer's one: its name and shape, and the first index in each dimension."""
@@ -368,7 +383,7 @@ def _weights_to_cut(model: nn.Module) -> list[tuple[nn.Parameter, list[nn.Module
         """Whether layers with a tiled form use it, under that name, and nothing else does."""
         hooks = param._backward_hooks or param._post_accumulate_grad_hooks
         used = all(user == name and _has_tiled_form(module) for module, user in users[id(param)])
-        return type(param) is nn.Parameter and not param.is_meta and not hooks and used and id(param) not in elsewhere
+        return type(param) is nn.Parameter and not hooks and used and id(param) not in elsewhere
 
     found: dict[int, tuple[nn.Parameter, list[nn.Module]]] = {}
     for module in model.modules():

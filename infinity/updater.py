@@ -155,9 +155,11 @@ class Updater:
         return slice(begin, begin + chunk.record.numel)
 
     def _compute(self, chunk: ChunkState, state: dict[str, torch.Tensor], gradient: torch.Tensor, hyper: Hyper) -> None:
-        start = now()
+        start, on_device = now(), gradient.is_cuda
+        first = self.events.device_mark() if on_device else None
         update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=self.seed)
-        self.events.moved("update", chunk.index, chunk.record.nbytes, start, now())
+        marks = (first, self.events.device_mark()) if on_device else None
+        self.events.moved("update", chunk.index, chunk.record.nbytes, start, now(), marks)
 
 
 @dataclass(frozen=True)

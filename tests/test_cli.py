@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import os
@@ -11,10 +12,11 @@ import torch
 
 from infinity.cli import _parser, main
 from infinity.config import Config
+from infinity.errors import ConfigError
 from infinity.gpt import GPT, Batches
-from infinity.progress import StepProgress
+from infinity.tools.progress import StepProgress
 from infinity.output import write_json
-from infinity.training import LINKS, _Run, _table
+from infinity.tools.training import CONFIG_OPTIONS, LINKS, _config, _Run, _table
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--hidden 64 --layers 3 --heads 4 --seq 32 --batch 4 --steps 5 --device cpu --dtype fp32 --data text".split()
@@ -39,9 +41,8 @@ def test_every_option_has_a_sensible_default():
     arguments = parse()
     assert arguments.hidden % arguments.heads == 0
     assert (arguments.vocab, arguments.accumulate, arguments.max_grad_norm, arguments.lr) == (256, 1, None, 3e-4)
-    assert (arguments.weights, arguments.states, arguments.residency, arguments.update) == ("auto",) * 4
-    assert (arguments.host_memory, arguments.device_memory, arguments.nvme, arguments.chunk_mib) == ("auto", "auto", None, None)
-    assert (arguments.data, arguments.json, arguments.dtype, arguments.device) == (None,) * 4
+    assert {getattr(arguments, name) for name in CONFIG_OPTIONS} == {None}  # Config has the defaults, or a file
+    assert (arguments.data, arguments.json, arguments.config, arguments.set) == (None, None, None, [])
 
 
 def test_options_reach_the_arguments():
@@ -51,6 +52,7 @@ def test_options_reach_the_arguments():
         *"--host-memory 1GiB --device-memory 2GiB --chunk-mib 0.5 --update deferred --checkpoint-activations".split(),
         *"--seed 9 --data x y --json out.json --tie --device cpu --moments bf16 --optimizer lion".split(),
         *"--activations host --tile-above 1MiB --save saved --save-every 4 --keep 3 --resume".split(),
+        *"--config a.toml --set trace=true --set residency=auto --trace t.json --live".split(),
     )
     values = vars(arguments)
     del values["command"]
@@ -61,6 +63,7 @@ def test_options_reach_the_arguments():
         "checkpoint_activations": True, "seed": 9, "data": ["x", "y"], "json": Path("out.json"), "tie": True, "device": "cpu",
         "moments": "bf16", "optimizer": "lion", "activations": "host", "tile_above": "1MiB",
         "save": Path("saved"), "save_every": 4, "keep": 3, "resume": True,
+        "config": Path("a.toml"), "set": ["trace=true", "residency=auto"], "trace": Path("t.json"), "live": True,
     }  # fmt: skip
 
 
@@ -92,7 +95,15 @@ def test_options_reach_the_arguments():
         ("train --chunk-mib 0", "argument --chunk-mib: expected"),
         ("train --device tpu", "device='tpu': expected"),
         ("train --nvme missing", "missing does not exist"),
-        ("train --dtype x --update y", "dtype='x': expected 'bf16', 'fp16' or 'fp32'; update='y': expected"),
+        ("train --dtype x --update y", "dtype='x': expected 'bf16', 'fp16' or 'fp32'; --update: update='y': expected"),
+        ("train --set dtype", "'dtype': expected NAME=VALUE"),
+        ("train --set dtipe=fp32", "--set: Config has no field 'dtipe': did you mean 'dtype'?"),
+        ("train --set hidden=64", "--set: Config has no field 'hidden'"),
+        ("train --config missing.toml", "missing.toml cannot be read: No such file or directory"),
+        ("train --config text", "text is not valid TOML: Invalid"),
+        ("config show --set seed=x", "--set: seed='x': expected an integer"),
+        ("config show --from-deepspeed missing.json", "missing.json cannot be read"),
+        ("config show --from-deepspeed a --config b", "--from-deepspeed and --config: expected one of them"),
         ("train --data missing.txt", "data: cannot read missing.txt: No such file or directory"),
         ("train --data text --seq 20000", "20000 bytes are too few for seq=20000"),
         ("train --data text --vocab 100", "vocab=100: expected at least 256"),
@@ -122,6 +133,90 @@ def test_help_names_every_option(capsys):
     text = capsys.readouterr().out
     for name in vars(parse()):
         assert name == "command" or f"--{name.replace('_', '-')}" in text
+
+
+# Settings
+
+
+def test_config_show_prints_every_value_and_where_it_came_from(directory, capsys):
+    (directory / "swap").mkdir()
+    (directory / "infinity.toml").write_text('[config]\nnvme = "swap"\nhost_memory = "48GiB"\n')
+    assert main("config show --set trace=true --set tile_above=none".split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [field.name for field in dataclasses.fields(Config)]
+    assert lines[:3] == [
+        "nvme            swap      infinity.toml",
+        "host_memory     48.0 GiB  infinity.toml",
+        "device_memory   auto      default",
+    ]
+    assert [line.split()[1:] for line in lines[-3:]] == [["none", "--set"], ["true", "--set"], ["0", "default"]]
+
+
+def test_what_config_show_prints_as_json_is_a_file_of_settings(directory, capsys):
+    assert main("config show --json --set host_memory=1GiB --set tile_above=none".split()) == 0
+    (directory / "out.json").write_text(capsys.readouterr().out)
+    assert Config.load("out.json") == Config(host_memory=2**30, tile_above=None)
+    assert json.loads((directory / "out.json").read_text())["origins"]["tile_above"] == "--set"
+
+
+def test_config_show_converts_from_deepspeed(directory, capsys):
+    source = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/missing/there"}}, "gradient_clipping": 2}
+    (directory / "ds.json").write_text(json.dumps(source))
+    (directory / "infinity.toml").write_text('[config]\nseed = 5\n')  # another source of settings: it does not count
+    assert main("config show --from-deepspeed ds.json".split()) == 2
+    assert "ds.json: nvme: /missing/there does not exist" in capsys.readouterr().err
+    assert main("config show --from-deepspeed ds.json --set nvme=.".split()) == 0
+    values, _, lists = capsys.readouterr().out.partition("\n\n")
+    assert [line.split() for line in values.splitlines() if not line.endswith("default")] == [
+        ["nvme", ".", "--set"],
+        ["weights", "nvme", "ds.json"],
+        ["dtype", "fp32", "ds.json"],
+    ]
+    assert lists.startswith("Mapped\n") and lists.endswith("infinity.OPTIMIZER(model.parameters(), max_grad_norm=2.0)\n")
+    assert main("config show --from-deepspeed ds.json --set nvme=. --json".split()) == 0
+    (directory / "out.json").write_text(capsys.readouterr().out)
+    assert Config.load("out.json") == Config(nvme=directory, weights="nvme", dtype="fp32")
+    assert json.loads((directory / "out.json").read_text())["conversion"]["to_optimizer"] == {"gradient_clipping": "max_grad_norm = 2.0"}
+
+
+@pytest.mark.parametrize(
+    "content, options, expected",
+    [
+        ("", "", {"device": "cpu", "dtype": "fp32"}),
+        ("", "--set device=cuda:1", {"device": "cuda:1", "dtype": "bf16"}),
+        ("", "--set device=none", {"device": "cpu", "dtype": "fp32"}),
+        ("dtype = 'fp16'", "", {"device": "cpu", "dtype": "fp16"}),
+        ("dtype = 'fp16'", "--dtype bf16", {"device": "cpu", "dtype": "bf16"}),
+        ("device = 'cuda'", "", {"device": "cuda", "dtype": "bf16"}),
+        ("device = 'cuda'", "--device cpu", {"device": "cpu", "dtype": "fp32"}),
+        ("seed = 7", "--host-memory 1GiB", {"seed": 7, "host_memory": 2**30, "device": "cpu", "dtype": "fp32"}),
+        ("seed = 7", "--set seed=8 --seed 0", {"seed": 0, "device": "cpu", "dtype": "fp32"}),
+    ],
+)
+def test_train_has_defaults_of_its_own_for_device_and_dtype_only(directory, monkeypatch, content, options, expected):
+    (directory / "infinity.toml").write_text(f"[config]\n{content}\n")
+    arguments = parse(*options.split())
+    if expected["device"] == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert _config(arguments) == Config(**expected)
+    elif not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=f"device='{expected['device']}': this PyTorch finds no CUDA device"):
+            _config(arguments)
+
+
+def test_a_run_takes_its_settings_from_files(directory, capsys):
+    (directory / "run").mkdir()
+    (directory / "run" / "swap").mkdir()
+    (directory / "run" / "my.toml").write_text(
+        '[config]\nnvme = "swap"\nweights = "nvme"\nstates = "nvme"\nseed = 3\ndevice_memory = "8MiB"\nresidency = "none"\n'
+        'chunk_mib = 0.0625\n'
+    )
+    assert main(["train", *SMALL, "--config", "run/my.toml", "--set", "host_memory=64MiB", "--json", "out.json"]) == 0
+    report = json.loads((directory / "out.json").read_text())
+    assert report["losses"] == pytest.approx(plain_losses(5, seed=3), rel=1e-6)
+    assert (report["device_budget_bytes"], report["options"]["seed"]) == (8 * 2**20, 3)
+    assert report["config"]["nvme"] == [str(directory / "run" / "swap")]
+    assert report["links"]["nc"]["bytes_per_step"] > 0 and not (directory / "infinity-swap").exists()
 
 
 # Output

@@ -1,13 +1,17 @@
+import argparse
 import dataclasses
+import json
 import os
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from infinity.config import CHOICES, Config, format_bytes, parse_bytes
+from infinity import settings
+from infinity.config import CHOICES, Config, command_layers, format_bytes, parse_bytes
 from infinity.errors import BudgetError, ConfigError, SwapError, UsageError
 
 
@@ -173,6 +177,7 @@ def test_every_field_is_documented():
         (" 1.5 kib ", 1536),
         ("2TB", 2 * 10**12),
         ("7 b", 7),
+        ("1" + "0" * 400 + " KB", 10**403),
     ],
 )
 def test_parse_bytes(text, expected):
@@ -234,3 +239,159 @@ def test_fields_that_do_not_go_together_are_refused_with_the_cure(fields, expect
     with pytest.raises(ConfigError) as raised:
         Config(**fields)
     assert expected in str(raised.value)
+
+
+# Files
+
+
+def write(path, **values):
+    """A file of settings as a user writes one."""
+    content = {"config": values, "machine": {"devices": 8}}
+    path.write_text(json.dumps(content) if path.suffix == ".json" else settings.to_toml(content))
+    return path
+
+
+def random_config(draw, directories):
+    """Of any values that go together."""
+    while True:
+        try:
+            return Config(
+                nvme=draw.choice([Path("infinity-swap"), draw.sample(directories, draw.randrange(1, 4))]),
+                host_memory=draw.choice(["auto", draw.randrange(1, 2**63)]),
+                device_memory=draw.choice(["auto", f"{draw.randrange(1, 99)}.5 GiB"]),
+                tile_above=draw.choice(["auto", None, draw.randrange(1, 2**63)]),
+                chunk_mib=draw.choice([None, 4, draw.random() * 10 ** draw.randrange(-9, 9)]),
+                device=draw.choice([None, "cpu", "cuda:7"]),
+                trace=draw.random() < 0.5,
+                seed=draw.choice([0, draw.randrange(2**64)]),
+                **{name: draw.choice(choices) for name, choices in CHOICES.items()},
+            )
+        except ConfigError:
+            continue
+
+
+@pytest.mark.parametrize("name", ["infinity.toml", "any.json"])
+def test_a_configuration_that_was_written_is_loaded_as_it_was(tmp_path, name):
+    directories = [tmp_path / text for text in ("a", "b c", "ü", '"\\#')]
+    for directory in directories:
+        directory.mkdir()
+    draw = random.Random(0)
+    for _ in range(150):
+        config = random_config(draw, directories)
+        write(tmp_path / name, **config.to_table())
+        loaded = Config.load(name)
+        assert loaded == config
+        assert set(loaded.origins.values()) == {name} and set(loaded.origins) == {field.name for field in dataclasses.fields(Config)}
+        if not config.creates_nvme:  # the default directory is one of where the program runs
+            assert Config.load(tmp_path / name) == config
+
+
+def test_none_has_a_word_in_files():
+    assert Config(tile_above="none", device="none", chunk_mib="none") == Config(tile_above=None)
+
+
+def test_relative_paths_of_a_file_are_relative_to_it(tmp_path, monkeypatch):
+    (tmp_path / "settings" / "swap").mkdir(parents=True)
+    (tmp_path / "home" / "swap").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write(tmp_path / "settings" / "a.toml", nvme=["swap", "~/swap", str(tmp_path)])
+    assert Config.load("settings/a.toml").nvme == (Path("settings/swap"), tmp_path / "home" / "swap", tmp_path)
+    write(tmp_path / "settings" / "b.json", nvme="swap")
+    assert Config.load("settings/b.json").nvme == (Path("settings/swap"),)
+    monkeypatch.chdir(tmp_path / "settings")
+    assert Config.load("b.json").to_table()["nvme"] == [str(tmp_path / "settings" / "swap")]
+
+
+def test_overrides_count_more_than_the_file(tmp_path):
+    path = write(tmp_path / "a.toml", dtype="fp32", host_memory="1GiB")
+    config = Config.load(path, dtype="bf16", seed=1)
+    assert config == Config(dtype="bf16", host_memory=2**30, seed=1)
+    assert config.origins == {"dtype": "argument", "host_memory": str(path), "seed": "argument"}
+
+
+def test_origins_are_no_part_of_the_value(tmp_path):
+    write(tmp_path / "a.toml", dtype="fp32")
+    config, plain = Config.load("a.toml"), Config(dtype="fp32")
+    assert (config, hash(config), repr(config)) == (plain, hash(plain), repr(plain))
+    assert (config.origins, plain.origins, plain.conversion) == ({"dtype": "a.toml"}, {}, None)
+    assert pickle.loads(pickle.dumps(config)).origins == config.origins
+    for name in ("origins", "conversion"):
+        with pytest.raises(ConfigError, match=f"no field {name!r}"):
+            Config(**{name: {}})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.origins = {}
+
+
+@pytest.mark.parametrize(
+    "content, overrides, expected",
+    [
+        ("[config]\nhost_memroy = 1", {}, "a.toml: Config has no field 'host_memroy': did you mean 'host_memory'?"),
+        ("[config]\norigins = {}", {}, "a.toml: Config has no field 'origins'"),
+        ("[config.nvme]\npath = 1", {}, "a.toml: nvme={'path': 1}: expected a directory"),
+        ("[config]\nnvme = [5]", {}, "a.toml: nvme=[5]: expected a directory"),
+        ("[config]\nnvme = 'missing'", {}, "a.toml: nvme: missing does not exist"),
+        ("[config]\nhost_memory = 1e9", {}, "a.toml: host_memory: expected bytes"),
+        ("[config]\nseed = 2024-01-01", {}, "a.toml: seed=datetime.date(2024, 1, 1): expected an integer"),
+        ("[config]\nchunk_mib = inf", {}, "a.toml: chunk_mib=inf: expected a number of MiB"),
+        ("[config]\ndtype = 'fp32'", {"sed": 1}, "argument: Config has no field 'sed': did you mean 'seed'?"),
+        ("[config]\ndtype = 'fp32'", {"moments": "bf16"}, "argument: moments='bf16' with dtype='fp32'"),
+        ("[config]\nupdate = 'backward'", {"dtype": "fp16"}, "a.toml: update='backward' with dtype='fp16'"),
+        ("[config]\nnonfinite = 'raise'", {"dtype": "fp16"}, "a.toml: nonfinite='raise' with dtype='fp16'"),
+        ("[machine]", {}, "a.toml has no table [config]"),
+        ("config = 5", {}, "a.toml has no table [config]"),
+        ("[config", {}, "a.toml is not valid TOML"),
+        (None, {}, "a.toml cannot be read: No such file or directory"),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file(tmp_path, content, overrides, expected):
+    if content is not None:
+        (tmp_path / "a.toml").write_text(content)
+    with pytest.raises(ConfigError) as raised:
+        Config.load("a.toml", **overrides)
+    assert str(raised.value).startswith(expected)
+    assert "\n" not in str(raised.value)
+
+
+# Commands
+
+
+def of_command(*, config=None, set=(), options=(), **values):
+    return Config.layered(command_layers(argparse.Namespace(config=config, set=set, **values), options))
+
+
+def test_what_is_nearer_to_the_command_counts_more(tmp_path):
+    fields = ("seed", "dtype", "weights", "states", "chunk_mib")
+    write(tmp_path / "infinity.toml", **dict(zip(fields, (1, "fp16", "host", "host", 1))))
+    assert of_command().origins == dict.fromkeys(fields, "infinity.toml")
+    other = write(tmp_path / "other.json", **dict(zip(fields[1:], ("fp32", "nvme", "nvme", 2))))
+    told = ["weights=device", "states=auto", "chunk_mib=3", "chunk_mib=4"]
+    options = {"states": "device", "chunk_mib": None, "host_memory": None}
+    config = of_command(config=other, set=told, options=tuple(options), **options)
+    assert config == Config(seed=1, dtype="fp32", weights="device", states="device", chunk_mib=4)
+    assert [config.origins[name] for name in fields] == ["infinity.toml", str(other), "--set", "--states", "--set"]
+
+
+def test_an_option_has_its_own_spelling_as_origin():
+    config = of_command(options=("host_memory", "seed"), host_memory="1GiB", seed=0)
+    assert config.origins == {"host_memory": "--host-memory", "seed": "--seed"}
+
+
+@pytest.mark.parametrize("content", [None, "", "[machine]\ndevices = 8"])
+def test_a_default_file_without_settings_is_none(tmp_path, content):
+    if content is not None:
+        (tmp_path / "infinity.toml").write_text(content)
+    assert of_command().origins == {}
+
+
+def test_every_mistake_names_where_it_was_made(tmp_path):
+    write(tmp_path / "infinity.toml", dtipe="fp32")
+    with pytest.raises(ConfigError) as raised:
+        of_command(set=["sed=1"])
+    assert str(raised.value).splitlines() == [
+        "infinity.toml: Config has no field 'dtipe': did you mean 'dtype'?",
+        "--set: Config has no field 'sed': did you mean 'seed'?",
+    ]
+    write(tmp_path / "infinity.toml", dtype="fp17")
+    with pytest.raises(ConfigError) as raised:
+        of_command(set=["seed=-1"], options=("update",), update="x")
+    assert [line.split(":")[0] for line in str(raised.value).splitlines()] == ["infinity.toml", "--update", "--set"]

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from infinity import progress
-from infinity.progress import BytesProgress
+from infinity.tools import progress
+from infinity.tools.progress import BytesProgress
 
 GIB = 2**30
 

@@ -14,10 +14,11 @@ import psutil
 import pytest
 import torch
 
-from infinity import rotation, store, training
+from infinity import store
+from infinity.tools import rotation, training
 from infinity.cli import main
 from infinity.errors import CheckpointError
-from infinity.rotation import Rotation
+from infinity.tools.rotation import Rotation
 from infinity.store import read_manifest
 
 ROOT = Path(__file__).parent.parent
@@ -374,7 +375,7 @@ def test_a_run_does_not_begin_among_another_runs_checkpoints(checkpoint, capsys)
 
 
 def test_a_checkpoint_of_another_program_is_refused(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr("infinity.training.Checkpoint.decode", lambda self, value: None)
+    monkeypatch.setattr("infinity.tools.training.Checkpoint.decode", lambda self, value: None)
     assert main(["train", *MODEL, "--save", "made", "--resume"]) == 2
     assert "made/step-00000001 was not saved by `infinity train`" in capsys.readouterr().err
 
@@ -438,7 +439,8 @@ def test_sigterm_ends_a_run_after_a_whole_step(num_signals):
 
 SLOW_STEP = """
     import sys, time
-    from infinity import cli, training
+    from infinity import cli
+    from infinity.tools import training
 
     def slow(self, number, step=training._Run._step):
         loss = step(self, number)

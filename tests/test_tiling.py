@@ -493,9 +493,14 @@ LEFT_ALONE = {  # a model, and what is cut of it
     "max_norm": (lambda: nn.ModuleList([nn.Embedding(8, 8, max_norm=1.0)]), []),
     "sparse": (lambda: nn.ModuleList([nn.Embedding(8, 8, sparse=True)]), []),
     "scaled": (lambda: nn.ModuleList([nn.Embedding(8, 8, scale_grad_by_freq=True)]), []),
-    "meta": (lambda: nn.ModuleList([nn.Linear(8, 8, device="meta")]), []),
     "a child": (with_a_child, []),
 }
+
+
+def test_layers_of_the_meta_device_are_cut_for_plans():
+    model = nn.ModuleList([nn.Linear(8, 8, device="meta")])
+    assert cut(model, tile=80) == [("0", 4)]
+    assert [tuple(tile.weight.shape) for tile in model[0].tiles] == [(2, 8)] * 4 and model[0].tiles[0].weight.is_meta
 
 
 @pytest.mark.parametrize("what", LEFT_ALONE)

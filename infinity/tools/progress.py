@@ -4,6 +4,7 @@ Knows terminals, counts and seconds. Must not know what is counted.
 """
 
 import math
+import shutil
 import statistics
 import sys
 import time
@@ -14,28 +15,38 @@ PROGRESS_SECONDS = 5  # between lines where there is no terminal to rewrite one
 
 
 class Progress:
-    """One line of counted work, rewritten in place on a terminal; elsewhere a line now and then. On standard error.
+    """One line of counted work, or some, rewritten in place on a terminal; elsewhere a line now and then. On standard error.
 
     Call it from one thread. Used as a context, it ends the line however the work ends, so that an error has its own.
     """
 
-    def __init__(self, live_seconds=0.0):
-        self.live = sys.stderr.isatty()
+    def __init__(self, live_seconds=0.0, stream=None):
+        self.stream = stream or sys.stderr
+        self.live = self.stream.isatty()
         self.pause_seconds = live_seconds if self.live else PROGRESS_SECONDS
         self.printed = -math.inf
+        self.num_lines = 1  # on the terminal
 
-    def show(self, line, *, last=False):
-        """Write the line if one is due; the last always is."""
+    def show(self, text, *, last=False):
+        """Write the text if it is due; the last always is."""
         now = time.monotonic()
         if now - self.printed < self.pause_seconds and not last:
             return
         self.printed = now
-        sys.stderr.write(f"\r{line}\x1b[K" if self.live else f"{line}\n")
-        sys.stderr.flush()
+        self.stream.write(self._in_place(text) if self.live else f"{text}\n")
+        self.stream.flush()
+
+    def _in_place(self, text):
+        """What overwrites the text before; a line that the terminal would break is cut."""
+        width = shutil.get_terminal_size().columns - 1
+        lines = [line[:width] for line in text.splitlines()]
+        up, self.num_lines = self.num_lines - 1, len(lines)
+        below = "\x1b[J" if up else ""
+        return "\r" + (f"\x1b[{up}A" if up else "") + "\x1b[K\n".join(lines) + "\x1b[K" + below
 
     def finish(self):
         if self.live and self.printed > -math.inf:
-            sys.stderr.write("\n")
+            self.stream.write("\n")
 
     def __enter__(self):
         return self

@@ -81,6 +81,8 @@ class Machine:
             value = getattr(self, field.name)
             if field.name in ("nodes", "devices") and (type(value) is not int or value < 1):
                 problems.append(f"machine: {field.name}={value!r}: expected a whole number above zero")
+            if field.name == "device" and value not in ("cuda", "cpu"):
+                problems.append(f"machine: device={value!r}: expected 'cuda' or 'cpu'")
         problems += _settle(self, "machine", ("device_memory", "host_memory"))
         for number, drive in enumerate(self.drives):
             problems += _settle(drive, f"machine.drives[{number}]", ("capacity", "endurance"))
@@ -135,7 +137,7 @@ def _settle(value, where: str, sizes: tuple[str, ...]) -> list[str]:
                 object.__setattr__(value, field.name, parse_bytes(given))
             elif field.type == "float" and (isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf):
                 raise ConfigError(f"expected a number, zero or above; got {given!r}")
-            elif field.type == "str" and not isinstance(given, str):
+            elif field.type == "str" and field.name != "device" and not isinstance(given, str):
                 raise ConfigError(f"expected text; got {given!r}")
         except ConfigError as error:
             problems.append(f"{where}: {field.name}: {error}")

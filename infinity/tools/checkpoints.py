@@ -11,7 +11,7 @@ from infinity.config import format_bytes, parse_bytes
 from infinity.conversion import export, reshard
 from infinity.manifest import VERSION
 from infinity.store import Checkpoint
-from infinity.progress import BytesProgress
+from infinity.tools.progress import BytesProgress
 
 
 def inspect(arguments) -> int:

@@ -30,12 +30,13 @@ import torch.distributed as dist
 
 import aio_ext
 import infinity
-from infinity.config import Config, format_bytes
+from infinity.config import Config, command_layers, format_bytes
 from infinity.errors import CheckpointError, ConfigError
 from infinity.gpt import GPT, Batches, read_bytes, standard_library_paths
 from infinity.output import check_file, write_json
-from infinity.progress import BytesProgress, StepProgress
-from infinity.rotation import Rotation
+from infinity.tools.progress import BytesProgress, StepProgress
+from infinity.tools.rotation import Rotation
+from infinity.tools.status import Link, LiveView, Reporter, Status
 from infinity.store import Checkpoint
 
 LINKS = {
@@ -57,6 +58,11 @@ LINK_COUNTERS = ("nbytes", "busy_seconds", "stall_seconds")
 WARM_UP_STEPS = 2  # the first records the trace, the second is the first to follow a plan
 KEEP = 2  # checkpoints
 ECHO_SECONDS = 1.0  # see [Note: SIGTERM]
+RECENT_STEPS = 10  # that a status is of
+CONFIG_OPTIONS = (  # those that are fields of Config
+    *("nvme", "host_memory", "device_memory", "weights", "states", "activations", "tile_above", "dtype", "moments"),
+    *("residency", "chunk_mib", "device", "update", "seed"),
+)
 # With another one of these, what was trained is not what is trained on. --data goes by its content, see _as_saved.
 SAVED_OPTIONS = ("hidden", "layers", "heads", "vocab", "seq", "tie", "batch", "accumulate", "seed", "optimizer")
 
@@ -66,9 +72,11 @@ def train(arguments) -> int:
     if arguments.hidden % arguments.heads:
         raise ConfigError(f"--heads {arguments.heads} does not divide --hidden {arguments.hidden}; choose one that does")
     check_file(arguments.json, "--json")
+    check_file(arguments.trace, "--trace")
     _check_save_options(arguments)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     config = _config(arguments)
+    arguments.seed = config.seed  # which a file may have set
     batches = Batches(
         _tokens(arguments.data),
         vocab=arguments.vocab,
@@ -108,17 +116,18 @@ def train(arguments) -> int:
 
 
 def _config(arguments):
-    device = arguments.device
-    if device is None:
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    values = {name: getattr(arguments, name) for name in ("host_memory", "device_memory", "weights", "states")}
-    others = ("activations", "tile_above", "residency", "chunk_mib", "update", "moments", "seed")
-    values |= {name: getattr(arguments, name) for name in others}
-    if arguments.nvme:
-        values["nvme"] = arguments.nvme
-    config = Config(device=device, dtype=arguments.dtype or ("bf16" if "cuda" in device else "fp32"), **values)
+    """Device and dtype have defaults of their own."""
+    layers = command_layers(arguments, CONFIG_OPTIONS)
+    given = Config.layered(layers)
+    own = {}
+    if given.device is None:
+        own["device"] = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    if "dtype" not in given.origins:
+        own["dtype"] = "bf16" if "cuda" in (given.device or own["device"]) else "fp32"
+    traced = {"trace": True} if arguments.trace else {}
+    config = Config.layered([*layers, ("default", own), ("--trace", traced)])
     if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"--device {device}: this PyTorch finds no CUDA device; use --device cpu")
+        raise ConfigError(f"{config.origins['device']}: device={config.device!r}: this PyTorch finds no CUDA device; use --device cpu")
     return config
 
 
@@ -236,13 +245,15 @@ class _Run:
         next lies exactly one step's worth of them.
         """
         arguments, first = self.arguments, 0
-        progress = StepProgress(arguments.steps) if self.is_first else None
-        with _Sigterm(self.world, listens=arguments.save is not None) as sigterm, self.engine:
+        display = _Display(self) if self.is_first else contextlib.nullcontext()
+        with display as shown, _Sigterm(self.world, listens=arguments.save is not None) as sigterm, self.engine:
             if found is not None:
                 first = self.resumed_from_step = self._load(found)
             elif arguments.resume and self.is_first:
                 _say(f"nothing to resume in {arguments.save}: beginning with step 1")
             saver = _Saver(self, options) if arguments.save is not None else None
+            if shown:
+                shown.begin(first)
             started = time.perf_counter()
             for step in range(first, arguments.steps):
                 loss = self._step(step)
@@ -251,15 +262,17 @@ class _Run:
                 started = now
                 self.losses.append(loss)
                 self.counters.append(self.engine.stats())
-                if progress:
-                    progress(step, loss, self.seconds)
+                if shown:
+                    shown.step_done(step + 1, saver)
                 if saver is not None:
                     stopped = sigterm.received if self.world == 1 else self._any_received(sigterm)
                     saver.step_done(step + 1, must_save=stopped or step + 1 == arguments.steps)
                     if stopped:
                         break
-            if progress:
-                progress.finish()
+            if shown:
+                shown.finish()
+            if arguments.trace:
+                infinity.save_trace(arguments.trace, self.model)
             if saver is not None:
                 self.checkpoint = saver.finish(shown=self.is_first)
                 if step + 1 < arguments.steps and self.is_first:
@@ -282,6 +295,31 @@ class _Run:
         if self.is_first:
             _say(f"resumed from {found.path}, step {found.step}")
         return found.step
+
+    def status(self, num_steps, saver):
+        """How this rank stands after so many steps; rates and shares are of the last ones."""
+        arguments, last = self.arguments, self.counters[-1]
+        recent = self.seconds[-RECENT_STEPS:]
+        pace = statistics.median(recent)
+        before = self.counters[-1 - len(recent)]
+        links = []
+        for link, title in LINKS.items():
+            nbytes, busy, stalled = (last["links"][link][name] - before["links"][link][name] for name in LINK_COUNTERS)
+            links.append(Link(title, nbytes / busy / 1e9 if busy else 0.0, stalled / sum(recent)))
+        return Status(
+            step=num_steps,
+            steps=arguments.steps,
+            world=self.world,
+            loss=self.losses[-1],
+            step_seconds=pace,
+            tokens_per_second=arguments.batch * arguments.accumulate * arguments.seq / pace,
+            links=tuple(links),
+            device_nbytes=last["device_nbytes"],
+            device_budget_nbytes=last["device_budget_nbytes"],
+            host_nbytes=last["host_arena_nbytes"],
+            checkpoint=saver.under_way if saver is not None else None,
+            saved=saver.last if saver is not None else None,
+        )
 
     def _any_received(self, sigterm):
         """See [Note: SIGTERM]; a collective."""
@@ -325,6 +363,7 @@ class _Run:
         nbytes = links[:, :, 0].sum(0)
         busy_seconds, stall_seconds = links[:, :, 1].mean(0), links[:, :, 2].mean(0)
         return _head(arguments, self.resumed_from_step, self.checkpoint) | {
+            "config": self.config.to_table(),
             "device": self.config.device,
             "dtype": self.config.dtype,
             "world": world,
@@ -353,6 +392,37 @@ class _Run:
         }
 
 
+class _Display:
+    """What is seen of a run while it goes on: a line or a view of it, and its status for `infinity status`. Rank 0 has one."""
+
+    def __init__(self, run):
+        self.run = run
+        self.reporter = Reporter()
+        self.view = LiveView() if run.arguments.live else None
+        self.progress = StepProgress(run.arguments.steps)
+
+    def begin(self, num_steps):
+        self.reporter.tell(Status(step=num_steps, steps=self.run.arguments.steps, world=self.run.world))
+
+    def step_done(self, num_steps, saver):
+        run = self.run
+        status = run.status(num_steps, saver)
+        self.reporter.tell(status)
+        if self.view is not None:
+            self.view(status, last=num_steps == run.arguments.steps)
+        else:
+            self.progress(num_steps - 1, run.losses[-1], run.seconds)
+
+    def finish(self):
+        (self.view or self.progress).finish()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.reporter.close()
+
+
 class _Saver:
     """The checkpoints of a run, each made while training goes on. All ranks have one."""
 
@@ -364,6 +434,18 @@ class _Saver:
         self._last = None  # the path of the last one that is whole
         if run.is_first:
             self.rotation.make()
+
+    @property
+    def under_way(self):
+        """The name of the checkpoint that is being written, if one is."""
+        return self._saving.path.name if self._saving is not None and not self._saving.done else None
+
+    @property
+    def last(self):
+        """The name of the last one that is whole, if there is one."""
+        saving = self._saving
+        path = saving.path if saving is not None and saving.done and saving.error is None else self._last
+        return path.name if path is not None else None
 
     def step_done(self, num_steps, *, must_save):
         """Save if it is time. Raises what went wrong with the last checkpoint, as soon as it is known."""

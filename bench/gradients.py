@@ -1,0 +1,188 @@
+"""Backward time with gradients offloaded by all ranks, against one owner's link (figure 6c of ZeRO-Infinity, section 8).
+
+    python bench/gradients.py [--device cuda] [--ranks 2,4] [--hidden 4096] [--layers 4] [--batch 1] [--rounds 5]
+                              [--json FILE] [--plot FILE]
+
+Weights stay on the device, so that gradients are all that moves. `all` is this engine: a chunk's gradient is reduce-scattered,
+and each rank brings its slice to the host. With `owner`, it is reduced to rank 0, which brings the same bytes to the host alone.
+Both are the same engine on the same ranks, in turn; the learning rate is 0, so both have the same gradients, whose sums of
+squares as they arrived in host memory are compared. A time is that from before backward() until the last byte is there, on all
+ranks; of the --steps of a round the median counts. On the CPU a link is a copy from memory to memory by one thread of the rank.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import infinity
+from _common import RunError, error_bars, given, leave, on_ranks, parse, spread
+from infinity import output
+from infinity.gpt import GPT
+
+WAYS = ("all", "owner")
+OWNER = 0
+
+
+def main():
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--ranks", default=str(torch.cuda.device_count()) if cuda else "2", help="numbers of them")
+    shape = (("hidden", 4096 if cuda else 512), ("layers", 4), ("vocab", 32000 if cuda else 2048), ("seq", 1024 if cuda else 32))
+    for name, default in (*shape, ("batch", 1), ("rounds", 5), ("steps", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="bf16" if cuda else "fp32")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one number of ranks")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parse(parser)
+    if options.case:
+        leave(lambda: measure(argparse.Namespace(**json.loads(options.case))))
+        return
+    case = given(options)
+    found = {}
+    for num_ranks in map(int, options.ranks.split(",")):
+        try:
+            found[num_ranks] = report = on_ranks(__file__, ["--case", json.dumps(case)], num_ranks, options.timeout)[0]
+        except RunError as error:
+            sys.exit(f"{num_ranks} ranks: {error}")
+        times, nbytes = report["seconds"], report["nbytes"]
+        ratios = [owner / all_ for all_, owner in zip(*(times[way] for way in WAYS))]
+        print(
+            f"{num_ranks} ranks, {nbytes / 2**20:.0f} MiB of gradients: all {spread(times['all'])} s, owner {spread(times['owner'])} s, "
+            f"{spread(ratios, 2)}x; sums of squares differ by {report['difference']:.1e}",
+            flush=True,
+        )
+    if options.json:
+        output.write_json(options.json, {"found": found, "torch": torch.__version__, "options": case})
+    if options.plot:
+        plot(options, found)
+
+
+def measure(options) -> dict:
+    """In a rank: seconds of backward passes by way, a median a round, and how far the gradients' sums are apart."""
+    cuda = options.device == "cuda"
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    torch.manual_seed(0)
+    places = {"weights": "device", "states": "host", "update": "deferred"}
+    with infinity.init(infinity.Config(device=options.device, dtype=options.dtype, **places)):
+        shape = (options.hidden, options.layers, max(1, options.hidden // 128), options.vocab, options.seq)
+        model = GPT(*shape, checkpoint_activations=True)
+    optimizer = infinity.AdamW(model.parameters(), lr=0.0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(0, options.vocab, (options.batch, options.seq + 1), generator=generator).to(device)
+    with infinity.engine_of(model) as engine:
+        ways = {"all": (engine.ranks.reduce_scatter, engine.gradients._collect_shard)}
+        owner = Owner(engine)
+        ways["owner"] = (owner.reduce, owner.collect)
+
+        def backward(way: str) -> float:
+            engine.ranks.reduce_scatter, engine.gradients._collect_shard = ways[way]
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            wait(engine, cuda)
+            start = time.perf_counter()
+            loss.backward()
+            engine.gradients.drain()
+            wait(engine, cuda)
+            return time.perf_counter() - start
+
+        def rest_of_step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+
+        seconds = {way: [] for way in WAYS}
+        squares = {}
+        for round_ in range(options.rounds + 1):
+            for way in WAYS:
+                times = []
+                for _ in range(options.steps):
+                    times.append(backward(way))
+                    if not round_ and len(times) == options.steps:
+                        squares[way] = owner.squares() if way == "owner" else shards_squares(engine)
+                    rest_of_step()
+                if round_:  # the first one makes plans and communicators
+                    seconds[way].append(statistics.median(times))
+        nbytes = engine.stats()["num_parameters"] * (2 if options.dtype == "bf16" else 4)
+    dist.destroy_process_group()
+    return {"seconds": seconds, "nbytes": nbytes, "difference": abs(squares["owner"] / squares["all"] - 1)}
+
+
+def wait(engine, cuda: bool) -> None:
+    """Until all ranks are here, and their devices done."""
+    if cuda:
+        torch.cuda.synchronize()
+    engine.ranks.barrier()
+
+
+def shards_squares(engine) -> float:
+    total = torch.zeros(1, dtype=torch.float64)
+    for chunk in engine.registry.chunks:
+        with engine.gradients.shard(chunk) as gradient:
+            total += gradient.double().square().sum().cpu()
+    return engine.ranks.sum_(total).item()
+
+
+class Owner:
+    """One rank's way for gradients, in place of the engine's: `reduce` for `Ranks.reduce_scatter`, `collect` for
+    `Gradients._collect_shard`. What goes to the host lies in the rank's shard, for its own slice, and beside it for the others'."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.is_owner = engine.ranks.rank == OWNER
+        self.others: dict[int, torch.Tensor] = {}  # by chunk, in host memory, [world - 1, shard_numel and a few more]
+
+    def reduce(self, flat: torch.Tensor, what: str) -> torch.Tensor:
+        dist.reduce(flat, OWNER, group=self.engine.ranks.data)
+        return flat
+
+    def collect(self, chunk, scattered, params: list[int]) -> None:
+        flat, done = scattered.wait()
+        scattered.result = None
+        gradients, rows = self.engine.gradients, flat.view(self.engine.ranks.world, -1)
+        with gradients._open(chunk) as memory:
+            if not self.is_owner:
+                memory.zero_()
+            else:
+                if chunk.index not in self.others:
+                    self.others[chunk.index] = torch.empty(rows[1:].shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
+                gradients._move(memory, rows[OWNER, : memory.numel()], True, done)
+                gradients._move(self.others[chunk.index].view(-1), rows[1:].reshape(-1), True, done)
+        if flat.is_cuda:
+            flat.record_stream(gradients.stream)
+        chunk.received.update(params)
+
+    def squares(self) -> float:
+        """Of all gradients, known to every rank."""
+        total = torch.zeros(1, dtype=torch.float64)
+        if self.is_owner:
+            for chunk in self.engine.registry.chunks:
+                with self.engine.gradients.shard(chunk) as gradient:
+                    total += gradient.double().square().sum()
+                total += self.others[chunk.index][:, : chunk.chunk.shard_numel].double().square().sum()
+        return self.engine.ranks.sum_(total).item()
+
+
+def plot(options, found: dict) -> None:
+    pyplot = output.pyplot()
+    figure, axes = pyplot.subplots(figsize=(5.5, 3.5), layout="constrained")
+    for index, way in enumerate(WAYS):
+        times = [report["seconds"][way] for report in found.values()]
+        at = [place + 0.4 * index - 0.2 for place in range(len(found))]
+        bars = axes.bar(at, [statistics.median(each) for each in times], 0.38, yerr=error_bars(times), capsize=3)
+        bars.set_label({"all": "by all ranks", "owner": "by one owner"}[way])
+    axes.set_xticks(range(len(found)), [str(num_ranks) for num_ranks in found])
+    axes.set(xlabel="ranks", ylabel="backward, s")
+    axes.set_title(f"gradients to the host: {options.device}, hidden {options.hidden}, {options.layers} layers", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(options.plot, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Simulated: a GPT of a trillion parameters on one node of eight GPUs and eight drives, and on up to 64 such nodes.
+
+    python bench/scale.py [--params 1e12] [--machine bench/h200x8.toml] [--batches 4 16 64] [--nodes 1 2 ... 64] [--json FILE] [--plot FILE]
+
+Nothing runs but the simulator: the machine is a file, and each node has its own drives, so the bytes that a drive moves a step fall with
+the number of nodes while each device computes as much as before.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import _common
+from infinity.config import Config, format_bytes
+from infinity.errors import BudgetError
+from infinity.output import pyplot, table, write_json
+from infinity.tools.formulas import gpt_size
+from infinity.tools.machine import Machine
+from infinity.tools.planning import gpt
+from infinity.tools.prediction import predict
+from infinity.tools.workload import workload
+
+SEQ, VOCAB = 1024, 50257
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=1e12)
+    parser.add_argument("--machine", type=Path, default=Path(__file__).with_name("h200x8.toml"))
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 16, 64], help="sequences a device and step")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    options = _common.parse(parser)
+    node = Machine.load(options.machine)
+    hidden, layers = gpt_size(options.params)
+    found = {}
+    for batch in options.batches:
+        subject = gpt(hidden, layers, hidden // 128, VOCAB, SEQ, batch, "bf16")
+        load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=True)
+        print(subject.title)
+        for nodes in options.nodes:
+            machine = dataclasses.replace(node, nodes=nodes)
+            try:
+                prediction = predict(subject.model, load, machine, Config())
+            except BudgetError as error:
+                print(f"  {nodes} nodes: {error}")
+                continue
+            found[batch, nodes] = row = {
+                "seconds": prediction.step_seconds,
+                "compute_seconds": prediction.compute_seconds,
+                "tflops": load.step_flops / prediction.step_seconds / 1e12,
+                "tokens_per_second": load.tokens * machine.world / prediction.step_seconds,
+                "bottleneck": prediction.bottleneck,
+                "device_nbytes": prediction.device_nbytes,
+                "nvme_nbytes": prediction.placement.nvme_nbytes * machine.devices,
+            }
+            print(f"  {nodes} nodes: {row['seconds']:.3g} s a step, {row['tflops']:.0f} TFLOP/s a device, longest: {row['bottleneck']}", flush=True)
+    head = ["nodes x batch", "s a step", "compute", "TFLOP/s a device", "tokens/s", "longest", "a device", "a node's drives"]
+    rows = [
+        [
+            f"{nodes} x {batch}",
+            f"{row['seconds']:.4g}",
+            f"{row['compute_seconds']:.4g}",
+            f"{row['tflops']:.0f}",
+            f"{row['tokens_per_second']:,.0f}",
+            row["bottleneck"],
+            format_bytes(row["device_nbytes"]),
+            format_bytes(row["nvme_nbytes"]),
+        ]
+        for (batch, nodes), row in found.items()
+    ]
+    print(table(head, rows))
+    if options.json:
+        write_json(options.json, [{"batch": batch, "nodes": nodes} | row for (batch, nodes), row in found.items()])
+    if options.plot:
+        plot(found, options, node)
+
+
+def plot(found: dict, options, node: Machine) -> None:
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for batch in options.batches:
+        points = [(nodes, row) for (b, nodes), row in found.items() if b == batch]
+        line = left.plot([nodes for nodes, _ in points], [row["tflops"] for _, row in points], "o-", label=f"{batch} sequences a device")[0]
+        right.plot([nodes for nodes, _ in points], [row["seconds"] for _, row in points], "o-", color=line.get_color(), label=f"batch {batch}, step")
+        right.plot([nodes for nodes, _ in points], [row["compute_seconds"] for _, row in points], ":", color=line.get_color(), label="its compute alone")
+    left.axhline(node.device_tflops, color="grey", linestyle="--", linewidth=1)
+    left.text(options.nodes[0], node.device_tflops, "what compute alone reaches", va="bottom", fontsize=8, color="grey")
+    left.set(xscale="log", xlabel="nodes of eight GPUs and eight drives", ylabel="TFLOP/s a device", ylim=(0, 1.1 * node.device_tflops))
+    right.set(xscale="log", yscale="log", xlabel="nodes", ylabel="seconds a step")
+    for axis in (left, right):
+        axis.set_xticks(options.nodes, [str(nodes) for nodes in options.nodes])
+        axis.minorticks_off()
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"GPT of {options.params:.3g} parameters, simulated: {node.name}")
+    figure.savefig(options.plot, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

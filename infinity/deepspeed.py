@@ -1,0 +1,481 @@
+"""What a configuration of DeepSpeed's ZeRO-Infinity means here, key by key.
+
+Knows the names of DeepSpeed's settings, as its documentation and version 0.19 have them, and those of ours that they become.
+Must not know Config, files, or whether what they become is right for this machine. Over 400 lines, half of them tables of keys.
+
+Each key ends in one of four lists: mapped to a setting of ours, given to the optimizer instead, unneeded, or unmatched. A key is
+the path of a value in nested tables: "zero_optimization.offload_param.device". "auto", which Hugging Face's integration fills
+in, and null count as not set. Where nothing is set and DeepSpeed's default is another than ours, DeepSpeed's is implied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from infinity.errors import ConfigError
+
+_STAGE = (
+    "3. Only ZeRO-3 slices weights, gradients and states over all ranks, as this engine always does: set 3 if that is meant"
+)
+_TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
+_CLASSES = {"adamw": "AdamW", "adam": "AdamW", "sgd": "SGD", "lion": "Lion"}  # its Adam is AdamW, too, unless told otherwise
+_ARGUMENTS = {
+    "AdamW": ("lr", "betas", "eps", "weight_decay"),
+    "Adam": ("lr", "betas", "eps", "weight_decay"),
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    "Lion": ("lr", "betas", "weight_decay"),
+}
+_LOSS_SCALE = {  # of fp16 -> argument of infinity.LossScale, its value, and the largest setting
+    "initial_scale_power": ("initial", lambda power: 2.0**power, 127),
+    "loss_scale_window": ("interval", int, math.inf),
+    "min_loss_scale": ("minimum", float, math.inf),
+}
+_OTHER_DEFAULTS = {"AdamW": {"weight_decay": 0.0}, "Lion": {"lr": 1e-3}}
+
+_CHUNKS = "parameters move in chunks: their size is chosen, or is chunk_mib"
+_PLAN = "prefetch and eviction follow a plan that is made from the first step"
+_BUDGET = "buffers are made from host_memory, by the plan"
+_OVERLAP = "reading, updating, copying and writing always overlap"
+_DRIVES = "drives are measured, and get the settings that they need"
+_SLICES = "each rank's part of a gradient leaves as soon as it is there"
+_INSIDE = "the engine has no such inner part"
+_OWN_LOOP = "your training loop's"
+_LOADER = "your data loader's"
+_REPORTS = "nothing is printed or sent on its own: see engine.stats()"
+_REMOVED = "gone from DeepSpeed, too"
+
+# What needs nothing here. A name that ends in a dot is that of a table with whatever is in it.
+_UNNEEDED = {
+    "zero_allow_untested_optimizer": "optimizers are tried on a sample when they are made",
+    "zero_force_ds_cpu_optimizer": "updates run where the records live",
+    "optimizer.legacy_fusion": _INSIDE,
+    "optimizer.params.torch_adam": "there is one kernel for each kind of processor, with the same bits",
+    "zero_optimization.contiguous_gradients": _SLICES,
+    "zero_optimization.reduce_scatter": _SLICES,
+    "zero_optimization.reduce_bucket_size": _CHUNKS,
+    "zero_optimization.use_multi_rank_bucket_allreduce": _SLICES,
+    "zero_optimization.allgather_partitions": _CHUNKS,
+    "zero_optimization.allgather_bucket_size": _CHUNKS,
+    "zero_optimization.overlap_comm": _OVERLAP,
+    "zero_optimization.compute_grad_norm": "the norm is computed when something needs it",
+    "zero_optimization.load_from_fp32_weights": "checkpoints keep masters",
+    "zero_optimization.elastic_checkpoint": "checkpoints load on any number of ranks",
+    "zero_optimization.sub_group_size": "the optimizer works chunk by chunk",
+    "zero_optimization.cpu_offload_use_pin_memory": "host memory is one pinned arena",
+    "zero_optimization.stage3_prefetch_bucket_size": _PLAN,
+    "zero_optimization.prefetch_bucket_size": _PLAN,
+    "zero_optimization.stage3_param_persistence_threshold": _PLAN,
+    "zero_optimization.param_persistence_threshold": _PLAN,
+    "zero_optimization.stage3_model_persistence_threshold": _PLAN,
+    "zero_optimization.model_persistence_threshold": _PLAN,
+    "zero_optimization.stage3_max_live_parameters": "device_memory bounds what is on the device, in bytes",
+    "zero_optimization.max_live_parameters": "device_memory bounds what is on the device, in bytes",
+    "zero_optimization.stage3_max_reuse_distance": _PLAN,
+    "zero_optimization.max_reuse_distance": _PLAN,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "model.state_dict() gives whole weights",
+    "zero_optimization.gather_16bit_weights_on_model_save": "model.state_dict() gives whole weights",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "model.state_dict() gives whole weights",
+    "zero_optimization.stage3_module_granularity_threshold": "small parameters share chunks",
+    "zero_optimization.module_granularity_threshold": "small parameters share chunks",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _INSIDE,
+    "zero_optimization.use_all_reduce_for_fetch_params": _INSIDE,
+    "zero_optimization.stage3_allgather_sequential": _INSIDE,
+    "zero_optimization.allgather_sequential": _INSIDE,
+    "zero_optimization.ignore_unused_parameters": "a parameter without a gradient is left out, as in plain PyTorch",
+    "zero_optimization.legacy_stage1": _INSIDE,
+    "zero_optimization.round_robin_gradients": _SLICES,
+    "zero_optimization.parameter_alignment": "parameters and records are always aligned",
+    "zero_optimization.memory_efficient_linear": "linear layers keep no copy of a weight",
+    "zero_optimization.pipeline_loading_checkpoint": "each rank reads its slices only",
+    "zero_optimization.override_module_apply": "infinity.init patches no class",
+    "zero_optimization.log_trace_cache_warnings": "a pass that leaves the plan mends it",
+    "zero_optimization.enable_sanity_checks": "the engine checks what it is given, always",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _INSIDE,
+    "zero_optimization.offload_param.buffer_count": _BUDGET,
+    "zero_optimization.offload_param.buffer_size": _BUDGET,
+    "zero_optimization.offload_param.max_in_cpu": "what fits into host_memory stays there",
+    "zero_optimization.offload_optimizer.buffer_count": _BUDGET,
+    "zero_optimization.offload_optimizer.buffer_size": _BUDGET,
+    "zero_optimization.offload_optimizer.max_in_cpu": "what fits into host_memory stays there",
+    "zero_optimization.offload_optimizer.pipeline": _OVERLAP,
+    "zero_optimization.offload_optimizer.pipeline_read": _OVERLAP,
+    "zero_optimization.offload_optimizer.pipeline_write": _OVERLAP,
+    "zero_optimization.offload_optimizer.fast_init": _INSIDE,
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _INSIDE,
+    "bf16.immediate_grad_update": _SLICES,
+    "bfloat16.immediate_grad_update": _SLICES,
+    "activation_checkpointing.contiguous_memory_optimization": _BUDGET,
+    "activation_checkpointing.number_checkpoints": "what is recomputed is chosen in the model: infinity.checkpoint(block, x)",
+    "activation_checkpointing.synchronize_checkpoint_boundary": _OVERLAP,
+    "aio.": _DRIVES,
+    "disable_allgather": _INSIDE,
+    "checkpoint.tag_validation": "saving and loading end in the same way on all ranks",
+    "checkpoint.load_universal": "checkpoints load on any number of ranks",
+    "checkpoint.parallel_write.": "every rank writes its part",
+    "checkpoint.writer.": "infinity.save(..., wait=False) writes while training goes on",
+}
+
+# What has no counterpart, unless it has this value, with which there is nothing to do. None: never so.
+_UNMATCHED = {
+    "train_batch_size": (None, f"{_LOADER}; accumulation_steps of the optimizer: this, divided by micro-batch and ranks"),
+    "train_micro_batch_size_per_gpu": (None, _LOADER),
+    "managed_gradient_accumulation": (True, _OWN_LOOP),
+    "scheduler.": (None, "your training loop's: PyTorch's schedulers work on the optimizer"),
+    "dataloader_drop_last": (False, _LOADER),
+    "steps_per_print": (None, _REPORTS),
+    "wall_clock_breakdown": (False, "see Config(trace=True) and engine.stats()"),
+    "memory_breakdown": (False, _REPORTS),
+    "dump_state": (False, _REPORTS),
+    "log_level": (None, _REPORTS),
+    "disable_python_gc": (False, _OWN_LOOP),
+    "communication_data_type": (None, "gradients are reduced in the dtype of the model"),
+    "seq_parallel_communication_data_type": (None, "there is no sequence parallelism"),
+    "prescale_gradients": (False, "gradients are averaged when they are reduced"),
+    "gradient_predivide_factor": (1.0, "gradients are averaged when they are reduced"),
+    "gradient_allreduce_op": ("mean", "gradients are averaged"),
+    "data_types.grad_accum_dtype": ("fp32", "gradients accumulate in fp32"),
+    "data_types.": (None, "dtypes follow from dtype and moments"),
+    "torch_autocast.": (None, 'torch.autocast over the engine is refused; dtype="bf16" computes in bf16'),
+    "optimizer.params.bias_correction": (True, "moments are always corrected"),
+    "optimizer.params.amsgrad": (False, "there is no such variant"),
+    "optimizer.params.fp32_optimizer_states": (True, 'see moments="bf16", for dtype bf16'),
+    "optimizer.params.max_grad_norm": (0, "DeepSpeed clips by gradient_clipping"),
+    "fp16.auto_cast": (False, "inputs keep their dtype; cast them in the model"),
+    "fp16.hysteresis": (1, "the loss scale shrinks at the first overflow"),
+    "fp16.consecutive_hysteresis": (False, "the loss scale shrinks at the first overflow"),
+    "fp16.fp16_master_weights_and_grads": (False, "masters are fp32"),
+    "bf16.bf16_master_weights_and_grads": (False, "masters are fp32, 2 bytes beside the weight"),
+    "bfloat16.bf16_master_weights_and_grads": (False, "masters are fp32, 2 bytes beside the weight"),
+    "zero_optimization.offload_param.pin_memory": (True, "host memory is always pinned; host_memory bounds it"),
+    "zero_optimization.offload_optimizer.pin_memory": (True, "host memory is always pinned; host_memory bounds it"),
+    "zero_optimization.offload_optimizer.ratio": (1.0, 'states="auto" divides them by what the device has room for'),
+    "zero_optimization.offload_optimizer.super_offload": (False, "there is one way of updating for all machines"),
+    "zero_optimization.cpu_offload": (False, 'old form of offload_optimizer: {"device": "cpu"}; write that'),
+    "zero_optimization.cpu_offload_params": (False, 'old form of offload_param: {"device": "cpu"}; write that'),
+    "zero_optimization.cpu_offload_param": (False, 'old form of offload_param: {"device": "cpu"}; write that'),
+    "zero_optimization.zero_hpz_partition_size": (1, "there are no second copies of weights within a node"),
+    "zero_optimization.zero_quantized_weights": (False, "weights are gathered as they are"),
+    "zero_optimization.zero_quantized_nontrainable_weights": (False, "weights are gathered as they are"),
+    "zero_optimization.zero_quantized_gradients": (False, "gradients are reduced as they are"),
+    "zero_optimization.zenflow.": (None, "no update is put off past the next forward pass"),
+    "zero_optimization.leaf_module.": (None, "call infinity.leaf(module) on those that choose what runs"),
+    "zero_optimization.mics_shard_size": (-1, _REMOVED),
+    "zero_optimization.mics_hierarchical_params_gather": (False, _REMOVED),
+    "zero_optimization.zeropp_loco_param.": (None, _REMOVED),
+    "activation_checkpointing.partition_activations": (False, "there is no tensor parallelism to share activations among"),
+    "activation_checkpointing.profile": (False, "see Config(trace=True)"),
+    "aio.use_gds": (False, "the drives are read into host memory"),
+    "checkpoint.use_node_local_storage": (False, "all ranks see one directory"),
+    "sparse_gradients": (False, "gradients are dense"),
+    "vocabulary_size": (None, "your model's"),
+    "flops_profiler.": (None, _REPORTS),
+    "tensorboard.": (None, _REPORTS),
+    "wandb.": (None, _REPORTS),
+    "csv_monitor.": (None, _REPORTS),
+    "comet.": (None, _REPORTS),
+    "comms_logger.": (None, _REPORTS),
+    "timers.": (None, _REPORTS),
+    "autotuning.": (None, "see `infinity tune` for the machine"),
+    "elasticity.": (None, "checkpoints load on any number of ranks"),
+    "data_efficiency.": (None, _LOADER),
+    "curriculum_learning.": (None, _LOADER),
+    "pipeline.": (None, "there is no pipeline parallelism"),
+    "tensor_parallel.": (None, "there is no tensor parallelism"),
+    "expert_parallel.": (None, "there is no expert parallelism"),
+    "use_data_before_expert_parallelism": (False, "there is no expert parallelism"),
+    "hybrid_engine.": (None, "the engine generates no text"),
+    "compression_training.": (None, _REMOVED),
+    "quantize_training.": (None, _REMOVED),
+    "sparse_attention.": (None, _REMOVED),
+    "progressive_layer_drop.": (None, _REMOVED),
+    "eigenvalue.": (None, _REMOVED),
+    "nebula.": (None, _REMOVED),
+    "amp.": (None, _REMOVED),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What became of a configuration. The four lists are by DeepSpeed's keys; each of them is in exactly one."""
+
+    config: dict[str, object] = field(default_factory=dict)
+    """Fields of Config."""
+    arguments: dict[str, object] = field(default_factory=dict)
+    """Of the optimizer, without its loss scale."""
+    loss_scale: dict[str, float] = field(default_factory=dict)
+    """Arguments of infinity.LossScale."""
+    optimizer: str | None = None
+    """Name of its class, such as "AdamW", if the configuration has one that exists here."""
+
+    mapped: dict[str, str] = field(default_factory=dict)
+    """Key -> setting of Config."""
+    to_optimizer: dict[str, str] = field(default_factory=dict)
+    """Key -> argument of the optimizer."""
+    unneeded: dict[str, str] = field(default_factory=dict)
+    """Key -> why there is nothing to do."""
+    unmatched: dict[str, str] = field(default_factory=dict)
+    """Key -> why there is no counterpart, or where it is looked for."""
+    implied: dict[str, str] = field(default_factory=dict)
+    """Setting of ours -> which default of DeepSpeed's it stands for."""
+
+    @property
+    def optimizer_call(self) -> str:
+        """How the optimizer is made, in Python; OPTIMIZER stands for a class that is not set or does not exist here."""
+        arguments = [f"{name}={value!r}" for name, value in self.arguments.items()]
+        if self.loss_scale:
+            arguments.append(f"loss_scale={_call('LossScale', self.loss_scale)}")
+        return f"infinity.{self.optimizer or 'OPTIMIZER'}({', '.join(['model.parameters()', *arguments])})"
+
+    def __str__(self) -> str:
+        parts = {
+            "Mapped": self.mapped,
+            "For the optimizer": self.to_optimizer,
+            "Nothing to do": self.unneeded,
+            "No counterpart": self.unmatched,
+            "Not set, and another default than ours": self.implied,
+        }
+        width = max((len(key) for part in parts.values() for key in part), default=0)
+        texts = []
+        for title, part in parts.items():
+            if part:
+                texts.append("\n".join([title, *(f"  {key:<{width}}  {text}" for key, text in part.items())]))
+        return "\n\n".join([*texts, f"The optimizer\n  {self.optimizer_call}"])
+
+
+def convert(source: Mapping) -> Conversion:
+    """Raises ConfigError for a stage other than 3, for values that have no meaning to DeepSpeed, and for tables that are none."""
+    converter = _Converter(source)
+    converter.check_stage()
+    converter.convert_tier("zero_optimization.offload_param", "weights")
+    converter.convert_tier("zero_optimization.offload_optimizer", "states")
+    converter.convert_dtype()
+    converter.convert_activations()
+    converter.convert_optimizer()
+    converter.convert_clipping_and_accumulation()
+    converter.sort_the_rest()
+    return converter.done
+
+
+class _Converter:
+    """The keys that are in no list yet, and what has become of the others."""
+
+    def __init__(self, source):
+        self.given = dict(_leaves(source))
+        self.done = Conversion()
+        self.left = {}
+        self.known = {*_UNNEEDED, *_UNMATCHED}
+        for key, value in self.given.items():
+            if value is None or value == "auto":
+                self.done.unneeded[key] = "not set"
+            else:
+                self.left[key] = value
+
+    def take(self, key, check, expected):
+        """The value of a key that is to be in a list afterwards, or None. Raises ConfigError unless check(value)."""
+        self.known.add(key)
+        value = self.left.pop(key, None)
+        if value is not None and not check(value):
+            raise ConfigError(f"{key}={value!r}: expected {expected}")
+        return value
+
+    def flag(self, key):
+        return self.take(key, lambda value: isinstance(value, bool), "true or false")
+
+    def number(self, key, most=math.inf):
+        expected = "a number, zero or above" if most == math.inf else f"a number from 0 to {most}"
+        return self.take(key, lambda value: _is_number(value) and 0 <= value <= most, expected)
+
+    def map(self, key, name, value):
+        """List a key as mapped to a field of Config."""
+        self.done.config[name] = value
+        self.done.mapped[key] = f"{name} = {value}"
+
+    def argue(self, key, name, value, note=""):
+        """List a key as an argument of the optimizer."""
+        self.done.arguments[name] = value
+        self.done.to_optimizer[key] = f"{name} = {value}{note}"
+
+    def check_stage(self):
+        stage = self.take("zero_optimization.stage", lambda value: value == 3 and not isinstance(value, bool), _STAGE)
+        if stage is None:
+            raise ConfigError(f"zero_optimization.stage is not set, which is 0: expected {_STAGE}")
+        self.done.unneeded["zero_optimization.stage"] = "weights, gradients and states are always sliced over all ranks"
+
+    def convert_tier(self, section, name):
+        device = self.take(f"{section}.device", lambda value: value in tuple(_TIERS), f"one of {', '.join(_TIERS)}")
+        if device is not None:
+            self.map(f"{section}.device", name, _TIERS[device])
+        path = self.take(f"{section}.nvme_path", lambda value: isinstance(value, str), "a directory")
+        if path is not None and device == "nvme":
+            paths = self.done.config.setdefault("nvme", [])
+            if path not in paths:
+                paths.append(path)
+            self.done.mapped[f"{section}.nvme_path"] = f"nvme = {path}"
+        elif path is not None:
+            self.done.unneeded[f"{section}.nvme_path"] = "nothing goes to NVMe from here"
+
+    def convert_dtype(self):
+        switches = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bfloat16.enabled": "bf16"}
+        flags = {key: self.flag(key) for key in switches}
+        dtypes = {dtype for key, dtype in switches.items() if flags[key]}
+        if len(dtypes) > 1:
+            raise ConfigError("fp16.enabled and bf16.enabled: expected one of them at most; leave out the other")
+        dtype = dtypes.pop() if dtypes else None
+        for key, flag in flags.items():
+            if flag:
+                self.map(key, "dtype", dtype)
+            elif flag is False:
+                self.done.unneeded[key] = "off"
+        if dtype is None and all(self.given.get(key) != "auto" for key in switches):
+            self.done.config["dtype"] = "fp32"
+            self.done.implied["dtype = fp32"] = "neither fp16 nor bf16 is enabled"
+        self.convert_loss_scale(dtype == "fp16")
+        self.convert_bf16(dtype == "bf16")
+
+    def convert_loss_scale(self, is_on):
+        fixed = self.number("fp16.loss_scale")
+        moving = {name: self.number(f"fp16.{name}", most) for name, (_, _, most) in _LOSS_SCALE.items()}
+        scale = self.done.loss_scale
+        if not is_on:
+            listed = {name: "fp16 is not enabled" for name in ("loss_scale", *moving)}
+        elif fixed:
+            scale |= {"initial": float(fixed), "growth": 1.0, "backoff": 1.0, "minimum": float(fixed)}
+            listed = {name: "the loss scale is fixed" for name in moving}
+            self.done.to_optimizer["fp16.loss_scale"] = f"loss_scale = {_call('LossScale', scale)}"
+        else:
+            listed = {"loss_scale": "0 is a dynamic one, as here"}
+            for name, (argument, value_of, _) in _LOSS_SCALE.items():
+                if moving[name] is not None:
+                    scale[argument] = value_of(moving[name])
+                    self.done.to_optimizer[f"fp16.{name}"] = f"loss_scale = {_call('LossScale', {argument: scale[argument]})}"
+            if "interval" not in scale:
+                scale["interval"] = 1000
+                self.done.implied["loss_scale = infinity.LossScale(interval=1000)"] = "fp16.loss_scale_window; here it is 2000"
+        for name, why in listed.items():
+            if self.given.get(f"fp16.{name}") not in (None, "auto"):
+                self.done.unneeded[f"fp16.{name}"] = why
+
+    def convert_bf16(self, is_on):
+        nonfinite = None
+        for table in ("bf16", "bfloat16"):
+            checks, small = self.flag(f"{table}.check_grad_overflow"), self.flag(f"{table}.bf16_optimizer_states")
+            for key, value in ((f"{table}.check_grad_overflow", checks), (f"{table}.bf16_optimizer_states", small)):
+                if value is not None and not is_on:
+                    self.done.unneeded[key] = "bf16 is not enabled"
+            if is_on and checks is not None:
+                nonfinite = "skip" if checks else "ignore"
+                self.map(f"{table}.check_grad_overflow", "nonfinite", nonfinite)
+            if is_on and small is not None:
+                self.map(f"{table}.bf16_optimizer_states", "moments", "bf16" if small else "fp32")
+        if is_on and nonfinite is None:
+            self.done.config["nonfinite"] = "skip"
+            self.done.implied["nonfinite = skip"] = "bf16.check_grad_overflow; here it is ignore, as in plain PyTorch"
+
+    def convert_activations(self):
+        key = "activation_checkpointing.cpu_checkpointing"
+        offload = self.flag(key)
+        if offload:
+            self.map(key, "activations", "host")
+        elif offload is False:
+            self.done.unneeded[key] = "off"
+
+    def convert_optimizer(self):
+        name = self.convert_optimizer_class()
+        for argument in dict.fromkeys(argument for arguments in _ARGUMENTS.values() for argument in arguments):
+            key = f"optimizer.params.{argument}"
+            value = self.take(key, lambda value: True, "")
+            if value is None:
+                continue
+            if argument in _ARGUMENTS.get(name, ()):
+                self.argue(key, argument, tuple(value) if isinstance(value, list) else value)
+            else:
+                why = f"infinity.{name} has no such argument" if name else "of an optimizer that is not known here"
+                self.done.unmatched[key] = why
+        for argument, value in _OTHER_DEFAULTS.get(name, {}).items():
+            if argument not in self.done.arguments:
+                self.done.arguments[argument] = value
+                self.done.implied[f"{argument} = {value}"] = f"optimizer.params.{argument}; infinity.{name} has another default"
+
+    def convert_optimizer_class(self):
+        kind = self.take("optimizer.type", lambda value: isinstance(value, str), "the name of an optimizer")
+        decoupled = self.flag("optimizer.params.adam_w_mode")
+        name = _CLASSES.get(str(kind).lower())
+        if str(kind).lower() == "adam" and decoupled is False:
+            name = "Adam"
+        if name is not None:
+            self.done = dataclasses.replace(self.done, optimizer=name)
+            self.done.to_optimizer["optimizer.type"] = f"infinity.{name}"
+        elif kind is not None:
+            self.done.unmatched["optimizer.type"] = "one that is elementwise is a small class here: infinity.Rule"
+        if decoupled is not None and name in ("Adam", "AdamW"):
+            self.done.to_optimizer["optimizer.params.adam_w_mode"] = f"infinity.{name}"
+        elif decoupled is not None:
+            self.done.unmatched["optimizer.params.adam_w_mode"] = "of Adam only"
+        return name
+
+    def convert_clipping_and_accumulation(self):
+        norm = self.number("gradient_clipping")
+        if norm:
+            self.argue("gradient_clipping", "max_grad_norm", float(norm))
+        elif norm is not None:
+            self.done.unneeded["gradient_clipping"] = "0 is off"
+        steps = self.take("gradient_accumulation_steps", lambda value: type(value) is int and value > 0, "a whole number above zero")
+        if steps is not None:
+            self.argue("gradient_accumulation_steps", "accumulation_steps", steps, "; the loop divides the loss by it")
+
+    def sort_the_rest(self):
+        """By the tables. A key of a table that is off needs nothing."""
+        for key, value in self.left.items():
+            sections = list(_sections(key))
+            if any(known.startswith(f"{key}.") for known in self.known):
+                if value != {}:
+                    raise ConfigError(f"{key}={value!r}: expected a table")
+                self.done.unneeded[key] = "empty"
+            elif any(self.given.get(f"{section}enabled") is False for section in sections):
+                self.done.unneeded[key] = "off"
+            elif key in _UNMATCHED:
+                self.list_unmatched(key, key, value)
+            elif rule := next((name for name in (key, *sections) if name in _UNNEEDED), None):
+                self.done.unneeded[key] = _UNNEEDED[rule]
+            elif rule := next((name for name in sections if name in _UNMATCHED), None):
+                self.list_unmatched(key, rule, value)
+            else:
+                section, _, name = key.rpartition(".")
+                names = [known.rpartition(".")[2] for known in self.known if known.rpartition(".")[0] == section]
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                self.done.unmatched[key] = f"no setting that is known here{hint}"
+
+    def list_unmatched(self, key, rule, value):
+        harmless, why = _UNMATCHED[rule]
+        if harmless is not None and value == harmless:
+            self.done.unneeded[key] = "as it always is here" if harmless is not False else "off"
+        else:
+            self.done.unmatched[key] = why
+
+
+def _leaves(table, prefix="") -> Iterator[tuple[str, object]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _sections(key) -> Iterator[str]:
+    """The tables around a key, innermost first: "a.b.c" is in "a.b." and "a."."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield f"{key}."
+
+
+def _is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _call(name, arguments):
+    return f"infinity.{name}({', '.join(f'{argument}={value!r}' for argument, value in arguments.items())})"

@@ -1,0 +1,302 @@
+"""The `plan` command: does a model fit a machine, how long will a step take, and what will it wait for.
+
+Knows predictions and how they are shown. Must not know how they are made, nor how options are spelled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infinity import settings
+from infinity.tools import formulas
+from infinity.chunks import WEIGHT_NBYTES
+from infinity.config import Config, command_layers, format_bytes
+from infinity.errors import BudgetError, ConfigError, UsageError
+from infinity.gpt import GPT
+from infinity.tools.machine import Machine
+from infinity.output import check_file, pyplot, table, write_json
+from infinity.tools.prediction import Prediction, arrangement, predict
+from infinity.residency import TORCH_DTYPES
+from infinity.tiling import tile_to_fit
+from infinity.tools.workload import Workload, workload
+
+LINKS = {
+    "compute": "device compute",
+    "gg": "all-gather",
+    "cg": "host to device",
+    "nc": "NVMe to host",
+    "rs": "reduce-scatter",
+    "gc": "device to host",
+    "update": "update on the host",
+    "cn": "host to NVMe",
+}
+DAY_SECONDS = 86400
+LEAST_PARAMETERS, LARGEST_STEP = 1e6, 2**0.25  # of the largest model that is looked for, and between those that are tried
+COARSE_CHUNKS = 4000
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on the meta device, and how a forward pass of it over one device's batch is run."""
+
+    title: str
+    model: nn.Module
+    run: Callable[[], object]
+    tokens: int
+
+
+def plan(arguments) -> int:
+    """The `plan` command. Exit status 1, with what is short, if the model does not fit."""
+    check_file(arguments.json, "--json")
+    check_file(arguments.plot, "--plot")
+    machine = _machine(arguments)
+    if arguments.plot is not None:
+        plot_efficiency(machine, arguments.plot)
+    config = Config.layered(command_layers(arguments))
+    subject = _subject(arguments, config)
+    cut_to_fit(subject.model, machine, config)
+    load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=not arguments.keep_activations)
+    largest = None if arguments.model else largest_parameters(machine, config, arguments)
+    try:
+        prediction = predict(subject.model, load, machine, config)
+    except BudgetError as error:
+        print(f"{subject.title}\ndoes not fit {_title(machine)}: {error}")
+        if largest:
+            print(f"the largest GPT that fits has about {_count(largest)} parameters")
+        if arguments.json:
+            write_json(arguments.json, {"fits": False, "short": str(error), "largest_parameters": largest})
+        return 1
+    report = _report(prediction, largest)
+    print(_text(subject, prediction, report))
+    if arguments.json:
+        write_json(arguments.json, report)
+    return 0
+
+
+def gpt(hidden: int, layers: int, heads: int, vocab: int, seq: int, batch: int, dtype: str) -> Subject:
+    """A GPT by its sizes; batch: sequences a device."""
+    with torch.device("meta"):
+        model = GPT(hidden, layers, heads, vocab, seq).to(TORCH_DTYPES[dtype])
+    tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    num = sum(param.numel() for param in model.parameters())
+    title = f"GPT of {_count(num)} parameters: hidden {hidden}, {layers} layers, {batch} x {seq} tokens a device, {dtype}"
+    return Subject(title, model, lambda: model(tokens, tokens), batch * seq)
+
+
+def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
+    """A model of transformers, by its config.json. Raises UsageError without that package, ConfigError for what it cannot make."""
+    if not path.is_file():
+        raise ConfigError(f"--model {path}: there is no such file; name the config.json of a causal language model")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise UsageError(f"--model {path} needs transformers: pip install transformers; or give --hidden and --layers") from None
+    try:
+        found = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(found, dtype=TORCH_DTYPES[dtype])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model {path}: {str(error).splitlines()[0]}; name the config.json of a causal language model") from None
+    tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    num = sum(param.numel() for param in model.parameters())
+    title = f"{type(model).__name__} of {_count(num)} parameters: {batch} x {seq} tokens a device, {dtype}"
+    return Subject(title, model, lambda: model(input_ids=tokens, labels=tokens, use_cache=False), batch * seq)
+
+
+def largest_parameters(machine: Machine, config: Config, arguments) -> int | None:
+    """Parameters of the largest GPT that fits, to a fifth; None if none does."""
+    batch, seq = arguments.batch, arguments.seq
+
+    def fitting(step: int) -> int | None:
+        hidden, layers = formulas.gpt_size(LEAST_PARAMETERS * LARGEST_STEP**step)
+        num = 12 * layers * hidden**2
+        if 4 * num > _most_bytes(machine):
+            return None
+        subject = gpt(hidden, layers, max(1, hidden // 128), arguments.vocab, seq, batch, config.dtype)
+        cut_to_fit(subject.model, machine, config)
+        saved = formulas.checkpoint_nbytes(batch=batch, seq=seq, hidden=hidden, layers=layers)
+        saved += formulas.activation_working_nbytes(batch=batch, seq=seq, hidden=hidden, heads=0)
+        coarse = dataclasses.replace(config, chunk_mib=max(16.0 * machine.world, num / COARSE_CHUNKS / 2**19))
+        try:
+            arrangement(subject.model, Workload((), (), subject.tokens, saved), machine, coarse)
+        except BudgetError:
+            return None
+        return sum(param.numel() for param in subject.model.parameters())
+
+    least, most = 0, 140  # 10^6 and some 3 * 10^16
+    found = fitting(least)
+    while found is not None and most - least > 1:
+        middle = (least + most) // 2
+        fits = fitting(middle)
+        least, most, found = (middle, most, fits) if fits is not None else (least, middle, found)
+    return found
+
+
+def cut_to_fit(model: nn.Module, machine: Machine, config: Config) -> None:
+    """Tile what the engine would tile."""
+    budget = machine.device_memory // 2 if config.device_memory == "auto" else config.device_memory
+    tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=WEIGHT_NBYTES[config.dtype])
+
+
+def plot_efficiency(machine: Machine, path: Path) -> None:
+    """Efficiency against bandwidth, at this machine's peak: figure 3 of the ZeRO-Infinity paper."""
+    plt = pyplot()
+    peak, seq = machine.device_tflops * 1e12, 1024
+    panels = [
+        ("weights and gradients", [(f"batch {b}", formulas.weights_intensity(batch=b, seq=seq)) for b in (1, 2, 4, 8, 16)]),
+        ("optimizer states", [(f"batch {b}", formulas.states_intensity(batch=b, seq=seq)) for b in (2, 4, 8, 16, 32)]),
+        ("activation checkpoints", [(f"hidden {h // 1024}K", formulas.activations_intensity(hidden=h)) for h in (2048, 8192, 16384, 32768, 65536)]),
+    ]
+    rates = {"H2D": machine.h2d_all_gbps, "gather": machine.gather_gbps, "NVMe": machine.drive_gbps("mixed") / machine.devices}
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), sharey=True, layout="constrained")
+    for axis, (title, curves) in zip(axes, panels):
+        bandwidths = [10 ** (exponent / 20) for exponent in range(-20, 81)]
+        for label, intensity in curves:
+            axis.plot(bandwidths, [100 * formulas.efficiency(intensity, gbps * 1e9, peak) for gbps in bandwidths], label=label)
+        for name, gbps in rates.items():
+            if gbps:
+                axis.axvline(gbps, color="grey", linestyle=":", linewidth=1)
+                axis.text(gbps, 2, f" {name}", rotation=90, fontsize=8, color="grey", va="bottom", ha="right")
+        axis.set(xscale="log", xlabel="GB/s a device", title=title, ylim=(0, 100), xlim=(0.1, 1e4))
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("share of peak, %")
+    figure.suptitle(f"Efficiency if nothing overlaps, sequence {seq}, {machine.device_tflops:.0f} TFLOP/s a device")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+# Arguments
+
+
+def _machine(arguments) -> Machine:
+    path = arguments.machine
+    if path is None:
+        path = Path(settings.DEFAULT_NAME)
+        if not path.is_file() or "machine" not in settings.read(path):
+            raise ConfigError(f"which machine? Measure this one with `infinity tune DIR...`, which writes {path}, or name a file: --machine FILE")
+    given = {name: getattr(arguments, name) for name in ("nodes", "devices")}
+    return dataclasses.replace(Machine.load(path), **{name: value for name, value in given.items() if value is not None})
+
+
+def _subject(arguments, config: Config) -> Subject:
+    if arguments.model is not None:
+        return hugging_face(arguments.model, arguments.seq, arguments.batch, config.dtype)
+    hidden, layers = arguments.hidden, arguments.layers
+    if arguments.params is not None:
+        if hidden or layers:
+            raise ConfigError("--params chooses the sizes; leave out --hidden and --layers, or give both of them alone")
+        hidden, layers = formulas.gpt_size(arguments.params)
+    elif not (hidden and layers):
+        raise ConfigError("which model? Give --params 7B, or --hidden and --layers, or --model config.json")
+    heads = arguments.heads or max(1, hidden // 128)
+    if hidden % heads:
+        raise ConfigError(f"--heads {heads} does not divide --hidden {hidden}; choose one that does")
+    return gpt(hidden, layers, heads, arguments.vocab, arguments.seq, arguments.batch, config.dtype)
+
+
+def _most_bytes(machine: Machine) -> float:
+    drives = sum(drive.capacity or math.inf for drive in machine.drives)
+    return machine.nodes * (drives + machine.host_memory + machine.devices * machine.device_memory)
+
+
+# Results
+
+
+def _report(prediction: Prediction, largest: int | None) -> dict:
+    machine, simulation, placement = prediction.machine, prediction.simulation, prediction.placement
+    num = prediction.layout.num_parameters
+    nums = {link: num if link in ("gg", "rs") else num / machine.world for link in LINKS}  # a rank's share of the others
+    written = simulation.nbytes["cn"] * machine.world / simulation.step_seconds * DAY_SECONDS
+    endurance = sum(drive.endurance for drive in machine.drives) * machine.nodes
+    return {
+        "fits": True,
+        "num_parameters": prediction.layout.num_parameters,
+        "num_chunks": len(prediction.layout.chunks),
+        "chunk_bytes": max(span.numel for span in prediction.layout.chunks) * TORCH_DTYPES[prediction.layout.spans[0].dtype].itemsize,
+        "world": machine.world,
+        "memory": {
+            "device": {"needed": prediction.device_nbytes, "there": machine.device_memory, "activations": prediction.workload.saved_nbytes},
+            "host": {"needed": placement.host_nbytes * machine.devices, "there": machine.host_memory},
+            "nvme": {"needed": placement.nvme_nbytes * machine.devices, "there": sum(drive.capacity for drive in machine.drives)},
+        },
+        "links": {
+            link: {
+                "bytes_per_step": simulation.nbytes[link],
+                "bytes_per_parameter": simulation.nbytes[link] / nums[link],
+                "busy_seconds": simulation.busy_seconds[link],
+                "stall_seconds": simulation.stall_seconds[link],
+            }
+            for link in LINKS
+        },
+        "step_seconds": simulation.step_seconds,
+        "compute_seconds": prediction.compute_seconds,
+        "tokens_per_second": prediction.workload.tokens * machine.world / simulation.step_seconds,
+        "bottleneck": prediction.bottleneck,
+        "hiding_tokens": prediction.hiding_tokens,
+        "largest_parameters": largest,
+        "written_bytes_per_day": written,
+        "endurance_days": endurance / written if written and endurance else None,
+    }
+
+
+def _text(subject: Subject, prediction: Prediction, report: dict) -> str:
+    machine, links = prediction.machine, report["links"]
+    memory = [
+        [name, format_bytes(report["memory"][tier]["needed"]), format_bytes(report["memory"][tier]["there"])]
+        for tier, name in (("device", "a device"), ("host", "a node's host, pinned"), ("nvme", "a node's drives"))
+    ]
+    rows = [
+        [
+            name,
+            format_bytes(links[link]["bytes_per_step"]) if links[link]["bytes_per_step"] else "-",
+            f"{links[link]['bytes_per_parameter']:.2f}" if links[link]["bytes_per_step"] else "-",
+            f"{links[link]['busy_seconds']:.3f}",
+            f"{links[link]['busy_seconds'] / report['step_seconds']:.0%}",
+            f"{links[link]['stall_seconds'] / report['step_seconds']:.0%}",
+        ]
+        for link, name in LINKS.items()
+    ]
+    share = report["compute_seconds"] / report["step_seconds"]
+    hidden = "nothing moves that compute would have to hide"
+    if report["hiding_tokens"]:
+        now = f"{prediction.workload.tokens:,}"
+        hidden = f"compute hides every transfer from {report['hiding_tokens']:,.0f} tokens a step and device on (now {now})"
+    lines = [
+        f"model     {subject.title}",
+        f"machine   {_title(machine)}",
+        f"chunks    {report['num_chunks']:,} of at most {format_bytes(report['chunk_bytes'])}, each cut over {machine.world} rank(s)",
+        "",
+        table(["memory", "needed", "there"], memory),
+        "",
+        table(["a rank's step", "bytes", "a parameter", "seconds", "busy", "waited for"], rows),
+        "",
+        f"step      {report['step_seconds']:.3g} s predicted, {report['tokens_per_second']:,.0f} tokens/s; longest: "
+        f"{LINKS[report['bottleneck']]}; compute alone {report['compute_seconds']:.3g} s ({share:.0%})",
+        f"tokens    {hidden}",
+    ]
+    if report["largest_parameters"]:
+        lines.append(f"largest   a GPT of about {_count(report['largest_parameters'])} parameters fits this machine")
+    if report["written_bytes_per_day"]:
+        worn = f"; the drives' endurance lasts {report['endurance_days']:,.0f} days" if report["endurance_days"] else ""
+        lines.append(f"wear      {report['written_bytes_per_day'] / 1e12:,.1f} TB a day written{worn}")
+    return "\n".join(lines)
+
+
+def _title(machine: Machine) -> str:
+    nodes = "" if machine.nodes == 1 else f"{machine.nodes} nodes, each "
+    return f"{machine.name + ': ' if machine.name else ''}{nodes}{machine.devices} device(s), {len(machine.drives)} drive(s)"
+
+
+def _count(num: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if num >= size:
+            return f"{num / size:.4g} {unit}"
+    return f"{num:,.0f}"

@@ -1,0 +1,141 @@
+"""What a step of a model will take on a machine: the engine's own layout and placement, and a simulation of its run.
+
+Knows models (on the meta device), configurations and machines. Must not know command lines or how results are shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from infinity import planner
+from infinity.assembly import arrange
+from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, Layout, Record
+from infinity.config import Config
+from infinity.errors import BudgetError
+from infinity.tools.machine import Machine
+from infinity.planner import Placement
+from infinity.tools.simulator import Simulation, Step, simulate
+from infinity.tools.workload import Workload
+
+HOST_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of what is free, where host_memory is "auto": as assembly.budgets
+SLACK = 0.05  # of device memory that is left to the allocator: as margin.py
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one rank. spans_on_device: whose records are in the device's margin."""
+
+    layout: Layout
+    records: Sequence[Record]
+    placement: Placement
+    spans_on_device: tuple[int, ...]
+    workload: Workload
+    simulation: Simulation
+    machine: Machine
+
+    @property
+    def step_seconds(self) -> float:
+        return self.simulation.step_seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        return self.workload.step_flops / (self.machine.device_tflops * 1e12)
+
+    @property
+    def device_nbytes(self) -> int:
+        """The most that a device holds, activations included."""
+        return self.simulation.peak_device_nbytes + self.workload.saved_nbytes
+
+    @property
+    def bottleneck(self) -> str:
+        """The link that is busy longest."""
+        return max(self.simulation.busy_seconds, key=self.simulation.busy_seconds.get)
+
+    @property
+    def hiding_tokens(self) -> float:
+        """Tokens a step and rank at which compute takes as long as the longest link, whose bytes do not depend on them."""
+        longest = max([seconds for link, seconds in self.simulation.busy_seconds.items() if link not in ("compute", "nc", "cn")])
+        return self.workload.tokens * max(longest, self.drive_seconds) / self.compute_seconds if self.compute_seconds else 0.0
+
+    @property
+    def drive_seconds(self) -> float:
+        """The least that the drives need for a step's bytes, both ways."""
+        read, written = (self.simulation.nbytes[link] * self.machine.devices / 1e9 for link in ("nc", "cn"))
+        if not read + written:
+            return 0.0
+        rates = (self.machine.drive_gbps(what) for what in ("read", "write", "mixed"))
+        return max(nbytes / rate for nbytes, rate in zip((read, written, read + written), rates))
+
+
+def predict(model: nn.Module, workload: Workload, machine: Machine, config: Config) -> Prediction:
+    """Raises BudgetError where something does not fit."""
+    layout, records, placement, on_device = arrangement(model, workload, machine, config)
+    uses, flops, grads = workload.trace([home.span for home in layout.homes])
+    step = Step(
+        uses,
+        [count / (machine.device_tflops * 1e12) for count in flops],
+        grads,
+        len(workload.ops),
+        _is_deferred(config),
+        config.residency == "auto",
+    )
+    simulation = simulate(layout, records, placement, step, machine, on_device=on_device)
+    return Prediction(layout, records, placement, on_device, workload, simulation, machine)
+
+
+def arrangement(
+    model: nn.Module, workload: Workload, machine: Machine, config: Config
+) -> tuple[Layout, list[Record], Placement, tuple[int, ...]]:
+    """Layout, records of a rank, their placement, and the spans whose records are in the device's margin. Raises BudgetError."""
+    share = machine.devices
+    host = machine.host_memory // share
+    if config.host_memory == "auto":
+        host_budget = int(host * HOST_SHARE[machine.device])
+    else:
+        host_budget = config.host_memory
+        if host_budget > host:
+            raise BudgetError(f"host_memory={host_budget} bytes a rank is more than the machine has: {host} bytes for each of {share}")
+    free = machine.device_memory
+    if machine.device == "cuda":
+        free = int(free * (1 - SLACK)) - workload.saved_nbytes
+        if free <= 0:
+            raise BudgetError(f"device_memory: activations alone take {workload.saved_nbytes} bytes of {machine.device_memory}")
+    bound = free if config.device_memory == "auto" else min(free, config.device_memory)
+    device_budget = bound if config.device_memory != "auto" or machine.device == "cpu" else min(bound, machine.device_memory // 2)
+    named = list(model.named_parameters())
+    layout, records, placement = arrange(
+        model,
+        named,
+        config,
+        world=machine.world,
+        rank=0,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        moments=ADAM_MOMENTS,
+        deferred=_is_deferred(config),
+        accumulating=False,
+    )
+    nvme = sum(drive.capacity for drive in machine.drives) // share
+    if placement.nvme_nbytes and not machine.drives:
+        raise BudgetError(f"nvme: {placement.nvme_nbytes} bytes a rank need a drive, and the machine has none")
+    if nvme and placement.nvme_nbytes > nvme:
+        raise BudgetError(f"nvme: {placement.nvme_nbytes} bytes a rank are needed; the drives have {nvme} for each of {share}")
+    on_device: tuple[int, ...] = ()
+    nbytes_of = [span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans]
+    if "device" not in placement.homes[STATES]:  # as Margin.settle, after the first step
+        placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
+        if config.states == config.residency == "auto" and config.weights in ("auto", "device"):
+            room = placement.device_nbytes - placement.gradient_limit_nbytes
+            found = planner.records_on_device(layout, records, room_nbytes=room, gradient_itemsize=None, snapshots=())
+            on_device = tuple(span for span, _ in found)
+            taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in found)
+            placement = dataclasses.replace(placement, fixed_nbytes=placement.fixed_nbytes + taken)
+    return layout, records, placement, on_device
+
+
+def _is_deferred(config: Config) -> bool:
+    return config.update == "deferred" or config.watches_nonfinite

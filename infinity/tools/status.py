@@ -1,0 +1,273 @@
+"""How a run stands: a small file that each run keeps while it lives, the view of it, and the `status` command.
+
+Knows numbers of a run, where its file lies, and processes by their number. Must not know engines: the run says what is to be shown.
+"""
+
+# [Note: where a run's status lies]
+# In a directory of the user's own, under XDG_RUNTIME_DIR or the directory for temporary files, as PID.json; one that belongs to
+# somebody else is not used. The process that wrote it is told from a later one of the same number by the time of its start. A
+# thread writes, at most once a second: training neither waits for it nor fails with it. What kill -9 leaves, the command removes.
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infinity.config import format_bytes
+from infinity.errors import UsageError
+from infinity.output import table, write_json
+from infinity.tools.progress import Progress
+
+WRITE_SECONDS = 1.0  # between two writes, and between two looks of --follow
+SILENT_SECONDS = 60  # after which a run that says nothing is told as silent
+
+
+@dataclass(frozen=True)
+class Link:
+    """Of the last steps: the rate, and the share of them that the run waited for the link."""
+
+    title: str
+    gbps: float
+    waited_share: float
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a run stands after a step. step counts from 1, 0 before the first; seconds are of the last steps' median.
+
+    checkpoint: the one under way; saved: the last one that is whole. updated: seconds of the wall clock. Memory is a rank's.
+    """
+
+    step: int
+    steps: int
+    world: int
+    loss: float | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    links: tuple[Link, ...] = ()
+    device_nbytes: int = 0
+    device_budget_nbytes: int = 0
+    host_nbytes: int = 0
+    checkpoint: str | None = None
+    saved: str | None = None
+    pid: int = field(default_factory=os.getpid)
+    born: int = field(default_factory=lambda: _born(os.getpid()))
+    updated: float = field(default_factory=time.time)
+
+    @property
+    def seconds_left(self) -> float | None:
+        return None if self.step_seconds is None else self.step_seconds * (self.steps - self.step)
+
+
+# The view, of --live and of the command.
+
+
+def line(status: Status) -> str:
+    """All in one line."""
+    if status.step_seconds is None:
+        return f"step {status.step}/{status.steps}  starting"
+    return (
+        f"step {status.step}/{status.steps}  loss {status.loss:.3f}  {status.step_seconds:.2f} s a step  "
+        f"{status.tokens_per_second:,.0f} tokens/s  {format_seconds(status.seconds_left)} left"
+    )
+
+
+def view(status: Status) -> str:
+    """Some lines."""
+    if status.step_seconds is None:
+        return line(status)
+    a_rank = ", each a rank" if status.world > 1 else ""
+    silent = time.time() - status.updated
+    note = f"  (silent for {format_seconds(silent)})" if silent > SILENT_SECONDS else ""
+    memory = f"device {format_bytes(status.device_nbytes)} of {format_bytes(status.device_budget_nbytes)}"
+    saving = f"saving {status.checkpoint}" if status.checkpoint else "none under way"
+    if status.saved:
+        saving += f", last {status.saved}"
+    lines = [line(status) + note]
+    if status.links:
+        rows = [[link.title, f"{link.gbps:.2f}", f"{link.waited_share:.1%}"] for link in status.links]
+        lines.append(table(["link", "GB/s", "step waited"], rows))
+    lines += [f"memory      {memory}, host arena {format_bytes(status.host_nbytes)}{a_rank}", f"checkpoint  {saving}"]
+    return "\n".join(lines)
+
+
+def format_seconds(seconds: float) -> str:
+    """In the two largest units: 42 s, 5 min 3 s, 2 h 7 min, 3 d 4 h."""
+    whole = round(seconds)
+    for unit, large, small_unit, small in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= large:
+            return f"{whole // large} {unit} {whole % large // small} {small_unit}"
+    return f"{whole} s"
+
+
+class LiveView(Progress):
+    """Draws a status in place on a terminal; elsewhere a line now and then."""
+
+    def __init__(self, stream=None):
+        super().__init__(live_seconds=0.1, stream=stream)
+
+    def __call__(self, status: Status, *, last: bool = False) -> None:
+        self.show(view(status) if self.live else line(status), last=last)
+
+
+# The file.
+
+
+class Reporter:
+    """Keeps this process's status in its file until it is closed; see [Note: where a run's status lies]."""
+
+    def __init__(self):
+        self._status: Status | None = None
+        self._told, self._ended = threading.Event(), threading.Event()
+        try:
+            self.path = folder() / f"{os.getpid()}.json"
+        except (OSError, UsageError):  # nobody will see it, and training goes on
+            self.path = None
+            return
+        self._thread = threading.Thread(target=self._loop, name="infinity-status", daemon=True)
+        self._thread.start()
+
+    def tell(self, status: Status) -> None:
+        """This is how the run stands now."""
+        self._status = status
+        self._told.set()
+
+    def close(self) -> None:
+        """The run has ended: nothing is left of it. Idempotent."""
+        self._ended.set()
+        self._told.set()
+        if self.path is not None:
+            self._thread.join(WRITE_SECONDS)
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _loop(self) -> None:
+        while True:
+            self._told.wait()
+            self._told.clear()
+            if self._ended.is_set():
+                return
+            with contextlib.suppress(OSError, ValueError):
+                write_json(self.path, dataclasses.asdict(self._status))
+            self._ended.wait(WRITE_SECONDS)
+
+
+def folder() -> Path:
+    """The directory of this user's files, made if it is missing. Raises UsageError if somebody else's is there, OSError."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    own = Path(runtime) / "infinity" if runtime and os.path.isdir(runtime) else Path(tempfile.gettempdir()) / f"infinity-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        own.mkdir(mode=0o700)
+    found = os.lstat(own)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise UsageError(f"{own} is not a directory of user {os.getuid()}: remove it, or set XDG_RUNTIME_DIR to one of your own")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        own.chmod(0o700)
+    return own
+
+
+def read_status(path: Path) -> Status:
+    """Raises UsageError for what is no status file, or is not there."""
+    try:
+        value = json.loads(path.read_bytes())
+        found = Status(**value | {"links": tuple(Link(**link) for link in value["links"])})
+        view(found)
+        return found
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such run; `infinity status` lists those that are running") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} is no status file of a run; name a process or the file that `infinity status` names") from error
+
+
+def is_running(status: Status) -> bool:
+    return status.born == _born(status.pid)
+
+
+def running() -> list[Status]:
+    """Of this user's runs on this machine, the oldest first; files of those that are dead are removed. Raises as `folder`."""
+    found = []
+    for path in folder().glob("*.json"):
+        with contextlib.suppress(UsageError):  # it has just ended, or the file is not ours
+            status = read_status(path)
+            if is_running(status):
+                found.append(status)
+            elif path.stem == str(status.pid):
+                path.unlink(missing_ok=True)
+    return sorted(found, key=lambda status: status.born)
+
+
+def _born(pid: int) -> int:
+    """When a process started, in ticks since the machine did; -1 if there is none, or nothing is left but its exit status."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return -1 if fields[0] == "Z" else int(fields[19])
+
+
+# The command.
+
+
+def status(arguments) -> int:
+    """The `status` command."""
+    if arguments.run is None:
+        if arguments.follow:
+            raise UsageError("--follow needs a run: name its process, as `infinity status` lists them")
+        _list()
+        return 0
+    path = _path(arguments.run)
+    found = read_status(path)
+    if not is_running(found):
+        raise UsageError(f"{path}: process {found.pid} has ended; `infinity status` lists those that are running")
+    if not arguments.follow:
+        print(view(found))
+        return 0
+    with LiveView(sys.stdout) as show:
+        while is_running(found):
+            show(found)
+            time.sleep(WRITE_SECONDS)
+            try:
+                found = read_status(path)
+            except UsageError:  # its file went with it
+                break
+        show(found, last=True)
+    print(f"process {found.pid} has ended")
+    return 0
+
+
+def _path(run: str) -> Path:
+    try:
+        return folder() / f"{run}.json" if run.isdecimal() else Path(run)
+    except OSError as error:
+        raise UsageError(f"the directory of status files cannot be used: {error}") from error
+
+
+def _list() -> None:
+    try:
+        runs = running()
+    except OSError as error:
+        raise UsageError(f"the directory of status files cannot be used: {error}") from error
+    if not runs:
+        print("no run of yours is training on this machine")
+        return
+    width = shutil.get_terminal_size().columns
+    for found in runs:
+        print(f"{found.pid:>8}  {line(found)}"[:width] if sys.stdout.isatty() else f"{found.pid:>8}  {line(found)}")

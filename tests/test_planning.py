@@ -1,0 +1,168 @@
+"""`infinity plan`: what it prints, and how it ends."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infinity import settings
+from infinity.cli import main
+from infinity.tools.machine import DriveRates, Machine
+from infinity.tools.planning import gpt
+
+NODE = Machine(
+    name="a node",
+    devices=2,
+    device_memory=4 << 30,
+    device_tflops=300.0,
+    device_update_gparams=60.0,
+    host_memory=8 << 30,
+    host_gbps=300.0,
+    update_gparams=10.0,
+    h2d_gbps=25.0,
+    d2h_gbps=25.0,
+    h2d_all_gbps=20.0,
+    d2h_all_gbps=20.0,
+    gather_gbps=200.0,
+    network_gbps=100.0,
+    drives=tuple(DriveRates(read_gbps=6.0, write_gbps=4.0, mixed_gbps=5.0, capacity=20 * 10**9, endurance=7 * 10**15) for _ in range(2)),
+)
+SMALL = ["--hidden", "512", "--layers", "8", "--vocab", "1000", "--seq", "128", "--set", "chunk_mib=1"]
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """A directory with an infinity.toml that describes NODE."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "infinity.toml").write_text(settings.to_toml({"machine": NODE.to_table()}))
+    return tmp_path
+
+
+def run(capsys, *arguments):
+    status = main(["plan", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def report_of(capsys, tmp_path, *arguments):
+    status, _, errors = run(capsys, *arguments, "--json", str(tmp_path / "plan.json"))
+    assert not errors
+    return status, json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_a_plan_names_memory_links_step_and_what_bounds_it(node, capsys):
+    status, out, _ = run(capsys, *SMALL, "--set", "weights=nvme", "--set", "states=nvme", "--set", "residency=none")
+    assert status == 0
+    for line in ("model ", "machine ", "memory ", "NVMe to host", "host to NVMe", "step ", "tokens ", "largest ", "wear "):
+        assert any(each.startswith(line) for each in out.splitlines()), line
+    assert "a node: 2 device(s), 2 drive(s)" in out
+
+
+def test_bytes_of_a_plan_are_those_of_the_design(node, capsys):
+    status, report = report_of(capsys, node, *SMALL, "--set", "weights=nvme", "--set", "states=nvme", "--set", "residency=none")
+    assert status == 0
+    links = report["links"]
+    assert links["cn"]["bytes_per_parameter"] == pytest.approx(12, rel=0.03)
+    assert links["nc"]["bytes_per_parameter"] == pytest.approx(14, rel=0.2)
+    assert links["gc"]["bytes_per_parameter"] == pytest.approx(2, rel=0.03)
+    assert report["memory"]["nvme"]["needed"] == pytest.approx(12 * report["num_parameters"], rel=0.2)  # and gradients' places
+    assert report["step_seconds"] >= report["compute_seconds"]
+    per_day = links["cn"]["bytes_per_step"] * 2 / report["step_seconds"] * 86400
+    assert report["written_bytes_per_day"] == pytest.approx(per_day)
+    assert report["endurance_days"] == pytest.approx(2 * 7e15 / per_day)
+
+
+def test_a_model_that_fits_needs_no_drive(node, capsys):
+    status, report = report_of(capsys, node, *SMALL)
+    assert status == 0
+    assert report["memory"]["nvme"]["needed"] == report["memory"]["host"]["needed"] == 0
+    assert report["bottleneck"] in ("compute", "gg", "rs")
+    assert report["endurance_days"] is None
+
+
+def test_what_does_not_fit_says_what_is_short_and_ends_with_1(node, capsys):
+    status, out, _ = run(capsys, "--params", "20B")
+    assert status == 1
+    assert "does not fit" in out and "nvme" in out and "the largest GPT that fits has about" in out
+    status, report = report_of(capsys, node, "--params", "20B")
+    assert status == 1
+    assert report["fits"] is False and "nvme" in report["short"]
+    assert 1e9 < report["largest_parameters"] < 4e9  # 40 GB of drives and 8 GB of memory at 12 bytes a parameter, and gradients' places
+
+
+def test_the_largest_model_fits_and_one_half_larger_does_not(node, capsys):
+    _, report = report_of(capsys, node, "--params", "20B")
+    largest = report["largest_parameters"]
+    assert run(capsys, "--params", f"{largest / 1e6:.0f}M")[0] == 0
+    assert run(capsys, "--params", f"{1.6 * largest / 1e6:.0f}M")[0] == 1
+
+
+def test_more_nodes_and_devices_than_the_file_says(node, capsys):
+    _, one = report_of(capsys, node, *SMALL)
+    _, more = report_of(capsys, node, *SMALL, "--nodes", "3", "--devices", "4")
+    assert (one["world"], more["world"]) == (2, 12)
+
+
+def test_json_and_text_are_the_same_numbers(node, capsys):
+    _, out, _ = run(capsys, *SMALL, "--json", str(node / "plan.json"))
+    report = json.loads((node / "plan.json").read_text())
+    assert f"{report['step_seconds']:.3g} s predicted" in out
+
+
+def test_a_configuration_of_transformers(node, capsys):
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
+    (node / "config.json").write_text(json.dumps(config))
+    status, report = report_of(capsys, node, "--model", str(node / "config.json"), "--seq", "128")
+    assert status == 0
+    attention = 256 * 256 * 2 + 256 * 128 * 2
+    assert report["num_parameters"] == 2 * 1000 * 256 + 2 * (attention + 3 * 256 * 512 + 2 * 256) + 256
+
+
+def test_the_plot_is_drawn(node, capsys):
+    pytest.importorskip("matplotlib")
+    status, _, _ = run(capsys, *SMALL, "--plot", str(node / "efficiency.png"))
+    assert status == 0
+    assert (node / "efficiency.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ([], "which model?"),
+        (["--params", "7B", "--hidden", "64"], "--params chooses the sizes"),
+        (["--params", "many"], "such as 350M, 7B or 1T"),
+        (["--hidden", "100", "--layers", "2", "--heads", "3"], "does not divide"),
+        (["--params", "7B", "--machine", "nothing.toml"], "nothing.toml"),
+        (["--params", "7B", "--json", "nowhere/plan.json"], "there is no directory"),
+        (["--params", "7B", "--set", "host_memry=1GiB"], "did you mean"),
+        (["--model", "nothing.json"], "--model nothing.json"),
+    ],
+)
+def test_mistakes_end_in_one_line(node, capsys, arguments, says):
+    status, _, errors = run(capsys, *arguments)
+    assert status == 2
+    assert errors.count("\n") == 1 and says in errors
+
+
+def test_without_a_machine_it_says_where_to_get_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    status, _, errors = run(capsys, "--params", "7B")
+    assert status == 2
+    assert "infinity tune" in errors and "--machine FILE" in errors
+
+
+def test_sizes_of_a_gpt_are_counted_not_estimated():
+    subject = gpt(64, 2, 4, 100, 16, 3, "bf16")
+    assert sum(param.numel() for param in subject.model.parameters()) == 100 * 64 * 2 + 16 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+    assert subject.tokens == 48
+
+
+@pytest.mark.long
+def test_a_trillion_on_one_node_of_eight(tmp_path, capsys):
+    machine = str(Path(__file__).parents[1] / "bench" / "h200x8.toml")
+    status, report = report_of(capsys, tmp_path, "--params", "1T", "--batch", "8", "--machine", machine)
+    assert status == 0
+    assert report["num_parameters"] == pytest.approx(1e12, rel=0.1)
+    assert report["largest_parameters"] > 2e12
