@@ -90,6 +90,7 @@ def test_what_does_not_fit_says_what_is_short_and_ends_with_1(node, capsys):
     assert 1e9 < report["largest_parameters"] < 4e9  # 40 GB of drives and 8 GB of memory at 12 bytes a parameter, and gradients' places
 
 
+@pytest.mark.long
 def test_the_largest_model_fits_and_one_half_larger_does_not(node, capsys):
     _, report = report_of(capsys, node, "--params", "20B")
     largest = report["largest_parameters"]

@@ -61,7 +61,7 @@ def run(config, checkpointed, steps=9, since=3):
     return nbytes, stats[-1]["peak_device_nbytes"], layout, placement
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "settings",
     [

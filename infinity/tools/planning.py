@@ -59,7 +59,9 @@ def plan(arguments) -> int:
     machine = _machine(arguments)
     if arguments.plot is not None:
         plot_efficiency(machine, arguments.plot)
-    config = Config.layered(command_layers(arguments))
+    # As `infinity train` does, which is what will run there.
+    default = ("default", {"dtype": "bf16" if machine.device == "cuda" else "fp32"})
+    config = Config.layered([default, *command_layers(arguments)])
     subject = _subject(arguments, config)
     cut_to_fit(subject.model, machine, config)
     load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=not arguments.keep_activations)
@@ -163,7 +165,7 @@ def plot_efficiency(machine: Machine, path: Path) -> None:
         for name, gbps in rates.items():
             if gbps:
                 axis.axvline(gbps, color="grey", linestyle=":", linewidth=1)
-                axis.text(gbps, 2, f" {name}", rotation=90, fontsize=8, color="grey", va="bottom", ha="right")
+                axis.text(gbps, 98, name, rotation=90, fontsize=8, color="grey", va="top", ha="right")
         axis.set(xscale="log", xlabel="GB/s a device", title=title, ylim=(0, 100), xlim=(0.1, 1e4))
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
