@@ -27,9 +27,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     try:
         output.check_file(options.json, "--json")
-        output.check_file(options.plot, "--plot")
-        if options.plot:
-            output.pyplot()
+        output.check_plot(options.plot, "--plot")
     except (ConfigError, UsageError) as error:
         parser.error(str(error))
     return options

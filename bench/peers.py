@@ -23,6 +23,7 @@ which all later ones wait: remove it.
 import argparse
 import importlib.util
 import json
+import math
 import os
 import statistics
 import sys
@@ -48,6 +49,8 @@ TITLES = {"nvme": "all on NVMe", "host": "all in host memory", "device": "all on
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 NUM_WARM = 2  # steps that are not counted
 TRAFFIC = ("NVMe read", "written", "to device", "from it")  # bytes a parameter and step
+
+ABSENT = ("deepspeed is not installed", "runs on one rank only")  # rows that say so, and are no failure
 
 
 def main():
@@ -95,7 +98,7 @@ def main():
     for row in failed:
         del rows[row]
     base = next(iter(rows.values()))[0]["losses"] if rows else []
-    worst = {row: max(abs(a - b) / a for run_ in runs for a, b in zip(base, run_["losses"])) for row, runs in rows.items()}
+    worst = {row: max(_apart(a, b) for run_ in runs for a, b in zip(base, run_["losses"])) for row, runs in rows.items()}
     show(options, rows, failed, worst)
     if options.json:
         found = [{"place": place, "engine": engine, "runs": runs} for (place, engine), runs in rows.items()]
@@ -105,16 +108,22 @@ def main():
         plot(options, rows)
     apart = max(worst.values(), default=0.0)
     print(f"losses differ by {apart:.1e} at most; up to {options.tolerance:g} is allowed")
-    sys.exit(not apart <= options.tolerance)
+    broken = [error for error in failed.values() if error not in ABSENT]
+    sys.exit(not rows or bool(broken) or not apart <= options.tolerance)
+
+
+def _apart(loss: float, other: float) -> float:
+    """By how much of the first they differ; infinite where one is no number."""
+    return abs(loss - other) / loss if math.isfinite(loss) and math.isfinite(other) else math.inf
 
 
 def run_ranks(case: dict, place: str, engine: str) -> dict:
     """One run of an engine: what its ranks report, put together."""
     os.sync()  # what the last process left to the kernel to write is not charged to this one
     if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise RunError("deepspeed is not installed")
+        raise RunError(ABSENT[0])
     if engine == "plain" and case["ranks"] > 1:
-        raise RunError("runs on one rank only")
+        raise RunError(ABSENT[1])
     if case["device"] == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     with tempfile.TemporaryDirectory(dir=case["nvme"], prefix="peers-") as folder:

@@ -22,19 +22,28 @@ from infinity.tools.training import KEEP, OPTIMIZERS, train
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # paths may be of any bytes
     try:
         arguments = _parser().parse_args(argv)
         return arguments.command(arguments)
     except (CheckpointError, ConfigError, PeerError, SwapError, UsageError) as error:
-        where = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-        print(f"infinity: error: {where}{'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2
+        return _failed(str(error))
     except BrokenPipeError:  # of whoever reads our output, and has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        return _failed(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except KeyboardInterrupt:
         print("infinity: interrupted", file=sys.stderr)
         return 130
+
+
+def _failed(text):
+    where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and os.environ.get("WORLD_SIZE") not in (None, "", "1") else ""
+    print(f"infinity: error: {where}{'; '.join(text.splitlines())}", file=sys.stderr)
+    return 2
 
 
 # Options

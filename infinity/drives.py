@@ -119,10 +119,12 @@ def store(directory_fd: int, drive: Drive) -> None:
         "device": os.fstat(directory_fd).st_dev,
         "drive": asdict(drive),
     }
+    aside = f".{CACHE_NAME}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(CACHE_NAME, flags, 0o600, dir_fd=directory_fd), "w") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(aside, flags, 0o600, dir_fd=directory_fd), "w") as file:
             file.write(json.dumps(content, indent=1) + "\n")
+        os.replace(aside, CACHE_NAME, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
 
 
 def shares(num_units: int, weights: list[float], held: list[float]) -> list[int]:
@@ -152,7 +154,7 @@ def _is_sensible(drive: Drive) -> bool:
 class Probe:
     """A written O_DIRECT file of nbytes, at least 64 MiB, and memory on huge pages to measure with.
 
-    What is read is compared with what was written before, outside of what is timed. All methods raise OSError.
+    What was read last into each buffer is compared with what was written before, outside of what is timed. All methods raise OSError.
     """
 
     def __init__(self, fd: int, nbytes: int):

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import weakref
 from collections.abc import Iterable
 
@@ -35,7 +34,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError, NonFiniteError, UsageError
 from infinity.events import Events
 from infinity.facade import NO_COPY, Facade
-from infinity.gauge import gauge_of
+from infinity.gauge import device_of, gauge_of
 from infinity.hooks import Hooks, map_tensors, tensors_in
 from infinity.lanes import Lane
 from infinity.margin import Margin
@@ -68,7 +67,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, config: Config, initial=None, ranks: Ranks | None = None):
         self.config = config
-        self.device = _device(config)
+        self.device = device_of(config.device)
         self.ranks = ranks or Ranks(self.device)
         self.events = Events(tracing=config.trace)
         if config.trace:
@@ -1035,7 +1034,7 @@ def offload(model: nn.Module, config: Config | None = None) -> Engine:
     if any(owner_of(param) is not None for param in model.parameters()):
         raise UsageError(f"{type(model).__name__} is in an engine already")
     config = config or Config()
-    ranks = Ranks(_device(config))
+    ranks = Ranks(device_of(config.device))
     cut_large_layers(model, config, ranks)
     return Engine(model, config, ranks=ranks)
 
@@ -1044,7 +1043,7 @@ def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tup
     """Tile what `config.tile_above` says, before the model has an engine: (name, number of tiles). Every rank must call it."""
     budget = config.device_memory
     if config.tile_above == budget == "auto":
-        budget, _ = budgets(config, _device(config), ranks)
+        budget, _ = budgets(config, device_of(config.device), ranks)
     return tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=WEIGHT_NBYTES[config.dtype])
 
 
@@ -1066,18 +1065,6 @@ def gathered(params: torch.Tensor | Iterable[torch.Tensor]):
 
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
-
-
-def _device(config: Config) -> torch.device:
-    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(f"device={name!r}: there is no CUDA device here; use device='cpu'")
-        index = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
-    return device
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

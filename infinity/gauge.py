@@ -5,11 +5,15 @@ Knows the allocator of the device, and the limits of control groups. Must not kn
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import torch
+
+from infinity.errors import ConfigError
 
 _CGROUPS = Path("/sys/fs/cgroup")
 UNLIMITED_NBYTES = 1 << 60  # version 1 says "no limit" as a number near 2^63
@@ -37,6 +41,24 @@ class CudaGauge:
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of a name, by default CUDA where there is one: with its index, that of the local rank if none is given, and made the
+    current one. Raises ConfigError if it is not here."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"device={name!r}: expected 'cpu', 'cuda' or 'cuda:N'")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device={name!r}: this PyTorch finds no CUDA device; use device='cpu'")
+        index = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+        if index >= torch.cuda.device_count():
+            raise ConfigError(f"device={name!r}: expected an index below {torch.cuda.device_count()}, the number of CUDA devices; got {index}")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device
 
 
 def gauge_of(device: torch.device) -> CudaGauge | None:

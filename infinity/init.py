@@ -24,7 +24,8 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.overrides import TorchFunctionMode
 
 from infinity.config import Config, format_bytes
-from infinity.engine import Engine, _device, cut_large_layers
+from infinity.engine import Engine, cut_large_layers
+from infinity.gauge import device_of
 from infinity.errors import SwapError, UsageError
 from infinity.partition import Ranks
 
@@ -49,7 +50,7 @@ def init(config: Config | None = None, *, window: int = WINDOW_NBYTES):
     With the same seed the weights are those of a plain construction, bit for bit. Every rank must build the same modules.
     """
     config = config or Config()
-    ranks = Ranks(_device(config))
+    ranks = Ranks(device_of(config.device))
     builder = _Builder(config, ranks, window)
     with builder:
         yield

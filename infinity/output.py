@@ -18,6 +18,8 @@ def check_file(path: Path | None, option: str) -> None:
         return
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory; name a file")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{option} {path} is no ordinary file, and would be replaced; name another")
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no directory {path.parent}; create it or name another")
     if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -25,13 +27,15 @@ def check_file(path: Path | None, option: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Old or new, whole: written aside, then renamed."""
+    """Old or new, whole: written aside, then renamed. A link stays one, and a file that was there keeps its mode."""
+    path = path.resolve()
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
+            os.chmod(file.name, mode)
             os.replace(file.name, path)
         except BaseException:
             os.unlink(file.name)
@@ -51,6 +55,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def check_plot(path: Path | None, option: str) -> None:
+    """As `check_file`, and that a picture of this kind can be drawn. Raises UsageError without matplotlib, too."""
+    check_file(path, option)
+    if path is not None:
+        kinds = pyplot().gcf().canvas.get_supported_filetypes()
+        if path.suffix.removeprefix(".").lower() not in kinds:
+            raise ConfigError(f"{option} {path}: expected a name that ends in .png, .svg or .pdf")
 
 
 def pyplot():

@@ -49,7 +49,7 @@ def to_toml(tables: Mapping[str, object]) -> str:
 
 def _read(path: Path | str, parse: Callable[[str], object], kind: str) -> dict:
     try:
-        content = parse(Path(path).read_text(encoding="utf-8"))
+        content = parse(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of the parser, and of what is no text

@@ -79,9 +79,14 @@ def save_trace(path, model) -> None:
     path, engine = Path(path), engine_of(model)
     if not engine.events.tracing:
         raise UsageError("save_trace: nothing was traced; use infinity.Config(trace=True)")
-    if not engine.events.trace:
-        raise UsageError("save_trace: nothing has run yet; call it after some steps")
-    check_file(path, "the trace")
+
+    def check() -> None:
+        if not engine.events.trace:
+            raise UsageError("save_trace: nothing has run yet; call it after some steps")
+        if engine.ranks.rank == 0:
+            check_file(path, "the trace")
+
+    engine.ranks.together(check)
     engine.events.timeline.resolve(wait=True)
     parts = engine.ranks.exchange(zlib.compress(json.dumps(_noted(engine)).encode()))
     if engine.ranks.rank == 0:
@@ -98,7 +103,7 @@ def read_trace(path: Path) -> list[RankTrace]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no trace, or is cut off: it is not whole JSON ({error})") from error
     about = value.get("otherData") if isinstance(value, dict) else None
     version = about.get("infinity") if isinstance(about, dict) else None

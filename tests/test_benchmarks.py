@@ -70,7 +70,7 @@ def test_a_wrong_byte_ends_in_one_line_and_leaves_nothing(paths, monkeypatch, ca
         (["gg"], "run `torchrun --nproc-per-node 2 -m infinity bench gg`"),
         (["rs"], "run `torchrun --nproc-per-node 2 -m infinity bench rs`"),
         (["nc", "--nvme", "nowhere"], "nowhere does not exist; create it"),
-        (["cg", "--device", "tpu"], "expected cpu, cuda or cuda:N"),
+        (["cg", "--device", "tpu"], "expected 'cpu', 'cuda' or 'cuda:N'"),
         (["cg", "--json", "no/where.json"], "there is no directory no"),
         (["cg", "--sizes", "1000"], "expected a multiple of 4096"),
         (["cg", "--sizes", "0"], "expected a multiple of 4096"),

@@ -38,8 +38,8 @@ def random_machine(draw):
 
     def value_of(field):
         if field.type == "float":
-            ordinary = draw.random() * 10 ** draw.randrange(-20, 20)
-            return draw.choice([0.0, -0.0, 5e-324, 1.7976931348623157e308, ordinary, draw.randrange(1000)])
+            ordinary = draw.random() * 10 ** draw.randrange(-20, 20) + 1e-300
+            return draw.choice([5e-324, 0.1 + 0.2, 1.7976931348623157e308, ordinary, draw.randrange(1, 1000)])
         if field.type == "int":
             return draw.choice([1, draw.randrange(1, 2**63), 10**30])
         return draw.choice(["", "a b", '"\\\n\x7f', "ü/日本😀", "[machine]", "#"])
@@ -108,7 +108,7 @@ def test_a_machine_without_drives_has_none(drives):
         ({"h2d_gbps": "55"}, "machine: h2d_gbps: expected a number, zero or above; got '55'"),
         ({"h2d_gbps": True}, "machine: h2d_gbps: expected a number"),
         ({"h2d_gbps": []}, "machine: h2d_gbps: expected a number"),
-        ({"read_latency_us": None}, "machine: read_latency_us: expected a number"),
+        ({"copy_latency_us": None}, "machine: copy_latency_us: expected a number"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(change, expected):

@@ -128,7 +128,7 @@ def test_processors_are_measured_by_work_that_is_compared(monkeypatch):
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:77", "meta", "cpuu"])
 def test_a_device_that_is_not_there_is_refused(name):
-    with pytest.raises(ConfigError, match=f"--device {name}"), probes.launched(name):
+    with pytest.raises(ConfigError, match=f"device='{name}'"), probes.launched(name):
         pass
 
 

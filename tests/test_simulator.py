@@ -32,7 +32,7 @@ MACHINE = Machine(
 )
 
 
-def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="backward", keep=True, device=1 << 30, host=1 << 30, numel=NUMEL, steps=3, **tiers):
+def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="backward", keep=True, device=1 << 30, host=1 << 30, numel=NUMEL, **tiers):
     """`num` layers of one chunk each, forward and backward of so many seconds."""
     specs = [ParameterSpec(f"p{i}", numel, "fp32", True) for i in range(num)]
     layout_ = layout(specs, chunk_numel=numel, world=world)
@@ -55,7 +55,7 @@ def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="back
     uses = [Use((i, index), (index,), frozenset({index})) for i, index in enumerate(order)]
     gradients = [()] * num + [(index,) for index in reversed(range(num))]
     step = Step(uses, [seconds[0]] * num + [seconds[1]] * num, gradients, num, deferred, keep)
-    return layout_, records, placement, simulate(layout_, records, placement, step, machine, steps=steps)
+    return layout_, records, placement, simulate(layout_, records, placement, step, machine)
 
 
 def test_a_step_in_host_memory_to_the_millisecond():

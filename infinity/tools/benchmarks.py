@@ -11,7 +11,7 @@ import statistics
 from infinity.tools import probes
 from infinity.config import DEFAULT_NVME, Config, format_bytes, parse_bytes
 from infinity.errors import ConfigError, UsageError
-from infinity.output import check_file, pyplot, table, write_json
+from infinity.output import check_file, check_plot, pyplot, table, write_json
 from infinity.tools.progress import Progress
 from infinity.tiers import ALIGNMENT
 
@@ -31,9 +31,7 @@ def transfers(arguments) -> int:
     """The `bench nc`, `cg`, `gg`, `rs`, `gc` and `cn` commands. Whatever moves is compared with what was sent."""
     link, sizes = arguments.link, [_size(text) for text in arguments.sizes or SIZES]
     check_file(arguments.json, "--json")
-    check_file(arguments.plot, "--plot")
-    if arguments.plot:
-        pyplot()
+    check_plot(arguments.plot, "--plot")
     with contextlib.ExitStack() as stack:
         device, ranks = stack.enter_context(probes.launched(arguments.device))
         if link in RANK_LINKS and ranks.world == 1:

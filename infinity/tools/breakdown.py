@@ -24,8 +24,13 @@ Interval = tuple[float, float]
 
 def trace(arguments) -> int:
     """The `trace` command."""
-    report = breakdown(read_trace(arguments.file))
-    print(json.dumps(report, indent=2) if arguments.json else _text(report))
+    ranks = read_trace(arguments.file)
+    try:
+        report = breakdown(ranks)
+        text = _text(report)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{arguments.file} is a damaged trace: {type(error).__name__}: {error}") from error
+    print(json.dumps(report, indent=2) if arguments.json else text)
     return 0
 
 

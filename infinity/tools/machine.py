@@ -57,7 +57,7 @@ class Machine:
     """10^9 parameters a second that one device updates, records on it."""
     host_memory: int
     host_gbps: float
-    """What host memory carries, read and written, of all of a node's processors."""
+    """What host memory carries, read and written, of all of a node's processors; for people, no prediction needs it."""
     update_gparams: float
     """10^9 parameters a second that a node's processors update, by AdamW, records in host memory."""
     h2d_gbps: float
@@ -70,7 +70,6 @@ class Machine:
     """Bytes that a node receives a second from other nodes."""
     copy_latency_us: float = 10.0
     gather_latency_us: float = 20.0
-    read_latency_us: float = 150.0
     chunk_overhead_us: float = 500.0
     """What a chunk costs the engine's threads a step, beyond its bytes."""
     drives: tuple[DriveRates, ...] = ()
@@ -93,6 +92,11 @@ class Machine:
     def world(self) -> int:
         """Devices of all nodes."""
         return self.nodes * self.devices
+
+    def total(self, what: str) -> int:
+        """`capacity` or `endurance` of all drives of a node; 0 if that of any is not known."""
+        each = [getattr(drive, what) for drive in self.drives]
+        return sum(each) if all(each) else 0
 
     def drive_gbps(self, what: str) -> float:
         """`read`, `write` or `mixed` of all drives of a node at once."""
@@ -127,6 +131,9 @@ class Machine:
         return dataclasses.asdict(self) | {"drives": [dataclasses.asdict(drive) for drive in self.drives]}
 
 
+_MAY_BE_ZERO = ("gather_gbps", "network_gbps", "_us")
+
+
 def _settle(value, where: str, sizes: tuple[str, ...]) -> list[str]:
     """Sizes to bytes; rates are checked."""
     problems = []
@@ -137,6 +144,8 @@ def _settle(value, where: str, sizes: tuple[str, ...]) -> list[str]:
                 object.__setattr__(value, field.name, parse_bytes(given))
             elif field.type == "float" and (isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf):
                 raise ConfigError(f"expected a number, zero or above; got {given!r}")
+            elif field.type == "float" and not given and not field.name.endswith(_MAY_BE_ZERO):
+                raise ConfigError("expected a rate above zero; got 0")
             elif field.type == "str" and field.name != "device" and not isinstance(given, str):
                 raise ConfigError(f"expected text; got {given!r}")
         except ConfigError as error:

@@ -44,7 +44,7 @@ from infinity.engine import offload
 from infinity.errors import ConfigError, SwapError
 from infinity.events import COMPUTE, now
 from infinity.lanes import Lane
-from infinity.output import check_file, pyplot, table, write_json
+from infinity.output import check_file, check_plot, pyplot, table, write_json
 from infinity.planner import WEIGHT_SLOTS
 from infinity.tools.probes import launched
 from infinity.tools.progress import Progress
@@ -62,9 +62,7 @@ _NUM_PRODUCTS = 50  # that are timed to know how many take as long as asked for
 def overlap(arguments) -> int:
     """The `bench overlap` command."""
     check_file(arguments.json, "--json")
-    check_file(arguments.plot, "--plot")
-    if arguments.plot:
-        pyplot()  # refuses before anything is measured
+    check_plot(arguments.plot, "--plot")
     if arguments.layers > WEIGHT_SLOTS:
         raise ConfigError(
             f"--layers {arguments.layers}: each stage is measured alone with all layers in host memory; give {WEIGHT_SLOTS} at most"

@@ -6,7 +6,6 @@ Knows predictions and how they are shown. Must not know how they are made, nor h
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from infinity.config import Config, command_layers, format_bytes
 from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.gpt import GPT
 from infinity.tools.machine import Machine
-from infinity.output import check_file, pyplot, table, write_json
+from infinity.output import check_file, check_plot, pyplot, table, write_json
 from infinity.tools.prediction import Prediction, arrangement, predict
 from infinity.residency import TORCH_DTYPES
 from infinity.tiling import tile_to_fit
@@ -55,7 +54,7 @@ class Subject:
 def plan(arguments) -> int:
     """The `plan` command. Exit status 1, with what is short, if the model does not fit."""
     check_file(arguments.json, "--json")
-    check_file(arguments.plot, "--plot")
+    check_plot(arguments.plot, "--plot")
     machine = _machine(arguments)
     if arguments.plot is not None:
         plot_efficiency(machine, arguments.plot)
@@ -113,7 +112,9 @@ def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
 
 
 def largest_parameters(machine: Machine, config: Config, arguments) -> int | None:
-    """Parameters of the largest GPT that fits, to a fifth; None if none does."""
+    """Parameters of the largest GPT that fits, to a fifth; None if none does, or a drive's capacity is not known."""
+    if machine.drives and not machine.total("capacity"):
+        return None
     batch, seq = arguments.batch, arguments.seq
 
     def fitting(step: int) -> int | None:
@@ -123,8 +124,10 @@ def largest_parameters(machine: Machine, config: Config, arguments) -> int | Non
             return None
         subject = gpt(hidden, layers, max(1, hidden // 128), arguments.vocab, seq, batch, config.dtype)
         cut_to_fit(subject.model, machine, config)
-        saved = formulas.checkpoint_nbytes(batch=batch, seq=seq, hidden=hidden, layers=layers)
-        saved += formulas.activation_working_nbytes(batch=batch, seq=seq, hidden=hidden, heads=0)
+        block = formulas.activation_working_nbytes(batch=batch, seq=seq, hidden=hidden, heads=0)
+        checkpoints = formulas.checkpoint_nbytes(batch=batch, seq=seq, hidden=hidden, layers=layers)
+        saved = layers * block if arguments.keep_activations else checkpoints + block
+        saved = saved * WEIGHT_NBYTES[config.dtype] // 2 + batch * seq * arguments.vocab * 8  # logits, in 16 bits and fp32, and their gradient
         coarse = dataclasses.replace(config, chunk_mib=max(16.0 * machine.world, num / COARSE_CHUNKS / 2**19))
         try:
             arrangement(subject.model, Workload((), (), subject.tokens, saved), machine, coarse)
@@ -205,8 +208,7 @@ def _subject(arguments, config: Config) -> Subject:
 
 
 def _most_bytes(machine: Machine) -> float:
-    drives = sum(drive.capacity or math.inf for drive in machine.drives)
-    return machine.nodes * (drives + machine.host_memory + machine.devices * machine.device_memory)
+    return machine.nodes * (machine.total("capacity") + machine.host_memory + machine.devices * machine.device_memory)
 
 
 # Results
@@ -217,7 +219,7 @@ def _report(prediction: Prediction, largest: int | None) -> dict:
     num = prediction.layout.num_parameters
     nums = {link: num if link in ("gg", "rs") else num / machine.world for link in LINKS}  # a rank's share of the others
     written = simulation.nbytes["cn"] * machine.world / simulation.step_seconds * DAY_SECONDS
-    endurance = sum(drive.endurance for drive in machine.drives) * machine.nodes
+    endurance = machine.total("endurance") * machine.nodes
     return {
         "fits": True,
         "num_parameters": prediction.layout.num_parameters,
@@ -227,7 +229,7 @@ def _report(prediction: Prediction, largest: int | None) -> dict:
         "memory": {
             "device": {"needed": prediction.device_nbytes, "there": machine.device_memory, "activations": prediction.workload.saved_nbytes},
             "host": {"needed": placement.host_nbytes * machine.devices, "there": machine.host_memory},
-            "nvme": {"needed": placement.nvme_nbytes * machine.devices, "there": sum(drive.capacity for drive in machine.drives)},
+            "nvme": {"needed": placement.nvme_nbytes * machine.devices, "there": machine.total("capacity")},
         },
         "links": {
             link: {

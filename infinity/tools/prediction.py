@@ -15,7 +15,7 @@ from infinity import planner
 from infinity.assembly import arrange
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, Layout, Record
 from infinity.config import Config
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, ConfigError
 from infinity.tools.machine import Machine
 from infinity.planner import Placement
 from infinity.tools.simulator import Simulation, Step, simulate
@@ -90,7 +90,10 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
 def arrangement(
     model: nn.Module, workload: Workload, machine: Machine, config: Config
 ) -> tuple[Layout, list[Record], Placement, tuple[int, ...]]:
-    """Layout, records of a rank, their placement, and the spans whose records are in the device's margin. Raises BudgetError."""
+    """Layout, records of a rank, their placement, and the spans whose records are in the device's margin. Raises BudgetError, and
+    ConfigError for activations that leave the device, which are not played."""
+    if config.activations in ("host", "nvme"):
+        raise ConfigError(f"activations={config.activations!r}: predictions keep them on the device; leave it out")
     share = machine.devices
     host = machine.host_memory // share
     if config.host_memory == "auto":
@@ -119,7 +122,7 @@ def arrangement(
         deferred=_is_deferred(config),
         accumulating=False,
     )
-    nvme = sum(drive.capacity for drive in machine.drives) // share
+    nvme = machine.total("capacity") // share
     if placement.nvme_nbytes and not machine.drives:
         raise BudgetError(f"nvme: {placement.nvme_nbytes} bytes a rank need a drive, and the machine has none")
     if nvme and placement.nvme_nbytes > nvme:

@@ -24,7 +24,8 @@ from infinity.adam import AdamScalars, adam_step
 from infinity.arena import Arena
 from infinity.config import Config
 from infinity.engine import offload
-from infinity.errors import ConfigError, SwapError
+from infinity.errors import SwapError
+from infinity.gauge import device_of
 from infinity.gpt import Block
 from infinity.optimizer import AdamW
 from infinity.partition import Ranks
@@ -45,18 +46,7 @@ _SMALL_NBYTES = 4096
 @contextlib.contextmanager
 def launched(name: str | None) -> Iterator[tuple[torch.device, Ranks]]:
     """The device of a name, by default CUDA where there is one, and this process among those that torchrun has started."""
-    if name is None:
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: expected cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"--device {name}: this PyTorch finds {torch.cuda.device_count()} CUDA devices; use another, or cpu")
-        torch.cuda.set_device(device)
+    device = device_of(name)
     makes_group = "RANK" in os.environ and not dist.is_initialized()
     if makes_group:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

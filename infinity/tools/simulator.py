@@ -70,14 +70,15 @@ class Simulation:
     works: list[Work] = field(default_factory=list)
 
 
-def simulate(
-    layout: Layout, records: Sequence[Record], placement: Placement, step: Step, machine: Machine, *, steps: int = 3, on_device: Iterable[int] = ()
-) -> Simulation:
-    """Play some steps; the last one counts. records: of the rank. on_device: spans whose records are in the device's margin.
+LEAST_STEPS, MOST_STEPS, STEADY = 4, 16, 0.01
 
-    Raises BudgetError where the device cannot hold what an op needs.
-    """
-    return _Rank(layout, records, placement, step, machine, frozenset(on_device)).run(steps)
+
+def simulate(
+    layout: Layout, records: Sequence[Record], placement: Placement, step: Step, machine: Machine, *, on_device: Iterable[int] = ()
+) -> Simulation:
+    """Play steps until they take as long as the one before, to a hundredth; the last one counts. records: of the rank. on_device: spans
+    whose records are in the device's margin. Raises BudgetError for ranks without collectives."""
+    return _Rank(layout, records, placement, step, machine, frozenset(on_device)).run()
 
 
 # The clock
@@ -204,7 +205,7 @@ class _Chunk:
         self.numel = numel
         self.copied = self.gradient = self.updating = _Flag(True)
         self.gathered = _Flag(True)
-        self.pending = self.update_expected = self.copy_expected = self.updated = self.reduced = False
+        self.pending = self.update_expected = self.copy_expected = self.updated = self.reduced = self.received = False
         self.missing = 0
 
 
@@ -267,6 +268,7 @@ class _Rank:
         self.writer = _Lane(self.clock)
         self.clock.start(self._reader())
         self.waiting: list[_Chunk] = []
+        self.begun: deque[_Flag] = deque()  # the gradient of each update in the lane: that of the first, once there, frees a slot soon
 
     def _plan(self) -> None:
         """Where gradients are complete follows from the ops; so, as in the engine, do reductions and updates."""
@@ -316,11 +318,12 @@ class _Rank:
                 speeds |= {link: 1 / demand for link in links if link in shares}
         return speeds
 
-    def run(self, steps: int) -> Simulation:
-        self.starts: list[float] = []
-        self.clock.start(self._train(steps))
+    def run(self) -> Simulation:
+        self.starts: list[float] = [0.0]
+        self.is_over = False
+        self.clock.start(self._train())
         self.clock.run()
-        assert len(self.starts) == steps + 1, "the simulated engine waits for what never comes"
+        assert self.is_over, "the simulated engine waits for what never comes"
         start, end = self.starts[-2:]
         found = Simulation(end - start, self.stalls, peak_device_nbytes=self.peak + self.placement.fixed_nbytes)
         found.host_nbytes = self.placement.host_nbytes
@@ -329,19 +332,25 @@ class _Rank:
             if work.end <= start or work.start >= end:
                 continue
             found.works.append(Work(work.link, work.what, work.start - start, work.end - start, work.nbytes))
-            found.nbytes[work.link] += work.nbytes
+            found.nbytes[work.link] += work.nbytes * (min(work.end, end) - max(work.start, start)) / (work.end - work.start)
             found.busy_seconds[work.link] += max(0.0, min(work.end, end) - max(work.start, busy_until[work.link]))
             busy_until[work.link] = max(busy_until[work.link], work.end)
         return found
 
     # The training thread
 
-    def _train(self, steps: int):
-        for _ in range(steps):
-            self.starts.append(self.clock.now)
+    def _train(self):
+        while not self._is_steady():
             self.stalls.update(dict.fromkeys(LINKS, 0.0))
             yield from self._one_step()
-        self.starts.append(self.clock.now)
+            self.starts.append(self.clock.now)
+        self.is_over = True
+
+    def _is_steady(self) -> bool:
+        """Whether the last two steps took the same time; it takes some steps until writes are as much behind as they will be."""
+        seconds = [end - start for start, end in zip(self.starts, self.starts[1:])]
+        alike = len(seconds) >= LEAST_STEPS and abs(seconds[-1] - seconds[-2]) <= STEADY * seconds[-1]
+        return alike or len(seconds) >= MOST_STEPS
 
     def _one_step(self):
         step = self.step
@@ -420,6 +429,8 @@ class _Rank:
     def _run_copy(self, chunk: _Chunk, granted, updating: _Flag):
         entry = None
         if granted is not None:
+            if not granted[0].raised:  # others wait for this lane
+                self._hurry(chunk, WEIGHTS)
             yield granted[0]
             entry = granted[1]
             yield entry.ready
@@ -517,6 +528,7 @@ class _Rank:
                 continue
             for index in self.param_chunks[param]:
                 chunk = self.chunks[index]
+                chunk.received = True
                 yield from self._finish_announced(chunk)
                 if world == 1:
                     piece = next(piece for piece in self.layout.chunks[index].pieces if piece.param == param)
@@ -530,6 +542,7 @@ class _Rank:
                 self._drop(chunk, WEIGHTS, entry)
             if world == 1:
                 self._ready(chunk)
+        self._update_waiting()
         while self.under_way > self.placement.under_way_nbytes:
             yield from self._wait("gc", self.bell)
 
@@ -548,22 +561,23 @@ class _Rank:
         yield before
         if chunk.homes[STATES] != "device":
             if chunk.homes[GRADIENTS] == "nvme":
-                yield from self._claim_gradient(chunk)
+                yield from self._claim_gradient(chunk, patient=True)
             yield ("gc", nbytes / self.d2h + self.machine.copy_latency_us * 1e-6, chunk.index, nbytes)
             if chunk.homes[GRADIENTS] == "nvme":
                 self.caches[GRADIENTS][chunk.index].pins -= 1
         self.under_way -= leaving
         self._ring()
 
-    def _claim_gradient(self, chunk: _Chunk):
-        """A slot for a gradient; one that waits for step() makes room by going to NVMe and back."""
+    def _claim_gradient(self, chunk: _Chunk, *, patient: bool):
+        """A slot for a gradient, pinned; one that nobody uses makes room by going to NVMe, and comes back later.
+
+        patient: wait for the slot that the update at the head of its lane will free."""
         cache = self.caches[GRADIENTS]
         while chunk.index not in cache:
             if self.free[GRADIENTS]:
                 self.free[GRADIENTS] -= 1
                 cache[chunk.index] = _Entry(chunk)
-                cache[chunk.index].ready.raised = True
-            elif self.step.deferred and (victims := [e for e in cache.values() if not e.pins]):
+            elif not (patient and self.begun and self.begun[0].raised) and (victims := [e for e in cache.values() if not e.pins]):
                 victim = max(victims, key=lambda entry: entry.chunk.index)
                 del cache[victim.chunk.index]
                 self.free[GRADIENTS] += 1
@@ -595,17 +609,17 @@ class _Rank:
             if chunk.homes[kind] == "nvme":
                 wishes[kind] = self._ask(chunk, kind, pin=True, urgent=urgent)
         self.num_updates_begun += 1  # only now: what it asked for is nobody's victim in between
+        self.begun.append(chunk.gradient)
         chunk.updating = self.update.push(self._run_update(chunk, wishes, chunk.gradient, chunk.copied))
 
     def _run_update(self, chunk: _Chunk, wishes, gradient: _Flag, copied: _Flag):
         yield gradient
         cache = self.caches[GRADIENTS]
-        if chunk.homes[GRADIENTS] == "nvme" and chunk.index not in cache:  # it has left meanwhile
-            while not self.free[GRADIENTS]:
-                yield self.bell
-            self.free[GRADIENTS] -= 1
-            cache[chunk.index] = _Entry(chunk)
-            yield from self._transfer("nc", chunk, GRADIENTS)
+        if chunk.homes[GRADIENTS] == "nvme":
+            has_left = chunk.index not in cache
+            yield from self._claim_gradient(chunk, patient=False)
+            if has_left:
+                yield from self._transfer("nc", chunk, GRADIENTS)
         for kind, granted in wishes.items():
             self._hurry(chunk, kind)
             yield granted[0]
@@ -617,6 +631,7 @@ class _Rank:
         if chunk.homes[GRADIENTS] == "nvme":
             del cache[chunk.index]
             self.free[GRADIENTS] += 1
+        self.begun.popleft()
         for kind, granted in wishes.items():
             granted[1].written = _Flag()
             self.writer.push(self._run_write(chunk, kind, granted[1]))
@@ -648,10 +663,12 @@ class _Rank:
         if numel:
             yield ("compute", numel / (self.machine.device_update_gparams * 1e9), "update", 0)
         for chunk in self.chunks:
-            chunk.updated = False
-            if self.step.deferred and chunk.trainable and chunk.homes[STATES] != "device":
+            if chunk.homes[STATES] != "device" and chunk.received and not chunk.updated:  # some parameter had no gradient
                 self._make_stale(chunk)
                 chunk.pending = True
+                if not self.step.deferred:
+                    self._begin_update(chunk)
+            chunk.updated = chunk.received = False
 
     # Slots and reads
 

@@ -193,12 +193,12 @@ def read_status(path: Path) -> Status:
         raise UsageError(f"{path}: there is no such run; `infinity status` lists those that are running") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is no status file of a run; name a process or the file that `infinity status` names") from error
 
 
 def is_running(status: Status) -> bool:
-    return status.born == _born(status.pid)
+    return status.born >= 0 and status.born == _born(status.pid)
 
 
 def running() -> list[Status]:

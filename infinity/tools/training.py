@@ -32,6 +32,7 @@ import aio_ext
 import infinity
 from infinity.config import Config, command_layers, format_bytes
 from infinity.errors import CheckpointError, ConfigError
+from infinity.gauge import device_of
 from infinity.gpt import GPT, Batches, read_bytes, standard_library_paths
 from infinity.output import check_file, write_json
 from infinity.tools.progress import BytesProgress, StepProgress
@@ -96,7 +97,7 @@ def train(arguments) -> int:
         return 0
 
     if config.device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(config.device))
+        device_of(config.device)
     # torchrun names a world even where it has one rank; plain `python` does not, and needs no process group.
     distributed = "RANK" in os.environ and not dist.is_initialized()
     if distributed:

@@ -53,7 +53,6 @@ class _Path:
     path: Path
     probe: drives.Probe
     drive: Drive = Drive()
-    read_s: float = 0.0  # of a page, alone
     seen: dict[tuple[str, int], dict[str, float]] | None = None
     alone: dict[str, float] | None = None
     together: dict[str, float] | None = None
@@ -68,6 +67,10 @@ def tune(arguments) -> int:
     if not isinstance(content.get("config", {}), dict):
         raise ConfigError(f"{output}: config: expected a table of settings")
     paths = Config(nvme=[path.absolute() for path in arguments.directories]).nvme
+    try:
+        settings.to_toml(content | {"config": {"nvme": [str(path) for path in paths]}})
+    except TypeError as error:
+        raise ConfigError(f"{output} holds what cannot be written back: {error}; name another file with --output") from None
     world = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
         raise ConfigError("tune measures one node: start it on one, and write `nodes` and `network_gbps` into [machine] of the file")
@@ -80,9 +83,9 @@ def tune(arguments) -> int:
         links = _links(device, ranks, progress)
         if ranks.rank == 0:
             machine = _machine(device, ranks.world, found, links, known)
-            _write(output, content, machine, found)
             progress.finish()
             _print(found, links, ranks.world)
+            _write(output, settings.read(output) if output.exists() else {}, machine, found)
             print(f"\nwritten to {output}, and to {drives.CACHE_NAME} in each directory")
     return 0
 
@@ -163,7 +166,7 @@ def _tune_drive(each: _Path, progress: Progress) -> None:
         return nbytes_per_s
 
     progress.show(f"{each.path}: a read behind writes", last=True)
-    each.read_s, block_s = probe.read_seconds(nbytes=4096), probe.read_seconds()
+    block_s = probe.read_seconds()
     start = Drive(inflight_write_nbytes=probe.patient_write_nbytes(block_s))
     progress.show(f"{each.path}: settings", last=True)
     chosen = search.search(start, rate)
@@ -193,6 +196,9 @@ def _rates_together(found: list[_Path], mix: str) -> list[float]:
 
     with ThreadPoolExecutor(len(found)) as pool:
         tasks = [pool.submit(_abort_on_error, starts, rate, each) for each in found]
+        errors = [task.exception() for task in tasks]
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error  # the one that the others have met only by its consequence
         return [task.result() for task in tasks]
 
 
@@ -239,7 +245,7 @@ def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, 
         "h2d": of_one("copies to the device", lambda: rate(copies(True))),
         "d2h": of_one("copies from the device", lambda: rate(copies(False))),
         "copy_s": of_one("a small copy", lambda: probes.copy_seconds(device)),
-        "chunk_s": of_all("small chunks", lambda: probes.chunk_seconds(device)),
+        "chunk_s": 1 / of_all("small chunks", lambda: 1 / max(probes.chunk_seconds(device), 1e-9)),
     }
     if cuda:
         found["device_update"] = of_one("updates on the device", lambda: probes.update_rate(device))
@@ -251,7 +257,7 @@ def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, 
             found["both_all"] = of_all("copies both ways of all devices", lambda: rate(probes.BothWays(device, LINK_NBYTES), ranks))
         found["gather"] = of_all("all-gathers", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=False)))
         found["reduce"] = of_all("reduce-scatters", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=True)))
-        found["gather_s"] = of_all("a small all-gather", lambda: probes.gather_seconds(ranks, device))
+        found["gather_s"] = 1 / of_all("a small all-gather", lambda: 1 / probes.gather_seconds(ranks, device))
     return found
 
 
@@ -292,7 +298,6 @@ def _machine(device: torch.device, world: int, found: list[_Path], links: dict[s
         copy_latency_us=_round(links["copy_s"] * 1e6),
         chunk_overhead_us=_round(links["chunk_s"] * 1e6),
         **({"gather_latency_us": _round(links["gather_s"] * 1e6)} if "gather_s" in links else {}),
-        read_latency_us=_round(max(each.read_s for each in found) * 1e6),
         drives=tuple(rates),
     )
 

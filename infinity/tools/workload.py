@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from infinity.errors import UsageError
 from infinity.residency import is_leaf
 from infinity.schedule import Use
 
@@ -120,12 +121,13 @@ def workload(model: nn.Module, run: Callable[[], object], *, tokens: int, recomp
     block_of, roots = {}, set()
     if recompute:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        blocks = [block for blocks in lists for block in blocks]
+        inner = {id(below) for blocks in lists for block in blocks for below in block.modules()}
+        blocks = [block for blocks in lists if id(blocks) not in inner for block in blocks]
         block_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
         roots = {id(block) for block in blocks}
     names = {id(module): name for name, module in model.named_modules()}
-    started: list[tuple[str, tuple[int, ...], tuple[int, ...], int | None, float]] = []
-    around: list[tuple[int, ...]] = []
+    started: list[tuple[str, list[int], tuple[int, ...], int | None, float]] = []
+    around: list[list[int]] = []
     saved: dict[int | None, dict[int, int]] = {}  # bytes of each storage, by the block in which it was saved
     inside: list[int | None] = []
 
@@ -135,7 +137,11 @@ def workload(model: nn.Module, run: Callable[[], object], *, tokens: int, recomp
         def keep(tensor, block):
             storage = tensor.untyped_storage()
             if storage._cdata in storages:
-                kept[-1].add(storages[storage._cdata])
+                param = storages[storage._cdata]
+                if kept:
+                    kept[-1].add(param)
+                    if param not in started[-1][1] and not any(param in params for params in around):  # read by who does not own it
+                        started[-1][1].append(param)
             elif storage._cdata not in buffers:
                 saved.setdefault(block, {})[storage._cdata] = storage.nbytes()
                 alive.append(tensor)  # a storage that is freed would give its number to another
@@ -147,7 +153,7 @@ def workload(model: nn.Module, run: Callable[[], object], *, tokens: int, recomp
                     keep(tensor, None)
             inside.append(block_of.get(id(module)))
             parameters = module.parameters() if is_leaf(module) else module._parameters.values()
-            own = tuple(index[id(param)] for param in parameters if param is not None and id(param) in index)
+            own = [index[id(param)] for param in parameters if param is not None and id(param) in index]
             if own:
                 held = tuple(param for params in around for param in params)
                 kept.append(set())
@@ -169,9 +175,11 @@ def workload(model: nn.Module, run: Callable[[], object], *, tokens: int, recomp
         with counter, _Ones(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             run()
         total = counter.get_total_flops()
+    if named and not started:
+        raise UsageError("no module of the model that owns parameters was called, so nothing is known of its ops")
     ends = [entry[-1] for entry in started[1:]] + [total]
     ops = tuple(
-        Op(name, own, held, tuple(sorted(keeps)), end - start, block)
+        Op(name, tuple(own), held, tuple(sorted(keeps)), end - start, block)
         for (name, own, held, block, start), keeps, end in zip(started, kept, ends)
     )
     by_block = {block: sum(nbytes.values()) for block, nbytes in saved.items()}
