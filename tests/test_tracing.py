@@ -88,12 +88,13 @@ def test_a_chunk_is_read_then_copied_then_computed_with(traced):
     trace, _, chunks, _ = traced
     reads = {f"{title} weights": title for titles in chunks.values() for title in titles}
     ready, copied = {}, {}  # when each chunk's weights were last in host memory, and on the device
-    order = sorted(trace.slices, key=lambda piece: piece.end if piece.lane != COMPUTE else piece.start)
+    # A read's end is noted by a thread of its own, maybe after the copy that waited for the same bytes has begun: its start counts.
+    order = sorted(trace.slices, key=lambda piece: piece.start if piece.lane in (COMPUTE, "nc") else piece.end)
     num_copies = num_ops = 0
     begin = of(trace, STEP)[1].start  # what was written at the start may still be in host memory before
     for piece in order:
         if piece.lane == "nc" and piece.name in reads:
-            ready[reads[piece.name]] = piece.end
+            ready[reads[piece.name]] = piece.start
         elif piece.lane == "update":
             ready[piece.name] = piece.end
         elif piece.lane == "cg":
