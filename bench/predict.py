@@ -21,16 +21,16 @@ import tempfile
 import time
 from pathlib import Path
 
+import _common
 import torch
 
-import _common
 from infinity import drives
 from infinity.config import Config
 from infinity.gpt import GPT
+from infinity.output import pyplot, table, write_json
 from infinity.residency import TORCH_DTYPES
 from infinity.tools import probes
 from infinity.tools.machine import Machine
-from infinity.output import pyplot, table, write_json
 from infinity.tools.planning import gpt
 from infinity.tools.prediction import predict
 from infinity.tools.tuning import probe_in

@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 
 import _common
+
 from infinity.config import Config, format_bytes
 from infinity.errors import BudgetError
 from infinity.output import pyplot, table, write_json

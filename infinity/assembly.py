@@ -32,6 +32,7 @@ from infinity.tiers import Swap
 from infinity.updater import Updater
 
 ACTIVATION_SHARE = 1 / 4  # of host memory, where they live there
+HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
@@ -310,9 +311,9 @@ def budgets(config: Config, device: torch.device, ranks: Ranks) -> tuple[int, in
     """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks."""
     free_host = host_free_nbytes() // _local_world(ranks)
     if device.type == "cuda":
-        device_share, host_share = gauge_of(device).free_nbytes() // 2, int(free_host * 0.8)
+        device_share, host_share = gauge_of(device).free_nbytes() // 2, int(free_host * HOST_SHARES["cuda"])
     else:
-        device_share, host_share = free_host // 4, free_host // 2
+        device_share, host_share = free_host // 4, int(free_host * HOST_SHARES["cpu"])
     auto = ranks.min_(torch.tensor([device_share, host_share], dtype=torch.int64)).tolist()
     given = (config.device_memory, config.host_memory)
     return tuple(share if value == "auto" else value for value, share in zip(given, auto))

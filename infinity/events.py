@@ -12,7 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-LINKS = ("nc", "cg", "gg", "rs", "gc", "update", "cn")
+LINKS = {  # with what people call them
+    "nc": "NVMe to host",
+    "cg": "host to device",
+    "gg": "all-gather",
+    "rs": "reduce-scatter",
+    "gc": "device to host",
+    "update": "update",
+    "cn": "host to NVMe",
+}
 COMPUTE, STALL, STEP, SLOTS = "compute", "stall", "step", "slots"  # lanes of a trace beside the links
 MAX_EVENTS = 1 << 18  # that a trace keeps, some 70 MiB; the oldest go first
 

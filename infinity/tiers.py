@@ -37,6 +37,7 @@ from pathlib import Path
 import aio_ext
 from infinity import drives
 from infinity.errors import ConfigError, SwapError, UsageError
+from infinity.mounts import MEMORY_FILESYSTEMS, mount_at
 
 ALIGNMENT = 4096  # of extents, offsets and sizes: what every drive in use accepts, see aio_ext.direct_alignment
 STRIPE_UNIT = 1 << 20
@@ -45,7 +46,6 @@ MEASURE_FROM_NBYTES = 1 << 30  # of swap a path: below, defaults serve, and meas
 LOCK_NAME = re.compile(r"infinity-rank(\d+)\.lock")
 FOLDER_NAME = re.compile(r"infinity-[0-9a-f]{12}")
 FILE_NAME = re.compile(r"rank\d+\.swap")
-MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 GUARD_SECONDS = 60.0
 
 # What the ranks of one run have in common under torchrun, Slurm and by hand.
@@ -659,15 +659,11 @@ def _direct_refusal(fd: int, filesystem: str) -> str | None:
 
 
 def _filesystem_of(path: Path) -> str:
-    """Its type, such as ext4: that of the longest mount point above the path."""
-    real, best, kind = os.path.realpath(path), -1, "this filesystem"
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
-        for line in mounts:
-            before, _, after = line.partition(" - ")
-            point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
-            if len(point) >= best and (real == point or real.startswith(point.rstrip("/") + "/")):
-                best, kind = len(point), after.split()[0]
-    return kind
+    """Its type, such as ext4."""
+    try:
+        return mount_at(path).kind
+    except (OSError, LookupError):
+        return "this filesystem"
 
 
 def _round_up(nbytes: int, unit: int) -> int:

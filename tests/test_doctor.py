@@ -17,9 +17,10 @@ from infinity.tools import devices, doctor, selftest, system, volumes
 from infinity.arena import Arena
 from infinity.cli import main
 from infinity.gauge import cgroup_folders
+from infinity.mounts import Mount, mount_of
 from infinity.tools.devices import Card
 from infinity.tools.findings import Finding, absent, attention, ok
-from infinity.tools.volumes import Mount, Pass
+from infinity.tools.volumes import Pass
 
 GIB = 1 << 30
 
@@ -201,12 +202,12 @@ def test_lists_of_cpus_and_limits_of_control_groups():
     ],
 )
 def test_the_mount_of_a_path_is_the_longest_above_it(path, expected):
-    assert volumes.mount_of(path, MOUNTINFO) == expected
+    assert mount_of(path, MOUNTINFO) == expected
 
 
 def test_filesystems():
     def found(path, text=MOUNTINFO):
-        return volumes.filesystem(volumes.mount_of(path, text))
+        return volumes.filesystem(mount_of(path, text))
 
     assert found("/ssd0") == ok("filesystem", "xfs on /dev/nvme1n1, mounted at /ssd0")
     detail = "tmpfs on tmpfs, mounted at /dev/shm: it keeps files in memory"

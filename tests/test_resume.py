@@ -1,3 +1,8 @@
+"""resume: a run that was saved, killed or told to end goes on as if nothing had happened, to the bit.
+
+Long because programs that are killed, and what they must find again, stand beside each other.
+"""
+
 import json
 import os
 import random

@@ -1,4 +1,7 @@
-"""Traces: what a run notes, the file for Perfetto, and the table of shares. Times of real runs are compared for order only."""
+"""Traces: what a run notes, the file for Perfetto, and the table of shares. Times of real runs are compared for order only.
+
+Long because the noting, the file and the table are tried on the same traced runs.
+"""
 
 import json
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import statistics
 
-from infinity.tools import probes
 from infinity.config import DEFAULT_NVME, Config, format_bytes, parse_bytes
 from infinity.errors import ConfigError, UsageError
 from infinity.output import check_file, check_plot, pyplot, table, write_json
-from infinity.tools.progress import Progress
 from infinity.tiers import ALIGNMENT
+from infinity.tools import probes
+from infinity.tools.progress import Progress
 
 LINKS = {
     "nc": "reads from NVMe to host memory",

@@ -19,13 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from infinity import _adam, drives, settings
-from infinity.tools import devices, selftest, system, volumes
 from infinity.arena import Arena
 from infinity.config import DEFAULT_NVME, Config
 from infinity.errors import BudgetError, ConfigError
+from infinity.tiers import REMEDIES
+from infinity.tools import devices, selftest, system, volumes
 from infinity.tools.findings import Finding, Status, absent, attention, ok
 from infinity.tools.progress import Progress
-from infinity.tiers import REMEDIES
 
 ARENA_NBYTES = 64 << 20  # that are tried
 RATES_SECONDS = 3.0  # a directory, at most

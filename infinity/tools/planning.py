@@ -14,28 +14,20 @@ import torch
 from torch import nn
 
 from infinity import settings
-from infinity.tools import formulas
 from infinity.chunks import WEIGHT_NBYTES
 from infinity.config import Config, command_layers, format_bytes
 from infinity.errors import BudgetError, ConfigError, UsageError
+from infinity.events import COMPUTE, LINKS
 from infinity.gpt import GPT
-from infinity.tools.machine import Machine
 from infinity.output import check_file, check_plot, pyplot, table, write_json
-from infinity.tools.prediction import Prediction, arrangement, predict
 from infinity.residency import TORCH_DTYPES
 from infinity.tiling import tile_to_fit
+from infinity.tools import formulas
+from infinity.tools.machine import Machine
+from infinity.tools.prediction import Prediction, arrangement, auto_device_nbytes, predict
 from infinity.tools.workload import Workload, workload
 
-LINKS = {
-    "compute": "device compute",
-    "gg": "all-gather",
-    "cg": "host to device",
-    "nc": "NVMe to host",
-    "rs": "reduce-scatter",
-    "gc": "device to host",
-    "update": "update on the host",
-    "cn": "host to NVMe",
-}
+TITLES = {COMPUTE: "device compute", **LINKS}
 DAY_SECONDS = 86400
 LEAST_PARAMETERS, LARGEST_STEP = 1e6, 2**0.25  # of the largest model that is looked for, and between those that are tried
 COARSE_CHUNKS = 4000
@@ -146,7 +138,7 @@ def largest_parameters(machine: Machine, config: Config, arguments) -> int | Non
 
 def cut_to_fit(model: nn.Module, machine: Machine, config: Config) -> None:
     """Tile what the engine would tile."""
-    budget = machine.device_memory // 2 if config.device_memory == "auto" else config.device_memory
+    budget = auto_device_nbytes(machine) if config.device_memory == "auto" else config.device_memory
     tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=WEIGHT_NBYTES[config.dtype])
 
 
@@ -217,7 +209,7 @@ def _most_bytes(machine: Machine) -> float:
 def _report(prediction: Prediction, largest: int | None) -> dict:
     machine, simulation, placement = prediction.machine, prediction.simulation, prediction.placement
     num = prediction.layout.num_parameters
-    nums = {link: num if link in ("gg", "rs") else num / machine.world for link in LINKS}  # a rank's share of the others
+    nums = {link: num if link in ("gg", "rs") else num / machine.world for link in TITLES}  # a rank's share of the others
     written = simulation.nbytes["cn"] * machine.world / simulation.step_seconds * DAY_SECONDS
     endurance = machine.total("endurance") * machine.nodes
     return {
@@ -238,7 +230,7 @@ def _report(prediction: Prediction, largest: int | None) -> dict:
                 "busy_seconds": simulation.busy_seconds[link],
                 "stall_seconds": simulation.stall_seconds[link],
             }
-            for link in LINKS
+            for link in TITLES
         },
         "step_seconds": simulation.step_seconds,
         "compute_seconds": prediction.compute_seconds,
@@ -266,7 +258,7 @@ def _text(subject: Subject, prediction: Prediction, report: dict) -> str:
             f"{links[link]['busy_seconds'] / report['step_seconds']:.0%}",
             f"{links[link]['stall_seconds'] / report['step_seconds']:.0%}",
         ]
-        for link, name in LINKS.items()
+        for link, name in TITLES.items()
     ]
     share = report["compute_seconds"] / report["step_seconds"]
     hidden = "nothing moves that compute would have to hide"
@@ -283,7 +275,7 @@ def _text(subject: Subject, prediction: Prediction, report: dict) -> str:
         table(["a rank's step", "bytes", "a parameter", "seconds", "busy", "waited for"], rows),
         "",
         f"step      {report['step_seconds']:.3g} s predicted, {report['tokens_per_second']:,.0f} tokens/s; longest: "
-        f"{LINKS[report['bottleneck']]}; compute alone {report['compute_seconds']:.3g} s ({share:.0%})",
+        f"{TITLES[report['bottleneck']]}; compute alone {report['compute_seconds']:.3g} s ({share:.0%})",
         f"tokens    {hidden}",
     ]
     if report["largest_parameters"]:

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity import planner
-from infinity.assembly import arrange
+from infinity.assembly import HOST_SHARES, arrange
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, Layout, Record
 from infinity.config import Config
 from infinity.errors import BudgetError, ConfigError
-from infinity.tools.machine import Machine
+from infinity.margin import SLACK
 from infinity.planner import Placement
+from infinity.tools.machine import Machine
 from infinity.tools.simulator import Simulation, Step, simulate
 from infinity.tools.workload import Workload
-
-HOST_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of what is free, where host_memory is "auto": as assembly.budgets
-SLACK = 0.05  # of device memory that is left to the allocator: as margin.py
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def arrangement(
     share = machine.devices
     host = machine.host_memory // share
     if config.host_memory == "auto":
-        host_budget = int(host * HOST_SHARE[machine.device])
+        host_budget = int(host * HOST_SHARES[machine.device])
     else:
         host_budget = config.host_memory
         if host_budget > host:
@@ -108,7 +106,7 @@ def arrangement(
         if free <= 0:
             raise BudgetError(f"device_memory: activations alone take {workload.saved_nbytes} bytes of {machine.device_memory}")
     bound = free if config.device_memory == "auto" else min(free, config.device_memory)
-    device_budget = bound if config.device_memory != "auto" or machine.device == "cpu" else min(bound, machine.device_memory // 2)
+    device_budget = min(bound, auto_device_nbytes(machine)) if config.device_memory == "auto" else bound
     named = list(model.named_parameters())
     layout, records, placement = arrange(
         model,
@@ -138,6 +136,11 @@ def arrangement(
             taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in found)
             placement = dataclasses.replace(placement, fixed_nbytes=placement.fixed_nbytes + taken)
     return layout, records, placement, on_device
+
+
+def auto_device_nbytes(machine: Machine) -> int:
+    """What an engine plans with before it has measured activations, as assembly.budgets; a CPU machine's is given as such."""
+    return machine.device_memory // 2 if machine.device == "cuda" else machine.device_memory
 
 
 def _is_deferred(config: Config) -> bool:

@@ -5,8 +5,8 @@ Knows settings and a function that measures one of them, never twice with the sa
 # [Note: how the search goes]
 # One factor at a time from the settings that serve most drives: first every other value of it, then the neighbours of what is best so
 # far, until none is better. A measurement is noisy, so what was fastest once was also lucky: the leaders are measured anew, in
-# alternation, so that a slow moment of the drive meets all (medians count, for there are short ones, too), and those that are clearly slower drop out, until one is left, or
-# the rest are told apart by less than matters, or the measurements are used up.
+# alternation, so that a slow moment of the drive meets all (medians count, for there are short ones, too), and those that are clearly
+# slower drop out, until one is left, or the rest are told apart by less than matters, or the measurements are used up.
 """
 
 from __future__ import annotations

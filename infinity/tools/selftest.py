@@ -16,9 +16,9 @@ import torch
 
 import infinity
 from infinity.config import Config, format_bytes
-from infinity.tools.findings import Finding, absent, attention, ok
 from infinity.gpt import GPT, Batches
 from infinity.store import Checkpoint
+from infinity.tools.findings import Finding, absent, attention, ok
 
 STEPS = 10
 REPEATED_STEPS = 2  # behind the checkpoint

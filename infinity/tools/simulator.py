@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from infinity import schedule
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Layout, Record
 from infinity.errors import BudgetError
-from infinity.tools.machine import Machine
 from infinity.planner import Placement, look_ahead
 from infinity.schedule import NEVER, NextUse, Use
+from infinity.tools.machine import Machine
 
 LINKS = ("compute", "gg", "cg", "nc", "rs", "gc", "update", "cn")
 UPDATE_NBYTES = 26  # a parameter, of the update that a machine's rate is of: a bf16 record, read and written, and its gradient
@@ -194,6 +194,21 @@ class _Entry:
         self.ready = _Flag()
         self.written = _Flag(True)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody needs it, and NVMe has its bytes."""
+        return not self.pins and self.written.raised and self.ready.raised
+
+
+@dataclass(eq=False, slots=True)
+class _Wish:
+    """For a copy in host memory, pinned; entry once it is granted."""
+
+    chunk: _Chunk
+    urgent: bool
+    entry: _Entry | None = None
+    granted: _Flag = field(default_factory=_Flag)
+
 
 class _Chunk:
     def __init__(self, index: int, span: _Span, record: Record, homes: dict[str, str], trainable: bool, numel: int):
@@ -247,7 +262,6 @@ class _Rank:
             span.pinned = placement.pinned or span.index in on_device
             span.presence = "home" if span.pinned else "away"
         self.param_chunks = [layout.chunks_of(param) for param in range(len(layout.specs))]
-        self.numels = [spec.numel for spec in layout.specs]
         self.next_use = NextUse(step.uses)
         self.budget = placement.device_nbytes - placement.fixed_nbytes
         self.used = self.peak = 0
@@ -418,21 +432,21 @@ class _Rank:
         for chunk in span.chunks:
             if chunk.pending:
                 self._begin_update(chunk)
-            granted = self._ask(chunk, WEIGHTS, pin=True, urgent=needed) if chunk.homes[WEIGHTS] != "device" else None
+            wish = self._ask(chunk, WEIGHTS, pin=True, urgent=needed) if chunk.homes[WEIGHTS] != "device" else None
             following = self.next_use.after(span.index, self.position)
             in_backward = self.position >= self.step.backward
             chunk.copy_expected = in_backward and self.next_use.after(span.index, following) != NEVER
             chunk.gathered = _Flag(True)
-            chunk.copied = self.cg.push(self._run_copy(chunk, granted, chunk.updating))
+            chunk.copied = self.cg.push(self._run_copy(chunk, wish, chunk.updating))
         return len(span.chunks)
 
-    def _run_copy(self, chunk: _Chunk, granted, updating: _Flag):
+    def _run_copy(self, chunk: _Chunk, wish: _Wish | None, updating: _Flag):
         entry = None
-        if granted is not None:
-            if not granted[0].raised:  # others wait for this lane
+        if wish is not None:
+            if not wish.granted.raised:  # others wait for this lane
                 self._hurry(chunk, WEIGHTS)
-            yield granted[0]
-            entry = granted[1]
+            yield wish.granted
+            entry = wish.entry
             yield entry.ready
         yield updating
         if entry is None:
@@ -620,11 +634,11 @@ class _Rank:
             yield from self._claim_gradient(chunk, patient=False)
             if has_left:
                 yield from self._transfer("nc", chunk, GRADIENTS)
-        for kind, granted in wishes.items():
+        for kind, wish in wishes.items():
             self._hurry(chunk, kind)
-            yield granted[0]
-            yield granted[1].ready
-            yield granted[1].written
+            yield wish.granted
+            yield wish.entry.ready
+            yield wish.entry.written
         yield copied
         nbytes = 2 * chunk.record.nbytes + self.placement.sizes[GRADIENTS][chunk.index]
         yield ("update", nbytes / self.update_rate, chunk.index, chunk.record.nbytes)
@@ -632,9 +646,9 @@ class _Rank:
             del cache[chunk.index]
             self.free[GRADIENTS] += 1
         self.begun.popleft()
-        for kind, granted in wishes.items():
-            granted[1].written = _Flag()
-            self.writer.push(self._run_write(chunk, kind, granted[1]))
+        for kind, wish in wishes.items():
+            wish.entry.written = _Flag()
+            self.writer.push(self._run_write(chunk, kind, wish.entry))
         self._ring()
 
     def _run_write(self, chunk: _Chunk, kind: str, entry: _Entry):
@@ -673,12 +687,12 @@ class _Rank:
     # Slots and reads
 
     def _ask(self, chunk: _Chunk, kind: str, *, pin: bool, urgent: bool = False):
-        """A wish for a copy in host memory: [flag, entry once the flag is raised]."""
+        """A wish for a copy in host memory."""
         if chunk.homes[kind] != "nvme":
-            entry = _Entry(chunk)
-            entry.ready.raised = True
-            return [_Flag(True), entry]
-        wish = [_Flag(), None, chunk, urgent]
+            wish = _Wish(chunk, urgent, _Entry(chunk), _Flag(True))
+            wish.entry.ready.raised = True
+            return wish
+        wish = _Wish(chunk, urgent)
         if pin:
             self.ahead = [other for other in self.ahead if other != (chunk.index, kind)]
             self.pinned_requests[kind].append(wish)
@@ -689,27 +703,24 @@ class _Rank:
 
     def _hurry(self, chunk: _Chunk, kind: str) -> None:
         for wish in self.pinned_requests[kind]:
-            wish[3] = True
-            if wish[2] is chunk:
+            wish.urgent = True
+            if wish.chunk is chunk:
                 break
-        for queue_ in (self.reads,):
-            for read in list(queue_):
-                if read[0] is chunk and read[1] == kind:
-                    queue_.remove(read)
-                    self.demands.append(read)
+        for read in [read for read in self.reads if read[0] is chunk and read[1] == kind]:
+            self.reads.remove(read)
+            self.demands.append(read)
         self._grant()
 
     def _grant(self) -> None:
         """Give slots to who asked first, of each kind in order; what is read ahead comes behind what is waited for."""
         for kind, wishes in self.pinned_requests.items():
             while wishes:
-                flag, _, chunk, urgent = wishes[0]
-                entry = self.caches[kind].get(chunk.index) or self._claim(chunk, kind, urgent)
-                if entry is None:
+                wish = wishes[0]
+                wish.entry = self.caches[kind].get(wish.chunk.index) or self._claim(wish.chunk, kind, wish.urgent)
+                if wish.entry is None:
                     break
-                entry.pins += 1
-                wishes.popleft()[1] = entry
-                self.clock.happen(flag)
+                wish.entry.pins += 1
+                self.clock.happen(wishes.popleft().granted)
         left = []
         full = set()
         for index, kind in self.ahead:
@@ -725,7 +736,7 @@ class _Rank:
         if self.free[kind]:
             self.free[kind] -= 1
         else:
-            idle = [entry for entry in cache.values() if not entry.pins and entry.written.raised and entry.ready.raised]
+            idle = [entry for entry in cache.values() if entry.is_idle]
             victim = max(idle, key=lambda entry: self._next(entry.chunk, kind), default=None)
             if victim is None or (not urgent and self._next(victim.chunk, kind) <= self._next(chunk, kind)):
                 return None
@@ -770,7 +781,7 @@ class _Rank:
     def _drop(self, chunk: _Chunk, kind: str, entry: _Entry) -> None:
         """Give a copy up that nobody needs, unless it is kept anyway."""
         keeps = self.step.keep or (kind == WEIGHTS and (chunk.update_expected or chunk.copy_expected))
-        if not keeps and not entry.pins and entry.written.raised and entry.ready.raised and self.caches[kind].get(chunk.index) is entry:
+        if not keeps and entry.is_idle and self.caches[kind].get(chunk.index) is entry:
             del self.caches[kind][chunk.index]
             self.free[kind] += 1
 

@@ -32,23 +32,15 @@ import aio_ext
 import infinity
 from infinity.config import Config, command_layers, format_bytes
 from infinity.errors import CheckpointError, ConfigError
+from infinity.events import LINKS
 from infinity.gauge import device_of
 from infinity.gpt import GPT, Batches, read_bytes, standard_library_paths
 from infinity.output import check_file, write_json
+from infinity.store import Checkpoint
 from infinity.tools.progress import BytesProgress, StepProgress
 from infinity.tools.rotation import Rotation
 from infinity.tools.status import Link, LiveView, Reporter, Status
-from infinity.store import Checkpoint
 
-LINKS = {
-    "nc": "NVMe to host",
-    "cg": "host to device",
-    "gg": "all-gather",
-    "rs": "reduce-scatter",
-    "gc": "device to host",
-    "update": "update",
-    "cn": "host to NVMe",
-}
 OPTIMIZERS = {
     "adamw": infinity.AdamW,
     "adam": infinity.Adam,

@@ -26,16 +26,15 @@ import psutil
 import torch
 
 from infinity import drives, settings
-from infinity.tools import probes, search
 from infinity.config import Config, format_bytes
 from infinity.drives import Drive
 from infinity.errors import ConfigError, SwapError
-from infinity.tools.machine import DriveRates, Machine
+from infinity.mounts import MEMORY_FILESYSTEMS, mount_at
 from infinity.output import check_file, table, write_json, write_text
 from infinity.partition import Ranks
+from infinity.tools import probes, search
+from infinity.tools.machine import DriveRates, Machine
 from infinity.tools.progress import Progress
-from infinity.tiers import MEMORY_FILESYSTEMS
-from infinity.tools.volumes import mount_of
 
 LEAST_NBYTES = drives.SCRATCH_NBYTES  # of the file that is measured on
 MOST_NBYTES = 1 << 30
@@ -120,7 +119,7 @@ def probe_in(path: Path) -> Iterator[drives.Probe]:
 
 def _open_direct(path: Path, name: str) -> int | None:
     """None, with a warning, where there is no direct I/O."""
-    kind = mount_of(os.path.realpath(path), Path("/proc/self/mountinfo").read_text()).kind
+    kind = mount_at(path).kind
     reason = f"{kind} keeps files in memory"
     if kind not in MEMORY_FILESYSTEMS:
         try:
@@ -224,11 +223,11 @@ def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, 
         ranks.barrier()
         return ranks.max_(torch.tensor([work() if ranks.rank == 0 else 0.0], dtype=torch.float64)).item()
 
-    def of_all(text: str, work: Callable[[], float]) -> float:
+    def of_all(text: str, work: Callable[[], float], slowest=ranks.min_) -> float:
         if ranks.rank == 0:
             progress.show(text, last=True)
         ranks.barrier()
-        return ranks.min_(torch.tensor([work()], dtype=torch.float64)).item()
+        return slowest(torch.tensor([work()], dtype=torch.float64)).item()
 
     def rate(probe, together: Ranks | None = None) -> float:
         with contextlib.closing(probe):
@@ -245,7 +244,7 @@ def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, 
         "h2d": of_one("copies to the device", lambda: rate(copies(True))),
         "d2h": of_one("copies from the device", lambda: rate(copies(False))),
         "copy_s": of_one("a small copy", lambda: probes.copy_seconds(device)),
-        "chunk_s": 1 / of_all("small chunks", lambda: 1 / max(probes.chunk_seconds(device), 1e-9)),
+        "chunk_s": of_all("small chunks", lambda: probes.chunk_seconds(device), slowest=ranks.max_),
     }
     if cuda:
         found["device_update"] = of_one("updates on the device", lambda: probes.update_rate(device))
@@ -257,7 +256,7 @@ def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, 
             found["both_all"] = of_all("copies both ways of all devices", lambda: rate(probes.BothWays(device, LINK_NBYTES), ranks))
         found["gather"] = of_all("all-gathers", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=False)))
         found["reduce"] = of_all("reduce-scatters", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=True)))
-        found["gather_s"] = 1 / of_all("a small all-gather", lambda: 1 / probes.gather_seconds(ranks, device))
+        found["gather_s"] = of_all("a small all-gather", lambda: probes.gather_seconds(ranks, device), slowest=ranks.max_)
     return found
 
 

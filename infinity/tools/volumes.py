@@ -28,8 +28,9 @@ import aio_ext
 from infinity import drives
 from infinity.arena import Arena
 from infinity.config import format_bytes
+from infinity.mounts import MEMORY_FILESYSTEMS, Mount, mount_at
+from infinity.tiers import ALIGNMENT
 from infinity.tools.findings import Finding, absent, attention, ok
-from infinity.tiers import ALIGNMENT, MEMORY_FILESYSTEMS
 
 NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "beegfs", "gpfs", "glusterfs", "9p", "virtiofs", "afs")
 SCRATCH_PREFIX = ".infinity-doctor-"
@@ -53,37 +54,11 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Mount:
-    """A line of /proc/self/mountinfo: kind is the filesystem's type, device "major:minor"."""
-
-    point: str
-    kind: str
-    source: str
-    options: str
-    device: str
-
-
-@dataclass(frozen=True)
 class Pass:
     """One passage over a file: its rate, and the share of the time that was spent in io_submit."""
 
     gbps: float
     submit_share: float
-
-
-def mount_of(path: str, mountinfo: str) -> Mount:
-    """The mount that a real path lies on. Raises LookupError if the text has none."""
-    best = None
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, (kind, source, *_) = before.split(), after.split()
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-        if path == point or path.startswith(point.rstrip("/") + "/"):
-            if best is None or len(point) >= len(best.point):  # of several on one point the last is what is seen
-                best = Mount(point, kind, source, fields[5], fields[2])
-    if best is None:
-        raise LookupError(f"/proc/self/mountinfo has no mount above {path}")
-    return best
 
 
 def filesystem(mount: Mount) -> Finding:
@@ -199,7 +174,7 @@ def rates(path: Path, folder: Path, seconds: float) -> Finding:
 
 
 def read_mount(path: Path) -> Mount:
-    return mount_of(os.path.realpath(path), Path("/proc/self/mountinfo").read_text())
+    return mount_at(path)
 
 
 def block_devices(mount: Mount) -> list[Path]:
