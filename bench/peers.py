@@ -229,9 +229,10 @@ def made_on_meta(options) -> GPT:
 
 @torch.no_grad()
 def same_start(options) -> GPT:
-    """The model on the CPU, in fp32: the weights that every engine begins with."""
+    """The model on the device, in fp32: the weights that every engine begins with."""
     torch.manual_seed(0)
-    model = make(options)
+    with torch.device(options.device):
+        model = make(options)
     if options.dtype == "bf16":
         for param in model.parameters():
             param.copy_(param.bfloat16())
@@ -269,8 +270,8 @@ def fsdp2(options, device):
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     model = same_start(options)
-    if options.place == "device":
-        model.to(device)
+    if options.place == "host":
+        model.cpu()
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     policies = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
@@ -305,7 +306,7 @@ def fsdp2(options, device):
 def deep(options, device):
     import deepspeed
 
-    model, world = same_start(options), dist.get_world_size()
+    model, world = same_start(options).cpu(), dist.get_world_size()
     largest = max(param.numel() for param in model.parameters())
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     if options.place != "device":
@@ -332,7 +333,7 @@ def deep(options, device):
 
 
 def plain(options, device):
-    model = same_start(options).to(device)
+    model = same_start(options)
     masters = [param.detach().clone() for param in model.parameters()] if options.dtype == "bf16" else list(model.parameters())
     if options.dtype == "bf16":
         model.bfloat16()

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 _BLOCK_NUMEL = 1024
-_UNSPECIALIZED = ["numel", "key0", "key1", "index"]  # a version for each value that divides by 16 would compile again and again
+_UNSPECIALIZED = ["key0", "key1", "index"]  # a version for each value that divides by 16 would compile again and again
 
 
 def adam(weight, residual, momentum, variance, grad, scalars, decoupled: bool, dither) -> None:
