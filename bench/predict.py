@@ -1,12 +1,12 @@
 """Table T4: predicted against achieved step times, the simulator beside the engine, in many placements on the machine at hand.
 
-    python bench/predict.py [--nvme DIR] [--rounds 2] [--steps 7] [--only NAME...] [--json FILE] [--plot FILE]
+    python bench/predict.py [--nvme DIR] [--samples 5] [--steps 3] [--only NAME...] [--json FILE] [--plot FILE]
 
-First `infinity tune` finds the settings of the drive and measures the machine. Then each configuration takes its turn, a round after the
-other: what a machine gives changes from minute to minute, so right before each run of the engine the drive, copies and updates are
-measured once more, without an engine, and a plain PyTorch run of the same model says what its compute takes; from these the step is predicted.
-Then the engine runs, in a process of its own; the achieved time is the median of its steps after the third. An error is that of the
-median round. The bar: 10 % in the median of all configurations, 20 % at worst.
+First `infinity tune` finds the settings of the drive and measures the machine. Then each configuration runs in two processes, the
+engine and plain PyTorch with the same model, that do some steps in turn. What a machine gives changes from second to second, so a sample
+is taken within a few of them: what the drive, copies and updates give without an engine; what plain PyTorch's compute takes; from these the
+step is predicted; then as many steps of the engine as asked for, after one that does not count. The error of a configuration is the median
+of its samples'. The bar: 10 % in the median of all configurations, 20 % at worst.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from pathlib import Path
 import _common
 import torch
 
+import infinity
 from infinity import drives
 from infinity.config import Config
 from infinity.gpt import GPT
@@ -62,46 +63,117 @@ BF16_ONLY = {"nvme, bf16 moments": NVME | {"residency": "none", "moments": "bf16
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", type=Path, default=Path("infinity-swap"), help="made if it does not exist")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="of a sample")
     parser.add_argument("--only", nargs="+", choices=[*CONFIGURATIONS, *BF16_ONLY], help="these configurations")
-    parser.add_argument("--plain", help=argparse.SUPPRESS)
+    parser.add_argument("--runner", help=argparse.SUPPRESS)
     options = _common.parse(parser)
-    if options.plain:
-        print(json.dumps(plain_seconds(**json.loads(options.plain))))
+    if options.runner:
+        serve(**json.loads(options.runner))
         return
     options.nvme.mkdir(exist_ok=True)
     cuda = torch.cuda.is_available()
-    base = CUDA_MODEL if cuda else CPU_MODEL
     chosen = CONFIGURATIONS | (BF16_ONLY if cuda else {})
-    chosen = {name: dict(chosen[name]) for name in options.only or chosen}
     machine = measured(options.nvme)
-    rows = {name: {"rounds": []} for name in chosen}
-    for round_ in range(options.rounds):
-        for name, settings in chosen.items():
-            settings = dict(settings)
-            model = base | {"batch": base["batch"] * settings.pop("batch", 1)}
-            checkpoint = settings.pop("checkpoint", True)
-            machine = calibrated(machine, options.nvme)
-            row = predicted(machine, model, checkpoint, settings, run_plain(model, checkpoint, options.steps))
-            row["achieved"] = run_engine(options, row)
-            rows[name]["rounds"].append(row)
-            print(f"round {round_}: {name}: {row['predicted']:.3f} s predicted, {statistics.median(row['achieved']):.3f} s achieved", flush=True)
-    lines, errors = [], []
-    for name, row in rows.items():
-        for round_ in row["rounds"]:
-            round_["error"] = round_["predicted"] / statistics.median(round_["achieved"]) - 1
-        middle = sorted(row["rounds"], key=lambda round_: round_["error"])[len(row["rounds"]) // 2]
-        row |= {"predicted": middle["predicted"], "achieved": statistics.median(middle["achieved"]), "error": middle["error"]}
-        errors.append(abs(row["error"]))
-        spread = f"{min(round_['error'] for round_ in row['rounds']):+.1%} to {max(round_['error'] for round_ in row['rounds']):+.1%}"
+    rows, lines = {}, []
+    for name in options.only or chosen:
+        rows[name] = row = run(options, machine, CUDA_MODEL if cuda else CPU_MODEL, dict(chosen[name]))
+        errors = [sample["error"] for sample in row["samples"]]
+        spread = f"{min(errors):+.1%} to {max(errors):+.1%}"
         lines.append([name, f"{row['predicted']:.3f}", f"{row['achieved']:.3f}", f"{row['error']:+.1%}", spread])
-    print(table(["configuration", "predicted, s", "achieved, s", "error", "of all rounds"], lines))
+        print(*lines[-1], sep=", ", file=sys.stderr, flush=True)
+    print(table(["configuration", "predicted, s", "achieved, s", "error", "of all samples"], lines))
+    errors = [abs(row["error"]) for row in rows.values()]
     print(f"error: {statistics.median(errors):.1%} in the median, {max(errors):.1%} at worst; {len(errors)} configurations; torch {torch.__version__}")
     if options.json:
         write_json(options.json, {"machine": machine.to_table(), "rows": rows})
     if options.plot:
         plot(rows, options.plot)
+
+
+def run(options, machine: Machine, base: dict, settings: dict) -> dict:
+    """One configuration: medians of predicted and achieved seconds and of the error, and all samples."""
+    model = base | {"batch": base["batch"] * settings.pop("batch", 1)}
+    checkpoint = settings.pop("checkpoint", True)
+    dtype = "bf16" if machine.device == "cuda" else "fp32"
+    if share := settings.pop("host_share", None):
+        with torch.device("meta"):
+            num = sum(param.numel() for param in made(model, checkpoint).parameters())
+        settings |= {"host_memory": int(share * num * 12), "device_memory": int(num * TORCH_DTYPES[dtype].itemsize * 0.6)}
+    settings |= {"dtype": dtype}
+    told = {"model": model, "checkpoint": checkpoint, "device": machine.device}
+    samples = []
+    with runner(told | {"settings": None}) as plain, runner(told | {"settings": settings | {"nvme": str(options.nvme)}}) as engine:
+        plain(WARM_UP_STEPS)
+        engine(WARM_UP_STEPS)
+        for _ in range(options.samples):
+            at_hand = calibrated(machine, options.nvme)
+            compute = plain(options.steps)
+            sample = predicted(at_hand, model, checkpoint, settings, compute) | {"achieved": engine(options.steps)}
+            samples.append(sample | {"error": sample["predicted"] / sample["achieved"] - 1})
+    medians = {what: statistics.median(sample[what] for sample in samples) for what in ("predicted", "achieved", "error")}
+    return medians | {"model": model, "checkpoint": checkpoint, "settings": settings, "samples": samples}
+
+
+@contextlib.contextmanager
+def runner(told: dict):
+    """A process that trains. Gives a function: run so many steps, and return the seconds of one."""
+    command = [sys.executable, __file__, "--runner", json.dumps(told)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def steps(count: int) -> float:
+            process.stdin.write(f"{count}\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit(f"the run of {told['settings'] or 'plain PyTorch'} has ended early")
+            return float(line)
+
+        try:
+            yield steps
+        finally:
+            process.stdin.close()
+
+
+def serve(model: dict, checkpoint: bool, device: str, settings: dict | None) -> None:
+    """In a process of its own: train as many steps as each line of the input says, and print the seconds of one.
+
+    settings: of the engine; None for plain PyTorch, forward and backward only. One step that does not count goes first.
+    """
+    answers, sys.stdout = sys.stdout, sys.stderr
+    tokens = torch.randint(0, model["vocab"], (model["batch"], model["seq"]), device=device)
+    with torch.device(device), infinity.init(Config(**settings)) if settings else contextlib.nullcontext():
+        subject = made(model, checkpoint)
+    if settings:
+        optimizer = infinity.AdamW(subject.parameters(), lr=1e-4)
+    elif device == "cuda":
+        subject.bfloat16()
+
+    def step() -> None:
+        loss = subject(tokens, tokens)
+        loss.backward()
+        if settings:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            subject.zero_grad()
+        loss.item()
+
+    with infinity.engine_of(subject) if settings else contextlib.nullcontext():
+        for line in sys.stdin:
+            step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(int(line)):
+                step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            print((time.perf_counter() - start) / int(line), file=answers, flush=True)
+
+
+def made(model: dict, checkpoint: bool) -> GPT:
+    return GPT(*(model[name] for name in ("hidden", "layers", "heads", "vocab", "seq")), checkpoint_activations=checkpoint)
 
 
 def measured(nvme: Path) -> Machine:
@@ -118,35 +190,30 @@ def calibrated(machine: Machine, nvme: Path) -> Machine:
     drive = drives.load(folder)
     os.close(folder)
     with probe_in(nvme) as probe:
-        rates = {mix: statistics.median(probe.rate(mix, drive) for _ in range(7)) / 1e9 for mix in drives.MIXES}
+        rates = {mix: statistics.median(probe.rate(mix, drive) for _ in range(3)) / 1e9 for mix in drives.MIXES}
     device = torch.device(machine.device)
     copies = {}
     for name, to_device in (("h2d", True), ("d2h", False)):
-        with contextlib.closing(probes.Copies(device, 8 << 20, to_device=to_device)) as probe:
-            copies[name] = statistics.median(probes.rates(probe, 3)) / 1e9
+        if not copies or device.type == "cuda":
+            with contextlib.closing(probes.Copies(device, 8 << 20, to_device=to_device)) as probe:
+                gbps = statistics.median(probes.rates(probe, 3)) / 1e9
+        copies[name] = gbps  # of memory to memory, both ways the same
+    update = probes.update_rate(torch.device("cpu")) / 1e9
     return dataclasses.replace(
         machine,
-        update_gparams=probes.update_rate(torch.device("cpu")) / 1e9,
-        device_update_gparams=probes.update_rate(device) / 1e9,
+        update_gparams=update,
+        device_update_gparams=probes.update_rate(device) / 1e9 if device.type == "cuda" else update,
         **{f"{name}{all_}_gbps": gbps for name, gbps in copies.items() for all_ in ("", "_all")},
         drives=(dataclasses.replace(machine.drives[0], **{f"{mix}_gbps": rate for mix, rate in rates.items()}),),
     )
 
 
 def predicted(machine: Machine, model: dict, checkpoint: bool, settings: dict, compute_seconds: float) -> dict:
-    """What the simulator says, and the command line that does the same in earnest."""
-    dtype = "bf16" if machine.device == "cuda" else "fp32"
-    settings = dict(settings)
-    subject = gpt(*(model[name] for name in ("hidden", "layers", "heads", "vocab", "seq", "batch")), dtype)
+    """What the simulator says."""
+    subject = gpt(*(model[name] for name in ("hidden", "layers", "heads", "vocab", "seq", "batch")), settings["dtype"])
     load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=checkpoint)
     machine = dataclasses.replace(machine, device_tflops=load.step_flops / compute_seconds / 1e12)
-    num = sum(param.numel() for param in subject.model.parameters())
-    if share := settings.pop("host_share", None):
-        settings |= {"host_memory": int(share * num * 12), "device_memory": int(num * TORCH_DTYPES[dtype].itemsize * 0.6)}
-    config = Config(dtype=dtype, **settings)
-    prediction = predict(subject.model, load, machine, config)
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in (model | settings).items()]
-    arguments += [f"--dtype={dtype}", "--data", "random"] + (["--checkpoint-activations"] if checkpoint else [])
+    prediction = predict(subject.model, load, machine, Config(**settings))
     simulation = prediction.simulation
     return {
         "predicted": prediction.step_seconds,
@@ -154,44 +221,7 @@ def predicted(machine: Machine, model: dict, checkpoint: bool, settings: dict, c
         "busy": simulation.busy_seconds,
         "stalls": simulation.stall_seconds,
         "bytes": simulation.nbytes,
-        "arguments": arguments,
     }
-
-
-def run_engine(options, row: dict) -> list[float]:
-    """Seconds of the steady steps of one run of `infinity train`."""
-    report = options.nvme / "report.json"
-    command = [sys.executable, "-m", "infinity", "train", *row["arguments"]]
-    command += ["--nvme", str(options.nvme), "--steps", str(options.steps), "--json", str(report)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    found = json.loads(report.read_text())
-    report.unlink()
-    row["links"] = found["links"]
-    return found["step_seconds"][WARM_UP_STEPS:]
-
-
-def run_plain(model: dict, checkpoint: bool, steps: int) -> float:
-    command = [sys.executable, __file__, "--plain", json.dumps(model | {"checkpoint": checkpoint, "steps": steps})]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-
-
-def plain_seconds(hidden, layers, heads, vocab, seq, batch, checkpoint, steps) -> float:
-    """Forward and backward of the model in plain PyTorch, the median of the steps after the third."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = GPT(hidden, layers, heads, vocab, seq, checkpoint_activations=checkpoint)
-        model = model.bfloat16() if device == "cuda" else model
-        tokens = torch.randint(0, vocab, (batch, seq))
-    seconds = []
-    for _ in range(steps + WARM_UP_STEPS):
-        start = time.perf_counter()
-        model(tokens, tokens).backward()
-        for param in model.parameters():
-            param.grad = None
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[WARM_UP_STEPS:])
 
 
 def plot(rows: dict, path: Path) -> None:

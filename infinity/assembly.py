@@ -256,6 +256,8 @@ def _connect(
     )
     undo.callback(gradients.close)
     threads = max(1, len(os.sched_getaffinity(0)) // _local_world(ranks))
+    if cuda:
+        threads -= threads // 8  # these are for whoever gives the device its work
     seed = config.seed if config.moments == "bf16" else None
     updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed)
     caches[GRADIENTS].frees_soon = updater.frees_gradient_soon

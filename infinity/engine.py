@@ -976,6 +976,7 @@ class Engine:
             lane.on_error = lambda error, what, ranks=self.ranks: ranks.report(error, f"{what}: ")
         self.ranks.listen(self._give_up)
         self.pipeline.begin_update = lambda chunk: self._begin_update(chunk, chunk.pending)
+        self.pipeline.hurry_update = self.updater.hurry
         self.pipeline.in_backward = lambda: self.backward_task is not None
         self.pipeline.reduce = self._reduce
         self.pipeline.reduce_unplanned = self._reduce_unplanned

@@ -1,4 +1,4 @@
-"""Threads that carry out one link's work, in the order in which it was given.
+"""Threads that carry out one link's work, in the order in which it was given, but for what somebody waits for.
 
 Knows jobs and their order. Must not know what a job moves. A lane exists so that the training thread never waits for a
 transfer that its op does not need; waiting, copying and computing inside a job drop the GIL.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 THREADS = "infinity-"  # begins the names of the engine's own
@@ -28,9 +29,12 @@ def waits():
 
 
 class Job:
-    """A piece of work handed to a lane. `wait` returns once it is over and raises what it raised, every time."""
+    """A piece of work handed to a lane. `wait` returns once it is over and raises what it raised, every time.
 
-    __slots__ = ("_done", "_error", "_work", "lane", "result", "what")
+    ready(): whether it could run without waiting for anything; see `Lane.hurry`.
+    """
+
+    __slots__ = ("_done", "_error", "_work", "lane", "ready", "result", "what")
 
     def __init__(self, work: Callable[[], object]):
         self._done = threading.Event()
@@ -38,6 +42,7 @@ class Job:
         self._work: Callable[[], object] | None = work
         self.lane: Lane | None = None
         self.what = ""
+        self.ready: Callable[[], bool] = lambda: False
         self.result: object = None
 
     @property
@@ -65,12 +70,12 @@ class Job:
         except BaseException as error:  # reaches whoever waits, in the thread that waits
             self._error = error
         finally:
-            self._work = None  # drops what the work held, such as gradients
+            self._work = self.ready = None  # drops what they held, such as gradients
             self._done.set()
 
 
 class Lane:
-    """One daemon thread that runs jobs first in, first out."""
+    """One daemon thread that runs jobs first in, first out; those that were hurried pass others once they are ready."""
 
     def __init__(self, name: str):
         self.name = name
@@ -78,17 +83,29 @@ class Lane:
         self.on_error: Callable[[BaseException, str], None] | None = None  # told, in the lane, what a job raised, and its `what`
         self.abandoned: BaseException | None = None
         self._ended = False
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._line: deque[Job] = deque()
+        self._hurried: list[Job] = []  # of the line, in the order in which they were hurried
+        self._lock = threading.Lock()  # over both
+        self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one for each job in the line; False: end
         self._thread = threading.Thread(target=self._loop, name=f"{THREADS}{name}", daemon=True)
         self._thread.start()
 
-    def push(self, work: Callable[[], object], what: str = "") -> Job:
+    def push(self, work: Callable[[], object], what: str = "", *, ready: Callable[[], bool] = lambda: False) -> Job:
+        """ready: as of Job; called in the lane."""
         if self._ended:
             raise RuntimeError(f"nothing can be given to lane {self.name} any more: the engine is closed")
         job = Job(work)
-        job.lane, job.what = self, what
-        self._jobs.put(job)
+        job.lane, job.what, job.ready = self, what, ready
+        with self._lock:
+            self._line.append(job)
+        self._tickets.put(True)
         return job
+
+    def hurry(self, job: Job) -> None:
+        """Let a job run before those pushed earlier, as soon as it is ready; after those hurried earlier that are ready, too."""
+        with self._lock:
+            if job in self._line and job not in self._hurried:
+                self._hurried.append(job)
 
     def drain(self) -> None:
         """Wait until all that was pushed so far is over, whether it succeeded or not."""
@@ -107,16 +124,25 @@ class Lane:
         """Finish what was pushed and end the thread; idempotent."""
         if not self._ended:
             self._ended = True
-            self._jobs.put(None)
+            self._tickets.put(False)
             self._thread.join(_GLANCE_S)
             while self._thread.is_alive() and self.abandoned is None:
                 self._thread.join(_GLANCE_S)
 
     def _loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while self._tickets.get():
             if self.on_job is not None:
                 self.on_job()
+            job = self._next()
             job.run()
             if job.error is not None and self.on_error is not None:
                 self.on_error(job.error, f"{job.what} ({self.name})")
             del job  # else the last job's result lives until the next one arrives
+
+    def _next(self) -> Job:
+        with self._lock:
+            job = next((job for job in self._hurried if job.ready()), self._line[0])
+            self._line.remove(job)
+            if job in self._hurried:
+                self._hurried.remove(job)
+            return job

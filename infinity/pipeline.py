@@ -93,6 +93,7 @@ class Pipeline:
         self.read_ahead = 3
         self.states_ahead = 2
         self.begin_update: Callable[[ChunkState], None] = lambda chunk: None
+        self.hurry_update: Callable[[ChunkState], None] = lambda chunk: None
         self.reduce: Callable[[ChunkState], None] = lambda chunk: None
         self.reduce_unplanned: Callable[[], None] = lambda: None
         self.read_states: Callable[[ChunkState], None] = lambda chunk: None
@@ -406,6 +407,7 @@ class Pipeline:
         for chunk in self.registry.chunks_in(span):
             if chunk.pending is not None:
                 self.begin_update(chunk)
+            self.hurry_update(chunk)
             update, request = chunk.updating, None
             if chunk.weights_home != "device":
                 request = self.records.request(chunk, WEIGHTS, urgent=needed)

@@ -7,6 +7,12 @@ callers decide that.
 # [Note: what an update depends on]
 # The hyper-parameters are a snapshot (Hyper), so whatever a scheduler does after step() is of the next step. A parameter
 # that no rank had a gradient for is skipped: no decay, no moments, and its step count, kept a chunk and parameter, stays.
+#
+# [Note: order of updates]
+# They are begun as gradients complete: those of the last ops first. The next forward pass wants the first ops' first, and where
+# updates take longer than the backward pass, it would wait for all of them. So a fetch hurries the update that it waits for:
+# it passes the others, if its gradient and its record have their places in host memory already. What waits for a slot keeps its turn
+# ([Note: order of grants] in records.py).
 
 from __future__ import annotations
 
@@ -44,7 +50,7 @@ class Hyper:
 
 
 class Updater:
-    """Updates chunks in one lane, in the order in which they are begun.
+    """Updates chunks in one lane, in the order in which they are begun, but for those that are hurried.
 
     threads: of the host kernel. seed: of the random bits that round bf16 moments; None where moments are fp32.
     """
@@ -68,7 +74,7 @@ class Updater:
         self.threads = threads
         self.seed = seed
         self.lane = Lane("update")
-        self._begun: deque[Job] = deque()  # the last gradient job of each update in the lane
+        self._begun: deque[Job] = deque()  # the last gradient job of each update in the lane, in the order of their beginning
         self.failure: BaseException | None = None
 
     def begin(self, chunk: ChunkState, hyper: Hyper, *, urgent: bool) -> None:
@@ -95,14 +101,25 @@ class Updater:
         def work() -> None:
             self._update_on_host(chunk, weights, states, gradient_job, copy_job, hyper)
 
+        def ready() -> bool:
+            return gradient_stays and gradient_job.done and weights.done and states.done and (copy_job is None or copy_job.done)
+
+        gradient_stays = chunk.extents[GRADIENTS] is None
         if gradient_job.done:
             self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
-        self._begun.append(gradient_job)
-        chunk.updating = self.lane.push(lambda: self._run(work, chunk.title), chunk.title)
+        with self.records.lock:
+            self._begun.append(gradient_job)
+        chunk.updating = self.lane.push(lambda: self._run(work, chunk.title, gradient_job), chunk.title, ready=ready)
         chunk.pending = None
 
+    def hurry(self, chunk: ChunkState) -> None:
+        """A fetch waits for the chunk's update: see [Note: order of updates]."""
+        if chunk.updating is not None and not chunk.updating.done:
+            self.lane.hurry(chunk.updating)
+
     def frees_gradient_soon(self) -> bool:
-        """Whether the update at the head of the lane has all of its gradient, so that it goes on whatever the gc lane does."""
+        """Whether the update at the head of the lane has all of its gradient, so that it goes on whatever the gc lane does. Those that
+        pass it have theirs. Called with the records' lock held."""
         begun = self._begun
         return bool(begun) and begun[0].done
 
@@ -113,7 +130,7 @@ class Updater:
     def close(self) -> None:
         self.lane.close()
 
-    def _run(self, work, what: str) -> None:
+    def _run(self, work, what: str, gradient_job: Job) -> None:
         try:
             work()
         except BaseException as error:
@@ -121,7 +138,8 @@ class Updater:
             self.records.fail(error, f"{what} (update): ")
             raise
         finally:
-            self._begun.popleft()
+            with self.records.lock:
+                self._begun.remove(gradient_job)
             self.records.look_again()
 
     def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:

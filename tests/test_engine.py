@@ -4,6 +4,7 @@ import itertools
 import random
 import re
 import threading
+import time
 
 import pytest
 import torch
@@ -570,6 +571,46 @@ def test_stages_run_ahead_of_the_ops(delayed, tmp_path):
         lanes = {event.lane for event in engine.events.trace}
         assert {"nc", "cg", "gc", "update", "cn"} <= lanes
         assert all(event.start <= event.end for event in engine.events.trace)
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_updates_that_the_next_forward_waits_for_first_go_first(tier, tmp_path):
+    """Where updates do not begin before the backward pass is over, they follow the next forward pass; the bits are right."""
+    make = lambda: mlp(12)
+    reference_model, reference = plain(make)
+    with training(make, tmp_path, update="backward", trace=True, weights=tier, states=tier) as (model, engine, optimizer):
+        gate, hurry = threading.Event(), engine.updater.hurry
+
+        def opening(chunk):
+            hurry(chunk)
+            if chunk.index == 2:  # the first op of the next forward pass is about to wait
+                gate.set()
+
+        engine.pipeline.hurry_update = opening
+        engine.updater.lane.on_job = lambda: gate.wait() and time.sleep(0.004)
+        for step in range(4):
+            plain_loss = loss_of(reference_model(inputs(model, 0)))
+            plain_loss.backward()
+            reference.step()
+            reference.zero_grad()
+            loss = loss_of(model(inputs(model, 0)))
+            if tier == "host":  # elsewhere, updates must free slots for those that follow
+                gate.clear()
+            loss.backward()
+            assert_same_bits(loss.detach(), plain_loss.detach(), f"loss of step {step}")
+            optimizer.step()
+            optimizer.zero_grad()
+        gate.set()
+        assert_equals_reference(engine, model, reference_model, reference)
+        order = [event.what for event in engine.events.trace if event.lane == "update"]
+    num = len({*order})
+    assert len(order) == 4 * num
+    for step in range(1, 3):
+        updated = order[step * num : (step + 1) * num]
+        assert sorted(updated) == list(range(num))
+        if tier == "host":
+            assert updated[0] == 0  # in the order of gradients it would be the last
+            assert [index for index in updated if index < num // 2] == list(range(num // 2))
 
 
 def noted_forward(model, x, log):

@@ -50,6 +50,38 @@ def test_an_error_is_raised_at_every_wait_and_stops_no_other_job(lane):
     assert failing.done and following.wait() == 3
 
 
+def test_a_hurried_job_passes_others_once_it_is_ready(lane):
+    gate, begun, done, is_ready = threading.Event(), threading.Event(), [], set()
+    lane.push(lambda: begun.set() or gate.wait())
+    jobs = [lane.push(lambda n=n: done.append(n), ready=lambda n=n: n in is_ready) for n in range(6)]
+    assert begun.wait(SECONDS)
+    is_ready |= {3, 5}
+    for number in (5, 4, 3, 3):
+        lane.hurry(jobs[number])
+    gate.set()
+    lane.drain()
+    assert done == [5, 3, 0, 1, 2, 4]  # as they were hurried, but 4, which was not ready until its turn came
+    lane.hurry(jobs[0])  # it is over: nothing happens
+    lane.push(lambda: done.append(6)).wait()
+    assert done[-1] == 6
+
+
+def test_a_hurried_job_goes_ahead_when_it_becomes_ready(lane):
+    done, is_ready = [], set()
+    gates = [threading.Event() for _ in range(2)]
+    entered = [threading.Event() for _ in range(2)]
+    for gate, inside in zip(gates, entered):
+        lane.push(lambda g=gate, i=inside: i.set() or g.wait())
+    jobs = [lane.push(lambda n=n: done.append(n), ready=lambda n=n: n in is_ready) for n in range(3)]
+    lane.hurry(jobs[2])
+    gates[0].set()
+    assert entered[1].wait(SECONDS)  # it was not ready when this one was chosen
+    is_ready.add(2)
+    gates[1].set()
+    lane.drain()
+    assert done == [2, 0, 1]
+
+
 def test_drain_waits_for_all_whether_it_succeeds_or_not(lane):
     done = []
     for number in range(5):

@@ -156,17 +156,18 @@ class _Clock:
 
 
 class _Lane:
-    """Jobs, first in, first out: generators that one process runs to their end, each with a flag for that."""
+    """Jobs, first in, first out, but for those hurried: generators that one process runs to their end, each with a flag for that."""
 
     def __init__(self, clock: _Clock):
         self.clock = clock
-        self._jobs: deque[tuple[Generator, _Flag]] = deque()
+        self._jobs: dict[_Flag, tuple[Generator, Callable[[], bool]]] = {}
+        self._hurried: list[_Flag] = []
         self._more = _Flag()
         clock.start(self._loop())
 
-    def push(self, job: Generator) -> _Flag:
+    def push(self, job: Generator, ready: Callable[[], bool] = lambda: False) -> _Flag:
         done = _Flag()
-        self._jobs.append((job, done))
+        self._jobs[done] = job, ready
         self.clock.happen(self._more)
         return done
 
@@ -175,9 +176,16 @@ class _Lane:
             while not self._jobs:
                 self._more = _Flag()
                 yield self._more
-            job, done = self._jobs.popleft()
+            done = next((flag for flag in self._hurried if self._jobs[flag][1]()), next(iter(self._jobs)))
+            job, _ = self._jobs.pop(done)
+            if done in self._hurried:
+                self._hurried.remove(done)
             yield from job
             self.clock.happen(done)
+
+    def hurry(self, done: _Flag) -> None:
+        if done in self._jobs and done not in self._hurried:
+            self._hurried.append(done)
 
 
 # One rank
@@ -437,6 +445,7 @@ class _Rank:
             in_backward = self.position >= self.step.backward
             chunk.copy_expected = in_backward and self.next_use.after(span.index, following) != NEVER
             chunk.gathered = _Flag(True)
+            self.update.hurry(chunk.updating)
             chunk.copied = self.cg.push(self._run_copy(chunk, wish, chunk.updating))
         return len(span.chunks)
 
@@ -623,8 +632,13 @@ class _Rank:
             if chunk.homes[kind] == "nvme":
                 wishes[kind] = self._ask(chunk, kind, pin=True, urgent=urgent)
         self.num_updates_begun += 1  # only now: what it asked for is nobody's victim in between
-        self.begun.append(chunk.gradient)
-        chunk.updating = self.update.push(self._run_update(chunk, wishes, chunk.gradient, chunk.copied))
+        gradient, copied = chunk.gradient, chunk.copied
+        flags = [gradient, copied, *(wish.granted for wish in wishes.values())]
+        gradient_stays = chunk.homes[GRADIENTS] != "nvme"
+        self.begun.append(gradient)
+        chunk.updating = self.update.push(
+            self._run_update(chunk, wishes, gradient, copied), lambda: gradient_stays and all(flag.raised for flag in flags)
+        )
 
     def _run_update(self, chunk: _Chunk, wishes, gradient: _Flag, copied: _Flag):
         yield gradient
@@ -645,7 +659,7 @@ class _Rank:
         if chunk.homes[GRADIENTS] == "nvme":
             del cache[chunk.index]
             self.free[GRADIENTS] += 1
-        self.begun.popleft()
+        self.begun.remove(gradient)
         for kind, wish in wishes.items():
             wish.entry.written = _Flag()
             self.writer.push(self._run_write(chunk, kind, wish.entry))
