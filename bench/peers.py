@@ -1,13 +1,13 @@
 """The same GPT trained by this engine, FSDP2 with CPU offload, DeepSpeed and plain PyTorch: a step's time, bytes and memory.
 
     python bench/peers.py [--engines infinity,fsdp2,deepspeed,plain] [--places nvme,host,device] [--ranks 1] [--device cuda]
-                          [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--rounds 2] [--steps 6] [--json FILE] [--plot FILE]
+                          [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--moments fp32] [--rounds 2] [--steps 6] [--json FILE] [--plot FILE]
 
 Every state lives in one place: on NVMe with nothing resident, in host memory, or on the device. Each round runs each engine that
 can do that, in turn, in processes of its own: the same first weights (what bf16 holds exactly, where that is the dtype), tokens,
 AdamW, and checkpointing a block; fp32 master weights where weights are bf16. Times are those of the steps after the
 second. Losses, means over the ranks, must agree within --tolerance of the first engine's, or the exit status is 1. An engine that is
-missing or fails is a row that says why.
+missing or fails is a row that says why. Settings that `infinity tune` left in --nvme are used.
 
 Bytes a parameter and step, of all ranks together. NVMe: infinity's own counters, for the others those of the kernel for the
 process (/proc/self/io; the kernel's count for infinity is in the JSON, too). To and from the device: infinity's own counters; FSDP2's
@@ -25,6 +25,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -36,7 +37,7 @@ import torch.distributed as dist
 
 import infinity
 from _common import RunError, error_bars, given, leave, on_ranks, parse, spread
-from infinity import output
+from infinity import drives, output
 from infinity.gpt import GPT, Batches
 
 PLACES = {
@@ -66,6 +67,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default, help="of a rank" if name == "batch" else None)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16" if cuda else "fp32")
     parser.add_argument("--host-memory", default="auto", help="of infinity, a rank")
+    parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="of infinity")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tolerance", type=float, default=0.002, help="of losses, relative")
@@ -127,6 +129,8 @@ def run_ranks(case: dict, place: str, engine: str) -> dict:
     if case["device"] == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     with tempfile.TemporaryDirectory(dir=case["nvme"], prefix="peers-") as folder:
+        if (tuned := Path(case["nvme"], drives.CACHE_NAME)).exists():
+            shutil.copy(tuned, folder)
         told = json.dumps(case | {"place": place, "engine": engine, "nvme": str(Path(folder).resolve())})
         ranks = on_ranks(__file__, ["--case", told], case["ranks"], case["timeout"])
     return {
@@ -243,7 +247,7 @@ def same_start(options) -> GPT:
 
 
 def ours(options, device):
-    config = {"nvme": options.nvme, "device": options.device, "dtype": options.dtype, "host_memory": options.host_memory}
+    config = {name: getattr(options, name) for name in ("nvme", "device", "dtype", "host_memory", "moments")}
     residency = "none" if options.place == "nvme" else "auto"
     with infinity.init(infinity.Config(weights=options.place, states=options.place, residency=residency, **config)):
         model = same_start(options)

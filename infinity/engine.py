@@ -832,7 +832,9 @@ class Engine:
         job = chunk.gradient_job
 
         def work() -> NormAccumulator:
-            job.wait()
+            event = job.wait()
+            if event is not None:  # of a gradient that stays on the device, made by another thread's stream
+                event.synchronize()
             total = NormAccumulator()
             with self.gradients.shard(chunk) as gradient:
                 add_norm(chunk, gradient, total)

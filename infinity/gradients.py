@@ -1,7 +1,8 @@
 """Gradients on their way to the records: reduce-scatter and the gc link.
 
 A gradient that autograd has accumulated leaves the device at once: on one rank straight into the host memory of its
-chunk's shard; on several into a flat buffer of the chunk, which is reduce-scattered when all its gradients are there.
+chunk's shard; on several into a flat buffer of the chunk, which is reduce-scattered when all its gradients are there. That of a record
+on the device stays there.
 Knows chunks and when they are complete. Must not know when or how they are used.
 """
 
@@ -29,10 +30,13 @@ import torch
 from infinity.adam import accumulate_
 from infinity.chunks import GRADIENTS, Piece
 from infinity.events import Events, now
-from infinity.lanes import Lane, waits
+from infinity.lanes import Job, Lane, waits
 from infinity.partition import Ranks
 from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
+
+
+_OVER = Job.over()
 
 
 class Gradients:
@@ -98,9 +102,13 @@ class Gradients:
         if self.ranks.world > 1:
             self.wait_for_room()  # the buffers that it is copied to take as much again
         flat = grad.detach().reshape(-1)
+        chunks = self.registry.chunks_of(state)
+        if self.ranks.world == 1 and chunks[0].on_device:  # a span's records are in one place
+            for chunk in chunks:
+                self._keep(chunk, state, flat)
+            return
         nbytes = flat.numel() * flat.element_size()
         self._send(nbytes)
-        chunks = self.registry.chunks_of(state)
         ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
         for chunk in chunks:
             piece = chunk.whole_pieces[state.index]
@@ -118,8 +126,7 @@ class Gradients:
             else:
                 self._insert(chunk, piece, flat)
                 chunk.used.add(state.index)
-            chunk.norm_job = None
-            chunk.gradient_number = self._num_arrivals = self._num_arrivals + 1
+            self._note_arrival(chunk)
         if self.ranks.world > 1:
             self._send(-nbytes)
 
@@ -197,6 +204,27 @@ class Gradients:
     def close(self) -> None:
         self.gc.close()
 
+    def _note_arrival(self, chunk: ChunkState) -> None:
+        chunk.norm_job = None
+        chunk.gradient_number = self._num_arrivals = self._num_arrivals + 1
+
+    def _keep(self, chunk: ChunkState, state: ParameterState, flat: torch.Tensor) -> None:
+        """On one rank: put a parameter's part into the gradient of a record on the device, by the stream that made it and will use it."""
+        piece = chunk.whole_pieces[state.index]
+        if chunk.device_gradient is None:
+            self._make_device_gradient(chunk)
+        target = chunk.device_gradient[piece.start : piece.start + piece.numel]
+        part = flat[piece.param_start : piece.param_start + piece.numel]
+        target.add_(part) if state.index in chunk.received else target.copy_(part)
+        chunk.received.add(state.index)
+        chunk.has_gradient = True
+        chunk.gradient_job = Job.over(torch.cuda.current_stream(self.device).record_event()) if self.cuda else _OVER
+        self._note_arrival(chunk)
+
+    def _make_device_gradient(self, chunk: ChunkState) -> None:
+        chunk.device_gradient = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
+        self.tier.book(chunk.device_gradient.nbytes)
+
     def _send(self, nbytes: int) -> None:
         """Count device bytes that are on their way to the host, and again when they have left."""
         with self._changed:
@@ -210,8 +238,7 @@ class Gradients:
         if chunk.on_device:
             if chunk.device_gradient is None:
                 with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():  # the one that fills it
-                    chunk.device_gradient = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
-                self.tier.book(chunk.device_gradient.nbytes)
+                    self._make_device_gradient(chunk)
             chunk.has_gradient = True
             yield chunk.device_gradient
             return

@@ -45,6 +45,13 @@ class Job:
         self.ready: Callable[[], bool] = lambda: False
         self.result: object = None
 
+    @classmethod
+    def over(cls, result: object = None) -> Job:
+        """One that is over already."""
+        job = cls(lambda: result)
+        job.run()
+        return job
+
     @property
     def done(self) -> bool:
         return self._done.is_set()

@@ -16,7 +16,6 @@ callers decide that.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -180,7 +179,7 @@ class Updater:
         self.events.moved("update", chunk.index, chunk.record.nbytes, start, now(), marks)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Run:
     """Neighbouring elements [start, end) of a shard that are updated alike; the first is element `param_start` of `param`."""
 
@@ -201,22 +200,19 @@ def runs(chunk: ChunkState, params: list[ParameterState], *, merge: bool) -> lis
         if params[param].group is not None:
             chunk.steps[param] += 1
     found: list[Run] = []
+    adjoins = False  # whether the last run ends with the piece before
     for piece in chunk.pieces:
         group = params[piece.param].group
         if group is None or piece.param not in chunk.received:
+            adjoins = False
             continue
         step, end = chunk.steps[piece.param], piece.start + piece.numel
-        last = found[-1] if found else None
-        if merge and last and (last.group, last.step) == (group, step) and not _between(chunk, last.end, piece.start):
-            found[-1] = dataclasses.replace(last, end=end)
+        if merge and adjoins and (found[-1].group, found[-1].step) == (group, step):
+            found[-1].end = end
         else:
             found.append(Run(piece.start, end, group, step, piece.param, piece.param_start))
+        adjoins = True
     return found
-
-
-def _between(chunk: ChunkState, begin: int, end: int) -> bool:
-    """Whether a parameter lies in [begin, end) of the shard."""
-    return any(piece.start < end and piece.start + piece.numel > begin for piece in chunk.pieces)
 
 
 def segments(chunk: ChunkState, weights, states) -> dict[str, torch.Tensor]:

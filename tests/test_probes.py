@@ -126,6 +126,11 @@ def test_processors_are_measured_by_work_that_is_compared(monkeypatch):
         probes.update_rate(CPU)
 
 
+def test_an_op_and_a_chunk_cost_the_threads_some_time():
+    assert 0 < probes.op_seconds(CPU) < 0.1
+    assert 0 <= probes.chunk_seconds(CPU) < 0.1
+
+
 @pytest.mark.parametrize("name", ["tpu", "cuda:77", "meta", "cpuu"])
 def test_a_device_that_is_not_there_is_refused(name):
     with pytest.raises(ConfigError, match=f"device='{name}'"), probes.launched(name):

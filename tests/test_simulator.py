@@ -71,9 +71,10 @@ def test_a_step_in_host_memory_to_the_millisecond():
 
 def test_deferred_updates_are_behind_the_next_forward():
     # The records are updated one behind the other (3 each) while forward goes on: it waits 1 + 3 + 1 for the first chunk (its
-    # gradient came last), then for each update 3 - 2.
+    # gradient came last), then for each update 3 - 2. Beside the second and the third, the weights of the one before are copied: 4 bytes a
+    # parameter in 1 ms, of host memory that gives updates 28 in 3, so that both take 10/7 as long meanwhile.
     *_, found = play(update="deferred")
-    assert found.step_seconds == pytest.approx(18 * MS + 5 * MS + 2 * MS)
+    assert found.step_seconds == pytest.approx(18 * MS + 5 * MS + 2 * MS + 2 * 3 / 7 * MS)
 
 
 def test_all_on_nvme_is_bound_by_the_drive():
@@ -122,6 +123,25 @@ def test_processors_that_are_the_device_are_shared():
     *_, cpu = play(dataclasses.replace(MACHINE, device="cpu"))
     assert cpu.step_seconds > cuda.step_seconds * 1.2
     assert cpu.step_seconds >= cuda.busy_seconds["compute"] + cuda.busy_seconds["update"]
+
+
+def test_updates_and_copies_share_host_memory():
+    # Updates that take as long as all else, and copies beside them that want half of what the memory gives: neither is hidden wholly.
+    slow = dataclasses.replace(MACHINE, update_gparams=MACHINE.update_gparams / 2)
+    fast_copies = dataclasses.replace(slow, h2d_gbps=1e6, d2h_gbps=1e6, h2d_all_gbps=1e6, d2h_all_gbps=1e6)
+    *_, found = play(slow, num=12)
+    *_, alone = play(fast_copies, num=12)
+    assert alone.busy_seconds["update"] >= 12 * 6 * MS
+    assert found.busy_seconds["update"] > 1.05 * 12 * 6 * MS
+
+
+def test_what_an_op_costs_the_training_thread_is_hidden_behind_a_cuda_device_only():
+    machine = dataclasses.replace(MACHINE, op_overhead_us=3000)
+    times = {"weights": "device", "states": "device"}
+    *_, found = play(machine, **times)
+    assert found.step_seconds == pytest.approx((3 * 3 + 3 * 4) * MS + 3 * NUMEL / 1e9)  # three ops of 2 ms are launched in 3
+    *_, found = play(dataclasses.replace(machine, device="cpu"), **times)
+    assert found.step_seconds == pytest.approx((3 * 5 + 3 * 7) * MS + 3 * NUMEL / 1e9)
 
 
 def test_what_fits_on_the_device_moves_nothing():

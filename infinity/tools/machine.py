@@ -70,6 +70,8 @@ class Machine:
     """Bytes that a node receives a second from other nodes."""
     copy_latency_us: float = 10.0
     gather_latency_us: float = 20.0
+    op_overhead_us: float = 0.0
+    """What an op costs the training thread: on a CUDA device all of it, since that computes meanwhile; on the CPU what the engine adds."""
     chunk_overhead_us: float = 500.0
     """What a chunk costs the engine's threads a step, beyond its bytes."""
     drives: tuple[DriveRates, ...] = ()

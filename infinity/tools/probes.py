@@ -310,26 +310,40 @@ def product_rate(device: torch.device) -> float:
     return counter.get_total_flops() / _median_seconds(step, device)
 
 
+def op_seconds(device: torch.device) -> float:
+    """What an op of no work to speak of costs the training thread; on the CPU, what it costs more than in plain PyTorch."""
+    plain = 0.0 if device.type == "cuda" else _small_step_seconds(device, None)
+    return max(0.0, _small_step_seconds(device, "device") - plain) / (2 * SMALL_LAYERS)  # forward and backward
+
+
 def chunk_seconds(device: torch.device) -> float:
     """What a chunk costs the engine's threads a step, beyond its bytes: a step of small layers that come and go, less one of layers that stay."""
-    seconds = []
-    for tier in ("host", "device"):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(SMALL_LAYERS)))
-        chunk_mib = (128 * 128 + 1024) * 2 / 2**20
-        with offload(model, Config(device=device.type, dtype="fp32", weights=tier, states=tier, chunk_mib=chunk_mib)):
+    return max(0.0, _small_step_seconds(device, "host") - _small_step_seconds(device, "device")) / SMALL_LAYERS
+
+
+def _small_step_seconds(device: torch.device, tier: str | None) -> float:
+    """A step of small layers that live in a tier, or of plain PyTorch, without its optimizer."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(SMALL_LAYERS)))
+    with contextlib.ExitStack() as stack:
+        optimizer = None
+        if tier is None:
+            model.to(device)
+        else:
+            chunk_mib = (128 * 128 + 1024) * 2 / 2**20
+            stack.enter_context(offload(model, Config(device=device.type, dtype="fp32", weights=tier, states=tier, chunk_mib=chunk_mib)))
             optimizer = AdamW(model.parameters())
-            x = torch.randn(4, 128, device=device)
+        x = torch.randn(4, 128, device=device)
 
-            def step():
-                model(x).sum().backward()
+        def step():
+            model(x).sum().backward()
+            if optimizer is not None:
                 optimizer.step()
-                optimizer.zero_grad()
+            (optimizer or model).zero_grad()
 
-            step()
-            step()
-            seconds.append(_median_seconds(step, device))
-    return max(0.0, seconds[0] - seconds[1]) / SMALL_LAYERS
+        step()
+        step()
+        return _median_seconds(step, device)
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -9,7 +9,8 @@ such as drives, is divided by their number. Over 400 lines because what it plays
 # Who waits for whom is the engine's: pipeline.py (training thread, cg, gg), records.py (grants of slots, reads, writes), gradients.py
 # (gc, rs) and updater.py are played by one generator a lane. A generator yields work on a link, or a flag that somebody else will
 # raise. Work that is under way on several links at a time shares what these have in common: a drive gives reads and writes
-# together its mixed rate, and on a machine whose device is its processors all but the drives takes its part of these.
+# together its mixed rate, updates and copies share host memory, and on a machine whose device is its processors all but the drives takes
+# its part of these.
 # Not played: routes that differ from step to step, activations that leave the device, spilled gradients' reads by several lanes,
 # faults. Every op takes its operations by the device's rate, whatever its shape.
 
@@ -250,7 +251,8 @@ class _Rank:
         self.h2d = getattr(machine, f"h2d{alone}_gbps") * 1e9
         self.d2h = getattr(machine, f"d2h{alone}_gbps") * 1e9
         self.read, self.write, self.mixed = (machine.drive_gbps(what) * 1e9 / share for what in ("read", "write", "mixed"))
-        self.update_rate = machine.update_gparams * 1e9 * UPDATE_NBYTES / share  # bytes a second
+        self.update_bound = machine.update_gparams * 1e9 * UPDATE_NBYTES  # bytes a second of host memory, of a node
+        self.update_rate = self.update_bound / share
         rates = [machine.gather_gbps] if share > 1 else []
         rates += [machine.network_gbps / share * (world - 1) / (world - share)] if world > share else []  # of what a rank receives
         self.collective = min(rates, default=0.0) * 1e9
@@ -333,6 +335,10 @@ class _Rank:
         if "nc" in links and "cn" in links:
             speeds["nc"] = min(1.0, READ_SHARE * self.mixed / self.read)
             speeds["cn"] = min(1.0, (1 - READ_SHARE) * self.mixed / self.write)
+        if not self.cpu and "update" in links:  # all three are bound by host memory
+            copied = sum(rate for link, rate in (("cg", self.h2d), ("gc", self.d2h)) if link in links)
+            demand = 1 + copied * self.machine.devices / self.update_bound
+            speeds |= {link: 1 / demand for link in ("update", "cg", "gc") if link in links}
         if self.cpu:
             shares = {"compute": 1.0, "update": 1.0, "cg": 0.5, "gc": 0.5, "gg": 0.5, "rs": 0.5}
             demand = sum(shares.get(link, 0.0) for link in links)
@@ -393,7 +399,8 @@ class _Rank:
                 num_fetched += yield from self._bring(self.spans[index])
             num_complete = len(self.complete.get(position, ()))
             overhead = (num_fetched + 2 * num_complete) / 4 * self.machine.chunk_overhead_us * 1e-6  # two fetches, a gradient, an update
-            seconds = step.seconds[position] + overhead
+            seconds, op_seconds = step.seconds[position], self.machine.op_overhead_us * 1e-6
+            seconds = (seconds + op_seconds if self.cpu else max(seconds, op_seconds)) + overhead
             yield ("compute", seconds, step.uses[position].key, 0)
             self.held = frozenset()  # what encloses it is held again when the next op begins
             yield from self._gradients_arrive(position)

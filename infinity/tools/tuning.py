@@ -244,6 +244,7 @@ def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, 
         "h2d": of_one("copies to the device", lambda: rate(copies(True))),
         "d2h": of_one("copies from the device", lambda: rate(copies(False))),
         "copy_s": of_one("a small copy", lambda: probes.copy_seconds(device)),
+        "op_s": of_all("small ops", lambda: probes.op_seconds(device), slowest=ranks.max_),
         "chunk_s": of_all("small chunks", lambda: probes.chunk_seconds(device), slowest=ranks.max_),
     }
     if cuda:
@@ -295,6 +296,7 @@ def _machine(device: torch.device, world: int, found: list[_Path], links: dict[s
         d2h_all_gbps=_round(links.get("d2h_all", links["d2h"]) / 1e9),
         gather_gbps=_round(links.get("gather", 0.0) / 1e9),
         copy_latency_us=_round(links["copy_s"] * 1e6),
+        op_overhead_us=_round(links["op_s"] * 1e6),
         chunk_overhead_us=_round(links["chunk_s"] * 1e6),
         **({"gather_latency_us": _round(links["gather_s"] * 1e6)} if "gather_s" in links else {}),
         drives=tuple(rates),
