@@ -27,7 +27,7 @@ QUICK = {
     "overhead": "--hidden 64 --layers 2 --steps 4",
     "peers": "--engines infinity,fsdp2,plain --hidden 128 --layers 2 --heads 2 --vocab 512 --seq 32 --rounds 1 --steps 3",
     "pipeline": "--gigabytes 0.2 --rounds 1",
-    "predict": "--only host device --rounds 1 --steps 5",
+    "predict": "--only host device --samples 1 --steps 2",
     "prefetch": "--batches 1,4 --hidden 128 --layers 2 --vocab 512 --seq 32 --rounds 1 --steps 3",
     "scale": "--params 1e10 --batches 4 --nodes 1 2",
     "tiling": "--factors 1,4 --most-hidden 512",

@@ -213,6 +213,8 @@ class Gradients:
         piece = chunk.whole_pieces[state.index]
         if chunk.device_gradient is None:
             self._make_device_gradient(chunk)
+            if self.cuda:
+                torch.cuda.current_stream(self.device).wait_stream(self.stream)
         target = chunk.device_gradient[piece.start : piece.start + piece.numel]
         part = flat[piece.param_start : piece.param_start + piece.numel]
         target.add_(part) if state.index in chunk.received else target.copy_(part)
@@ -222,7 +224,9 @@ class Gradients:
         self._note_arrival(chunk)
 
     def _make_device_gradient(self, chunk: ChunkState) -> None:
-        chunk.device_gradient = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
+        """By a stream of its own: what stays must not lie between activations, which come and go in the memory of the ops' stream."""
+        with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():
+            chunk.device_gradient = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
         self.tier.book(chunk.device_gradient.nbytes)
 
     def _send(self, nbytes: int) -> None:
@@ -237,8 +241,7 @@ class Gradients:
         """The chunk's gradient shard, to be written to; its gaps are zero. Waits for a slot."""
         if chunk.on_device:
             if chunk.device_gradient is None:
-                with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():  # the one that fills it
-                    self._make_device_gradient(chunk)
+                self._make_device_gradient(chunk)
             chunk.has_gradient = True
             yield chunk.device_gradient
             return
