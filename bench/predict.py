@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from infinity.tools.tuning import probe_in
 from infinity.tools.workload import workload
 
 WARM_UP_STEPS = 3
+MAX_SECONDS = 1800  # of one configuration; a run that takes longer hangs
 
 CUDA_MODEL = {"hidden": 1536, "layers": 4, "heads": 12, "vocab": 32000, "seq": 1024, "batch": 4}
 CPU_MODEL = {"hidden": 768, "layers": 6, "heads": 12, "vocab": 8000, "seq": 128, "batch": 1}
@@ -122,17 +124,26 @@ def runner(told: dict):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
         def steps(count: int) -> float:
-            process.stdin.write(f"{count}\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(f"{count}\n")
+                process.stdin.flush()
             line = process.stdout.readline()
             if not line:
                 raise SystemExit(f"the run of {told['settings'] or 'plain PyTorch'} has ended early")
             return float(line)
 
+        limit = threading.Timer(MAX_SECONDS, process.kill)
+        limit.start()
         try:
             yield steps
         finally:
-            process.stdin.close()
+            limit.cancel()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # it ends
+            try:
+                process.wait(MAX_SECONDS / 10)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def serve(model: dict, checkpoint: bool, device: str, settings: dict | None) -> None:

@@ -1,8 +1,8 @@
 """Gradients on their way to the records: reduce-scatter and the gc link.
 
 A gradient that autograd has accumulated leaves the device at once: on one rank straight into the host memory of its
-chunk's shard; on several into a flat buffer of the chunk, which is reduce-scattered when all its gradients are there. That of a record
-on the device stays there.
+chunk's shard; on several into a flat buffer of the chunk, which is reduce-scattered when all its gradients are there. What
+belongs to a record on the device stays there.
 Knows chunks and when they are complete. Must not know when or how they are used.
 """
 
@@ -34,9 +34,6 @@ from infinity.lanes import Job, Lane, waits
 from infinity.partition import Ranks
 from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
-
-
-_OVER = Job.over()
 
 
 class Gradients:
@@ -175,6 +172,9 @@ class Gradients:
         if gradient is None:
             return
         if chunk.has_gradient:
+            event = chunk.gradient_job.wait() if chunk.gradient_job is not None else None
+            if event is not None:
+                event.synchronize()
             chunk.has_gradient = False
             with self._open(chunk) as memory:
                 memory.copy_(gradient)
@@ -215,12 +215,18 @@ class Gradients:
             self._make_device_gradient(chunk)
             if self.cuda:
                 torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        event = chunk.gradient_job.wait() if chunk.gradient_job is not None else None
+        if event is not None:  # another stream may have brought the one before
+            torch.cuda.current_stream(self.device).wait_event(event)
         target = chunk.device_gradient[piece.start : piece.start + piece.numel]
         part = flat[piece.param_start : piece.param_start + piece.numel]
-        target.add_(part) if state.index in chunk.received else target.copy_(part)
+        if state.index in chunk.received:
+            target.add_(part)
+        else:
+            target.copy_(part)
         chunk.received.add(state.index)
         chunk.has_gradient = True
-        chunk.gradient_job = Job.over(torch.cuda.current_stream(self.device).record_event()) if self.cuda else _OVER
+        chunk.gradient_job = Job.over(torch.cuda.current_stream(self.device).record_event() if self.cuda else None)
         self._note_arrival(chunk)
 
     def _make_device_gradient(self, chunk: ChunkState) -> None:

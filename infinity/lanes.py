@@ -7,9 +7,7 @@ transfer that its op does not need; waiting, copying and computing inside a job 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 
 THREADS = "infinity-"  # begins the names of the engine's own
@@ -29,12 +27,9 @@ def waits():
 
 
 class Job:
-    """A piece of work handed to a lane. `wait` returns once it is over and raises what it raised, every time.
+    """A piece of work handed to a lane. `wait` returns once it is over and raises what it raised, every time."""
 
-    ready(): whether it could run without waiting for anything; see `Lane.hurry`.
-    """
-
-    __slots__ = ("_done", "_error", "_work", "lane", "ready", "result", "what")
+    __slots__ = ("_done", "_error", "_work", "lane", "result", "what")
 
     def __init__(self, work: Callable[[], object]):
         self._done = threading.Event()
@@ -42,7 +37,6 @@ class Job:
         self._work: Callable[[], object] | None = work
         self.lane: Lane | None = None
         self.what = ""
-        self.ready: Callable[[], bool] = lambda: False
         self.result: object = None
 
     @classmethod
@@ -77,7 +71,7 @@ class Job:
         except BaseException as error:  # reaches whoever waits, in the thread that waits
             self._error = error
         finally:
-            self._work = self.ready = None  # drops what they held, such as gradients
+            self._work = None  # drops what the work held, such as gradients
             self._done.set()
 
 
@@ -90,27 +84,26 @@ class Lane:
         self.on_error: Callable[[BaseException, str], None] | None = None  # told, in the lane, what a job raised, and its `what`
         self.abandoned: BaseException | None = None
         self._ended = False
-        self._line: deque[Job] = deque()
+        self._line: dict[Job, Callable[[], bool]] = {}  # jobs in their order, and whether they are ready
         self._hurried: list[Job] = []  # of the line, in the order in which they were hurried
-        self._lock = threading.Lock()  # over both
-        self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one for each job in the line; False: end
+        self._changed = threading.Condition()  # over the line and whether the lane has ended
         self._thread = threading.Thread(target=self._loop, name=f"{THREADS}{name}", daemon=True)
         self._thread.start()
 
     def push(self, work: Callable[[], object], what: str = "", *, ready: Callable[[], bool] = lambda: False) -> Job:
-        """ready: as of Job; called in the lane."""
+        """ready(): whether it could run without waiting for anything; called in the lane, of a job that is hurried."""
         if self._ended:
             raise RuntimeError(f"nothing can be given to lane {self.name} any more: the engine is closed")
         job = Job(work)
-        job.lane, job.what, job.ready = self, what, ready
-        with self._lock:
-            self._line.append(job)
-        self._tickets.put(True)
+        job.lane, job.what = self, what
+        with self._changed:
+            self._line[job] = ready
+            self._changed.notify()
         return job
 
     def hurry(self, job: Job) -> None:
         """Let a job run before those pushed earlier, as soon as it is ready; after those hurried earlier that are ready, too."""
-        with self._lock:
+        with self._changed:
             if job in self._line and job not in self._hurried:
                 self._hurried.append(job)
 
@@ -130,14 +123,15 @@ class Lane:
     def close(self) -> None:
         """Finish what was pushed and end the thread; idempotent."""
         if not self._ended:
-            self._ended = True
-            self._tickets.put(False)
+            with self._changed:
+                self._ended = True
+                self._changed.notify()
             self._thread.join(_GLANCE_S)
             while self._thread.is_alive() and self.abandoned is None:
                 self._thread.join(_GLANCE_S)
 
     def _loop(self) -> None:
-        while self._tickets.get():
+        while self._has_more():
             if self.on_job is not None:
                 self.on_job()
             job = self._next()
@@ -146,10 +140,17 @@ class Lane:
                 self.on_error(job.error, f"{job.what} ({self.name})")
             del job  # else the last job's result lives until the next one arrives
 
+    def _has_more(self) -> bool:
+        """Wait for a job; false once the lane has ended and there is none."""
+        with self._changed:
+            while not self._line and not self._ended:
+                self._changed.wait(_GLANCE_S)  # an interrupt in who pushes may come before its notice
+            return bool(self._line)
+
     def _next(self) -> Job:
-        with self._lock:
-            job = next((job for job in self._hurried if job.ready()), self._line[0])
-            self._line.remove(job)
+        with self._changed:
+            job = next((job for job in self._hurried if self._line[job]()), None) or next(iter(self._line))
+            del self._line[job]
             if job in self._hurried:
                 self._hurried.remove(job)
             return job

@@ -84,7 +84,10 @@ class Records:
                 self._ahead = [r for r in self._ahead if (r.chunk, r.kind) != (chunk, kind)]
             if pin and urgent:
                 self._urgent_until[kind] = request.number
-            if self._ahead or any(self._pinned.values()) or self.on_read is not None or not self._try(request):
+            entry = self.caches[kind].find(chunk)
+            if entry is not None and entry.resident:  # takes nobody's slot
+                self._grant(request)
+            elif self._ahead or any(self._pinned.values()) or self.on_read is not None or not self._try(request):
                 (self._pinned[kind] if pin else self._ahead).append(request)
                 self.lock.notify_all()
         return request

@@ -722,7 +722,7 @@ def test_an_exception_that_ends_the_engine_leaves_the_checkpoint_before(where, w
             train_deep(model, optimizer, 0)
             infinity.save(path, model, optimizer)
             train_deep(model, optimizer, 1)
-            with delayed(engine, "write"), engine:
+            with delayed(engine, "write", 0.1), engine:
                 saving = infinity.save(path, model, optimizer, wait=False)
                 if wait:
                     raise KeyError("the program's")

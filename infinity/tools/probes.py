@@ -312,8 +312,8 @@ def product_rate(device: torch.device) -> float:
 
 def op_seconds(device: torch.device) -> float:
     """What an op of no work to speak of costs the training thread; on the CPU, what it costs more than in plain PyTorch."""
-    plain = 0.0 if device.type == "cuda" else _small_step_seconds(device, None)
-    return max(0.0, _small_step_seconds(device, "device") - plain) / (2 * SMALL_LAYERS)  # forward and backward
+    plain = 0.0 if device.type == "cuda" else _small_step_seconds(device, None, update=False)
+    return max(0.0, _small_step_seconds(device, "device", update=False) - plain) / (2 * SMALL_LAYERS)  # forward and backward
 
 
 def chunk_seconds(device: torch.device) -> float:
@@ -321,8 +321,8 @@ def chunk_seconds(device: torch.device) -> float:
     return max(0.0, _small_step_seconds(device, "host") - _small_step_seconds(device, "device")) / SMALL_LAYERS
 
 
-def _small_step_seconds(device: torch.device, tier: str | None) -> float:
-    """A step of small layers that live in a tier, or of plain PyTorch, without its optimizer."""
+def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool = True) -> float:
+    """A step of small layers that live in a tier, or of plain PyTorch, which has no optimizer. update: count the optimizer's part."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(SMALL_LAYERS)))
     with contextlib.ExitStack() as stack:
@@ -335,24 +335,32 @@ def _small_step_seconds(device: torch.device, tier: str | None) -> float:
             optimizer = AdamW(model.parameters())
         x = torch.randn(4, 128, device=device)
 
-        def step():
+        def passes():
             model(x).sum().backward()
+
+        def end():
             if optimizer is not None:
                 optimizer.step()
             (optimizer or model).zero_grad()
 
+        def step():
+            passes()
+            end()
+
         step()
         step()
-        return _median_seconds(step, device)
+        return _median_seconds(step, device) if update else _median_seconds(passes, device, end)
 
 
-def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
+def _median_seconds(work: Callable[[], object], device: torch.device, after: Callable[[], object] = lambda: None) -> float:
+    """Of the work; `after` follows each time and does not count."""
     seconds = []
     for _ in range(1 + 2 * NUM_ROUNDS):
         began = time.perf_counter()
         work()
         _wait_for(device)
         seconds.append(time.perf_counter() - began)
+        after()
     return statistics.median(seconds[1:])
 
 

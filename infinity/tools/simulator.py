@@ -560,7 +560,9 @@ class _Rank:
                 chunk = self.chunks[index]
                 chunk.received = True
                 yield from self._finish_announced(chunk)
-                if world == 1:
+                if world == 1 and chunk.homes[STATES] == "device":
+                    chunk.gradient = _Flag(True)
+                elif world == 1:
                     piece = next(piece for piece in self.layout.chunks[index].pieces if piece.param == param)
                     nbytes = piece.numel * itemsize
                     self.under_way += nbytes
