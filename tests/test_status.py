@@ -255,7 +255,9 @@ def test_a_training_run_is_seen_followed_and_forgotten(tmp_path, place, capsys):
     options = "--hidden 32 --layers 1 --heads 2 --seq 16 --batch 2 --steps 1000000 --device cpu --dtype fp32 --data text".split()
     command = [sys.executable, "-m", "infinity", "train", *options]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    heeds = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in a shell's background ignores interrupts
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=heeds, **quiet) as process:
         try:
             path = place / f"{process.pid}.json"
             told = wait_for(lambda: path.exists() and (found := read_status(path)).step > 0 and found)
