@@ -172,8 +172,7 @@ class Gradients:
         if gradient is None:
             return
         if chunk.has_gradient:
-            event = chunk.gradient_job.wait() if chunk.gradient_job is not None else None
-            if event is not None:
+            if (event := self._last_event(chunk)) is not None:
                 event.synchronize()
             chunk.has_gradient = False
             with self._open(chunk) as memory:
@@ -215,8 +214,7 @@ class Gradients:
             self._make_device_gradient(chunk)
             if self.cuda:
                 torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        event = chunk.gradient_job.wait() if chunk.gradient_job is not None else None
-        if event is not None:  # another stream may have brought the one before
+        if (event := self._last_event(chunk)) is not None:  # another stream may have brought the one before
             torch.cuda.current_stream(self.device).wait_event(event)
         target = chunk.device_gradient[piece.start : piece.start + piece.numel]
         part = flat[piece.param_start : piece.param_start + piece.numel]
@@ -228,6 +226,11 @@ class Gradients:
         chunk.has_gradient = True
         chunk.gradient_job = Job.over(torch.cuda.current_stream(self.device).record_event() if self.cuda else None)
         self._note_arrival(chunk)
+
+    @staticmethod
+    def _last_event(chunk: ChunkState):
+        """Of what arrived last for a record on a CUDA device, else None."""
+        return chunk.gradient_job.wait() if chunk.gradient_job is not None else None
 
     def _make_device_gradient(self, chunk: ChunkState) -> None:
         """By a stream of its own: what stays must not lie between activations, which come and go in the memory of the ops' stream."""

@@ -68,7 +68,8 @@ class Part:
 
 
 class Pipeline:
-    """Acquires spans for ops. `begin_update(chunk)` starts the pending update of a chunk that is about to be fetched;
+    """Acquires spans for ops. `begin_update(chunk)` starts the pending update of a chunk that is about to be fetched, and
+    `hurry_update(chunk)` lets one that was begun pass others;
     `reduce(chunk)` and `read_states(chunk)` are the plan's other actions, `reduce_unplanned()` is called at each acquire
     of a step that has no plan or has left it. All are given after construction."""
 

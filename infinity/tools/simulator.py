@@ -251,8 +251,7 @@ class _Rank:
         self.h2d = getattr(machine, f"h2d{alone}_gbps") * 1e9
         self.d2h = getattr(machine, f"d2h{alone}_gbps") * 1e9
         self.read, self.write, self.mixed = (machine.drive_gbps(what) * 1e9 / share for what in ("read", "write", "mixed"))
-        self.update_bound = machine.update_gparams * 1e9 * UPDATE_NBYTES  # bytes a second of host memory, of a node
-        self.update_rate = self.update_bound / share
+        self.update_rate = machine.update_gparams * 1e9 * UPDATE_NBYTES / share  # bytes a second
         rates = [machine.gather_gbps] if share > 1 else []
         rates += [machine.network_gbps / share * (world - 1) / (world - share)] if world > share else []  # of what a rank receives
         self.collective = min(rates, default=0.0) * 1e9
@@ -337,7 +336,7 @@ class _Rank:
             speeds["cn"] = min(1.0, (1 - READ_SHARE) * self.mixed / self.write)
         if not self.cpu and "update" in links:  # all three are bound by host memory
             copied = sum(rate for link, rate in (("cg", self.h2d), ("gc", self.d2h)) if link in links)
-            demand = 1 + copied * self.machine.devices / self.update_bound
+            demand = 1 + copied / self.update_rate
             speeds |= {link: 1 / demand for link in ("update", "cg", "gc") if link in links}
         if self.cpu:
             shares = {"compute": 1.0, "update": 1.0, "cg": 0.5, "gc": 0.5, "gg": 0.5, "rs": 0.5}
