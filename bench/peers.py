@@ -1,12 +1,14 @@
 """The same GPT trained by this engine, FSDP2 with CPU offload, DeepSpeed and plain PyTorch: a step's time, bytes and memory.
 
     python bench/peers.py [--engines infinity,fsdp2,deepspeed,plain] [--places nvme,host,device] [--ranks 1] [--device cuda]
-                          [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--moments fp32] [--rounds 2] [--steps 6] [--json FILE] [--plot FILE]
+                          [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--moments fp32] [--no-checkpointing]
+                          [--rounds 2] [--steps 6] [--json FILE] [--plot FILE]
 
 Every state lives in one place: on NVMe with nothing resident, in host memory, or on the device. Each round runs each engine that
 can do that, in turn, in processes of its own: the same first weights (what bf16 holds exactly, where that is the dtype), tokens,
-AdamW, and checkpointing a block; fp32 master weights where weights are bf16. Times are those of the steps after the
-second. Losses, means over the ranks, must agree within --tolerance of the first engine's, or the exit status is 1. An engine that is
+AdamW, and checkpointing a block unless told not to (DeepSpeed 0.19.8 reads a block that is computed again into two buffers, and
+stops there, with weights on NVMe); fp32 master weights where weights are bf16. Times are those of the steps after the
+second; "start" is from the first module's construction until the engine could train and its records were where they live. Losses, means over the ranks, must agree within --tolerance of the first engine's, or the exit status is 1. An engine that is
 missing or fails is a row that says why. Settings that `infinity tune` left in --nvme are used.
 
 Bytes a parameter and step, of all ranks together. NVMe: infinity's own counters, for the others those of the kernel for the
@@ -68,6 +70,7 @@ def main():
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16" if cuda else "fp32")
     parser.add_argument("--host-memory", default="auto", help="of infinity, a rank")
     parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="of infinity")
+    parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of each block's activations")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tolerance", type=float, default=0.002, help="of losses, relative")
@@ -138,6 +141,7 @@ def run_ranks(case: dict, place: str, engine: str) -> dict:
         "losses": [statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in ranks))],
         "traffic": [None if None in each else sum(each) for each in zip(*(rank["traffic"] for rank in ranks))],
         "kernel_io": [sum(each) for each in zip(*(rank["kernel_io"] for rank in ranks))],
+        "start_seconds": max(rank["start_seconds"] for rank in ranks),
         "host_nbytes": sum(rank["host_nbytes"] for rank in ranks),
         "device_nbytes": max(rank["device_nbytes"] for rank in ranks),
         "num_parameters": ranks[0]["num_parameters"],
@@ -157,12 +161,13 @@ def show(options, rows: dict, failed: dict, worst: dict) -> None:
         base = statistics.median(each for run_ in ours for each in run_["seconds"]) if ours else None
         ratio = f"{statistics.median(seconds) / base:.2f}x" if ours else "-"
         traffic = ["-" if number is None else f"{number:.2f}" for number in runs[-1]["traffic"]]
+        started = statistics.median(run_["start_seconds"] for run_ in runs)
         memory = [max(run_[name] for run_ in runs) for name in ("host_nbytes", "device_nbytes")]
         cells.append(
             [place, f"{engine} {runs[0]['version']}".rstrip(), spread(seconds, 3), ratio, f"{worst[place, engine]:.1e}"]
-            + [*traffic, *(f"{nbytes / 2**30:.2f} GiB" if nbytes else "-" for nbytes in memory)]
+            + [f"{started:.1f}", *traffic, *(f"{nbytes / 2**30:.2f} GiB" if nbytes else "-" for nbytes in memory)]
         )
-    print(output.table(("", "engine", "s a step", "of ours", "losses", *TRAFFIC, "host peak", "device peak"), cells))
+    print(output.table(("", "engine", "s a step", "of ours", "losses", "start, s", *TRAFFIC, "host peak", "device peak"), cells))
     for (place, engine), reason in failed.items():
         print(f"{place}  {engine}: {reason}")
 
@@ -183,7 +188,11 @@ def run(options) -> dict:
     else:
         dist.init_process_group("nccl" if cuda else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    start = time.perf_counter()
     step, moved, close = {"infinity": ours, "fsdp2": fsdp2, "deepspeed": deep, "plain": plain}[options.engine](options, device)
+    if cuda:
+        torch.cuda.synchronize()
+    start_seconds = time.perf_counter() - start
     batches = Batches(None, vocab=options.vocab, batch=options.batch * world, seq=options.seq, seed=1, rank=rank, world=world)
     num = sum(param.numel() for param in made_on_meta(options).parameters())
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what built the model
@@ -202,6 +211,7 @@ def run(options) -> dict:
     counted = max(1, options.steps - NUM_WARM) * num
     report = {
         "seconds": seconds[NUM_WARM:],
+        "start_seconds": start_seconds,
         "losses": losses,
         "traffic": [None if b is None else (b - a) / counted for a, b in zip(before, moved())],
         "kernel_io": [(b - a) / counted for a, b in zip(io_before, kernel_io())],
@@ -223,7 +233,7 @@ def kernel_io() -> tuple[int, int]:
 
 def make(options) -> GPT:
     shape = (options.hidden, options.layers, options.heads, options.vocab, options.seq)
-    return GPT(*shape, checkpoint_activations=True)
+    return GPT(*shape, checkpoint_activations=options.checkpointing)
 
 
 def made_on_meta(options) -> GPT:

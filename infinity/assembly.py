@@ -32,6 +32,7 @@ from infinity.tiers import Swap
 from infinity.updater import Updater
 
 ACTIVATION_SHARE = 1 / 4  # of host memory, where they live there
+FAR_FROM_BEST = 1.25  # of the shortest step found, where the search for a chunk size ends
 HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -166,12 +167,15 @@ def arrange(
 def _best_chunk_numel(arrange, candidates: list[int]) -> int:
     """The size with the shortest step, the same on all ranks: that of the first rank's shards, which are the largest."""
     seconds, refusal = {}, None
-    for numel in candidates:
+    for numel in reversed(candidates):
         try:
             layout_, _, placement = arrange(numel, 0)
-            seconds[numel] = planner.step_seconds(layout_, placement)
         except BudgetError as error:
-            refusal = refusal or error  # of the smallest, which needs about the least
+            refusal = error  # in the end of the smallest, which needs about the least
+            continue
+        seconds[numel] = planner.step_seconds(layout_, placement)
+        if seconds[numel] > FAR_FROM_BEST * min(seconds.values()):
+            break  # still smaller chunks only take more of the threads' time, and are most of the time of this search
     if not seconds:
         raise refusal
     return min(seconds, key=seconds.get)
@@ -255,7 +259,7 @@ def _connect(
         limit_nbytes=placement.under_way_nbytes,
     )
     undo.callback(gradients.close)
-    threads = max(1, len(os.sched_getaffinity(0)) // _local_world(ranks))
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
     if cuda:
         threads -= threads // 8  # these are for whoever gives the device its work
     seed = config.seed if config.moments == "bf16" else None
@@ -275,7 +279,7 @@ def _make_swap(config: Config, ranks: Ranks, placement: planner.Placement) -> tu
     if config.creates_nvme:
         for path in config.nvme:
             path.mkdir(exist_ok=True)
-    local_world = _local_world(ranks)
+    local_world = ranks.num_local
     local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank % local_world))
     run = None
     if ranks.world > 1:
@@ -311,7 +315,7 @@ def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Resident]:
 
 def budgets(config: Config, device: torch.device, ranks: Ranks) -> tuple[int, int]:
     """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks."""
-    free_host = host_free_nbytes() // _local_world(ranks)
+    free_host = host_free_nbytes() // ranks.num_local
     if device.type == "cuda":
         device_share, host_share = gauge_of(device).free_nbytes() // 2, int(free_host * HOST_SHARES["cuda"])
     else:
@@ -345,11 +349,6 @@ def _written_in_forward(model: nn.Module, named: Named) -> set[int]:
     index = {id(param): i for i, (_, param) in enumerate(named)}
     writers = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
     return {index[id(p)] for module in writers for p in module._parameters.values() if p is not None and id(p) in index}
-
-
-def _local_world(ranks: Ranks) -> int:
-    """Ranks on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
 
 
 def _keep_freed_memory() -> None:

@@ -61,7 +61,7 @@ _EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
 class Engine:
     """Trains one model from device, host and NVMe memory. A context manager: leaving it closes it.
 
-    initial: gives a parameter's initial value, `initial(index, param) -> 1-D tensor on the CPU`. Nothing is built or
+    initial: gives a parameter's initial value, `initial(index, param) -> 1-D tensor on any device`. Nothing is built or
     written until an optimizer is attached or the model runs for the first time.
     """
 
@@ -75,7 +75,7 @@ class Engine:
         self.optimizer = None
         self.scaler: Scaler | None = None  # of fp16 training
         self._model = weakref.ref(model)
-        self._initial = initial or (lambda index, param: param.detach().reshape(-1).cpu())
+        self._initial = initial or (lambda index, param: param.detach().reshape(-1))
         self._named = _parameters(model)
         if not self._named:
             raise ConfigError(f"{type(model).__name__} has no floating-point parameters; there is nothing to offload")
@@ -171,7 +171,7 @@ class Engine:
             if index not in self._loaded:
                 if _is_here(param):
                     return param.detach().to("cpu", TORCH_DTYPES[self.config.dtype], copy=True)
-                self._loaded[index] = self._initial(index, param)
+                self._loaded[index] = self._initial(index, param).cpu()
             return self._loaded[index].to(TORCH_DTYPES[self.config.dtype], copy=True).reshape(param.shape)
         if self.is_held(param):
             return param.detach().to("cpu", copy=True)

@@ -25,11 +25,12 @@ from torch.overrides import TorchFunctionMode
 
 from infinity.config import Config, format_bytes
 from infinity.engine import Engine, cut_large_layers
-from infinity.gauge import device_of
+from infinity.gauge import device_of, gauge_of, host_free_nbytes
 from infinity.errors import SwapError, UsageError
 from infinity.partition import Ranks
 
-WINDOW_NBYTES = 1 << 30
+MIN_WINDOW_NBYTES = 1 << 30
+WINDOW_SHARE = 1 / 16  # of the memory that is free; larger ones spare a small model the scratch file, and take from the engine's budgets
 
 # What is true of a placeholder, too.
 _METADATA = frozenset(
@@ -43,15 +44,16 @@ _METADATA_FUNCTIONS = frozenset(
 
 
 @contextlib.contextmanager
-def init(config: Config | None = None, *, window: int = WINDOW_NBYTES):
+def init(config: Config | None = None, *, window: int | None = None):
     """Modules built inside the block belong to an engine; no process ever holds more than `window` bytes of their parameters
-    (and the module under construction).
+    (and the module under construction): by default a sixteenth of what is free, of host or device memory, at least 1 GiB.
 
     With the same seed the weights are those of a plain construction, bit for bit. Every rank must build the same modules.
     """
     config = config or Config()
-    ranks = Ranks(device_of(config.device))
-    builder = _Builder(config, ranks, window)
+    device = device_of(config.device)
+    ranks = Ranks(device)
+    builder = _Builder(config, ranks, _window_nbytes(device, ranks) if window is None else window)
     with builder:
         yield
         for root in builder.roots():
@@ -60,6 +62,14 @@ def init(config: Config | None = None, *, window: int = WINDOW_NBYTES):
     for root in builder.roots():
         if any(p.is_floating_point() and p.numel() for p in root.parameters()):
             Engine(root, config, builder.value, ranks)
+
+
+def _window_nbytes(device: torch.device, ranks: Ranks) -> int:
+    """The same on all ranks: what leaves, leaves on all of them."""
+    free = [host_free_nbytes() // ranks.num_local]
+    if gauge := gauge_of(device):
+        free.append(gauge.free_nbytes())
+    return max(MIN_WINDOW_NBYTES, int(WINDOW_SHARE * ranks.min_(torch.tensor([min(free)])).item()))
 
 
 class _Away:
@@ -122,11 +132,11 @@ class _Builder(TorchFunctionMode):
             self._offsets.pop(key, None)  # the address may be used again, by a larger one
 
     def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
-        """The initial value of a parameter, 1-D on the CPU. Every rank must ask in the same order."""
+        """The initial value of a parameter, 1-D, on the CPU or where the parameter was made. Every rank must ask in the same order."""
         entry = self._away.pop(id(param), None)
         self._home.pop(id(param), None)
         if entry is None:
-            return param.detach().reshape(-1).cpu()
+            return param.detach().reshape(-1)
         away = entry[1]
         if param.data_ptr() != away.placeholder.data_ptr() or not away.placeholder.isnan().item():
             raise UsageError(

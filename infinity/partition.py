@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import datetime
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -86,6 +87,11 @@ class Ranks:
             self.name = f"rank {self.rank} of {self.world}"
             self._store = dist.PrefixStore(f"infinity-{next(_numbers)}", dist.distributed_c10d._get_default_store())
             threading.Thread(target=self._watch, name="infinity-watch", daemon=True).start()
+
+    @property
+    def num_local(self) -> int:
+        """Ranks on this node."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
 
     def report(self, error: BaseException, what: str = "") -> None:
         """Tell the other ranks that this one cannot go on, and at what; see [Note: how a failure reaches the other ranks]."""

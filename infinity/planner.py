@@ -222,8 +222,9 @@ def _largest_on_device(chunk: Chunk, record: Record, gradient_itemsize: int | No
     """Bytes of states and gradient of the largest shard: what lies on the device is decided alike on all ranks."""
     if not chunk.trainable:
         return 0
-    itemsizes = [segment.itemsize for segment in record.segments[1:]] + [gradient_itemsize or WEIGHT_NBYTES[chunk.dtype]]
-    return sum(_page(chunk.shard_used(0) * itemsize) for itemsize in itemsizes)
+    numel = chunk.shard_used(0)
+    states = sum(_page(numel * segment.itemsize) for segment in record.segments[1:])
+    return states + _page(numel * (gradient_itemsize or WEIGHT_NBYTES[chunk.dtype]))
 
 
 def chunk_numels(num_parameters: int, *, world: int) -> list[int]:

@@ -173,24 +173,24 @@ class Values:
 
     @staticmethod
     def put(shard: dict[str, torch.Tensor], part: slice, value: torch.Tensor) -> None:
-        """Values on the CPU become weights, in part of a shard, with their residuals or masters."""
-        weight = shard["weight"]
-        if "residual" in shard:
-            split = torch.empty_like(value, dtype=weight.dtype), torch.empty_like(value, dtype=shard["residual"].dtype)
-            split_master(value.float().contiguous(), out=split)
-            shard["residual"][part].copy_(split[1])
-            value = split[0]
-        elif "master" in shard:
-            shard["master"][part].copy_(value)
-        weight[part].copy_(value)
+        """Values, on any device, become weights, in part of a shard, with their residuals or masters."""
+        if "residual" not in shard:
+            for name in ("weight", "master") if "master" in shard else ("weight",):
+                shard[name][part].copy_(value)
+            return
+        there = shard["weight"][part], shard["residual"][part]
+        out = there if value.device == there[0].device else tuple(torch.empty_like(tensor, device=value.device) for tensor in there)
+        split_master(value.float().contiguous(), out=out)
+        if out is not there:
+            for tensor, new in zip(there, out):
+                tensor.copy_(new)
 
     def _fill_on_device(self, chunk: ChunkState, values) -> None:
-        numel = chunk.record.numel
-        segments_ = {s.name: torch.zeros(numel, dtype=TORCH_DTYPES[s.dtype]) for s in chunk.record.segments}
-        self._fill(chunk, segments_, values)
+        flat, numel = chunk.span.flat, chunk.record.numel
         begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
-        chunk.span.flat[begin : begin + numel].copy_(segments_.pop("weight"))
-        chunk.device_states = {name: tensor.to(chunk.span.flat.device) for name, tensor in segments_.items()}
+        states = [segment for segment in chunk.record.segments if segment.name != "weight"]
+        chunk.device_states = {s.name: torch.empty(numel, dtype=TORCH_DTYPES[s.dtype], device=flat.device) for s in states}
+        self._fill(chunk, chunk.device_states | {"weight": flat[begin : begin + numel]}, values)
         self.tier.book(chunk.record.states_nbytes)
 
     def keeps_snapshot(self, span: SpanState) -> bool:
