@@ -3,19 +3,21 @@
 Knows settings and a function that measures one of them, never twice with the same result. Must not know files or queues.
 
 # [Note: how the search goes]
-# One factor at a time from the settings that serve most drives: first every other value of it, then the neighbours of what is best so
-# far, until none is better. A measurement is noisy, so what was fastest once was also lucky: the leaders are measured anew, in
-# alternation, so that a slow moment of the drive meets all (medians count, for there are short ones, too), and those that are clearly
-# slower drop out, until one is left, or the rest are told apart by less than matters, or the measurements are used up.
+# Settings that are neighbours in the grid are about equally fast, and each measurement is noisy: so it says something about all
+# points, and least of all which one is best. The logarithms of the rates are taken for a Gaussian process over the grid, a smooth function
+# plus noise. How much either varies is not known: what makes the measurements likeliest is assumed. First come points spread over
+# the grid, then always the one that may be fastest, by its mean and a few deviations; it may be one that was measured before. In the
+# end the highest mean counts, for what was fastest once was also lucky.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
+
+import numpy as np
 
 from infinity.drives import Drive
 
@@ -27,9 +29,13 @@ AXES = {
     "num_queues": [1, 2, 3, 4],
 }
 GRID_ROUNDS = 3  # measurements of each point of a full grid, of which the search has a tenth
-NUM_LEADERS = 6
 SAME = 0.005  # differences below this are none
-_LOYALTY = 0.25  # of the doubt that is left counts for the settings to start with: on an unsteady drive they are a fair guess
+_NUM_SPREAD = 12  # points that are measured before any is favoured
+_HOPE = 1.5  # deviations above its mean that a point may be worth
+_REACH = 3.0, 2.5, 2.5  # steps of the grid along each axis, over which rates are alike
+# By how much rates may vary over the grid, relative, and those of one point: all pairs of them, each [pairs, 1, 1].
+_SCALES, _NOISES = np.array([*itertools.product((0.02, 0.06, 0.2, 0.6, 2.0), (0.001, 0.01, 0.03, 0.06, 0.1, 0.2))]).T[:, :, None, None]
+_LEVEL = 1.0  # how far off all rates may be from the first one measured
 
 
 def grid(start: Drive) -> list[Drive]:
@@ -41,30 +47,26 @@ def grid(start: Drive) -> list[Drive]:
 def search(start: Drive, rate: Callable[[Drive], float]) -> Drive:
     """Settings about as fast as the best of the grid; those to start with unless others are faster. See [Note: how the search goes].
 
-    rate: measures settings once. It is called for at most a tenth as often as the whole grid needs.
+    rate: measures settings once, positive. It is called for a tenth as often as the whole grid needs.
     """
-    left = GRID_ROUNDS * len(grid(start)) // 10
-    seen: dict[Drive, float] = {}
-
-    def best_of(points: list[Drive]) -> Drive:
-        nonlocal left
-        for point in points:
-            if point not in seen and left > NUM_LEADERS * 2:
-                seen[point] = rate(point)
-                left -= 1
-        return max((point for point in points if point in seen), key=seen.__getitem__)
-
-    here = best_of([start])
-    for name, values in AXES.items():
-        here = best_of([here, *_varied(here, name, values[::2])])
-    before = None
-    while here != before:
-        before = here
-        for name, values in AXES.items():
-            place = values.index(getattr(here, name)) if getattr(here, name) in values else 0
-            here = best_of([here, *_varied(here, name, values[max(0, place - 1) : place + 2])])
-    others = sorted((point for point in seen if point != start), key=seen.__getitem__, reverse=True)
-    return _decide([start, *others[: NUM_LEADERS - 1]], rate, left)
+    points = [start, *(point for point in grid(start) if point != start)]
+    places = np.array([_place(point) for point in points]) / _REACH
+    distances = np.square(places[:, None] - places[None]).sum(-1)
+    likeness = np.exp(-distances / 2)
+    measured, logs = [], []
+    for number in range(max(1, GRID_ROUNDS * len(grid(start)) // 10)):
+        if not number:
+            point = 0
+        elif number < _NUM_SPREAD:
+            point = int(distances[:, measured].min(1).argmax())
+        else:
+            mean, deviation = _estimate(likeness, measured, logs)
+            point = int((mean + _HOPE * deviation).argmax())
+        logs.append(math.log(rate(points[point])))
+        measured.append(point)
+    mean, _ = _estimate(likeness, measured, logs)
+    best = int(mean.argmax())
+    return points[best] if mean[best] - mean[0] > SAME else start
 
 
 def is_possible(point: Drive) -> bool:
@@ -72,31 +74,21 @@ def is_possible(point: Drive) -> bool:
     return 2 * point.block_nbytes * point.num_queues <= point.inflight_nbytes
 
 
-def _decide(leaders: list[Drive], rate: Callable[[Drive], float], num_measurements: int) -> Drive:
-    """The fastest by measurements in alternation; the first if it is about as fast."""
-    first, doubt = leaders[0], 0.0
-    rates: dict[Drive, list[float]] = {point: [] for point in leaders}
-    while num_measurements >= len(leaders) > 1:
-        for point in leaders:
-            rates[point].append(rate(point))
-        num_measurements -= len(leaders)
-        num_rounds = len(rates[leaders[0]])
-        if num_rounds < 2:
-            continue
-        medians = {point: statistics.median(rates[point]) for point in leaders}
-        # How much the difference of two of these varies: rounds are fast and slow as a whole, which says nothing about a point.
-        pace = [statistics.fmean(rates[point][i] for point in leaders) for i in range(num_rounds)]
-        spread = [rates[point][i] / pace[i] - medians[point] / statistics.fmean(pace) for point in leaders for i in range(num_rounds)]
-        degrees = (len(leaders) - 1) * (num_rounds - 1)
-        doubt = 2 * math.sqrt(sum(value * value for value in spread) / degrees * 2 / num_rounds)
-        leaders = [point for point in leaders if medians[point] >= max(medians.values()) * (1 - doubt)]
-        if doubt < SAME:
-            break
-    medians = {point: statistics.median(rates[point]) for point in leaders}
-    best = max(leaders, key=medians.__getitem__)
-    return first if medians.get(first, 0.0) >= medians[best] * (1 - max(SAME, doubt * _LOYALTY)) else best
+def _place(point: Drive) -> tuple[float, float, float]:
+    """In about the steps of each axis."""
+    return 2 * math.log2(point.inflight_nbytes), math.log2(point.block_nbytes), point.num_queues
 
 
-def _varied(point: Drive, name: str, values: list[int]) -> list[Drive]:
-    varied = [replace(point, **{name: value}) for value in values if value != getattr(point, name)]
-    return [point for point in varied if is_possible(point)]
+def _estimate(likeness: np.ndarray, measured: list[int], logs: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of every point's log rate, relative to the first one's, by likeness [points, points]."""
+    values = np.array(logs) - logs[0]
+    near = likeness[np.ix_(measured, measured)]
+    covariances = _SCALES**2 * near + _LEVEL**2 + _NOISES**2 * np.eye(len(measured))
+    factors = np.linalg.cholesky(covariances)
+    residues = np.linalg.solve(factors, np.broadcast_to(values[:, None], (len(factors), len(values), 1)))
+    likelihoods = -np.square(residues).sum((1, 2)) / 2 - np.log(np.diagonal(factors, axis1=1, axis2=2)).sum(1)
+    likeliest = likelihoods.argmax()
+    scale = _SCALES[likeliest, 0, 0]
+    spread = np.linalg.solve(factors[likeliest], (scale**2 * likeness[:, measured] + _LEVEL**2).T)
+    variances = scale**2 + _LEVEL**2 - np.square(spread).sum(0)
+    return spread.T @ residues[likeliest, :, 0], np.sqrt(np.maximum(variances, 0))
