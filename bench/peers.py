@@ -18,7 +18,7 @@ does not tell, and what it keeps between uses varies. Memory: the most that was 
 summed over ranks, and the allocator's peak on a device.
 
 DeepSpeed's settings are those with which it runs at all with everything on NVMe. Its kernels are compiled when they are first used, so a
-run that does not count goes before its first. One that is ended while it compiles leaves a file `lock` in ~/.cache/torch_extensions, for
+run of a tiny model that does not count goes before its first. One that is ended while it compiles leaves a file `lock` in ~/.cache/torch_extensions, for
 which all later ones wait: remove it.
 """
 
@@ -51,6 +51,7 @@ PLACES = {
 TITLES = {"nvme": "all on NVMe", "host": "all in host memory", "device": "all on the device"}
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 NUM_WARM = 2  # steps that are not counted
+TINY = {"hidden": 128, "layers": 1, "heads": 2, "vocab": 256, "seq": 32, "batch": 1, "steps": 1}
 TRAFFIC = ("NVMe read", "written", "to device", "from it")  # bytes a parameter and step
 
 ABSENT = ("deepspeed is not installed", "runs on one rank only")  # rows that say so, and are no failure
@@ -94,7 +95,7 @@ def main():
                 continue
             try:
                 if engine == "deepspeed" and not round_:
-                    run_ranks(case | {"steps": NUM_WARM}, place, engine)
+                    run_ranks(case | TINY, place, engine)
                 rows[place, engine].append(run_ranks(case, place, engine))
             except RunError as error:
                 failed[place, engine] = str(error)

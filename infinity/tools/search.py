@@ -28,7 +28,8 @@ AXES = {
     "block_nbytes": [n << 10 for n in (256, 512, 1024, 2048, 4096)],
     "num_queues": [1, 2, 3, 4],
 }
-GRID_ROUNDS = 3  # measurements of each point of a full grid, of which the search has a tenth
+GRID_ROUNDS = 3  # measurements of each point of a full grid
+SHARE = 1 / 12  # of them, that the search has: a tenth of the time, for those that spread over the grid take longer
 SAME = 0.005  # differences below this are none
 _NUM_SPREAD = 12  # points that are measured before any is favoured
 _HOPE = 1.5  # deviations above its mean that a point may be worth
@@ -47,14 +48,14 @@ def grid(start: Drive) -> list[Drive]:
 def search(start: Drive, rate: Callable[[Drive], float]) -> Drive:
     """Settings about as fast as the best of the grid; those to start with unless others are faster. See [Note: how the search goes].
 
-    rate: measures settings once, positive. It is called for a tenth as often as the whole grid needs.
+    rate: measures settings once, positive. It is called for SHARE as often as the whole grid needs.
     """
     points = [start, *(point for point in grid(start) if point != start)]
     places = np.array([_place(point) for point in points]) / _REACH
     distances = np.square(places[:, None] - places[None]).sum(-1)
     likeness = np.exp(-distances / 2)
     measured, logs = [], []
-    for number in range(max(1, GRID_ROUNDS * len(grid(start)) // 10)):
+    for number in range(max(1, int(SHARE * GRID_ROUNDS * len(grid(start))))):
         if not number:
             point = 0
         elif number < _NUM_SPREAD:
