@@ -30,12 +30,12 @@ AXES = {
 }
 GRID_ROUNDS = 3  # measurements of each point of a full grid
 SHARE = 1 / 12  # of them, that the search has: a tenth of the time, for those that spread over the grid take longer
-SAME = 0.005  # differences below this are none
+SAME = 1e-6  # differences of logarithms below this are rounding
 _NUM_SPREAD = 12  # points that are measured before any is favoured
 _HOPE = 1.5  # deviations above its mean that a point may be worth
 _REACH = 3.0, 2.5, 2.5  # steps of the grid along each axis, over which rates are alike
 # By how much rates may vary over the grid, relative, and those of one point: all pairs of them, each [pairs, 1, 1].
-_SCALES, _NOISES = np.array([*itertools.product((0.02, 0.06, 0.2, 0.6, 2.0), (0.001, 0.01, 0.03, 0.06, 0.1, 0.2))]).T[:, :, None, None]
+_SCALES, _NOISES = np.array([*itertools.product((0.06, 0.2, 0.6, 2.0), (0.001, 0.01, 0.03, 0.06, 0.1, 0.2))]).T[:, :, None, None]
 _LEVEL = 1.0  # how far off all rates may be from the first one measured
 
 
