@@ -832,9 +832,9 @@ class Engine:
         job = chunk.gradient_job
 
         def work() -> NormAccumulator:
-            event = job.wait()
-            if event is not None:  # of a gradient that stays on the device, made by another thread's stream
-                event.synchronize()
+            stream = job.wait()
+            if stream is not None:  # of a gradient that stays on the device
+                stream.synchronize()
             total = NormAccumulator()
             with self.gradients.shard(chunk) as gradient:
                 add_norm(chunk, gradient, total)

@@ -172,8 +172,8 @@ class Gradients:
         if gradient is None:
             return
         if chunk.has_gradient:
-            if (event := self._last_event(chunk)) is not None:
-                event.synchronize()
+            if (stream := self._last_stream(chunk)) is not None:
+                stream.synchronize()
             chunk.has_gradient = False
             with self._open(chunk) as memory:
                 memory.copy_(gradient)
@@ -210,12 +210,13 @@ class Gradients:
     def _keep(self, chunk: ChunkState, state: ParameterState, flat: torch.Tensor) -> None:
         """On one rank: put a parameter's part into the gradient of a record on the device, by the stream that made it and will use it."""
         piece = chunk.whole_pieces[state.index]
+        stream = torch.cuda.current_stream(self.device) if self.cuda else None
         if chunk.device_gradient is None:
             self._make_device_gradient(chunk)
             if self.cuda:
-                torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        if (event := self._last_event(chunk)) is not None:  # another stream may have brought the one before
-            torch.cuda.current_stream(self.device).wait_event(event)
+                stream.wait_stream(self.stream)
+        if (last := self._last_stream(chunk)) not in (None, stream):
+            stream.wait_stream(last)
         target = chunk.device_gradient[piece.start : piece.start + piece.numel]
         part = flat[piece.param_start : piece.param_start + piece.numel]
         if state.index in chunk.received:
@@ -224,12 +225,12 @@ class Gradients:
             target.copy_(part)
         chunk.received.add(state.index)
         chunk.has_gradient = True
-        chunk.gradient_job = Job.over(torch.cuda.current_stream(self.device).record_event() if self.cuda else None)
+        chunk.gradient_job = Job.over(stream)
         self._note_arrival(chunk)
 
     @staticmethod
-    def _last_event(chunk: ChunkState):
-        """Of what arrived last for a record on a CUDA device, else None."""
+    def _last_stream(chunk: ChunkState):
+        """Which brought what arrived last for a record on a CUDA device, else None."""
         return chunk.gradient_job.wait() if chunk.gradient_job is not None else None
 
     def _make_device_gradient(self, chunk: ChunkState) -> None:

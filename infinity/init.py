@@ -15,6 +15,7 @@ model stands, the engine asks for each parameter's initial value and lays out th
 from __future__ import annotations
 
 import contextlib
+import errno
 import tempfile
 import weakref
 
@@ -31,6 +32,8 @@ from infinity.partition import Ranks
 
 MIN_WINDOW_NBYTES = 1 << 30
 WINDOW_SHARE = 1 / 16  # of the memory that is free; larger ones spare a small model the scratch file, and take from the engine's budgets
+
+_MOST_A_CALL = 1 << 30  # bytes
 
 # What is true of a placeholder, too.
 _METADATA = frozenset(
@@ -199,9 +202,8 @@ class _Builder(TorchFunctionMode):
             away = _Away(param, self._offsets[key])
             begin = self.ranks.rank * numel
             part = param.detach().reshape(-1)[begin : begin + numel].cpu().contiguous()
-            self._scratch().seek(away.offset)
             try:
-                self._scratch().write(memoryview(part.view(torch.uint8).numpy()))
+                _transfer(self._scratch(), "write", away.offset, part)
             except OSError as error:
                 raise SwapError(
                     error.errno,
@@ -239,8 +241,7 @@ class _Builder(TorchFunctionMode):
         part = torch.zeros(numel, dtype=away.dtype)
         begin = self.ranks.rank * numel
         count = max(0, min(numel, away.numel - begin))
-        self._scratch().seek(away.offset)
-        self._scratch().readinto(memoryview(part[:count].view(torch.uint8).numpy()))
+        _transfer(self._scratch(), "readinto", away.offset, part[:count])
         return self.ranks.all_gather_slices(part.view(torch.uint8)).view(away.dtype)[: away.numel]
 
     def _scratch(self):
@@ -250,6 +251,17 @@ class _Builder(TorchFunctionMode):
                 path.mkdir(exist_ok=True)
             self.file = tempfile.TemporaryFile(dir=path, buffering=0)  # has no name: gone with the process
         return self.file
+
+
+def _transfer(file, what: str, offset: int, part: torch.Tensor) -> None:
+    """`write` to a file without a buffer or `readinto` from it, all of part, 1-D: the kernel moves at most 2 GiB a call."""
+    memory = memoryview(part.view(torch.uint8).numpy())
+    file.seek(offset)
+    while memory:
+        moved = getattr(file, what)(memory[:_MOST_A_CALL])
+        if not moved:
+            raise OSError(errno.ENOSPC if what == "write" else errno.EIO, f"{what} of {len(memory)} bytes moved none")
+        memory = memory[moved:]
 
 
 def _is_metadata(func) -> bool:

@@ -29,12 +29,14 @@ def waits():
 class Job:
     """A piece of work handed to a lane. `wait` returns once it is over and raises what it raised, every time."""
 
-    __slots__ = ("_done", "_error", "_work", "lane", "result", "what")
+    __slots__ = ("_error", "_gate", "_work", "done", "lane", "result", "what")
 
-    def __init__(self, work: Callable[[], object]):
-        self._done = threading.Event()
+    def __init__(self, work: Callable[[], object] | None):
+        self.done = False
+        self._gate = threading.Lock()  # held until it is over: thousands of jobs a second would pay for Events
+        self._gate.acquire()
         self._error: BaseException | None = None
-        self._work: Callable[[], object] | None = work
+        self._work = work
         self.lane: Lane | None = None
         self.what = ""
         self.result: object = None
@@ -42,13 +44,10 @@ class Job:
     @classmethod
     def over(cls, result: object = None) -> Job:
         """One that is over already."""
-        job = cls(lambda: result)
-        job.run()
+        job = cls(None)
+        job.result = result
+        job.finish()
         return job
-
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
 
     @property
     def error(self) -> BaseException | None:
@@ -56,10 +55,12 @@ class Job:
         return self._error
 
     def wait(self) -> object:
-        if not self._done.is_set():
+        if not self.done:
             with waits():
-                while not self._done.wait(_GLANCE_S):
-                    if self.lane is not None and self.lane.abandoned is not None:
+                while not self.done:
+                    if self._gate.acquire(timeout=_GLANCE_S):
+                        self._gate.release()  # to whoever else waits
+                    elif self.lane is not None and self.lane.abandoned is not None:
                         raise self.lane.abandoned
         if self._error is not None:
             raise self._error
@@ -72,7 +73,13 @@ class Job:
             self._error = error
         finally:
             self._work = None  # drops what the work held, such as gradients
-            self._done.set()
+            self.finish()
+
+    def finish(self) -> None:
+        """It is over: who waits goes on. Idempotent, for one thread at a time."""
+        if not self.done:
+            self.done = True
+            self._gate.release()
 
 
 class Lane:

@@ -37,7 +37,7 @@ class Request(Job):
     __slots__ = ("chunk", "kind", "number", "pin")
 
     def __init__(self, chunk: ChunkState, kind: str, number: int, pin: bool):
-        super().__init__(lambda: None)
+        super().__init__(None)
         self.chunk = chunk
         self.kind = kind
         self.number = number  # in order of asking
@@ -45,11 +45,11 @@ class Request(Job):
 
     def grant(self, entry: Entry) -> None:
         self.result = entry
-        self._done.set()
+        self.finish()
 
     def refuse(self, error: BaseException) -> None:
         self._error = error
-        self._done.set()
+        self.finish()
 
 
 class Records:

@@ -64,7 +64,7 @@ class _EmbeddingTile(nn.Embedding):
         """What the whole layer's does, in its order."""
 
 
-class _Tiled(nn.Module):
+class Tiled(nn.Module):
     """Has its parameters in `tiles`, and the state dict of the plain layer."""
 
     def _hold(self, tiles: list[nn.Module]) -> None:
@@ -87,7 +87,7 @@ class _Tiled(nn.Module):
         return self._joined("weight")
 
 
-class TiledLinear(_Tiled):
+class TiledLinear(Tiled):
     """nn.Linear whose weight [out_features, in_features] is cut into out_tiles x in_tiles modules, as evenly as possible.
 
     `tiles` holds them row by row; the first of each row has the row's bias. Maps [..., in_features] to [..., out_features].
@@ -178,7 +178,7 @@ class TiledLinear(_Tiled):
         return f"{shape}, out_tiles={self.out_tiles}, in_tiles={self.in_tiles}"
 
 
-class TiledEmbedding(_Tiled):
+class TiledEmbedding(Tiled):
     """nn.Embedding whose rows are cut into `tiles` modules, as evenly as possible. Maps [...] to [..., embedding_dim].
 
     Its output has the bits of the plain layer's. max_norm, scale_grad_by_freq and sparse are not supported.
@@ -355,7 +355,7 @@ def tied(model: nn.Module) -> dict[str, str]:
 
 def _placed(model: nn.Module) -> Iterator[tuple[nn.Parameter, Place]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, grid in module._grids().items() if isinstance(module, _Tiled) else ():
+        for name, grid in module._grids().items() if isinstance(module, Tiled) else ():
             params = [[getattr(module.tiles[index], name) for index in row] for row in grid]
             rows = _slices([row[0].shape[0] for row in params])
             columns = _slices([param.shape[1] for param in params[0]]) if params[0][0].dim() > 1 else None
@@ -501,14 +501,14 @@ def _sums_of_tile(tile: nn.Module, flat: torch.Tensor, local: torch.Tensor) -> t
 # Names in state dicts: those of the plain layer.
 
 
-def _join_entries(module: _Tiled, state_dict, prefix: str, local_metadata) -> None:
+def _join_entries(module: Tiled, state_dict, prefix: str, local_metadata) -> None:
     for name, grid in module._grids().items():
         state_dict[prefix + name] = _join([[state_dict.pop(f"{prefix}tiles.{index}.{name}") for index in row] for row in grid])
     for key in [key for key in getattr(state_dict, "_metadata", ()) if f"{key}.".startswith(f"{prefix}tiles.")]:
         del state_dict._metadata[key]
 
 
-def _cut_entries(module: _Tiled, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
+def _cut_entries(module: Tiled, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
     """Give each tile its part of `weight` and `bias`; what is wrong is told under these names."""
     unknown = [key for key in state_dict if key.startswith(f"{prefix}tiles.")]
     unexpected_keys += unknown
@@ -536,7 +536,7 @@ def _cut_entries(module: _Tiled, state_dict, prefix, local_metadata, strict, mis
             state_dict[f"{prefix}tiles.{index}.{name}"] = part.contiguous() if assign else part
 
 
-def _forget_missing_tiles(module: _Tiled, incompatible_keys) -> None:
+def _forget_missing_tiles(module: Tiled, incompatible_keys) -> None:
     """What a tile lacks was told already, under the plain layer's name."""
     prefix = f"{vars(module).pop('_loading')}tiles."
     missing = incompatible_keys.missing_keys

@@ -157,3 +157,10 @@ def test_every_outermost_module_gets_an_engine_of_its_own(config, tmp_path):
     assert infinity.engine_of(first) is not infinity.engine_of(second)
     with pytest.raises(infinity.ConfigError, match="is in no engine"):
         infinity.engine_of(first.layers[0])
+
+
+@pytest.mark.parametrize("most", [8, 1000, 4096])
+def test_the_scratch_file_takes_and_gives_a_part_a_call(most, config, monkeypatch):
+    """As the kernel does with 2 GiB and more."""
+    monkeypatch.setattr(sys.modules["infinity.init"], "_MOST_A_CALL", most)  # infinity.init itself is the function
+    test_the_weights_are_those_of_a_plain_construction("lstm", 0, config)

@@ -1,5 +1,7 @@
 """`infinity plan`: what it prints, and how it ends."""
 
+import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,8 +9,9 @@ import pytest
 
 from infinity import settings
 from infinity.cli import main
+from infinity.config import Config
 from infinity.tools.machine import DriveRates, Machine
-from infinity.tools.planning import gpt
+from infinity.tools.planning import gpt, largest_parameters
 
 NODE = Machine(
     name="a node",
@@ -167,3 +170,50 @@ def test_a_trillion_on_one_node_of_eight(tmp_path, capsys):
     assert status == 0
     assert report["num_parameters"] == pytest.approx(1e12, rel=0.1)
     assert report["largest_parameters"] > 2e12
+
+
+def test_a_rate_that_nobody_knows_is_asked_for_before_any_work(node, capsys):
+    path = node / "alone.toml"
+    path.write_text(settings.to_toml({"machine": dataclasses.replace(NODE, network_gbps=0.0).to_table()}))
+    status, out, errors = run(capsys, *SMALL, "--machine", str(path), "--nodes", "2")
+    assert status == 2 and not out
+    assert "network_gbps" in errors and len(errors.splitlines()) == 1
+
+
+def test_activations_of_a_cpu_take_its_host_memory(node, capsys):
+    path = node / "cpu.toml"
+    path.write_text(settings.to_toml({"machine": dataclasses.replace(NODE, device="cpu", devices=1).to_table()}))
+    assert run(capsys, *SMALL, "--machine", str(path), "--batch", "4")[0] == 0
+    status, out, _ = run(capsys, *SMALL, "--machine", str(path), "--batch", "8192")
+    assert status == 1 and "for activations" in out
+
+
+def test_a_capacity_that_nobody_knows_is_no_number(node, capsys):
+    path = node / "unknown.toml"
+    drives = tuple(dataclasses.replace(drive, capacity=0) for drive in NODE.drives)
+    path.write_text(settings.to_toml({"machine": dataclasses.replace(NODE, drives=drives).to_table()}))
+    status, out, _ = run(capsys, *SMALL, "--machine", str(path), "--json", str(node / "plan.json"))
+    assert status == 0 and "not known" in out
+    assert json.loads((node / "plan.json").read_text())["memory"]["nvme"]["there"] is None
+
+
+@pytest.mark.parametrize("hidden", ["1600", "100"])
+def test_heads_divide_any_hidden_size(node, capsys, hidden):
+    assert run(capsys, "--hidden", hidden, "--layers", "1", "--vocab", "100", "--seq", "16")[0] == 0
+
+
+@pytest.mark.parametrize("sizes", [["--hidden", "64"], ["--layers", "2"], ["--heads", "2"], ["--params", "1M"]])
+def test_a_model_of_a_file_has_its_own_sizes(node, capsys, sizes):
+    status, _, errors = run(capsys, "--model", "config.json", *sizes)
+    assert status == 2 and sizes[0] in errors
+
+
+def test_sizes_beyond_all_memory_are_one_line(node, capsys):
+    status, _, errors = run(capsys, "--hidden", "99999999872", "--layers", "1")
+    assert status == 2 and len(errors.splitlines()) == 1
+
+
+def test_the_largest_of_very_many_ranks_is_larger_than_what_fits(node):
+    machine = dataclasses.replace(NODE, nodes=2048, host_memory=1 << 40)
+    arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
+    assert largest_parameters(machine, Config(dtype="bf16"), arguments) > 1e12

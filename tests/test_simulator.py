@@ -5,7 +5,7 @@ import pytest
 
 from infinity import planner
 from infinity.chunks import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, ParameterSpec, layout, record_layout
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, ConfigError
 from infinity.tools.machine import DriveRates, Machine
 from infinity.schedule import Use
 from infinity.tools.simulator import LINKS, UPDATE_NBYTES, Step, simulate
@@ -114,7 +114,7 @@ def test_ranks_share_a_nodes_drives_and_gather_whole_chunks():
 
 
 def test_ranks_without_collectives_are_refused():
-    with pytest.raises(BudgetError, match="gather_gbps"):
+    with pytest.raises(ConfigError, match="gather_gbps"):
         play(dataclasses.replace(MACHINE, devices=2), world=2, numel=2 * NUMEL)
 
 

@@ -5,6 +5,7 @@ from torch import nn
 import infinity
 from infinity import Config, schedule
 from infinity.gpt import GPT
+from infinity.tiling import TiledLinear
 from infinity.tools.workload import workload
 
 HIDDEN, LAYERS, HEADS, VOCAB, SEQ = 64, 3, 2, 96, 16
@@ -126,3 +127,13 @@ def test_any_model_of_the_meta_device_will_do():
     names = [name for name, _ in model.named_parameters()]
     complete = [names[param] for phase in load.phases() for param in phase.grads]
     assert sorted(complete) == ["inner.bias", "inner.weight", "scale"]
+
+
+def test_tiles_are_no_blocks():
+    model = on_meta(lambda: GPT(HIDDEN, LAYERS, HEADS, VOCAB, SEQ))
+    with torch.device("meta"):
+        model.head = TiledLinear.from_linear(model.head, 3)
+    tokens = torch.empty(2, SEQ, dtype=torch.int64, device="meta")
+    load = workload(model, lambda: model(tokens, tokens), tokens=2 * SEQ, recompute=True)
+    assert {op.block for op in load.ops if op.name.startswith("head")} == {None}
+    assert {op.block for op in load.ops if op.name.startswith("blocks.")} == set(range(LAYERS))

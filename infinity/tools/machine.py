@@ -95,6 +95,12 @@ class Machine:
         """Devices of all nodes."""
         return self.nodes * self.devices
 
+    @property
+    def missing_rate(self) -> str | None:
+        """The name of a rate that collectives of so many devices need, and that is zero."""
+        needed = ["gather_gbps"] * (self.devices > 1) + ["network_gbps"] * (self.nodes > 1)
+        return next((name for name in needed if not getattr(self, name)), None)
+
     def total(self, what: str) -> int:
         """`capacity` or `endurance` of all drives of a node; 0 if that of any is not known."""
         each = [getattr(drive, what) for drive in self.drives]

@@ -6,6 +6,7 @@ Knows predictions and how they are shown. Must not know how they are made, nor h
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,14 @@ from infinity.tiling import tile_to_fit
 from infinity.tools import formulas
 from infinity.tools.machine import Machine
 from infinity.tools.prediction import Prediction, arrangement, auto_device_nbytes, predict
+from infinity.tools.progress import Progress
 from infinity.tools.workload import Workload, workload
 
 TITLES = {COMPUTE: "device compute", **LINKS}
 DAY_SECONDS = 86400
 LEAST_PARAMETERS, LARGEST_STEP = 1e6, 2**0.25  # of the largest model that is looked for, and between those that are tried
 COARSE_CHUNKS = 4000
+COARSEST_SHARE = 16  # a chunk takes no more than this part of a device: several must be there at once
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,18 @@ def plan(arguments) -> int:
     default = ("default", {"dtype": "bf16" if machine.device == "cuda" else "fp32"})
     config = Config.layered([default, *command_layers(arguments)])
     subject = _subject(arguments, config)
-    cut_to_fit(subject.model, machine, config)
-    load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=not arguments.keep_activations)
-    largest = None if arguments.model else largest_parameters(machine, config, arguments)
+    largest = None
     try:
-        prediction = predict(subject.model, load, machine, config)
+        with Progress() as progress:
+            say = functools.partial(progress.show, last=True) if progress.live else lambda text: None
+            say(f"{subject.title}: what its ops need")
+            cut_to_fit(subject.model, machine, config)
+            load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=not arguments.keep_activations)
+            if not arguments.model:
+                say("the largest GPT that fits")
+                largest = largest_parameters(machine, config, arguments)
+            say("some steps, played")
+            prediction = predict(subject.model, load, machine, config)
     except BudgetError as error:
         print(f"{subject.title}\ndoes not fit {_title(machine)}: {error}")
         if largest:
@@ -75,9 +85,12 @@ def plan(arguments) -> int:
 
 def gpt(hidden: int, layers: int, heads: int, vocab: int, seq: int, batch: int, dtype: str) -> Subject:
     """A GPT by its sizes; batch: sequences a device."""
-    with torch.device("meta"):
-        model = GPT(hidden, layers, heads, vocab, seq).to(TORCH_DTYPES[dtype])
-    tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    try:
+        with torch.device("meta"):
+            model = GPT(hidden, layers, heads, vocab, seq).to(TORCH_DTYPES[dtype])
+        tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    except RuntimeError as error:
+        raise ConfigError(f"hidden {hidden}, vocab {vocab}, batch {batch} x {seq} tokens: {error}; choose smaller sizes") from None
     num = sum(param.numel() for param in model.parameters())
     title = f"GPT of {_count(num)} parameters: hidden {hidden}, {layers} layers, {batch} x {seq} tokens a device, {dtype}"
     return Subject(title, model, lambda: model(tokens, tokens), batch * seq)
@@ -95,8 +108,9 @@ def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
         found = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(found, dtype=TORCH_DTYPES[dtype])
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model {path}: {str(error).splitlines()[0]}; name the config.json of a causal language model") from None
+    except Exception as error:  # of another package, on a file of anybody's
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"--model {path}: {first}; name the config.json of a causal language model") from None
     tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     num = sum(param.numel() for param in model.parameters())
     title = f"{type(model).__name__} of {_count(num)} parameters: {batch} x {seq} tokens a device, {dtype}"
@@ -114,13 +128,14 @@ def largest_parameters(machine: Machine, config: Config, arguments) -> int | Non
         num = 12 * layers * hidden**2
         if 4 * num > _most_bytes(machine):
             return None
-        subject = gpt(hidden, layers, max(1, hidden // 128), arguments.vocab, seq, batch, config.dtype)
+        subject = gpt(hidden, layers, _num_heads(hidden), arguments.vocab, seq, batch, config.dtype)
         cut_to_fit(subject.model, machine, config)
         block = formulas.activation_working_nbytes(batch=batch, seq=seq, hidden=hidden, heads=0)
         checkpoints = formulas.checkpoint_nbytes(batch=batch, seq=seq, hidden=hidden, layers=layers)
         saved = layers * block if arguments.keep_activations else checkpoints + block
         saved = saved * WEIGHT_NBYTES[config.dtype] // 2 + batch * seq * arguments.vocab * 8  # logits, in 16 bits and fp32, and their gradient
-        coarse = dataclasses.replace(config, chunk_mib=max(16.0 * machine.world, num / COARSE_CHUNKS / 2**19))
+        chunk_mib = max(16.0 * machine.world, num / COARSE_CHUNKS / 2**19)
+        coarse = dataclasses.replace(config, chunk_mib=min(chunk_mib, machine.device_memory / COARSEST_SHARE / 2**20))
         try:
             arrangement(subject.model, Workload((), (), subject.tokens, saved), machine, coarse)
         except BudgetError:
@@ -180,11 +195,16 @@ def _machine(arguments) -> Machine:
         if not path.is_file() or "machine" not in settings.read(path):
             raise ConfigError(f"which machine? Measure this one with `infinity tune DIR...`, which writes {path}, or name a file: --machine FILE")
     given = {name: getattr(arguments, name) for name in ("nodes", "devices")}
-    return dataclasses.replace(Machine.load(path), **{name: value for name, value in given.items() if value is not None})
+    machine = dataclasses.replace(Machine.load(path), **{name: value for name, value in given.items() if value is not None})
+    if machine.missing_rate:
+        raise ConfigError(f"{path}: {machine.missing_rate} is not known: say how many GB/s collectives carry over {_title(machine)}")
+    return machine
 
 
 def _subject(arguments, config: Config) -> Subject:
     if arguments.model is not None:
+        if given := [name for name in ("params", "hidden", "layers", "heads") if getattr(arguments, name)]:
+            raise ConfigError(f"--model has sizes of its own; leave out --{given[0]}")
         return hugging_face(arguments.model, arguments.seq, arguments.batch, config.dtype)
     hidden, layers = arguments.hidden, arguments.layers
     if arguments.params is not None:
@@ -193,10 +213,16 @@ def _subject(arguments, config: Config) -> Subject:
         hidden, layers = formulas.gpt_size(arguments.params)
     elif not (hidden and layers):
         raise ConfigError("which model? Give --params 7B, or --hidden and --layers, or --model config.json")
-    heads = arguments.heads or max(1, hidden // 128)
+    heads = arguments.heads or _num_heads(hidden)
     if hidden % heads:
         raise ConfigError(f"--heads {heads} does not divide --hidden {hidden}; choose one that does")
     return gpt(hidden, layers, heads, arguments.vocab, arguments.seq, arguments.batch, config.dtype)
+
+
+def _num_heads(hidden: int) -> int:
+    """Of about 128 elements each."""
+    most = max(1, hidden // 128)
+    return next(heads for heads in range(most, 0, -1) if hidden % heads == 0)
 
 
 def _most_bytes(machine: Machine) -> float:
@@ -221,7 +247,7 @@ def _report(prediction: Prediction, largest: int | None) -> dict:
         "memory": {
             "device": {"needed": prediction.device_nbytes, "there": machine.device_memory, "activations": prediction.workload.saved_nbytes},
             "host": {"needed": placement.host_nbytes * machine.devices, "there": machine.host_memory},
-            "nvme": {"needed": placement.nvme_nbytes * machine.devices, "there": machine.total("capacity")},
+            "nvme": {"needed": placement.nvme_nbytes * machine.devices, "there": machine.total("capacity") or None},
         },
         "links": {
             link: {
@@ -245,8 +271,9 @@ def _report(prediction: Prediction, largest: int | None) -> dict:
 
 def _text(subject: Subject, prediction: Prediction, report: dict) -> str:
     machine, links = prediction.machine, report["links"]
+    missing = "not known" if machine.drives else "-"
     memory = [
-        [name, format_bytes(report["memory"][tier]["needed"]), format_bytes(report["memory"][tier]["there"])]
+        [name, *(format_bytes(nbytes) if nbytes is not None else missing for nbytes in (report["memory"][tier][what] for what in ("needed", "there")))]
         for tier, name in (("device", "a device"), ("host", "a node's host, pinned"), ("nvme", "a node's drives"))
     ]
     rows = [

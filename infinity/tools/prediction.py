@@ -14,7 +14,7 @@ from torch import nn
 from infinity import planner
 from infinity.assembly import HOST_SHARES, arrange
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, Layout, Record
-from infinity.config import Config
+from infinity.config import Config, format_bytes
 from infinity.errors import BudgetError, ConfigError
 from infinity.margin import SLACK
 from infinity.planner import Placement
@@ -99,12 +99,13 @@ def arrangement(
     else:
         host_budget = config.host_memory
         if host_budget > host:
-            raise BudgetError(f"host_memory={host_budget} bytes a rank is more than the machine has: {host} bytes for each of {share}")
+            raise BudgetError(f"host_memory={format_bytes(host_budget)} a rank is more than the machine has: {format_bytes(host)} for each of {share}")
     free = machine.device_memory
     if machine.device == "cuda":
         free = int(free * (1 - SLACK)) - workload.saved_nbytes
         if free <= 0:
-            raise BudgetError(f"device_memory: activations alone take {workload.saved_nbytes} bytes of {machine.device_memory}")
+            taken, there = format_bytes(workload.saved_nbytes), format_bytes(machine.device_memory)
+            raise BudgetError(f"device_memory: activations alone take {taken} of {there}: lower the batch or the sequence")
     bound = free if config.device_memory == "auto" else min(free, config.device_memory)
     device_budget = min(bound, auto_device_nbytes(machine)) if config.device_memory == "auto" else bound
     named = list(model.named_parameters())
@@ -120,11 +121,16 @@ def arrangement(
         deferred=_is_deferred(config),
         accumulating=False,
     )
+    if machine.device == "cpu" and (needed := (placement.host_nbytes + workload.saved_nbytes) * share) > machine.host_memory:
+        raise BudgetError(
+            f"host_memory: {format_bytes(needed)} are needed, of them {format_bytes(workload.saved_nbytes * share)} for activations, and the "
+            f"machine has {format_bytes(machine.host_memory)}: lower the batch or the sequence"
+        )
     nvme = machine.total("capacity") // share
     if placement.nvme_nbytes and not machine.drives:
-        raise BudgetError(f"nvme: {placement.nvme_nbytes} bytes a rank need a drive, and the machine has none")
+        raise BudgetError(f"nvme: {format_bytes(placement.nvme_nbytes)} a rank need a drive, and the machine has none")
     if nvme and placement.nvme_nbytes > nvme:
-        raise BudgetError(f"nvme: {placement.nvme_nbytes} bytes a rank are needed; the drives have {nvme} for each of {share}")
+        raise BudgetError(f"nvme: {format_bytes(placement.nvme_nbytes)} a rank are needed; the drives have {format_bytes(nvme)} for each of {share}")
     on_device: tuple[int, ...] = ()
     nbytes_of = [span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans]
     if "device" not in placement.homes[STATES]:  # as Margin.settle, after the first step

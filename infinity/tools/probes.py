@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import aio_ext
 from infinity.adam import AdamScalars, adam_step
 from infinity.arena import Arena
+from infinity.chunks import BLOCK_NUMEL
 from infinity.config import Config
 from infinity.engine import offload
 from infinity.errors import SwapError
@@ -330,7 +331,8 @@ def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool 
         if tier is None:
             model.to(device)
         else:
-            chunk_mib = (128 * 128 + 1024) * 2 / 2**20
+            unit = BLOCK_NUMEL * (dist.get_world_size() if dist.is_initialized() else 1)
+            chunk_mib = -(-(128 * 128 + 128) // unit) * unit * 2 / 2**20  # a layer each
             stack.enter_context(offload(model, Config(device=device.type, dtype="fp32", weights=tier, states=tier, chunk_mib=chunk_mib)))
             optimizer = AdamW(model.parameters())
         x = torch.randn(4, 128, device=device)

@@ -1,4 +1,4 @@
-"""The fastest settings of a drive: a grid of them, and a search that needs a tenth of the grid's measurements.
+"""The fastest settings of a drive: a grid of them, and a search that needs a tenth of the time that measuring them takes.
 
 Knows settings and a function that measures one of them, never twice with the same result. Must not know files or queues.
 

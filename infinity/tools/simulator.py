@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from infinity import schedule
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Layout, Record
-from infinity.errors import BudgetError
+from infinity.errors import ConfigError
 from infinity.planner import Placement, look_ahead
 from infinity.schedule import NEVER, NextUse, Use
 from infinity.tools.machine import Machine
@@ -78,7 +78,7 @@ def simulate(
     layout: Layout, records: Sequence[Record], placement: Placement, step: Step, machine: Machine, *, on_device: Iterable[int] = ()
 ) -> Simulation:
     """Play steps until they take as long as the one before, to a hundredth; the last one counts. records: of the rank. on_device: spans
-    whose records are in the device's margin. Raises BudgetError for ranks without collectives."""
+    whose records are in the device's margin. Raises ConfigError for ranks without collectives."""
     return _Rank(layout, records, placement, step, machine, frozenset(on_device)).run()
 
 
@@ -256,7 +256,7 @@ class _Rank:
         rates += [machine.network_gbps / share * (world - 1) / (world - share)] if world > share else []  # of what a rank receives
         self.collective = min(rates, default=0.0) * 1e9
         if world > 1 and not self.collective:
-            raise BudgetError("machine: gather_gbps (network_gbps, for several nodes) is zero; say what collectives carry")
+            raise ConfigError(f"machine: {machine.missing_rate} is not known: say how many GB/s collectives carry there")
         itemsize = WEIGHT_NBYTES[layout.spans[0].dtype]
         self.spans = [_Span(span.index, span.numel * itemsize) for span in layout.spans]
         self.chunks: list[_Chunk] = []

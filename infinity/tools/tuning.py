@@ -11,6 +11,7 @@ Knows directories, what is shown, and the file. Must not know how bytes are move
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import statistics
@@ -35,12 +36,14 @@ from infinity.partition import Ranks
 from infinity.tools import probes, search
 from infinity.tools.machine import DriveRates, Machine
 from infinity.tools.progress import Progress
+from infinity.tools.system import read_memory_limit
 
 LEAST_NBYTES = drives.SCRATCH_NBYTES  # of the file that is measured on
 MOST_NBYTES = 1 << 30
 LINK_NBYTES = 32 << 20  # of a chunk that is copied or gathered
 
 _ROUNDS = 5
+_OF_SEVERAL = ("devices", "h2d_all_gbps", "d2h_all_gbps", "gather_gbps", "gather_latency_us")
 _KEPT = ("name", "nodes", "network_gbps")  # of a [machine] that was there: not measured here
 _AXES = {"inflight_nbytes": "in the kernel", "block_nbytes": "block", "num_queues": "queues"}
 
@@ -263,8 +266,10 @@ def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, 
 
 def _machine(device: torch.device, world: int, found: list[_Path], links: dict[str, float], known: Machine | None) -> Machine:
     """What was measured; what cannot be is as the file had it."""
-    memory = psutil.virtual_memory().total
+    memory = min(psutil.virtual_memory().total, read_memory_limit() or math.inf)
     kept = {name: getattr(known, name) for name in _KEPT} if known else {"name": platform.node()}
+    if known and world == 1 < known.devices:  # one process measures one device of several
+        kept |= {name: getattr(known, name) for name in _OF_SEVERAL}
     endurance = {drive.path: drive.endurance for drive in known.drives} if known else {}
     sharers: dict[int, int] = {}
     for each in found:
@@ -280,9 +285,16 @@ def _machine(device: torch.device, world: int, found: list[_Path], links: dict[s
                 endurance=endurance.get(str(each.path), 0),
             )
         )
+    several = {
+        "devices": world,
+        "h2d_all_gbps": _round(links.get("h2d_all", links["h2d"]) / 1e9),
+        "d2h_all_gbps": _round(links.get("d2h_all", links["d2h"]) / 1e9),
+        "gather_gbps": _round(links.get("gather", 0.0) / 1e9),
+    }
+    if "gather_s" in links:
+        several["gather_latency_us"] = _round(links["gather_s"] * 1e6)
     return Machine(
-        **kept,
-        devices=world,
+        **several | kept,
         device=device.type,
         device_memory=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory // 4,  # what an engine takes on the CPU
         device_tflops=_round(links["product"] / 1e12),
@@ -292,13 +304,9 @@ def _machine(device: torch.device, world: int, found: list[_Path], links: dict[s
         update_gparams=_round(links["update"] / 1e9),
         h2d_gbps=_round(links["h2d"] / 1e9),
         d2h_gbps=_round(links["d2h"] / 1e9),
-        h2d_all_gbps=_round(links.get("h2d_all", links["h2d"]) / 1e9),
-        d2h_all_gbps=_round(links.get("d2h_all", links["d2h"]) / 1e9),
-        gather_gbps=_round(links.get("gather", 0.0) / 1e9),
         copy_latency_us=_round(links["copy_s"] * 1e6),
         op_overhead_us=_round(links["op_s"] * 1e6),
         chunk_overhead_us=_round(links["chunk_s"] * 1e6),
-        **({"gather_latency_us": _round(links["gather_s"] * 1e6)} if "gather_s" in links else {}),
         drives=tuple(rates),
     )
 

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from infinity.errors import UsageError
 from infinity.residency import is_leaf
 from infinity.schedule import Use
+from infinity.tiling import Tiled
 
 BACKWARD_FLOPS = 2  # times those of forward: for the input and for the weight
 
@@ -120,7 +121,8 @@ def workload(model: nn.Module, run: Callable[[], object], *, tokens: int, recomp
     kept: list[set[int]] = []  # parameters that autograd keeps, by op
     block_of, roots = {}, set()
     if recompute:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        tiles = {id(module.tiles) for module in model.modules() if isinstance(module, Tiled)}  # no blocks: nothing checkpoints them
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and id(module) not in tiles]
         inner = {id(below) for blocks in lists for block in blocks for below in block.modules()}
         blocks = [block for blocks in lists if id(blocks) not in inner for block in blocks]
         block_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
