@@ -1,7 +1,7 @@
 """The command line: the options, and how a command ends. `python -m infinity`, or `infinity`.
 
-Knows how options are spelled and which values they take, and that a mistake of the user's, and a failing disk, end in one
-line and exit status 2. Must not know what a command does: that is the command's module.
+Knows how options are spelled and which values they take, and that a mistake of the user's, a failing disk and gradients that
+are not finite end in one line and exit status 2. Must not know what a command does: that is the command's module.
 """
 
 import argparse
@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 
 from infinity.tools import benchmarks, breakdown, checkpoints, configuration, doctor, overlap, planning, status, tuning
-from infinity.config import CHOICES
+from infinity.config import CHOICES, LARGEST_CHUNK_MIB, LARGEST_SEED
 from infinity.conversion import EXPORT_DTYPES
-from infinity.errors import CheckpointError, ConfigError, PeerError, SwapError, UsageError
+from infinity.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
+from infinity.output import check_different
 from infinity.settings import DEFAULT_NAME
 from infinity.tools.training import KEEP, OPTIMIZERS, train
 
@@ -27,8 +28,10 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # paths may be of any bytes
     try:
         arguments = _parser().parse_args(argv)
+        given = {f"--{name}": getattr(arguments, name, None) for name in ("json", "trace", "plot")}
+        check_different({option: path for option, path in given.items() if isinstance(path, Path)})  # --json may be a flag
         return arguments.command(arguments)
-    except (CheckpointError, ConfigError, PeerError, SwapError, UsageError) as error:
+    except (CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError) as error:
         return _failed(str(error))
     except BrokenPipeError:  # of whoever reads our output, and has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -148,7 +151,7 @@ def _add_train(commands):
     place.add_argument("--activations", metavar=_either("activations"), help="tier of what backward needs of forward (default: auto)")
     place.add_argument("--tile-above", metavar="SIZE", help="cut larger layers into tiles (default: auto, if they do not fit)")
     place.add_argument("--residency", metavar=_either("residency"), help="none: only what is in use stays (default: auto)")
-    place.add_argument("--chunk-mib", type=_positive, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
+    place.add_argument("--chunk-mib", type=_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
     place.add_argument("--update", metavar=_either("update"), help="when states are updated (default: auto)")
     _add_config_options(place)
 
@@ -219,7 +222,7 @@ def _add_checkpoint(commands):
     command = add("reshard", checkpoints.reshard_ranks, "write a checkpoint as another number of ranks would have")
     command.add_argument("target", type=Path, metavar="OUT", help="directory of the new checkpoint")
     command.add_argument("--world", type=_whole, required=True, metavar="N", help="number of ranks")
-    command.add_argument("--chunk-mib", type=_positive, metavar="X", help="size of a chunk, in MiB of 16-bit weights; by default as it was")
+    command.add_argument("--chunk-mib", type=_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights; by default as it was")
     command.add_argument("--dry-run", action="store_true", help="only say what would be written")
 
 
@@ -285,7 +288,7 @@ def _add_bench(commands):
         "stage alone. Runs under torchrun, too.",
     )
     command.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
-    command.add_argument("--chunk-mib", nargs="+", type=_positive, default=[4.0, 16.0], metavar="X", help="sizes of a layer, in MiB")
+    command.add_argument("--chunk-mib", nargs="+", type=_mib, default=[4.0, 16.0], metavar="X", help="sizes of a layer, in MiB")
     command.add_argument("--depth", nargs="+", type=_whole, default=[2, 4, 8], metavar="N", help="how many layers ahead of the ops reads are")
     command.add_argument("--layers", type=_whole, default=32, metavar="N", help="in a pass")
     command.add_argument("--repeats", type=_whole, default=7, metavar="N", help="measurements of each size and depth")
@@ -323,7 +326,7 @@ def _add_plan(commands):
         "be this one. Exit status 1 if it does not fit.",
     )
     model = command.add_argument_group("model")
-    model.add_argument("--params", type=_count, metavar="N", help="a GPT of about N parameters, such as 7B or 1T")
+    model.add_argument("--params", type=_count, metavar="N", help="a GPT whose blocks have about N parameters, such as 7B or 1T")
     model.add_argument("--hidden", type=_whole, metavar="N", help="width of a GPT")
     model.add_argument("--layers", type=_whole, metavar="N", help="number of its blocks")
     model.add_argument("--heads", type=_whole, metavar="N", help="attention heads; by default one for each 128 of the width")
@@ -360,13 +363,20 @@ def _count(text):
 
 
 def _seed(text):
-    if not re.fullmatch(r"\d+", text) or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**63 - 1; got {text!r}")
+    if not re.fullmatch(r"\d+", text) or int(text) > LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {LARGEST_SEED}; got {text!r}")
     return int(text)
 
 
 def _seconds(text):
     return 0.0 if re.fullmatch(r"0+(\.0*)?", text) else _positive(text)
+
+
+def _mib(text):
+    value = _positive(text)
+    if value > LARGEST_CHUNK_MIB:
+        raise argparse.ArgumentTypeError(f"expected MiB, at most {LARGEST_CHUNK_MIB}; got {text!r}")
+    return value
 
 
 def _positive(text):

@@ -7,7 +7,6 @@ done: what depends on the machine (is there a GPU, how much memory is free, does
 import dataclasses
 import difflib
 import functools
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,8 @@ from infinity.deepspeed import Conversion, convert
 from infinity.errors import ConfigError
 
 DEFAULT_NVME = Path("infinity-swap")
+LARGEST_CHUNK_MIB = 2**30
+LARGEST_SEED = 2**64 - 1  # that torch.manual_seed takes
 Layer = tuple[str, Mapping[str, object]]  # where values come from, and the values by field
 
 CHOICES = {
@@ -270,7 +271,7 @@ def _table_of(path):
     if isinstance(nvme, (str, list)):
         here = Path(path).parent
         paths = [nvme] if isinstance(nvme, str) else nvme
-        table["nvme"] = [here / os.path.expanduser(name) if isinstance(name, str) else name for name in paths]
+        table["nvme"] = [here / os.path.expanduser(name) if name and isinstance(name, str) else name for name in paths]
     return table
 
 
@@ -327,6 +328,8 @@ def _paths(name, value):
     given = [value] if isinstance(value, (str, os.PathLike)) else value
     if not isinstance(given, Sequence) or not given or not all(isinstance(path, (str, os.PathLike)) for path in given):
         raise ConfigError(f"{name}={value!r}: expected a directory or a list of directories")
+    if "" in given:
+        raise ConfigError(f"{name}={value!r}: a name is empty, as that of an unset shell variable; name a directory, '.' for this one")
     paths = tuple(Path(os.path.expanduser(path)) for path in given)
     seen = {}
     for path in paths:
@@ -381,8 +384,8 @@ def _either(choices):
 def _size_mib(name, value):
     if value in (None, "none"):
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{name}={value!r}: expected a number of MiB above zero, or None to choose one")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST_CHUNK_MIB:
+        raise ConfigError(f"{name}={value!r}: expected a number of MiB above zero, at most {LARGEST_CHUNK_MIB}, or None to choose one")
     return value
 
 
@@ -401,6 +404,6 @@ def _flag(name, value):
 
 
 def _seed(name, value):
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
-        raise ConfigError(f"{name}={value!r}: expected an integer from 0 to 2**64 - 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST_SEED:
+        raise ConfigError(f"{name}={value!r}: expected an integer from 0 to {LARGEST_SEED}")
     return value

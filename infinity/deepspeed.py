@@ -5,7 +5,8 @@ Must not know Config, files, or whether what they become is right for this machi
 
 Each key ends in one of four lists: mapped to a setting of ours, given to the optimizer instead, unneeded, or unmatched. A key is
 the path of a value in nested tables: "zero_optimization.offload_param.device". "auto", which Hugging Face's integration fills
-in, and null count as not set. Where nothing is set and DeepSpeed's default is another than ours, DeepSpeed's is implied.
+in, and null count as not set. Where nothing is set and DeepSpeed's default is another than ours, DeepSpeed's is implied, or, where
+ours is the only one, the difference is listed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -33,6 +35,16 @@ _LOSS_SCALE = {  # of fp16 -> argument of infinity.LossScale, its value, and the
     "initial_scale_power": ("initial", lambda power: 2.0**power, 127),
     "loss_scale_window": ("interval", int, math.inf),
     "min_loss_scale": ("minimum", float, math.inf),
+}
+_AMOUNT = (lambda value: _is_number(value) and value >= 0, "a number, zero or above")
+_VALUES = {  # of an argument: what it may be, in code and in words
+    "lr": _AMOUNT,
+    "betas": (lambda value: _is_pair(value) and all(_is_number(beta) and 0 <= beta < 1 for beta in value), "two numbers from 0 to below 1"),
+    "eps": _AMOUNT,
+    "weight_decay": _AMOUNT,
+    "momentum": _AMOUNT,
+    "dampening": (lambda value: _is_number(value), "a number"),
+    "nesterov": (lambda value: isinstance(value, bool), "true or false"),
 }
 _OTHER_DEFAULTS = {"AdamW": {"weight_decay": 0.0}, "Lion": {"lr": 1e-3}}
 
@@ -220,7 +232,7 @@ class Conversion:
     unmatched: dict[str, str] = field(default_factory=dict)
     """Key -> why there is no counterpart, or where it is looked for."""
     implied: dict[str, str] = field(default_factory=dict)
-    """Setting of ours -> which default of DeepSpeed's it stands for."""
+    """Setting of ours -> which default of DeepSpeed's it stands for, or differs from because it is always so here."""
 
     @property
     def optimizer_call(self) -> str:
@@ -247,7 +259,8 @@ class Conversion:
 
 
 def convert(source: Mapping) -> Conversion:
-    """Raises ConfigError for a stage other than 3, for values that have no meaning to DeepSpeed, and for tables that are none."""
+    """Raises ConfigError for a stage other than 3, for values that have no meaning to DeepSpeed or to our optimizers, and for tables
+    that are none."""
     converter = _Converter(source)
     converter.check_stage()
     converter.convert_tier("zero_optimization.offload_param", "weights")
@@ -348,6 +361,7 @@ class _Converter:
             self.done.to_optimizer["fp16.loss_scale"] = f"loss_scale = {_call('LossScale', scale)}"
         else:
             listed = {"loss_scale": "0 is a dynamic one, as here"}
+            self.check_loss_scale(**moving)
             for name, (argument, value_of, _) in _LOSS_SCALE.items():
                 if moving[name] is not None:
                     scale[argument] = value_of(moving[name])
@@ -355,9 +369,24 @@ class _Converter:
             if "interval" not in scale:
                 scale["interval"] = 1000
                 self.done.implied["loss_scale = infinity.LossScale(interval=1000)"] = "fp16.loss_scale_window; here it is 2000"
+            if self.given.get("fp16.hysteresis") in (None, "auto"):
+                self.done.implied["the loss scale shrinks at the first overflow"] = "fp16.hysteresis is 2 there; here it is 1, always"
         for name, why in listed.items():
             if self.given.get(f"fp16.{name}") not in (None, "auto"):
                 self.done.unneeded[f"fp16.{name}"] = why
+
+    def check_loss_scale(self, initial_scale_power, loss_scale_window, min_loss_scale):
+        """What DeepSpeed takes, and infinity.LossScale does not. None: not set."""
+        if loss_scale_window is not None and (loss_scale_window < 1 or loss_scale_window % 1):
+            raise ConfigError(f"fp16.loss_scale_window={loss_scale_window!r}: expected a whole number above zero")
+        if min_loss_scale == 0:
+            raise ConfigError(f"fp16.min_loss_scale={min_loss_scale!r}: expected a number above zero")
+        initial = 2.0 ** (16 if initial_scale_power is None else initial_scale_power)
+        if min_loss_scale is not None and min_loss_scale > initial:
+            raise ConfigError(
+                f"fp16.min_loss_scale={min_loss_scale!r}: expected at most {initial:g}, the scale to begin with; raise "
+                f"fp16.initial_scale_power or lower this"
+            )
 
     def convert_bf16(self, is_on):
         nonfinite = None
@@ -385,16 +414,19 @@ class _Converter:
 
     def convert_optimizer(self):
         name = self.convert_optimizer_class()
-        for argument in dict.fromkeys(argument for arguments in _ARGUMENTS.values() for argument in arguments):
-            key = f"optimizer.params.{argument}"
-            value = self.take(key, lambda value: True, "")
+        for argument, (check, expected) in _VALUES.items():
+            key, is_ours = f"optimizer.params.{argument}", argument in _ARGUMENTS.get(name, ())
+            value = self.take(key, check if is_ours else lambda value: True, expected)
             if value is None:
                 continue
-            if argument in _ARGUMENTS.get(name, ()):
+            if is_ours:
                 self.argue(key, argument, tuple(value) if isinstance(value, list) else value)
             else:
                 why = f"infinity.{name} has no such argument" if name else "of an optimizer that is not known here"
                 self.done.unmatched[key] = why
+        given = self.done.arguments
+        if given.get("nesterov") and (not given.get("momentum") or given.get("dampening")):
+            raise ConfigError("optimizer.params.nesterov=True: expected optimizer.params.momentum above zero, and no dampening")
         for argument, value in _OTHER_DEFAULTS.get(name, {}).items():
             if argument not in self.done.arguments:
                 self.done.arguments[argument] = value
@@ -474,7 +506,12 @@ def _sections(key) -> Iterator[str]:
 
 
 def _is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """One that a float can be."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_pair(value):
+    return isinstance(value, (list, tuple)) and len(value) == 2
 
 
 def _call(name, arguments):

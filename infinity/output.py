@@ -6,7 +6,7 @@ Knows paths, rows and columns. Must not know what they say.
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infinity.errors import ConfigError, UsageError
@@ -20,10 +20,22 @@ def check_file(path: Path | None, option: str) -> None:
         raise ConfigError(f"{option} {path} is a directory; name a file")
     if path.exists() and not path.is_file():
         raise ConfigError(f"{option} {path} is no ordinary file, and would be replaced; name another")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no directory {path.parent}; create it or name another")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {path}: {path.parent} is not writable; name another")
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path  # where `write_text` writes
+    if target.is_symlink():
+        raise ConfigError(f"{option} {path} is a link that leads to itself; name another")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no directory {target.parent}; create it or name another")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path}: {target.parent} is not writable; name another")
+
+
+def check_different(paths: Mapping[str, Path]) -> None:
+    """Raise ConfigError if two options name one file. paths: by option."""
+    seen = {}
+    for option, path in paths.items():
+        other = seen.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise ConfigError(f"{other} {paths[other]} and {option} {path} are one file, and one would replace the other; name two")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -49,6 +49,12 @@ def test_the_default_directory_is_made_and_goes_again(tmp_path, capsys):
     assert (tmp_path / "infinity-swap").is_dir()
 
 
+def test_sizes_are_measured_once_and_in_order(tmp_path, capsys):
+    assert main("bench cg --device cpu --repeats 1 --sizes 64KiB 4KiB 65536 --json report.json".split()) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [result["chunk_nbytes"] for result in report["sizes"]] == [4 << 10, 64 << 10]
+
+
 def test_a_wrong_byte_ends_in_one_line_and_leaves_nothing(paths, monkeypatch, capsys):
     real = probes.SwapTransfers.move
 
@@ -75,10 +81,14 @@ def test_a_wrong_byte_ends_in_one_line_and_leaves_nothing(paths, monkeypatch, ca
         (["cg", "--sizes", "1000"], "expected a multiple of 4096"),
         (["cg", "--sizes", "0"], "expected a multiple of 4096"),
         (["cg", "--sizes", "4M"], "expected bytes"),
+        (["nc", "--sizes", "4KiB", "8192PiB"], "--sizes 8192.0 PiB: 5 chunks at a time take 40960.0 PiB of host memory"),
+        (["cg", "--sizes", "192MiB"], "8 chunks at a time take 1.5 GiB of host memory, of which 1.0 GiB are free; give smaller"),
+        (["nc", "--nvme", ""], "nvme=['']: a name is empty"),
         (["cg", "--nvme", "here"], "unrecognized arguments: --nvme"),
     ],
 )
-def test_mistakes_end_in_one_line(arguments, text, capsys):
+def test_mistakes_end_in_one_line(arguments, text, capsys, monkeypatch):
+    monkeypatch.setattr(benchmarks, "host_free_nbytes", lambda: 1 << 30)
     assert main(["bench", *arguments]) == 2
     error = capsys.readouterr().err
     assert text in error and len(error.splitlines()) == 1

@@ -15,7 +15,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.gpt import GPT, Batches
 from infinity.tools.progress import StepProgress
-from infinity.output import write_json
+from infinity.output import check_different, check_file, write_json
 from infinity.tools.training import CONFIG_OPTIONS, LINKS, _config, _Run, _table
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +85,7 @@ def test_options_reach_the_arguments():
         ("train --lr nan", "argument --lr: expected a number above zero"),
         ("train --max-grad-norm -1", "argument --max-grad-norm: expected"),
         ("train --seed -1", "argument --seed: expected"),
+        (f"train --seed {2**64}", f"argument --seed: expected a whole number from 0 to {2**64 - 1}; got"),
         ("train --hidden 10 --heads 3", "--heads 3 does not divide --hidden 10"),
         ("train --dtype fp17", "dtype='fp17': expected 'bf16', 'fp16' or 'fp32'"),
         ("train --dtype int8", "dtype='int8': expected 'bf16', 'fp16' or 'fp32'"),
@@ -93,8 +94,12 @@ def test_options_reach_the_arguments():
         ("train --host-memory 20G", "host_memory: expected bytes"),
         ("train --device-memory 0", "device_memory='0': expected more than zero bytes"),
         ("train --chunk-mib 0", "argument --chunk-mib: expected"),
+        ("train --chunk-mib 1e308", "argument --chunk-mib: expected MiB, at most 1073741824; got '1e308'"),
+        ("bench overlap --chunk-mib 4 1e308", "argument --chunk-mib: expected MiB, at most"),
+        ("train --set chunk_mib=1e308", "--set: chunk_mib=1e+308: expected a number of MiB above zero, at most 1073741824, or None"),
         ("train --device tpu", "device='tpu': expected"),
         ("train --nvme missing", "missing does not exist"),
+        ("train --set nvme=", "--set: nvme='': a name is empty, as that of an unset shell variable; name a directory"),
         ("train --dtype x --update y", "dtype='x': expected 'bf16', 'fp16' or 'fp32'; --update: update='y': expected"),
         ("train --set dtype", "'dtype': expected NAME=VALUE"),
         ("train --set dtipe=fp32", "--set: Config has no field 'dtipe': did you mean 'dtype'?"),
@@ -109,6 +114,9 @@ def test_options_reach_the_arguments():
         ("train --data text --vocab 100", "vocab=100: expected at least 256"),
         ("train --json missing/out.json", "there is no directory missing"),
         ("train --json .", "is a directory; name a file"),
+        ("train --json a --trace ./a", "--json a and --trace a are one file, and one would replace the other; name two"),
+        ("plan --json a.png --plot a.png", "--json a.png and --plot a.png are one file"),
+        ("bench nc --json a.png --plot a.png", "--json a.png and --plot a.png are one file"),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_status_2(directory, capsys, options, expected):
@@ -124,6 +132,12 @@ def test_a_budget_below_the_minimum_is_refused_with_the_number(directory, capsys
     assert main(["train", *SMALL, *ON_NVME, "--device-memory", "1000"]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("infinity: error: device_memory=1000 B is too small: this model needs ") and err.count("\n") == 1
+
+
+def test_a_gradient_that_is_not_finite_ends_in_one_line_too_if_it_is_to_end_the_run(directory, capsys):
+    assert main(["train", *SMALL, "--set", "nonfinite=raise", "--lr", "1e30"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("infinity: error: ") and "gradients of this step are not finite" in error
 
 
 def test_help_names_every_option(capsys):
@@ -252,6 +266,20 @@ def test_a_report_replaces_the_old_one_whole(directory):
         write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
     assert sorted(os.listdir(directory)) == ["out.json", "text"]
+
+
+def test_a_link_is_judged_by_where_its_target_would_be_written(directory):
+    (directory / "kept").mkdir()
+    for link, target in (("good", "kept/out.json"), ("bad", "missing/out.json"), ("loop", "loop"), ("folder", "kept")):
+        (directory / link).symlink_to(target)
+    check_file(Path("good"), "--json")
+    write_json(Path("good"), 1)
+    assert (directory / "kept" / "out.json").read_text() == "1\n" and (directory / "good").is_symlink()
+    for link, message in (("bad", "no directory .*/missing; create it"), ("loop", "leads to itself"), ("folder", "is a directory")):
+        with pytest.raises(ConfigError, match=f"--json {link}.*{message}"):
+            check_file(Path(link), "--json")
+    with pytest.raises(ConfigError, match="--json good and --plot kept/out.json are one file"):
+        check_different({"--json": Path("good"), "--plot": Path("kept/out.json")})
 
 
 # Runs

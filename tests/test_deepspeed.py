@@ -76,6 +76,14 @@ def with_zero(**settings):
     return {"zero_optimization": {"stage": 3} | settings}
 
 
+def with_fp16(**settings):
+    return with_stage_3(fp16={"enabled": True} | settings)
+
+
+def with_adam(**params):
+    return with_stage_3(optimizer={"type": "Adam", "params": params})
+
+
 def keys_of(table, prefix=""):
     for name, value in table.items():
         if isinstance(value, dict) and value:
@@ -224,6 +232,26 @@ def test_a_loss_scale_starts_and_moves_as_there(fp16, loss_scale):
     assert ("loss_scale" in conversion.optimizer_call) == bool(loss_scale)
 
 
+@pytest.mark.parametrize(
+    "fp16, is_implied",
+    [
+        ({"enabled": True}, True),
+        ({"enabled": True, "hysteresis": "auto"}, True),
+        ({"enabled": True, "hysteresis": 2}, False),  # which is in a list
+        ({"enabled": True, "loss_scale": 8}, False),
+        ({"enabled": False}, False),
+    ],
+)
+def test_hysteresis_that_is_not_set_is_another_default_where_the_loss_scale_moves(fp16, is_implied):
+    assert any("fp16.hysteresis" in why for why in convert(with_stage_3(fp16=fp16)).implied.values()) == is_implied
+
+
+def test_values_of_what_is_not_used_are_not_judged():
+    lamb = {"type": "Lamb", "params": {"lr": "1e-4", "betas": 3}}
+    for fp16 in ({"loss_scale_window": 0, "min_loss_scale": 0}, {"enabled": True, "loss_scale": 8, "min_loss_scale": 0}):
+        convert(with_stage_3(fp16=fp16, optimizer=lamb))
+
+
 # The lists
 
 
@@ -345,6 +373,25 @@ def test_a_conversion_prints_as_lists():
         (with_stage_3(fp16={"enabled": True}, bf16={"enabled": True}), "fp16.enabled and bf16.enabled: expected one of them"),
         (with_stage_3(fp16={"initial_scale_power": 5000}), "fp16.initial_scale_power=5000: expected a number from 0 to 127"),
         (with_stage_3(fp16={"loss_scale": -1}), "fp16.loss_scale=-1: expected a number, zero or above"),
+        (with_stage_3(fp16={"loss_scale": 10**400}), "fp16.loss_scale=1000"),
+        (with_fp16(loss_scale_window=0), "fp16.loss_scale_window=0: expected a whole number above zero"),
+        (with_fp16(loss_scale_window=1.5), "fp16.loss_scale_window=1.5: expected a whole number above zero"),
+        (with_fp16(min_loss_scale=0), "fp16.min_loss_scale=0: expected a number above zero"),
+        (
+            with_fp16(min_loss_scale=4, initial_scale_power=0),
+            "fp16.min_loss_scale=4: expected at most 1, the scale to begin with; raise fp16.initial_scale_power or lower this",
+        ),
+        (with_fp16(min_loss_scale=1e5), "fp16.min_loss_scale=100000.0: expected at most 65536, the scale to begin with"),
+        (with_adam(lr="1e-4"), "optimizer.params.lr='1e-4': expected a number, zero or above"),
+        (with_adam(betas=3), "optimizer.params.betas=3: expected two numbers from 0 to below 1"),
+        (with_adam(betas=[0.9]), "optimizer.params.betas=[0.9]: expected two numbers"),
+        (with_adam(betas=[0.9, 1]), "optimizer.params.betas=[0.9, 1]: expected two numbers"),
+        (with_adam(eps=-1), "optimizer.params.eps=-1: expected a number, zero or above"),
+        (with_adam(weight_decay=True), "optimizer.params.weight_decay=True: expected a number, zero or above"),
+        (
+            with_stage_3(optimizer={"type": "SGD", "params": {"nesterov": True}}),
+            "optimizer.params.nesterov=True: expected optimizer.params.momentum above zero, and no dampening",
+        ),
         (with_stage_3(gradient_clipping="1"), "gradient_clipping='1': expected a number, zero or above"),
         (with_stage_3(gradient_clipping=float("nan")), "gradient_clipping=nan: expected a number"),
         (with_stage_3(gradient_accumulation_steps=0), "gradient_accumulation_steps=0: expected a whole number above zero"),

@@ -13,7 +13,7 @@ from helpers import memory
 from infinity.tools import overlap
 from infinity.chunks import WEIGHTS
 from infinity.cli import main
-from infinity.errors import SwapError
+from infinity.errors import ConfigError, SwapError
 
 LAYERS, CHUNK_MIB = 5, 0.25
 PASS_NBYTES = LAYERS * 2**18
@@ -22,7 +22,7 @@ PASS_NBYTES = LAYERS * 2**18
 @pytest.fixture
 def make_bench(tmp_path):
     def make(**changes):
-        options = {"nvme": [tmp_path], "layers": LAYERS, "compute_ms": 1.0, "balance": True} | changes
+        options = {"nvme": [tmp_path], "layers": LAYERS, "compute_ms": None, "balance": True} | changes
         return overlap.Bench(argparse.Namespace(**options), torch.device("cpu"), CHUNK_MIB, 1)
 
     return make
@@ -57,7 +57,7 @@ def test_the_table_has_the_fastest_of_each_stage_and_the_median_pass_with_its_sp
     report = {"device": "cpu", "world": 1, "layers": 10, "repeats": 3, "balanced": True, "rows": [row]}
     assert overlap.text(report).splitlines() == [
         "passes over 10 layers, all weights from NVMe, 1 rank on cpu, stages lengthened to be equal",
-        "ms a layer; stages alone: fastest of 3, pipelined: median (lowest-highest); every byte was compared",
+        "ms a layer; stages alone: fastest of 3, pipelined: median (lowest-highest); every byte of a pass was compared",
         "",
         "chunk   ahead     nc     cg  compute  serial  longest  pipelined                 efficiency",
         "16 MiB      4  20.00  10.00    30.00   60.00    30.00      40.00  (35.00-50.00)        0.62  (0.38-0.81)",
@@ -87,12 +87,35 @@ def test_a_measurement_follows_a_plan_that_reads_as_far_ahead_as_asked(make_benc
 
 
 def test_balanced_stages_last_as_long_as_asked_and_compute_begins_when_its_copy_is_there(make_bench):
-    with make_bench(compute_ms=3.0) as bench:
+    with make_bench(compute_ms=30.0) as bench:
         bars = bench.measure(4, repeats=1)["bars"]
     assert {stage: len(found) for stage, found in bars.items()} == {"nc": LAYERS, "cg": LAYERS, "compute": LAYERS}
-    assert all(end - start >= 3e-3 for stage in ("cg", "compute") for start, end in bars[stage])
-    assert bars["nc"][-1][1] >= LAYERS * 3e-3
+    assert all(end - start >= 30e-3 for stage in ("cg", "compute") for start, end in bars[stage])
+    assert bars["nc"][-1][1] >= LAYERS * 30e-3
     assert all(copy[1] <= op[0] for copy, op in zip(bars["cg"], bars["compute"]))
+
+
+@pytest.mark.parametrize(
+    "balance, message",
+    [
+        (True, r"--compute-ms 1e-06 with --balance: (nc|cg|compute) takes \S+ ms a layer of itself, in chunks of 0.25 MiB; give that"),
+        (False, r"--compute-ms 1e-06: comparing bytes takes \S+ ms a layer of itself, in chunks of 0.25 MiB; give that"),
+    ],
+)
+def test_compute_cannot_be_shorter_than_what_it_takes_of_itself(make_bench, tmp_path, balance, message):
+    with pytest.raises(ConfigError, match=message):
+        make_bench(compute_ms=1e-6, balance=balance).__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_that_host_memory_has_no_room_for_are_refused_before_they_are_made(monkeypatch, capsys):
+    monkeypatch.setattr(overlap, "host_free_nbytes", lambda: 6 << 20)
+    options = ["--device", "cpu", "--chunk-mib", "0.5", "2", "--layers", "4", "--json", "o.json"]
+    assert main(["bench", "overlap", *options]) == 2
+    assert capsys.readouterr().err == (
+        "infinity: error: --chunk-mib 2: 4 layers, and what they are compared with, take 10.0 MiB of host memory, of which 6.0 MiB are "
+        "free; lower --layers or --chunk-mib\n"
+    )
 
 
 def test_a_byte_that_was_changed_on_the_drive_is_found(make_bench):
@@ -116,6 +139,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     for row in report["rows"]:
         assert [len(found) for found in (*row["stages"].values(), row["pipelined"])] == [3, 3, 3, 3]
         fastest = [min(seconds) for seconds in row["stages"].values()]
+        assert row["compute_ms"] == 1e3 * fastest[-1] / LAYERS
         assert row["efficiency"] == [overlap.efficiency(fastest, seconds) for seconds in row["pipelined"]]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 import contextlib
 import statistics
 
+import torch
+
 from infinity.config import DEFAULT_NVME, Config, format_bytes, parse_bytes
 from infinity.errors import ConfigError, UsageError
+from infinity.gauge import gauge_of, host_free_nbytes
 from infinity.output import check_file, check_plot, pyplot, table, write_json
+from infinity.partition import Ranks
 from infinity.tiers import ALIGNMENT
 from infinity.tools import probes
 from infinity.tools.progress import Progress
@@ -29,13 +33,14 @@ SIZES = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB", "32MiB", "64MiB")
 
 def transfers(arguments) -> int:
     """The `bench nc`, `cg`, `gg`, `rs`, `gc` and `cn` commands. Whatever moves is compared with what was sent."""
-    link, sizes = arguments.link, [_size(text) for text in arguments.sizes or SIZES]
+    link, sizes = arguments.link, sorted({_size(text) for text in arguments.sizes or SIZES})
     check_file(arguments.json, "--json")
     check_plot(arguments.plot, "--plot")
     with contextlib.ExitStack() as stack:
         device, ranks = stack.enter_context(probes.launched(arguments.device))
         if link in RANK_LINKS and ranks.world == 1:
             raise UsageError(f"{link} is between devices: run `torchrun --nproc-per-node 2 -m infinity bench {link}`, a process a device")
+        _check_memory(link, sizes[-1], device, ranks)
         # What is of one process only, the first one does; the others wait for it.
         first = ranks.rank == 0
         if first:
@@ -70,6 +75,23 @@ def _size(text: str) -> int:
     if not nbytes or nbytes % ALIGNMENT:
         raise ConfigError(f"--sizes {text}: expected a multiple of {ALIGNMENT} bytes, as drives take them")
     return nbytes
+
+
+def _check_memory(link: str, nbytes: int, device: torch.device, ranks: Ranks) -> None:
+    """Raise ConfigError if as many of the largest chunks as a probe has at a time, at least, find no room."""
+    on_host = 0 if link in RANK_LINKS else probes.MIN_CHUNKS + (link in NVME_LINKS)  # one more, to compare with
+    on_device = 0 if link in NVME_LINKS else probes.MIN_CHUNKS
+    if device.type == "cpu":
+        on_host, on_device = on_host + on_device * (ranks.num_local if link in RANK_LINKS else 1), 0
+    rooms = [("host memory", on_host, host_free_nbytes())]
+    if on_device:
+        rooms.append((f"memory of {device}", on_device, gauge_of(device).free_nbytes()))
+    for where, num_chunks, free_nbytes in rooms:
+        if num_chunks * nbytes > free_nbytes:
+            raise ConfigError(
+                f"--sizes {format_bytes(nbytes)}: {num_chunks} chunks at a time take {format_bytes(num_chunks * nbytes)} of {where}, "
+                f"of which {format_bytes(free_nbytes)} are free; give smaller ones"
+            )
 
 
 def _paths(arguments, stack: contextlib.ExitStack):

@@ -39,12 +39,14 @@ import torch
 from torch import nn
 
 from infinity.chunks import WEIGHTS, default_chunk_numel
-from infinity.config import DEFAULT_NVME, Config
+from infinity.config import DEFAULT_NVME, Config, format_bytes
 from infinity.engine import offload
 from infinity.errors import ConfigError, SwapError
 from infinity.events import COMPUTE, now
+from infinity.gauge import host_free_nbytes
 from infinity.lanes import Lane
 from infinity.output import check_file, check_plot, pyplot, table, write_json
+from infinity.partition import Ranks
 from infinity.planner import WEIGHT_SLOTS
 from infinity.tools.probes import launched
 from infinity.tools.progress import Progress
@@ -72,6 +74,8 @@ def overlap(arguments) -> int:
     with launched(arguments.device) as (device, ranks):
         if arguments.balance and device.type != "cpu":
             raise ConfigError(f"--balance with device {device}: stages are lengthened on the CPU only; leave it out or give --device cpu")
+        for chunk_mib in arguments.chunk_mib:
+            _check_memory(chunk_mib, arguments.layers, ranks)
         rows = []
         with Progress() as progress:
             for chunk_mib in arguments.chunk_mib:
@@ -109,7 +113,7 @@ def text(report: dict) -> str:
     ranks = f"{report['world']} ranks" if report["world"] > 1 else "1 rank"
     balanced = ", stages lengthened to be equal" if report["balanced"] else ""
     about = f"passes over {report['layers']} layers, all weights from NVMe, {ranks} on {report['device']}{balanced}"
-    how = f"ms a layer; stages alone: fastest of {report['repeats']}, pipelined: median (lowest-highest); every byte was compared"
+    how = f"ms a layer; stages alone: fastest of {report['repeats']}, pipelined: median (lowest-highest); every byte of a pass was compared"
     return f"{about}\n{how}\n\n{table(head, rows)}"
 
 
@@ -165,6 +169,7 @@ class Bench:
 
     def measure(self, depth: int, repeats: int) -> dict:
         """Stages alone and passes by turns, reads being `depth` layers ahead. Seconds of all layers, by repeat; of the slowest rank.
+        compute_ms is of a layer, as compute took alone.
 
         Raises SwapError if an op saw other weights than its own.
         """
@@ -177,7 +182,7 @@ class Bench:
         return {
             "chunk_mib": self.chunk_mib,
             "depth": depth,
-            "compute_ms": self.compute_ms,
+            "compute_ms": 1e3 * min(stages[COMPUTE]) / self.num_layers,
             "stages": stages,
             "pipelined": pipelined,
             "efficiency": [efficiency(list(map(min, stages.values())), seconds) for seconds in pipelined],
@@ -239,16 +244,25 @@ class Bench:
         self.run()  # the first that follows a plan
         trials = [self.alone() for _ in range(_NUM_TRIALS)]
         medians = {name: statistics.median(trial[name] for trial in trials) / self.num_layers for name in trials[0]}
-        comparing = medians[COMPUTE] if self.balance else medians.pop(COMPUTE)
+        longest = max(medians, key=medians.get)
+        # Compute compares bytes, which takes its time, and no stage becomes shorter.
+        least = longest if self.balance else COMPUTE
+        least_ms = 1e3 * medians[least]
         if self.compute_ms is None:
-            self.compute_ms = 1e3 * max(medians.values()) * (_BALANCE_MARGIN if self.balance else 1)
+            self.compute_ms = 1e3 * medians[longest] * (_BALANCE_MARGIN if self.balance else 1)
+        elif self.compute_ms < least_ms:
+            what = f"{least} takes" if self.balance else "comparing bytes takes"
+            raise ConfigError(
+                f"--compute-ms {self.compute_ms:g}{' with --balance' if self.balance else ''}: {what} {least_ms:.3g} ms a layer of itself, "
+                f"in chunks of {self.chunk_mib:g} MiB; give that at least, better {_BALANCE_MARGIN * least_ms:.3g}"
+            )
         if self.balance:
             self.pace.seconds = self.compute_ms / 1e3
             self.engine.events.moved = self.pace.around(self.engine.events.moved)
             self.swap = self.engine.records.swap = PacedSwap(self.engine.swap, self.pace)
         else:
             products = Products(self.device)
-            products.count = max(0, round((self.compute_ms / 1e3 - comparing) / products.seconds_of_one()))
+            products.count = round((self.compute_ms / 1e3 - medians[COMPUTE]) / products.seconds_of_one())
             for op in self.ops:
                 op.products = products
 
@@ -406,6 +420,18 @@ class PacedRead:
     @property
     def done(self) -> bool:
         return self._job.done
+
+
+def _check_memory(chunk_mib: float, num_layers: int, ranks: Ranks) -> None:
+    """Raise ConfigError if there is no room for the layers and for what they are compared with."""
+    numel = default_chunk_numel(chunk_mib, ranks.world)
+    # A rank makes all numbers, in fp32 and then in bf16, before it has its part of the layers beside those in bf16.
+    nbytes = int(2 * numel * max(3, 1 + num_layers / ranks.world) * ranks.num_local)
+    if nbytes > (free_nbytes := host_free_nbytes()):
+        raise ConfigError(
+            f"--chunk-mib {chunk_mib:g}: {num_layers} layers, and what they are compared with, take {format_bytes(nbytes)} of host memory, "
+            f"of which {format_bytes(free_nbytes)} are free; lower --layers or --chunk-mib"
+        )
 
 
 def _spread(values: Sequence[float]) -> tuple[str, str]:
