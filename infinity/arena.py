@@ -88,9 +88,12 @@ class Region:
         self.address = torch.frombuffer(self.buffer, dtype=torch.uint8).data_ptr()
         self._tensors: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
         _touch(self.buffer)
-        self._pinned = pin
+        self._unpin: weakref.finalize | None = None
         if pin:
             _register(self.address, self.nbytes)
+            # Also where nobody closes it: CUDA must not know addresses that are about to be another mapping's.
+            self._unpin = weakref.finalize(self, _unregister, self.address, os.getpid())
+            self._unpin.atexit = False
 
     def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
         """A 1-D view [numel] of the bytes from offset_nbytes; the same object each time."""
@@ -107,13 +110,13 @@ class Region:
         return tensor
 
     def close(self) -> None:
-        if self.buffer is not None and self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+        if self._unpin is not None:
+            self._unpin()
         self._tensors.clear()
         self.buffer = None
 
     def __repr__(self) -> str:
-        return f"Region({_mib(self.nbytes)}{', pinned' if self._pinned else ''})"
+        return f"Region({_mib(self.nbytes)}{', pinned' if self._unpin is not None else ''})"
 
 
 class Slots:
@@ -320,6 +323,11 @@ def _touch(buffer: memoryview) -> None:
     num_threads = min(len(begins), _TOUCH_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(touch, begins))
+
+
+def _unregister(address: int, pid: int) -> None:
+    if pid == os.getpid():
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _register(address: int, nbytes: int) -> None:

@@ -148,6 +148,24 @@ def test_pinned_regions_are_registered_once_and_unregistered(monkeypatch):
     assert cudart.registered == []
 
 
+def test_a_pinned_region_that_nobody_closes_is_unregistered_before_it_is_unmapped(monkeypatch):
+    mapped = []
+
+    class Cudart(FakeCudart):
+        def cudaHostUnregister(self, address):
+            mapped.append(mapping_at(address) is not None)
+            super().cudaHostUnregister(address)
+
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    arena = Arena(pin=True)
+    arena.region(4 * MIB)
+    assert cudart.registered
+    del arena
+    gc.collect()
+    assert cudart.registered == [] and mapped == [True]
+
+
 def test_too_low_a_memlock_is_named_with_its_cure(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(error=2))
     monkeypatch.setattr(arena_module.resource, "getrlimit", lambda which: (8 * MIB, resource.RLIM_INFINITY))
