@@ -1,18 +1,23 @@
-"""What benches share: options that name files, medians with their spread, and ranks of their own.
+"""What benches share: options, how they end, medians with their spread, a training step, and ranks of their own.
 
-Knows arguments, numbers and torchrun. Must not know what is measured.
+Knows arguments, numbers, the loop of a step and torchrun. Must not know what is compared.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+import torch
 
 from infinity import output
 from infinity.errors import ConfigError, UsageError
@@ -33,6 +38,59 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """A type of options: whole numbers from that one on."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+        return value
+
+    return number
+
+
+positive = at_least(1)
+
+
+def positives(text: str) -> list[int]:
+    """A type of options: `positive`, with commas between them."""
+    return [positive(each) for each in text.split(",")]
+
+
+def positive_float(text: str) -> float:
+    """A type of options."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def directory(text: str) -> str:
+    """A type of options: one that is there."""
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"there is no directory {text}; create it or name another")
+    return text
+
+
+def exit_with(main: Callable[[], int | None]) -> NoReturn:
+    """Run it, and end with its status; what the user or the system got wrong is one line and status 2, as in `infinity`."""
+    try:
+        sys.exit(main())
+    except (ConfigError, UsageError) as error:
+        said = str(error)
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    print(f"{Path(sys.argv[0]).name}: error: {'; '.join(said.splitlines())}", file=sys.stderr)
+    sys.exit(2)
+
+
 def given(options: argparse.Namespace) -> dict:
     """The options as JSON takes them, without those that name files."""
     return {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
@@ -46,6 +104,57 @@ def error_bars(values: Sequence[Sequence[float]]) -> list[list[float]]:
     """From the medians down to the least and up to the greatest, as matplotlib takes them."""
     medians = [statistics.median(each) for each in values]
     return [[m - min(v) for m, v in zip(medians, values)], [max(v) - m for m, v in zip(medians, values)]]
+
+
+def bars(path: Path, seconds: dict[str, Sequence[float]], title: str) -> None:
+    """Draw the median step of each, with its least and its greatest."""
+    pyplot = output.pyplot()
+    figure, axes = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
+    medians = [statistics.median(each) for each in seconds.values()]
+    axes.bar_label(axes.bar(list(seconds), medians, 0.6, yerr=error_bars(list(seconds.values())), capsize=3), fmt="%.3g", padding=2)
+    axes.margins(y=0.1)  # for the labels
+    axes.set_ylabel("s a step")
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def add_tolerance(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tolerance", type=float, help="of losses, relative; default: 0.002 with --dtype fp32, else 0.02")
+
+
+def apart(values: Sequence[float], others: Sequence[float]) -> float:
+    """By how much of the first they differ, at most; infinite where one is no number."""
+    pairs = list(zip(values, others, strict=True))
+    return max(abs(a - b) / abs(a) if a and math.isfinite(a) and math.isfinite(b) else math.inf for a, b in pairs)
+
+
+def agree(options: argparse.Namespace, worst: float, what: str = "losses") -> bool:
+    """Whether what is so far apart is so within --tolerance; says both."""
+    tolerance = options.tolerance
+    if tolerance is None:
+        tolerance = 0.002 if options.dtype == "fp32" else 0.02
+    print(f"{what} differ by {worst:.1e} at most; up to {tolerance:g} is allowed", flush=True)
+    return worst <= tolerance  # False of NaN
+
+
+def synchronize(device: str) -> None:
+    """Wait until it is done with what it was given."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def step(options: argparse.Namespace, model, optimizer, number: int) -> tuple[float, float]:
+    """(seconds, loss) of one step with the tokens of that number, until the device is done with it."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, options.vocab, (options.batch, options.seq + 1), generator=generator).to(options.device)
+    start = time.perf_counter()
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    value = loss.item()
+    synchronize(options.device)
+    return time.perf_counter() - start, value
 
 
 class RunError(RuntimeError):

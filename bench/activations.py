@@ -1,10 +1,12 @@
 """What it costs to keep checkpointed activations in host memory or on NVMe, by hidden size (figure 6e of ZeRO-Infinity, section 8).
 
-    python bench/activations.py [--device cuda] [--hidden 2048,4096,8192] [--layers 3] [--batch 8] [--rounds 5] [--json FILE] [--plot FILE]
+    python bench/activations.py [--device cuda] [--hidden 2048,4096,8192] [--layers 3] [--batch 8] [--rounds 5]
+                                [--json FILE] [--plot FILE]
 
 The same GPT, every block checkpointed, with its saved inputs on the device, in host memory, and on NVMe; engines take turns in
-blocks of steps, of which the first is not counted. Losses are compared. The peak is the allocator's, of a step, above what
-was allocated before it.
+blocks of steps, of which the first is not counted. Losses must agree with those of `device` within --tolerance, or the exit
+status is 1; sums in embeddings have no fixed order on CUDA. The peak is the allocator's, of a step, above what was allocated
+before it.
 """
 
 import argparse
@@ -14,26 +16,28 @@ import tempfile
 import torch
 
 import infinity
-from _common import error_bars, given, parse, spread
+from _common import add_tolerance, agree, apart, error_bars, exit_with, given, parse, spread, step
+from _common import at_least, directory, positive, positives
 from infinity import output
 from infinity.gpt import GPT
-from margin import step
 
 PLACES = ("device", "host", "nvme")
 
 
-def main():
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--hidden", default="2048,4096,8192" if torch.cuda.is_available() else "128,256,512")
-    parser.add_argument("--nvme", default=".", help="a directory is made in it, and removed")
-    for name, default in (("layers", 3), ("vocab", 8192), ("seq", 1024), ("batch", 8), ("rounds", 5), ("steps", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--hidden", type=positives, default="2048,4096,8192" if torch.cuda.is_available() else "128,256,512")
+    parser.add_argument("--nvme", type=directory, default=".", help="a directory is made in it, and removed")
+    for name, default in (("layers", 3), ("vocab", 8192), ("seq", 1024), ("batch", 8), ("rounds", 5)):
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--steps", type=at_least(2), default=5, help="of a block")
     parser.add_argument("--dtype", default="bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--host-memory", default="16GiB")
+    add_tolerance(parser)
     options = parse(parser)
     found = {}
-    for hidden in map(int, options.hidden.split(",")):
+    for hidden in options.hidden:
         with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
             found[hidden] = measure(options, hidden, folder)
         base = statistics.median(found[hidden]["seconds"]["device"])
@@ -49,6 +53,7 @@ def main():
         output.write_json(options.json, {"found": found, "torch": torch.__version__, "options": given(options)})
     if options.plot:
         plot(options, found)
+    return int(not agree(options, max(each["difference"] for each in found.values())))
 
 
 def measure(options, hidden: int, folder: str) -> dict:
@@ -69,13 +74,13 @@ def measure(options, hidden: int, folder: str) -> dict:
                 if options.device.startswith("cuda"):
                     peak_nbytes[place] = torch.cuda.max_memory_allocated() - before
             seconds[place] += [each for each, _ in block[1:]]
-    worst = max(abs(a - b) / a for place in PLACES[1:] for a, b in zip(losses["device"], losses[place]))
-    print(f"hidden {hidden:6d}: losses differ by {worst:.1e} (sums in embeddings have no fixed order on CUDA)")
+    worst = max(apart(losses["device"], losses[place]) for place in PLACES[1:])
+    print(f"hidden {hidden:6d}: losses differ by {worst:.1e}")
     num_steps = options.rounds * options.steps
     moved = {place: ((engine(model).stats()["activations"] or {}).get("moved_nbytes", 0)) / num_steps for place, (model, _) in trainings.items()}
     for model, _ in trainings.values():
         engine(model).close()
-    return {"seconds": seconds, "peak_nbytes": peak_nbytes, "moved_nbytes": moved, "losses": losses}
+    return {"seconds": seconds, "peak_nbytes": peak_nbytes, "moved_nbytes": moved, "losses": losses, "difference": worst}
 
 
 def engine(model):
@@ -109,4 +114,4 @@ def plot(options, found: dict) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

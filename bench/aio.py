@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import aio_ext
+from _common import exit_with, positive, positive_float
 from infinity import drives
 from infinity.arena import Arena
 
@@ -35,14 +36,14 @@ NUM_SLOTS = 8
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", default="infinity-swap", help="made if it does not exist")
-    parser.add_argument("--gigabytes", type=float, default=2, help="size of the file")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
-    parser.add_argument("--block-kib", type=int, default=1024)
-    parser.add_argument("--depth", type=int, default=8, help="blocks in the kernel")
+    parser.add_argument("--gigabytes", type=positive_float, default=2, help="size of the file")
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--seconds", type=positive_float, default=1.5, help="of each measurement")
+    parser.add_argument("--block-kib", type=positive, default=1024)
+    parser.add_argument("--depth", type=positive, default=8, help="blocks in the kernel")
     parser.add_argument("--json")
     options = parser.parse_args()
-    Path(options.nvme).mkdir(exist_ok=True)
+    Path(options.nvme).mkdir(parents=True, exist_ok=True)
     fio = fio_command()
     with tempfile.NamedTemporaryFile(dir=options.nvme, prefix="aio-", suffix=".bench") as file, Bench(file.name, options) as bench:
         block_nbytes = options.block_kib << 10
@@ -200,4 +201,4 @@ def fio_gbps(fio: str, path: str, mix: str, options, *, ramp_seconds: float = 0)
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        main()
+        exit_with(main)

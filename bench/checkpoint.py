@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 
 import aio_ext
 import infinity
+from _common import directory, exit_with, positive
 from infinity.arena import Arena
 from infinity.gpt import GPT
 
@@ -35,10 +36,10 @@ _REQUEST_NBYTES = 16 << 20
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--directory", default=".", help="a directory is made in it, and removed")
+    parser.add_argument("--directory", type=directory, default=".", help="a directory is made in it, and removed")
     shape = (("hidden", 1024), ("layers", 12), ("heads", 16), ("vocab", 8192), ("seq", 128))
     for name, default in (*shape, ("batch", 8), ("rounds", 5), ("block", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument("--dtype", default="bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--homes", default="host,nvme")
     parser.add_argument("--part", choices=("speed", "steps", "all"), default="all")
@@ -245,4 +246,4 @@ def steps(options, folder: Path, home: str) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

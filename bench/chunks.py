@@ -12,11 +12,13 @@ import gc
 import json
 import statistics
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import infinity
+from _common import at_least, exit_with, positive, positive_float
 from infinity.gpt import GPT
 
 PLACES = {
@@ -51,16 +53,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gpt,narrow,mlp")
     parser.add_argument("--place", choices=PLACES, default="nvme")
-    parser.add_argument("--fraction", type=float, default=0.3, help="of the records that fits into host memory, unless they live there")
+    parser.add_argument("--fraction", type=positive_float, default=0.3, help="of the records that fits into host memory, unless they live there")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--sizes", default="0.5,1,2,4,8")
-    parser.add_argument("--scale", type=int, default=1, help="of the models' widths")
-    parser.add_argument("--nvme", default="infinity-swap")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--scale", type=positive, default=1, help="of the models' widths")
+    parser.add_argument("--nvme", default="infinity-swap", help="made if it does not exist")
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--steps", type=at_least(3), default=8)
     parser.add_argument("--json")
     options = parser.parse_args()
+    Path(options.nvme).mkdir(parents=True, exist_ok=True)
     found = {name: measure(options, name) for name in options.models.split(",")}
     if options.json:
         with open(options.json, "w") as file:
@@ -117,4 +120,4 @@ def run(options, name, size):
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

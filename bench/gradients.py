@@ -6,8 +6,9 @@
 Weights stay on the device, so that gradients are all that moves. `all` is this engine: a chunk's gradient is reduce-scattered,
 and each rank brings its slice to the host. With `owner`, it is reduced to rank 0, which brings the same bytes to the host alone.
 Both are the same engine on the same ranks, in turn; the learning rate is 0, so both have the same gradients, whose sums of
-squares as they arrived in host memory are compared. A time is that from before backward() until the last byte is there, on all
-ranks; of the --steps of a round the median counts. On the CPU a link is a copy from memory to memory by one thread of the rank.
+squares as they arrived in host memory must agree within --tolerance, or the exit status is 1. A time is that from before backward()
+until the last byte is there, on all ranks; of the --steps of a round the median counts. On the CPU a link is a copy from memory to
+memory by one thread of the rank.
 """
 
 import argparse
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from _common import RunError, error_bars, given, leave, on_ranks, parse, spread
+from _common import RunError, agree, apart, error_bars, exit_with, given, leave, on_ranks, parse, spread
+from _common import positive, positive_float, positives
 from infinity import output
 from infinity.gpt import GPT
 
@@ -29,24 +31,25 @@ WAYS = ("all", "owner")
 OWNER = 0
 
 
-def main():
+def main() -> int:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--ranks", default=str(torch.cuda.device_count()) if cuda else "2", help="numbers of them")
+    parser.add_argument("--ranks", type=positives, default=str(torch.cuda.device_count()) if cuda else "2", help="numbers of them")
     shape = (("hidden", 4096 if cuda else 512), ("layers", 4), ("vocab", 32000 if cuda else 2048), ("seq", 1024 if cuda else 32))
     for name, default in (*shape, ("batch", 1), ("rounds", 5), ("steps", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument("--dtype", default="bf16" if cuda else "fp32")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one number of ranks")
+    parser.add_argument("--timeout", type=positive_float, default=600, help="seconds for one number of ranks")
+    parser.add_argument("--tolerance", type=float, default=0.001, help="of sums of squares, relative")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parse(parser)
     if options.case:
         leave(lambda: measure(argparse.Namespace(**json.loads(options.case))))
-        return
+        return 0
     case = given(options)
     found = {}
-    for num_ranks in map(int, options.ranks.split(",")):
+    for num_ranks in options.ranks:
         try:
             found[num_ranks] = report = on_ranks(__file__, ["--case", json.dumps(case)], num_ranks, options.timeout)[0]
         except RunError as error:
@@ -62,6 +65,7 @@ def main():
         output.write_json(options.json, {"found": found, "torch": torch.__version__, "options": case})
     if options.plot:
         plot(options, found)
+    return int(not agree(options, max(report["difference"] for report in found.values()), "sums of squares"))
 
 
 def measure(options) -> dict:
@@ -111,7 +115,7 @@ def measure(options) -> dict:
                     seconds[way].append(statistics.median(times))
         nbytes = engine.stats()["num_parameters"] * (2 if options.dtype == "bf16" else 4)
     dist.destroy_process_group()
-    return {"seconds": seconds, "nbytes": nbytes, "difference": abs(squares["owner"] / squares["all"] - 1)}
+    return {"seconds": seconds, "nbytes": nbytes, "difference": apart([squares["all"]], [squares["owner"]])}
 
 
 def wait(engine, cuda: bool) -> None:
@@ -185,4 +189,4 @@ def plot(options, found: dict) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

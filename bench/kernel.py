@@ -22,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from _common import exit_with, positive  # noqa: E402
 from infinity import _adam  # noqa: E402
 from infinity.adam import AdamScalars, Dither, adam_step, split_master  # noqa: E402
 from infinity.arena import Arena  # noqa: E402
@@ -112,11 +113,11 @@ def measure(chunks: Chunks, cores: list[int], isas: list[str], rounds: int) -> l
 def main() -> None:
     all_cores = sorted(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cores", type=int, nargs="+", default=sorted({1, len(all_cores)}), help="numbers of cores")
+    parser.add_argument("--cores", type=positive, nargs="+", default=sorted({1, len(all_cores)}), help="numbers of cores")
     parser.add_argument("--isa", nargs="+", default=list(_adam.isas()), choices=_adam.isas())
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--num-chunks", type=int, default=8)
-    parser.add_argument("--chunk-numel", type=int, default=8 << 20)
+    parser.add_argument("--rounds", type=positive, default=11)
+    parser.add_argument("--num-chunks", type=positive, default=8)
+    parser.add_argument("--chunk-numel", type=positive, default=8 << 20)
     parser.add_argument("--plain-memory", action="store_true", help="torch's allocator in place of huge pages, for both")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
@@ -141,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

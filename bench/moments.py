@@ -14,15 +14,16 @@ import tempfile
 import torch
 
 import infinity
+from _common import exit_with, positive
 from infinity.gpt import GPT, Batches, read_bytes, standard_library_paths
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=positive, default=500)
+    parser.add_argument("--seeds", type=positive, default=3)
+    parser.add_argument("--hidden", type=positive, default=128)
+    parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--device")
     parser.add_argument("--json")
     parser.add_argument("--plot")
@@ -107,4 +108,4 @@ def plot(results: list[dict], path: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -8,8 +8,9 @@ Every state lives in one place: on NVMe with nothing resident, in host memory, o
 can do that, in turn, in processes of its own: the same first weights (what bf16 holds exactly, where that is the dtype), tokens,
 AdamW, and checkpointing a block unless told not to (DeepSpeed 0.19.8 reads a block that is computed again into two buffers, and
 stops there, with weights on NVMe); fp32 master weights where weights are bf16. Times are those of the steps after the
-second; "start" is from the first module's construction until the engine could train and its records were where they live. Losses, means over the ranks, must agree within --tolerance of the first engine's, or the exit status is 1. An engine that is
-missing or fails is a row that says why. Settings that `infinity tune` left in --nvme are used.
+second; "start" is from the first module's construction until the engine could train and its records were where they live. Losses,
+means over the ranks, must agree within --tolerance of the first engine's, or the exit status is 1. An engine that is missing or fails
+is a row that says why. Settings that `infinity tune` left in --nvme are used.
 
 Bytes a parameter and step, of all ranks together. NVMe: infinity's own counters, for the others those of the kernel for the
 process (/proc/self/io; the kernel's count for infinity is in the JSON, too). To and from the device: infinity's own counters; FSDP2's
@@ -17,15 +18,14 @@ by arithmetic, from what its source copies: fp32 shards, twice those of blocks, 
 does not tell, and what it keeps between uses varies. Memory: the most that was resident in host memory from the first step on,
 summed over ranks, and the allocator's peak on a device.
 
-DeepSpeed's settings are those with which it runs at all with everything on NVMe. Its kernels are compiled when they are first used, so a
-run of a tiny model that does not count goes before its first. One that is ended while it compiles leaves a file `lock` in ~/.cache/torch_extensions, for
-which all later ones wait: remove it.
+DeepSpeed's settings are those with which it runs at all with everything on NVMe. Its kernels are compiled when they are first used,
+so a run of a tiny model that does not count goes before its first. One that is ended while it compiles leaves a file `lock` in
+~/.cache/torch_extensions, for which all later ones wait: remove it.
 """
 
 import argparse
 import importlib.util
 import json
-import math
 import os
 import shutil
 import statistics
@@ -38,7 +38,8 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from _common import RunError, error_bars, given, leave, on_ranks, parse, spread
+from _common import RunError, agree, apart, error_bars, exit_with, given, leave, on_ranks, parse, spread
+from _common import at_least, directory, positive, positive_float
 from infinity import drives, output
 from infinity.gpt import GPT, Batches
 
@@ -57,35 +58,33 @@ TRAFFIC = ("NVMe read", "written", "to device", "from it")  # bytes a parameter 
 ABSENT = ("deepspeed is not installed", "runs on one rank only")  # rows that say so, and are no failure
 
 
-def main():
+def main() -> int:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default=",".join(PLACES))
     parser.add_argument("--places", default="nvme,host,device")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--nvme", default=".", help="a directory is made in it, and removed")
+    parser.add_argument("--ranks", type=positive, default=1)
+    parser.add_argument("--nvme", type=directory, default=".", help="a directory is made in it, and removed")
     small, large = (1024, 8, 16, 32000, 128, 1), (4096, 4, 32, 32000, 1024, 4)
     for name, default in zip(("hidden", "layers", "heads", "vocab", "seq", "batch"), large if cuda else small):
-        parser.add_argument(f"--{name}", type=int, default=default, help="of a rank" if name == "batch" else None)
+        parser.add_argument(f"--{name}", type=positive, default=default, help="of a rank" if name == "batch" else None)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16" if cuda else "fp32")
     parser.add_argument("--host-memory", default="auto", help="of infinity, a rank")
     parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="of infinity")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of each block's activations")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=positive, default=2)
+    parser.add_argument("--steps", type=at_least(NUM_WARM + 1), default=6)
     parser.add_argument("--tolerance", type=float, default=0.002, help="of losses, relative")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run")
+    parser.add_argument("--timeout", type=positive_float, default=1800, help="seconds for one run")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parse(parser)
     if options.case:
         leave(lambda: run(argparse.Namespace(**json.loads(options.case))))
-        return
+        return 0
     engines, places = options.engines.split(","), options.places.split(",")
     if unknown := [name for name in engines if name not in PLACES] + [name for name in places if name not in PLACES["infinity"]]:
         parser.error(f"{unknown[0]!r} is no engine and no place: expected {', '.join(PLACES)}; {', '.join(PLACES['infinity'])}")
-    if options.steps <= NUM_WARM:
-        parser.error(f"--steps {options.steps}: expected more than {NUM_WARM}, which are not counted")
     rows = {(place, engine): [] for place in places for engine in engines if place in PLACES[engine]}
     failed = {}
     case = given(options)
@@ -104,7 +103,7 @@ def main():
     for row in failed:
         del rows[row]
     base = next(iter(rows.values()))[0]["losses"] if rows else []
-    worst = {row: max(_apart(a, b) for run_ in runs for a, b in zip(base, run_["losses"])) for row, runs in rows.items()}
+    worst = {row: max(apart(base, run_["losses"]) for run_ in runs) for row, runs in rows.items()}
     show(options, rows, failed, worst)
     if options.json:
         found = [{"place": place, "engine": engine, "runs": runs} for (place, engine), runs in rows.items()]
@@ -112,15 +111,9 @@ def main():
         output.write_json(options.json, {"found": found, "torch": torch.__version__, "options": case})
     if options.plot and rows:
         plot(options, rows)
-    apart = max(worst.values(), default=0.0)
-    print(f"losses differ by {apart:.1e} at most; up to {options.tolerance:g} is allowed")
+    agreed = agree(options, max(worst.values(), default=0.0))
     broken = [error for error in failed.values() if error not in ABSENT]
-    sys.exit(not rows or bool(broken) or not apart <= options.tolerance)
-
-
-def _apart(loss: float, other: float) -> float:
-    """By how much of the first they differ; infinite where one is no number."""
-    return abs(loss - other) / loss if math.isfinite(loss) and math.isfinite(other) else math.inf
+    return int(not rows or bool(broken) or not agreed)
 
 
 def run_ranks(case: dict, place: str, engine: str) -> dict:
@@ -393,4 +386,4 @@ def plot(options, rows: dict) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

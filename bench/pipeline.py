@@ -19,6 +19,7 @@ from torch import nn
 
 import aio_ext
 import infinity
+from _common import exit_with, positive, positive_float
 from infinity.arena import Arena, Slots
 from infinity.chunks import STATES, WEIGHTS
 
@@ -26,13 +27,13 @@ from infinity.chunks import STATES, WEIGHTS
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", default="infinity-swap", help="made if it does not exist")
-    parser.add_argument("--gigabytes", type=float, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--chunk-mib", type=float)
+    parser.add_argument("--gigabytes", type=positive_float, default=4)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--chunk-mib", type=positive_float)
     parser.add_argument("--host-memory", default="1GiB")
     parser.add_argument("--json")
     options = parser.parse_args()
-    Path(options.nvme).mkdir(exist_ok=True)
+    Path(options.nvme).mkdir(parents=True, exist_ok=True)
 
     num_layers = max(1, round(options.gigabytes * 1e9 / 12 / (1 << 21)))
     model = nn.ModuleList(nn.Linear(1 << 11, 1 << 10, bias=False) for _ in range(num_layers))
@@ -144,4 +145,4 @@ def _turn(queue, fd: int, reading: list, writing: list) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -16,10 +16,9 @@ import tempfile
 import torch
 
 import infinity
-from _common import error_bars, given, parse, spread
+from _common import at_least, directory, error_bars, exit_with, given, parse, positive, positives, spread, step
 from infinity import output
 from infinity.gpt import GPT
-from margin import step
 
 WAYS = ("ahead", "on demand")
 
@@ -29,17 +28,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--place", choices=("host", "nvme"), default="host" if cuda else "nvme")
-    parser.add_argument("--nvme", default=".", help="a directory is made in it, and removed")
-    parser.add_argument("--batches", default="1,2,4,8,16")
+    parser.add_argument("--nvme", type=directory, default=".", help="a directory is made in it, and removed")
+    parser.add_argument("--batches", type=positives, default="1,2,4,8,16")
     shape = (("hidden", 4096 if cuda else 512), ("layers", 4), ("vocab", 32000 if cuda else 2048), ("seq", 1024 if cuda else 64))
-    for name, default in (*shape, ("rounds", 3), ("steps", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in (*shape, ("rounds", 3)):
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--steps", type=at_least(2), default=5, help="of a block")
     parser.add_argument("--dtype", default="bf16" if cuda else "fp32")
     parser.add_argument("--host-memory", default="auto")
     options = parse(parser)
     print(f"{options.device}, states in {options.place}, hidden {options.hidden}, {options.layers} layers, {options.dtype}")
     found = {}
-    for batch in map(int, options.batches.split(",")):
+    for batch in options.batches:
         with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
             found[batch] = measure(options, batch, folder)
         seconds, ahead = found[batch]["seconds"], found[batch]["ahead"]
@@ -110,4 +110,4 @@ def plot(options, found: dict) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -26,10 +26,10 @@ SEQ, VOCAB = 1024, 50257
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=float, default=1e12)
+    parser.add_argument("--params", type=_common.positive_float, default=1e12)
     parser.add_argument("--machine", type=Path, default=Path(__file__).with_name("h200x8.toml"))
-    parser.add_argument("--batches", type=int, nargs="+", default=[4, 16, 64], help="sequences a device and step")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--batches", type=_common.positive, nargs="+", default=[4, 16, 64], help="sequences a device and step")
+    parser.add_argument("--nodes", type=_common.positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     options = _common.parse(parser)
     node = Machine.load(options.machine)
     hidden, layers = gpt_size(options.params)
@@ -98,4 +98,4 @@ def plot(found: dict, options, node: Machine) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _common.exit_with(main)

@@ -4,7 +4,8 @@
 
 After figure 6b of ZeRO-Infinity (Rajbhandari et al. 2021, section 8). Before a model is built, all device memory is taken
 and given back in blocks of --block-mib between which 2 MiB stay taken, so that no allocation is larger than a block, however
-much is free. Then hidden sizes 512, 1024, ... each train two steps in a process of their own, until one fails.
+much is free. Then hidden sizes 512, 1024, ... each train two steps in a process of their own, until one is refused the memory
+or has a loss that is not finite. Any other failure ends the bench with status 1.
 
 A factor of 4 cuts each linear layer into 2 x 2 tiles, 16 into 4 x 4. `auto` is `Config(tile_above="auto")` with a
 device_memory of two blocks; the others may use what is free. Records live in host memory. On the CPU nothing is in pieces:
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
-from _common import given, parse
+from _common import exit_with, given, parse, positive, positive_float
 from infinity import output
 
 SEPARATOR_NBYTES = 2 << 20
@@ -32,15 +33,15 @@ SLACK_NBYTES = 24 << 20  # left to the driver, which loads kernels when they are
 SMALL_SEGMENTS = 64  # of 2 MiB, half of each free, for tensors of up to 1 MiB: the allocator has a pool of its own for these
 
 
-def main():
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--block-mib", type=float, help="default: 64, on the CPU 4")
-    parser.add_argument("--factors", default="1,4,16,auto")
-    parser.add_argument("--least-hidden", type=int, help="default: 512, on the CPU 128")
-    parser.add_argument("--most-hidden", type=int, help="default: 16384, on the CPU 2048")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one size")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--block-mib", type=positive_float, help="default: 64, on the CPU 4")
+    parser.add_argument("--factors", type=tilings, default="1,4,16,auto", help="squares, or auto")
+    parser.add_argument("--least-hidden", type=positive, help="default: 512, on the CPU 128")
+    parser.add_argument("--most-hidden", type=positive, help="default: 16384, on the CPU 2048")
+    parser.add_argument("--tokens", type=positive, default=64)
+    parser.add_argument("--timeout", type=positive_float, default=300, help="seconds for one size")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parse(parser)
     on_cpu = options.device == "cpu"
@@ -49,12 +50,12 @@ def main():
     options.most_hidden = options.most_hidden or (2048 if on_cpu else 16384)
     if options.one:
         print(json.dumps(train(options, *options.one.split(":"))))
-        return
+        return 0
 
     print(f"{options.device}, blocks of {options.block_mib:g} MiB, {options.tokens} tokens a step, bf16")
     print(f"{'factor':>7} {'hidden':>7} {'largest weight':>15} {'largest tile':>13} {'engine peak':>12}  the next size")
     results = {}
-    for factor in options.factors.split(","):
+    for factor in options.factors:
         results[factor] = largest(options, factor)
         best, refusal = results[factor]["best"], results[factor]["refusal"] or "was not tried"
         sizes = [best.get(key, 0) / 2**20 for key in ("weight_nbytes", "tile_nbytes", "peak_nbytes")]
@@ -63,6 +64,15 @@ def main():
     if options.json:
         output.write_json(options.json, {"options": given(options), "results": results, "torch": torch.__version__})
     plot(options, {factor: result["best"].get("hidden", 0) for factor, result in results.items()})
+    return 0
+
+
+def tilings(text):
+    """A type of options: squares or `auto`, with commas between them."""
+    for factor in text.split(","):
+        if factor != "auto" and not (factor.isdecimal() and int(factor) and math.isqrt(int(factor)) ** 2 == int(factor)):
+            raise argparse.ArgumentTypeError(f"expected auto or a square number, such as 4 for 2 x 2 tiles, got {factor!r}")
+    return text.split(",")
 
 
 def largest(options, factor):
@@ -78,15 +88,17 @@ def largest(options, factor):
 
 
 def in_a_process(options, factor, hidden):
+    """What `train` reports there; whatever else it ends with ends the bench."""
     told = {"device": options.device, "block-mib": options.block_mib, "tokens": options.tokens, "one": f"{factor}:{hidden}"}
     command = [sys.executable, os.path.abspath(__file__), *(f"--{name}={value}" for name, value in told.items())]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
     except subprocess.TimeoutExpired:
-        return {"refusal": f"not over after {options.timeout:g} s"}
+        sys.exit(f"factor {factor}, hidden {hidden}: not over after {options.timeout:g} s")
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        return {"refusal": f"exit {done.returncode}: {(done.stderr.splitlines() or ['no message'])[-1][:200]}"}
+        said = (done.stderr.splitlines() or ["no message"])[-1][:200]
+        sys.exit(f"factor {factor}, hidden {hidden}: exit {done.returncode}: {said}")
     return json.loads(lines[-1])
 
 
@@ -213,4 +225,4 @@ def plot(options, hidden):
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

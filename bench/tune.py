@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from _common import given, parse, spread
+from _common import exit_with, given, parse, positive, spread
 from infinity import output
 from infinity.tools import search, tuning
 from infinity.config import format_bytes
@@ -25,8 +25,8 @@ from infinity.drives import Drive
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", type=Path, default=Path("."), help="a file without a name is made in it")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=41)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--pairs", type=positive, default=41)
     options = parse(parser)
     report = {"options": given(options) | {"nvme": str(options.nvme)}, "rounds": []}
     with tuning.probe_in(options.nvme) as probe:
@@ -119,4 +119,4 @@ def plot(report: dict, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -1,5 +1,6 @@
 """The benches: that each says what it is, takes options and runs; what they measure is not asserted here."""
 
+import argparse
 import importlib
 import json
 import os
@@ -59,6 +60,69 @@ def test_files_that_cannot_be_written_end_a_bench_before_it_measures(bench, monk
         bench("prefetch").main()
     assert ended.value.code == 2
     assert "there is no directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("peers", "--rounds 0", "argument --rounds: expected a whole number of at least 1, got '0'"),
+        ("peers", "--nvme /nonexist", "argument --nvme: there is no directory /nonexist; create it or name another"),
+        ("prefetch", "--steps 1", "argument --steps: expected a whole number of at least 2, got '1'"),
+        ("prefetch", "--batches 1,x", "argument --batches: expected a whole number of at least 1, got 'x'"),
+        ("scale", "--params nan", "argument --params: expected a number above 0, got 'nan'"),
+        ("scale", "--machine /nonexist.toml", "/nonexist.toml cannot be read: No such file or directory"),
+        ("tiling", "--factors 1,2", "argument --factors: expected auto or a square number, such as 4 for 2 x 2 tiles, got '2'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(bench, name, options, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        bench("_common").exit_with(bench(name).main)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"{name}.py: error: {says}"
+
+
+def test_what_is_no_number_never_agrees(bench):
+    common, nan = bench("_common"), float("nan")
+    assert common.apart([2.0, 4.0], [2.0, 5.0]) == 0.25
+    assert common.apart([1.0, nan], [1.0, nan]) == common.apart([1.0], [nan]) == float("inf")
+    options = argparse.Namespace(tolerance=None, dtype="bf16")
+    assert [common.agree(options, worst) for worst in (0.02, 0.021, nan)] == [True, False, False]
+
+
+def test_overhead_ends_with_status_1_where_losses_are_further_apart_than_allowed(bench, monkeypatch, tmp_path, one_thread):
+    path = tmp_path / "found.json"
+    options = ["--heads", "1", "--steps", "3", "--update", "deferred", "--json", str(path), "--tolerance"]
+    for tolerance, status in (("0.002", 0), ("-1", 1), ("nan", 1)):
+        monkeypatch.setattr(sys, "argv", ["overhead.py", *SMALL, *options, tolerance])
+        assert bench("overhead").main() == status
+    assert [len(times) for times in json.loads(path.read_text())["seconds"].values()] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("errors", "status"),
+    [([0.11] * 7, 0), ([0.1] * 8, 0), ([-0.11] * 8, 1), ([0.0] * 7 + [0.21], 1), ([0.0] * 7 + [float("nan")], 1)],
+)
+def test_predict_ends_with_status_1_where_many_configurations_miss_the_bar(bench, errors, status, monkeypatch, tmp_path):
+    module, left = bench("predict"), iter(errors)
+
+    def run(*_):
+        error = next(left)
+        return {"predicted": 1.0, "achieved": 1.0, "error": error, "samples": [{"error": error}]}
+
+    monkeypatch.setattr(module, "measured", lambda nvme: None)
+    monkeypatch.setattr(module, "run", run)
+    nvme = tmp_path / "a" / "b"
+    monkeypatch.setattr(sys, "argv", ["predict.py", "--nvme", str(nvme), "--only", *list(module.CONFIGURATIONS)[: len(errors)]])
+    assert module.main() == status
+    assert nvme.is_dir()
+
+
+def test_only_a_refusal_is_a_result_of_tiling(bench, monkeypatch):
+    options = argparse.Namespace(device="cpu", block_mib=4, tokens=8, timeout=60)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "torch.Error: why\n"))
+    with pytest.raises(SystemExit, match="^factor 4, hidden 128: exit 1: torch.Error: why$"):
+        bench("tiling").in_a_process(options, "4", 128)
 
 
 def test_a_pipeline_without_lookahead_fetches_nothing_ahead(bench, monkeypatch, tmp_path, one_thread):
