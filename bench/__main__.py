@@ -17,7 +17,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 QUICK = {
     "activations": "--hidden 64,128 --seq 64 --batch 2 --rounds 2 --steps 2",
-    "aio": "--gigabytes 0.3 --rounds 1 --seconds 0.5",
+    "aio": "--gigabytes 0.5 --rounds 1 --seconds 0.5",
     "checkpoint": "--hidden 128 --layers 2 --heads 2 --vocab 512 --rounds 1 --block 2",
     "chunks": "--models mlp --sizes 1,4 --rounds 1 --steps 4",
     "gradients": "--hidden 128 --layers 2 --vocab 512 --seq 32 --rounds 2",

@@ -36,7 +36,7 @@ NUM_SLOTS = 8
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", default="infinity-swap", help="made if it does not exist")
-    parser.add_argument("--gigabytes", type=positive_float, default=2, help="size of the file")
+    parser.add_argument("--gigabytes", type=positive_float, default=2, help="size of the file, 0.41 or more")
     parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--seconds", type=positive_float, default=1.5, help="of each measurement")
     parser.add_argument("--block-kib", type=positive, default=1024)

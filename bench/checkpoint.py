@@ -123,7 +123,7 @@ def raw(path: Path, nbytes: int, home: str, op: str) -> None:
     arena = Arena()
     region = arena.region(8 * _REQUEST_NBYTES)
     buffers = [region.buffer[i * _REQUEST_NBYTES : (i + 1) * _REQUEST_NBYTES] for i in range(8)]
-    nbytes = nbytes // _REQUEST_NBYTES * _REQUEST_NBYTES
+    nbytes = max(nbytes // _REQUEST_NBYTES, 1) * _REQUEST_NBYTES
     if op == "write" and path.exists():
         path.unlink()
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
