@@ -36,13 +36,15 @@ NUM_SLOTS = 8
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", default="infinity-swap", help="made if it does not exist")
-    parser.add_argument("--gigabytes", type=positive_float, default=2, help="size of the file, 0.41 or more")
+    parser.add_argument("--gigabytes", type=positive_float, default=2, help="size of the file")
     parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--seconds", type=positive_float, default=1.5, help="of each measurement")
     parser.add_argument("--block-kib", type=positive, default=1024)
     parser.add_argument("--depth", type=positive, default=8, help="blocks in the kernel")
     parser.add_argument("--json")
     options = parser.parse_args()
+    if options.gigabytes * 1e9 < (least := (256 * MIB // REQUEST_NBYTES + 8) * REQUEST_NBYTES):  # writes, and reads behind them
+        parser.error(f"--gigabytes {options.gigabytes:g}: expected {least / 1e9:.3f} or more")
     Path(options.nvme).mkdir(parents=True, exist_ok=True)
     fio = fio_command()
     with tempfile.NamedTemporaryFile(dir=options.nvme, prefix="aio-", suffix=".bench") as file, Bench(file.name, options) as bench:

@@ -6,8 +6,8 @@
 
 Every state lives in one place: on NVMe with nothing resident, in host memory, or on the device. Each round runs each engine that
 can do that, in turn, in processes of its own: the same first weights (what bf16 holds exactly, where that is the dtype), tokens,
-AdamW, and checkpointing a block unless told not to (DeepSpeed 0.19.8 reads a block that is computed again into two buffers, and
-stops there, with weights on NVMe); fp32 master weights where weights are bf16. Times are those of the steps after the
+AdamW, and checkpointing a block unless told not to (with weights on NVMe DeepSpeed 0.19.8 has stopped on one GPU with
+checkpointing, and on four without, as it would read a weight into two buffers); fp32 master weights where weights are bf16. Times are those of the steps after the
 second; "start" is from the first module's construction until the engine could train and its records were where they live. Losses,
 means over the ranks, must agree within --tolerance of the first engine's, or the exit status is 1. An engine that is missing or fails
 is a row that says why. Settings that `infinity tune` left in --nvme are used.
@@ -18,7 +18,7 @@ by arithmetic, from what its source copies: fp32 shards, twice those of blocks, 
 does not tell, and what it keeps between uses varies. Memory: the most that was resident in host memory from the first step on,
 summed over ranks, and the allocator's peak on a device.
 
-DeepSpeed's settings are those with which it runs at all with everything on NVMe. Its kernels are compiled when they are first used,
+DeepSpeed's settings are those without which it does not run with everything on NVMe, if it runs. Its kernels are compiled when they are first used,
 so a run of a tiny model that does not count goes before its first. One that is ended while it compiles leaves a file `lock` in
 ~/.cache/torch_extensions, for which all later ones wait: remove it.
 """

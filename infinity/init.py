@@ -1,6 +1,6 @@
 """Construction of models that no process could hold: `infinity.init`.
 
-Knows parameters as they are made, a window of host memory and a scratch file. Must not know chunks or tiers: once the
+Knows parameters as they are made, a window of the memory in which they are made, and a scratch file. Must not know chunks or tiers: once the
 model stands, the engine asks for each parameter's initial value and lays out the records.
 """
 
@@ -31,7 +31,7 @@ from infinity.errors import SwapError, UsageError
 from infinity.partition import Ranks
 
 MIN_WINDOW_NBYTES = 1 << 30
-WINDOW_SHARE = 1 / 16  # of the memory that is free; larger ones spare a small model the scratch file, and take from the engine's budgets
+WINDOW_SHARE = 1 / 16  # of the memory that is free: what it holds when the engine starts is missing in the engine's budgets
 
 _MOST_A_CALL = 1 << 30  # bytes
 

@@ -186,11 +186,9 @@ class Values:
                 tensor.copy_(new)
 
     def _fill_on_device(self, chunk: ChunkState, values) -> None:
-        flat, numel = chunk.span.flat, chunk.record.numel
-        begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
-        states = [segment for segment in chunk.record.segments if segment.name != "weight"]
-        chunk.device_states = {s.name: torch.empty(numel, dtype=TORCH_DTYPES[s.dtype], device=flat.device) for s in states}
-        self._fill(chunk, chunk.device_states | {"weight": flat[begin : begin + numel]}, values)
+        device, states = chunk.span.flat.device, chunk.record.segments[1:]
+        chunk.device_states = {s.name: torch.empty(chunk.record.numel, dtype=TORCH_DTYPES[s.dtype], device=device) for s in states}
+        self._fill(chunk, self.updater.device_state(chunk), values)
         self.tier.book(chunk.record.states_nbytes)
 
     def keeps_snapshot(self, span: SpanState) -> bool:

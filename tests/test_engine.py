@@ -1,4 +1,7 @@
-"""The engine as a whole: the numbers of plain PyTorch, from whatever tier, at whatever budget."""
+"""The engine as a whole: the numbers of plain PyTorch, from whatever tier, at whatever budget.
+
+Long because one small model and its reference serve every question about a step.
+"""
 
 import itertools
 import random

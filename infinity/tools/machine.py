@@ -95,11 +95,11 @@ class Machine:
         """Devices of all nodes."""
         return self.nodes * self.devices
 
-    @property
-    def missing_rate(self) -> str | None:
-        """The name of a rate that collectives of so many devices need, and that is zero."""
-        needed = ["gather_gbps"] * (self.devices > 1) + ["network_gbps"] * (self.nodes > 1)
-        return next((name for name in needed if not getattr(self, name)), None)
+    def require_collectives(self) -> None:
+        """Raise ConfigError if a rate is not known that collectives of so many devices need."""
+        for name, num in (("gather_gbps", self.devices), ("network_gbps", self.nodes)):
+            if num > 1 and not getattr(self, name):
+                raise ConfigError(f"machine: {name} is not known: say how many GB/s collectives carry over {self.world} devices")
 
     def total(self, what: str) -> int:
         """`capacity` or `endurance` of all drives of a node; 0 if that of any is not known."""

@@ -196,8 +196,7 @@ def _machine(arguments) -> Machine:
             raise ConfigError(f"which machine? Measure this one with `infinity tune DIR...`, which writes {path}, or name a file: --machine FILE")
     given = {name: getattr(arguments, name) for name in ("nodes", "devices")}
     machine = dataclasses.replace(Machine.load(path), **{name: value for name, value in given.items() if value is not None})
-    if machine.missing_rate:
-        raise ConfigError(f"{path}: {machine.missing_rate} is not known: say how many GB/s collectives carry over {_title(machine)}")
+    machine.require_collectives()
     return machine
 
 
@@ -271,9 +270,12 @@ def _report(prediction: Prediction, largest: int | None) -> dict:
 
 def _text(subject: Subject, prediction: Prediction, report: dict) -> str:
     machine, links = prediction.machine, report["links"]
-    missing = "not known" if machine.drives else "-"
+
+    def there_of(nbytes: int | None) -> str:
+        return format_bytes(nbytes) if nbytes is not None else "not known" if machine.drives else "-"
+
     memory = [
-        [name, *(format_bytes(nbytes) if nbytes is not None else missing for nbytes in (report["memory"][tier][what] for what in ("needed", "there")))]
+        [name, format_bytes(report["memory"][tier]["needed"]), there_of(report["memory"][tier]["there"])]
         for tier, name in (("device", "a device"), ("host", "a node's host, pinned"), ("nvme", "a node's drives"))
     ]
     rows = [

@@ -99,7 +99,8 @@ def arrangement(
     else:
         host_budget = config.host_memory
         if host_budget > host:
-            raise BudgetError(f"host_memory={format_bytes(host_budget)} a rank is more than the machine has: {format_bytes(host)} for each of {share}")
+            given, there = format_bytes(host_budget), format_bytes(host)
+            raise BudgetError(f"host_memory={given} a rank is more than the machine has: {there} for each of {share}")
     free = machine.device_memory
     if machine.device == "cuda":
         free = int(free * (1 - SLACK)) - workload.saved_nbytes
@@ -130,7 +131,8 @@ def arrangement(
     if placement.nvme_nbytes and not machine.drives:
         raise BudgetError(f"nvme: {format_bytes(placement.nvme_nbytes)} a rank need a drive, and the machine has none")
     if nvme and placement.nvme_nbytes > nvme:
-        raise BudgetError(f"nvme: {format_bytes(placement.nvme_nbytes)} a rank are needed; the drives have {format_bytes(nvme)} for each of {share}")
+        needed, there = format_bytes(placement.nvme_nbytes), format_bytes(nvme)
+        raise BudgetError(f"nvme: {needed} a rank are needed; the drives have {there} for each of {share}")
     on_device: tuple[int, ...] = ()
     nbytes_of = [span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans]
     if "device" not in placement.homes[STATES]:  # as Margin.settle, after the first step

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 
 from infinity import schedule
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Layout, Record
-from infinity.errors import ConfigError
 from infinity.planner import Placement, look_ahead
 from infinity.schedule import NEVER, NextUse, Use
 from infinity.tools.machine import Machine
@@ -246,6 +245,7 @@ class _Rank:
     def __init__(self, layout: Layout, records, placement: Placement, step: Step, machine: Machine, on_device: frozenset[int]):
         self.layout, self.placement, self.step, self.machine = layout, placement, step, machine
         self.cpu = machine.device == "cpu"
+        machine.require_collectives()
         world, share = layout.world, machine.devices
         alone = "" if share == 1 else "_all"
         self.h2d = getattr(machine, f"h2d{alone}_gbps") * 1e9
@@ -255,8 +255,6 @@ class _Rank:
         rates = [machine.gather_gbps] if share > 1 else []
         rates += [machine.network_gbps / share * (world - 1) / (world - share)] if world > share else []  # of what a rank receives
         self.collective = min(rates, default=0.0) * 1e9
-        if world > 1 and not self.collective:
-            raise ConfigError(f"machine: {machine.missing_rate} is not known: say how many GB/s collectives carry there")
         itemsize = WEIGHT_NBYTES[layout.spans[0].dtype]
         self.spans = [_Span(span.index, span.numel * itemsize) for span in layout.spans]
         self.chunks: list[_Chunk] = []
