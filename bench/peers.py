@@ -1,16 +1,22 @@
 """The same GPT trained by this engine, FSDP2 with CPU offload, DeepSpeed and plain PyTorch: a step's time, bytes and memory.
 
     python bench/peers.py [--engines infinity,fsdp2,deepspeed,plain] [--places nvme,host,device] [--ranks 1] [--device cuda]
-                          [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--moments fp32] [--no-checkpointing]
-                          [--rounds 2] [--steps 6] [--json FILE] [--plot FILE]
+                          [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--moments fp32] [--residency none]
+                          [--no-checkpointing] [--rounds 2] [--steps 6] [--trace DIR] [--json FILE] [--plot FILE]
 
-Every state lives in one place: on NVMe with nothing resident, in host memory, or on the device. Each round runs each engine that
+Every state lives in one place: on NVMe with nothing resident, in host memory, or on the device; with --residency auto, infinity
+keeps of what is on NVMe as much in host memory as this holds. Each round runs each engine that
 can do that, in turn, in processes of its own: the same first weights (what bf16 holds exactly, where that is the dtype), tokens,
-AdamW, and checkpointing a block unless told not to (with weights on NVMe DeepSpeed 0.19.8 has stopped on one GPU with
-checkpointing, and on four without, as it would read a weight into two buffers); fp32 master weights where weights are bf16. Times are those of the steps after the
+AdamW, and checkpointing a block unless told not to; fp32 master weights where weights are bf16. Times are those of the steps after the
 second; "start" is from the first module's construction until the engine could train and its records were where they live. Losses,
 means over the ranks, must agree within --tolerance of the first engine's, or the exit status is 1. An engine that is missing or fails
-is a row that says why. Settings that `infinity tune` left in --nvme are used.
+is a row that says why. Settings that `infinity tune` left in --nvme are used. With --trace, infinity records itself, and the times of
+its transfers in each run are left there, for `infinity trace`.
+
+The phase roofline is what infinity's step cannot be faster than if nothing moves from one phase to the other: in forward the longer of
+compute and reading weights, in backward the longer of compute and reading and writing records. What the drive gives, read, written, and
+both in the proportion of a step, is measured right before and after each run on NVMe, without an engine. Compute is plain PyTorch's
+step, where there is one: forward 1 of its 4 parts, or of 3 without checkpointing.
 
 Bytes a parameter and step, of all ranks together. NVMe: infinity's own counters, for the others those of the kernel for the
 process (/proc/self/io; the kernel's count for infinity is in the JSON, too). To and from the device: infinity's own counters; FSDP2's
@@ -18,7 +24,8 @@ by arithmetic, from what its source copies: fp32 shards, twice those of blocks, 
 does not tell, and what it keeps between uses varies. Memory: the most that was resident in host memory from the first step on,
 summed over ranks, and the allocator's peak on a device.
 
-DeepSpeed's settings are those without which it does not run with everything on NVMe, if it runs. Its kernels are compiled when they are first used,
+DeepSpeed's settings are those without which it does not run with everything on NVMe, and one of its functions is mended: 0.19.8 stops
+where it lists a weight twice to be read ahead, as with checkpointing. Its kernels are compiled when they are first used,
 so a run of a tiny model that does not count goes before its first. One that is ended while it compiles leaves a file `lock` in
 ~/.cache/torch_extensions, for which all later ones wait: remove it.
 """
@@ -42,6 +49,7 @@ from _common import RunError, agree, apart, error_bars, exit_with, given, leave,
 from _common import at_least, directory, positive, positive_float
 from infinity import drives, output
 from infinity.gpt import GPT, Batches
+from infinity.tools.tuning import probe_in
 
 PLACES = {
     "infinity": ("nvme", "host", "device"),
@@ -52,6 +60,7 @@ PLACES = {
 TITLES = {"nvme": "all on NVMe", "host": "all in host memory", "device": "all on the device"}
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 NUM_WARM = 2  # steps that are not counted
+NUM_RATES = 9  # measurements of the drive, of which the median counts
 TINY = {"hidden": 128, "layers": 1, "heads": 2, "vocab": 256, "seq": 32, "batch": 1, "steps": 1}
 TRAFFIC = ("NVMe read", "written", "to device", "from it")  # bytes a parameter and step
 
@@ -72,10 +81,12 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16" if cuda else "fp32")
     parser.add_argument("--host-memory", default="auto", help="of infinity, a rank")
     parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="of infinity")
+    parser.add_argument("--residency", choices=("auto", "none"), default="none", help="of infinity, on NVMe")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of each block's activations")
     parser.add_argument("--rounds", type=positive, default=2)
     parser.add_argument("--steps", type=at_least(NUM_WARM + 1), default=6)
     parser.add_argument("--tolerance", type=float, default=0.002, help="of losses, relative")
+    parser.add_argument("--trace", type=directory, metavar="DIR", help="of infinity, a file for each run")
     parser.add_argument("--timeout", type=positive_float, default=1800, help="seconds for one run")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parse(parser)
@@ -95,7 +106,12 @@ def main() -> int:
             try:
                 if engine == "deepspeed" and not round_:
                     run_ranks(case | TINY, place, engine)
-                rows[place, engine].append(run_ranks(case, place, engine))
+                measures = (place, engine) == ("nvme", "infinity")
+                before = drive_rates(options.nvme) if measures else None
+                traced = options.trace and str(Path(options.trace, f"{place}-{round_}.json").resolve())
+                rows[place, engine].append(run_ranks(case | {"trace": traced}, place, engine))
+                if measures:
+                    rows[place, engine][-1]["drive"] = [before, drive_rates(options.nvme)]
             except RunError as error:
                 failed[place, engine] = str(error)
             said = failed.get((place, engine)) or f"{spread(rows[place, engine][-1]['seconds'])} s"
@@ -143,6 +159,26 @@ def run_ranks(case: dict, place: str, engine: str) -> dict:
     }
 
 
+def drive_rates(path: str) -> dict[str, float]:
+    """Bytes a second that the drive gives with the settings that an engine there would use."""
+    folder = os.open(path, os.O_RDONLY)
+    drive = drives.load(folder) or drives.Drive()
+    os.close(folder)
+    with probe_in(Path(path)) as probe:
+        found = [{mix: probe.rate(mix, drive) for mix in drives.MIXES} for _ in range(NUM_RATES)]
+    return {mix: statistics.median(rates[mix] for rates in found) for mix in drives.MIXES}
+
+
+def roofline(options, run_: dict, compute_seconds: float) -> float:
+    """Seconds that a step of infinity with everything on NVMe takes at least."""
+    read, written = (run_["num_parameters"] * nbytes for nbytes in run_["traffic"][:2])
+    rates = {mix: statistics.mean(rates[mix] for rates in run_["drive"]) for mix in drives.MIXES}
+    forward = 1 / 4 if options.checkpointing else 1 / 3
+    weights, records = max(0, read - written), min(read, written)  # updates write what they read
+    both = max(records / rates["read"], written / rates["write"], (records + written) / rates["mixed"])
+    return max(forward * compute_seconds, weights / rates["read"]) + max((1 - forward) * compute_seconds, both)
+
+
 def show(options, rows: dict, failed: dict, worst: dict) -> None:
     shape = (options.hidden, options.layers, options.seq, options.batch)
     num = next((f"{runs[0]['num_parameters'] / 1e9:.3f} B parameters, " for runs in rows.values()), "")
@@ -164,6 +200,13 @@ def show(options, rows: dict, failed: dict, worst: dict) -> None:
     print(output.table(("", "engine", "s a step", "of ours", "losses", "start, s", *TRAFFIC, "host peak", "device peak"), cells))
     for (place, engine), reason in failed.items():
         print(f"{place}  {engine}: {reason}")
+    if runs := rows.get(("nvme", "infinity")):
+        plains = rows.get(("device", "plain"), ())
+        compute = statistics.median(each for run_ in plains for each in run_["seconds"]) if plains else 0.0
+        for run_ in runs:
+            least, seconds = roofline(options, run_, compute), statistics.median(run_["seconds"])
+            given_ = "; ".join(", ".join(f"{mix} {rate / 1e9:.2f}" for mix, rate in rates.items()) for rates in run_["drive"])
+            print(f"phase roofline {least:.3f} s, {least / seconds:.2f} of infinity's step; drive, GB/s before and after: {given_}")
 
 
 # In a rank.
@@ -252,8 +295,11 @@ def same_start(options) -> GPT:
 
 def ours(options, device):
     config = {name: getattr(options, name) for name in ("nvme", "device", "dtype", "host_memory", "moments")}
-    residency = "none" if options.place == "nvme" else "auto"
-    with infinity.init(infinity.Config(weights=options.place, states=options.place, residency=residency, **config)):
+    places = {"weights": options.place, "states": options.place}
+    if options.place == "nvme":
+        config |= {"residency": options.residency}
+        places = {} if options.residency == "auto" else places
+    with infinity.init(infinity.Config(trace=bool(options.trace), **places, **config)):
         model = same_start(options)
     optimizer = infinity.AdamW(model.parameters(), **HYPER)
     engine = infinity.engine_of(model)
@@ -270,7 +316,12 @@ def ours(options, device):
         links = [stats["links"][link]["nbytes"] if options.place != "device" else 0 for link in ("cg", "gc")]
         return stats["nvme_read_nbytes"], stats["nvme_write_nbytes"], *links
 
-    return step, moved, engine.close
+    def close():
+        if options.trace:
+            infinity.save_trace(options.trace, model)
+        engine.close()
+
+    return step, moved, close
 
 
 def fsdp2(options, device):
@@ -314,6 +365,7 @@ def fsdp2(options, device):
 def deep(options, device):
     import deepspeed
 
+    read_ahead_once()
     model, world = same_start(options).cpu(), dist.get_world_size()
     largest = max(param.numel() for param in model.parameters())
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -327,6 +379,7 @@ def deep(options, device):
         "aio": {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
         "optimizer": {"type": "AdamW", "params": HYPER},
         "bf16": {"enabled": options.dtype == "bf16"},
+        "gradient_clipping": 0.0,  # by default it clips
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
 
@@ -338,6 +391,14 @@ def deep(options, device):
 
     links = (0, 0) if options.place == "device" else (None, None)
     return step, lambda: (*kernel_io(), *links), lambda: None
+
+
+def read_ahead_once() -> None:
+    """Have DeepSpeed read a weight into one buffer where its list of what comes next names it more often."""
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
+
+    swap_in = Swapper.swap_in
+    Swapper.swap_in = lambda self, params, *rest, **named: swap_in(self, list(dict.fromkeys(params)), *rest, **named)
 
 
 def plain(options, device):
