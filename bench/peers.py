@@ -2,7 +2,7 @@
 
     python bench/peers.py [--engines infinity,fsdp2,deepspeed,plain] [--places nvme,host,device] [--ranks 1] [--device cuda]
                           [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--moments fp32] [--residency none]
-                          [--no-checkpointing] [--rounds 2] [--steps 6] [--trace DIR] [--json FILE] [--plot FILE]
+                          [--window 60GiB] [--no-checkpointing] [--rounds 2] [--steps 6] [--trace DIR] [--json FILE] [--plot FILE]
 
 Every state lives in one place: on NVMe with nothing resident, in host memory, or on the device; with --residency auto, infinity
 keeps of what is on NVMe as much in host memory as this holds. Each round runs each engine that
@@ -21,8 +21,8 @@ step, where there is one: forward 1 of its 4 parts, or of 3 without checkpointin
 Bytes a parameter and step, of all ranks together. NVMe: infinity's own counters, for the others those of the kernel for the
 process (/proc/self/io; the kernel's count for infinity is in the JSON, too). To and from the device: infinity's own counters; FSDP2's
 by arithmetic, from what its source copies: fp32 shards, twice those of blocks, once the others, and fp32 gradients; DeepSpeed
-does not tell, and what it keeps between uses varies. Memory: the most that was resident in host memory from the first step on,
-summed over ranks, and the allocator's peak on a device.
+does not tell, and what it keeps between uses varies. Memory: what files hold after the last step; the most that was resident in host memory from the first step on, summed over ranks;
+the allocator's peak on a device.
 
 DeepSpeed's settings are those without which it does not run with everything on NVMe, and one of its functions is mended: 0.19.8 stops
 where it lists a weight twice to be read ahead, as with checkpointing. Its kernels are compiled when they are first used,
@@ -48,6 +48,7 @@ import infinity
 from _common import RunError, agree, apart, error_bars, exit_with, given, leave, on_ranks, parse, spread
 from _common import at_least, directory, positive, positive_float
 from infinity import drives, output
+from infinity.config import parse_bytes
 from infinity.gpt import GPT, Batches
 from infinity.tools.tuning import probe_in
 
@@ -80,6 +81,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=positive, default=default, help="of a rank" if name == "batch" else None)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16" if cuda else "fp32")
     parser.add_argument("--host-memory", default="auto", help="of infinity, a rank")
+    parser.add_argument("--window", help="of infinity, bytes of parameters under construction")
     parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="of infinity")
     parser.add_argument("--residency", choices=("auto", "none"), default="none", help="of infinity, on NVMe")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of each block's activations")
@@ -153,6 +155,7 @@ def run_ranks(case: dict, place: str, engine: str) -> dict:
         "kernel_io": [sum(each) for each in zip(*(rank["kernel_io"] for rank in ranks))],
         "start_seconds": max(rank["start_seconds"] for rank in ranks),
         "host_nbytes": sum(rank["host_nbytes"] for rank in ranks),
+        "disk_nbytes": ranks[0]["disk_nbytes"],
         "device_nbytes": max(rank["device_nbytes"] for rank in ranks),
         "num_parameters": ranks[0]["num_parameters"],
         "version": ranks[0]["version"],
@@ -192,12 +195,12 @@ def show(options, rows: dict, failed: dict, worst: dict) -> None:
         ratio = f"{statistics.median(seconds) / base:.2f}x" if ours else "-"
         traffic = ["-" if number is None else f"{number:.2f}" for number in runs[-1]["traffic"]]
         started = statistics.median(run_["start_seconds"] for run_ in runs)
-        memory = [max(run_[name] for run_ in runs) for name in ("host_nbytes", "device_nbytes")]
+        memory = [max(run_[name] for run_ in runs) for name in ("disk_nbytes", "host_nbytes", "device_nbytes")]
         cells.append(
             [place, f"{engine} {runs[0]['version']}".rstrip(), spread(seconds, 3), ratio, f"{worst[place, engine]:.1e}"]
             + [f"{started:.1f}", *traffic, *(f"{nbytes / 2**30:.2f} GiB" if nbytes else "-" for nbytes in memory)]
         )
-    print(output.table(("", "engine", "s a step", "of ours", "losses", "start, s", *TRAFFIC, "host peak", "device peak"), cells))
+    print(output.table(("", "engine", "s a step", "of ours", "losses", "start, s", *TRAFFIC, "on disk", "host peak", "device peak"), cells))
     for (place, engine), reason in failed.items():
         print(f"{place}  {engine}: {reason}")
     if runs := rows.get(("nvme", "infinity")):
@@ -253,6 +256,7 @@ def run(options) -> dict:
         "traffic": [None if b is None else (b - a) / counted for a, b in zip(before, moved())],
         "kernel_io": [(b - a) / counted for a, b in zip(io_before, kernel_io())],
         "host_nbytes": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10,
+        "disk_nbytes": disk_nbytes(options.nvme),
         "device_nbytes": torch.cuda.max_memory_allocated() if cuda else 0,
         "num_parameters": num,
         "version": deepspeed.__version__ if options.engine == "deepspeed" else "",
@@ -260,6 +264,11 @@ def run(options) -> dict:
     close()
     dist.destroy_process_group()
     return report
+
+
+def disk_nbytes(folder: str) -> int:
+    """What the files below a directory take on its drive."""
+    return sum(512 * path.stat().st_blocks for path in Path(folder).rglob("*") if path.is_file())
 
 
 def kernel_io() -> tuple[int, int]:
@@ -299,7 +308,8 @@ def ours(options, device):
     if options.place == "nvme":
         config |= {"residency": options.residency}
         places = {} if options.residency == "auto" else places
-    with infinity.init(infinity.Config(trace=bool(options.trace), **places, **config)):
+    window = parse_bytes(options.window) if options.window else None
+    with infinity.init(infinity.Config(trace=bool(options.trace), **places, **config), window=window):
         model = same_start(options)
     optimizer = infinity.AdamW(model.parameters(), **HYPER)
     engine = infinity.engine_of(model)
