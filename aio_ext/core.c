@@ -31,6 +31,7 @@
 #define MAX_BARREN 3                /* transfers in a row that gained nothing */
 #define PAUSE_NS ((int64_t)1000000) /* after EAGAIN, doubled up to 64 times that */
 #define PATIENCE_NS ((int64_t)1000000000)
+#define MOST_A_SUBMIT 2 /* the kernel merges neighbours among more: few large requests, done all at once, leave the drive idle */
 
 static _Atomic(const struct aio_calls *) calls = &aio_kernel;
 
@@ -365,7 +366,8 @@ static void submit_batch(Core *core, int count)
     while (from < count) {
         pthread_mutex_unlock(&core->lock);
         int64_t start = aio_now_ns();
-        int accepted = kernel->submit(core->context, count - from, core->batch + from);
+        int most = count - from < MOST_A_SUBMIT ? count - from : MOST_A_SUBMIT;
+        int accepted = kernel->submit(core->context, most, core->batch + from);
         int64_t spent = aio_now_ns() - start;
         pthread_mutex_lock(&core->lock);
         core->stats.submit_ns += spent;

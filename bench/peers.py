@@ -2,10 +2,10 @@
 
     python bench/peers.py [--engines infinity,fsdp2,deepspeed,plain] [--places nvme,host,device] [--ranks 1] [--device cuda]
                           [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--moments fp32] [--residency none]
-                          [--window 60GiB] [--no-checkpointing] [--rounds 2] [--steps 6] [--trace DIR] [--json FILE] [--plot FILE]
+                          [--weights nvme] [--window 60GiB] [--no-checkpointing] [--rounds 2] [--steps 6] [--trace DIR] [--json FILE] [--plot FILE]
 
 Every state lives in one place: on NVMe with nothing resident, in host memory, or on the device; with --residency auto, infinity
-keeps of what is on NVMe as much in host memory as this holds. Each round runs each engine that
+keeps of what is on NVMe as much on the device and in host memory as these hold, with --weights host it has the weights there. Each round runs each engine that
 can do that, in turn, in processes of its own: the same first weights (what bf16 holds exactly, where that is the dtype), tokens,
 AdamW, and checkpointing a block unless told not to; fp32 master weights where weights are bf16. Times are those of the steps after the
 second; "start" is from the first module's construction until the engine could train and its records were where they live. Losses,
@@ -83,6 +83,7 @@ def main() -> int:
     parser.add_argument("--host-memory", default="auto", help="of infinity, a rank")
     parser.add_argument("--window", help="of infinity, bytes of parameters under construction")
     parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="of infinity")
+    parser.add_argument("--weights", choices=("nvme", "host"), default="nvme", help="of infinity, with all else on NVMe")
     parser.add_argument("--residency", choices=("auto", "none"), default="none", help="of infinity, on NVMe")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of each block's activations")
     parser.add_argument("--rounds", type=positive, default=2)
@@ -307,7 +308,7 @@ def ours(options, device):
     places = {"weights": options.place, "states": options.place}
     if options.place == "nvme":
         config |= {"residency": options.residency}
-        places = {} if options.residency == "auto" else places
+        places = {} if options.residency == "auto" else places | {"weights": options.weights}
     window = parse_bytes(options.window) if options.window else None
     with infinity.init(infinity.Config(trace=bool(options.trace), **places, **config), window=window):
         model = same_start(options)
