@@ -31,7 +31,9 @@
 #define MAX_BARREN 3                /* transfers in a row that gained nothing */
 #define PAUSE_NS ((int64_t)1000000) /* after EAGAIN, doubled up to 64 times that */
 #define PATIENCE_NS ((int64_t)1000000000)
-#define MOST_A_SUBMIT 2 /* the kernel merges neighbours among more: few large requests, done all at once, leave the drive idle */
+/* Of the blocks of a submit the kernel makes one request where they lie side by side. That helps small ones; but a few requests of
+ * several MiB are done all at once, and leave the drive idle until the next come. */
+#define MOST_A_SUBMIT ((size_t)1 << 20)
 
 static _Atomic(const struct aio_calls *) calls = &aio_kernel;
 
@@ -357,6 +359,16 @@ static Block *block_of(Core *core, const struct iocb *iocb)
     return &core->blocks[(intptr_t)iocb->data];
 }
 
+/* How many of the blocks from there on go to the kernel in one call. */
+static int submittable(const Core *core, int from, int count)
+{
+    size_t nbytes = core->batch[from]->u.c.nbytes;
+    int end = from + 1;
+    while (end < count && nbytes + core->batch[end]->u.c.nbytes <= MOST_A_SUBMIT)
+        nbytes += core->batch[end++]->u.c.nbytes;
+    return end - from;
+}
+
 /* Hands the batch over. The lock is free meanwhile: io_submit may sleep. What was refused is settled like a
  * completion. */
 static void submit_batch(Core *core, int count)
@@ -366,11 +378,11 @@ static void submit_batch(Core *core, int count)
     while (from < count) {
         pthread_mutex_unlock(&core->lock);
         int64_t start = aio_now_ns();
-        int most = count - from < MOST_A_SUBMIT ? count - from : MOST_A_SUBMIT;
-        int accepted = kernel->submit(core->context, most, core->batch + from);
+        int accepted = kernel->submit(core->context, submittable(core, from, count), core->batch + from);
         int64_t spent = aio_now_ns() - start;
         pthread_mutex_lock(&core->lock);
         core->stats.submit_ns += spent;
+        core->stats.num_submits++;
         if (accepted > 0) {
             from += accepted;
         } else if (accepted == 0 || accepted == -EAGAIN || accepted == -EINTR) {

@@ -45,7 +45,7 @@ struct request {
 };
 
 typedef struct {
-    uint64_t read_nbytes, write_nbytes, num_reads, num_writes, num_blocks, num_repeats, num_errors, num_wakeups;
+    uint64_t read_nbytes, write_nbytes, num_reads, num_writes, num_blocks, num_repeats, num_errors, num_wakeups, num_submits;
     size_t queued_nbytes, inflight_nbytes, peak_inflight_nbytes;
     int64_t submit_ns, cpu_ns;
 } Stats;

@@ -20,6 +20,7 @@ from typing import NoReturn
 import torch
 
 from infinity import output
+from infinity.config import parse_bytes
 from infinity.errors import ConfigError, UsageError
 
 _REPORTS = "INFINITY_BENCH_REPORTS"  # names the directory in which ranks leave theirs
@@ -70,6 +71,14 @@ def positive_float(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
+
+
+def nbytes_of(text: str) -> int:
+    """A type of options: bytes, such as 60GiB."""
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def directory(text: str) -> str:

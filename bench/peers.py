@@ -1,33 +1,36 @@
 """The same GPT trained by this engine, FSDP2 with CPU offload, DeepSpeed and plain PyTorch: a step's time, bytes and memory.
 
     python bench/peers.py [--engines infinity,fsdp2,deepspeed,plain] [--places nvme,host,device] [--ranks 1] [--device cuda]
-                          [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--moments fp32] [--residency none]
-                          [--weights nvme] [--window 60GiB] [--no-checkpointing] [--rounds 2] [--steps 6] [--trace DIR] [--json FILE] [--plot FILE]
+                          [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--no-checkpointing] [--rounds 2] [--steps 6]
+                          [--host-memory 4GiB] [--moments bf16] [--weights host] [--residency auto] [--window 60GiB] [--trace DIR]
+                          [--json FILE] [--plot FILE]
 
-Every state lives in one place: on NVMe with nothing resident, in host memory, or on the device; with --residency auto, infinity
-keeps of what is on NVMe as much on the device and in host memory as these hold, with --weights host it has the weights there. Each round runs each engine that
-can do that, in turn, in processes of its own: the same first weights (what bf16 holds exactly, where that is the dtype), tokens,
-AdamW, and checkpointing a block unless told not to; fp32 master weights where weights are bf16. Times are those of the steps after the
-second; "start" is from the first module's construction until the engine could train and its records were where they live. Losses,
-means over the ranks, must agree within --tolerance of the first engine's, or the exit status is 1. An engine that is missing or fails
-is a row that says why. Settings that `infinity tune` left in --nvme are used. With --trace, infinity records itself, and the times of
-its transfers in each run are left there, for `infinity trace`.
+Over 400 lines because each engine is made ready in its own way, and all are measured in one.
 
-The phase roofline is what infinity's step cannot be faster than if nothing moves from one phase to the other: in forward the longer of
-compute and reading weights, in backward the longer of compute and reading and writing records. What the drive gives, read, written, and
-both in the proportion of a step, is measured right before and after each run on NVMe, without an engine. Compute is plain PyTorch's
-step, where there is one: forward 1 of its 4 parts, or of 3 without checkpointing.
+Every state lives in one place: on NVMe, in host memory, or on the device. On NVMe infinity holds no more than is in use or on its way,
+for which it takes as much of --host-memory as helps; with --weights host it keeps the weights in host memory, with --residency auto all
+that the device and host memory hold. Each round runs each engine that can do that, in turn, in processes of its own: the same first
+weights (what bf16 holds exactly, where that is the dtype), tokens, AdamW, and checkpointing a block unless told not to; fp32 master
+weights where weights are bf16. Times are those of the steps after the second; "start" is from the first module's construction until the
+engine could train and its records were where they live. Losses, means over the ranks, must agree within --tolerance of the first
+engine's, or the exit status is 1. An engine that is missing or fails is a row that says why. With --trace, infinity records itself, which
+takes time, and the times of its transfers in each run are left there, for `infinity trace`.
+
+Beside infinity's steps on NVMe stands what the drive alone needs for the same bytes: what it reads, writes, and does of both, 14 to 12,
+is measured right before and after each of these runs, without an engine, with the settings that `infinity tune` left in --nvme. Where it
+left none, they are measured first and left there. No step is faster; one whose compute takes longer than the drive is slower.
 
 Bytes a parameter and step, of all ranks together. NVMe: infinity's own counters, for the others those of the kernel for the
 process (/proc/self/io; the kernel's count for infinity is in the JSON, too). To and from the device: infinity's own counters; FSDP2's
 by arithmetic, from what its source copies: fp32 shards, twice those of blocks, once the others, and fp32 gradients; DeepSpeed
-does not tell, and what it keeps between uses varies. Memory: what files hold after the last step; the most that was resident in host memory from the first step on, summed over ranks;
-the allocator's peak on a device.
+does not tell, and what it keeps between uses varies. Memory: what files hold after the last step; the most that was resident in host
+memory from the first step on, summed over ranks; the allocator's peak on a device.
 
-DeepSpeed's settings are those without which it does not run with everything on NVMe, and one of its functions is mended: 0.19.8 stops
-where it lists a weight twice to be read ahead, as with checkpointing. Its kernels are compiled when they are first used,
-so a run of a tiny model that does not count goes before its first. One that is ended while it compiles leaves a file `lock` in
-~/.cache/torch_extensions, for which all later ones wait: remove it.
+DeepSpeed does not clip gradients here, as it would by default. With everything on NVMe it has the settings without which it does not
+run, whose buffers hold all weights of a small model in host memory; and one of its functions is mended there: 0.19.8 stops where it
+lists a weight twice to be read ahead, as with checkpointing. Its kernels are compiled when they are first used, so a run of a tiny model
+that does not count goes before its first. One that is ended while it compiles leaves a file `lock` in ~/.cache/torch_extensions, for
+which all later ones wait: remove it.
 """
 
 import argparse
@@ -46,9 +49,9 @@ import torch.distributed as dist
 
 import infinity
 from _common import RunError, agree, apart, error_bars, exit_with, given, leave, on_ranks, parse, spread
-from _common import at_least, directory, positive, positive_float
+from _common import at_least, directory, nbytes_of, positive, positive_float
 from infinity import drives, output
-from infinity.config import parse_bytes
+from infinity.errors import ConfigError
 from infinity.gpt import GPT, Batches
 from infinity.tools.tuning import probe_in
 
@@ -81,7 +84,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=positive, default=default, help="of a rank" if name == "batch" else None)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16" if cuda else "fp32")
     parser.add_argument("--host-memory", default="auto", help="of infinity, a rank")
-    parser.add_argument("--window", help="of infinity, bytes of parameters under construction")
+    parser.add_argument("--window", type=nbytes_of, help="of infinity, bytes of parameters under construction")
     parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="of infinity")
     parser.add_argument("--weights", choices=("nvme", "host"), default="nvme", help="of infinity, with all else on NVMe")
     parser.add_argument("--residency", choices=("auto", "none"), default="none", help="of infinity, on NVMe")
@@ -101,6 +104,10 @@ def main() -> int:
         parser.error(f"{unknown[0]!r} is no engine and no place: expected {', '.join(PLACES)}; {', '.join(PLACES['infinity'])}")
     rows = {(place, engine): [] for place in places for engine in engines if place in PLACES[engine]}
     failed = {}
+    if options.weights == "host" and options.residency == "auto":
+        parser.error("--weights host says where weights are, with --residency auto infinity decides: give one of them")
+    if options.trace and not os.access(options.trace, os.W_OK):
+        parser.error(f"--trace: nothing can be written to {options.trace}")
     case = given(options)
     for round_ in range(options.rounds):
         for place, engine in rows:
@@ -110,12 +117,12 @@ def main() -> int:
                 if engine == "deepspeed" and not round_:
                     run_ranks(case | TINY, place, engine)
                 measures = (place, engine) == ("nvme", "infinity")
-                before = drive_rates(options.nvme) if measures else None
+                rates = [drive_rates(options.nvme)] if measures else []
                 traced = options.trace and str(Path(options.trace, f"{place}-{round_}.json").resolve())
                 rows[place, engine].append(run_ranks(case | {"trace": traced}, place, engine))
                 if measures:
-                    rows[place, engine][-1]["drive"] = [before, drive_rates(options.nvme)]
-            except RunError as error:
+                    rows[place, engine][-1]["drive"] = rates + [drive_rates(options.nvme)]
+            except (RunError, ConfigError, OSError) as error:
                 failed[place, engine] = str(error)
             said = failed.get((place, engine)) or f"{spread(rows[place, engine][-1]['seconds'])} s"
             print(f"round {round_}, {place}, {engine}: {said}", file=sys.stderr, flush=True)
@@ -164,30 +171,42 @@ def run_ranks(case: dict, place: str, engine: str) -> dict:
 
 
 def drive_rates(path: str) -> dict[str, float]:
-    """Bytes a second that the drive gives with the settings that an engine there would use."""
+    """Bytes a second that the drive gives with the settings that an engine there uses."""
     folder = os.open(path, os.O_RDONLY)
-    drive = drives.load(folder) or drives.Drive()
-    os.close(folder)
-    with probe_in(Path(path)) as probe:
-        found = [{mix: probe.rate(mix, drive) for mix in drives.MIXES} for _ in range(NUM_RATES)]
+    try:
+        with probe_in(Path(path)) as probe:
+            drive = drives.load(folder)
+            if drive is None:
+                drive = drives.measure(probe.fd, probe.num_requests * drives.REQUEST_NBYTES)
+                probe.fill()
+                drives.store(folder, drive)
+            found = [{mix: probe.rate(mix, drive) for mix in drives.MIXES} for _ in range(NUM_RATES)]
+    finally:
+        os.close(folder)
     return {mix: statistics.median(rates[mix] for rates in found) for mix in drives.MIXES}
 
 
-def roofline(options, run_: dict, compute_seconds: float) -> float:
-    """Seconds that a step of infinity with everything on NVMe takes at least."""
+def drive_seconds(num_read: float, num_written: float, rates: dict[str, float]) -> float:
+    """What a drive needs at least for so many bytes, read and written at the same time."""
+    return max(num_read / rates["read"], num_written / rates["write"], (num_read + num_written) / rates["mixed"])
+
+
+def beside_the_drive(run_: dict) -> str | None:
+    """A line on a run of infinity with everything on NVMe; None if nothing moved."""
     read, written = (run_["num_parameters"] * nbytes for nbytes in run_["traffic"][:2])
+    if not read + written:
+        return None
     rates = {mix: statistics.mean(rates[mix] for rates in run_["drive"]) for mix in drives.MIXES}
-    forward = 1 / 4 if options.checkpointing else 1 / 3
-    weights, records = max(0, read - written), min(read, written)  # updates write what they read
-    both = max(records / rates["read"], written / rates["write"], (records + written) / rates["mixed"])
-    return max(forward * compute_seconds, weights / rates["read"]) + max((1 - forward) * compute_seconds, both)
+    least, seconds = drive_seconds(read, written, rates), statistics.median(run_["seconds"])
+    told = "; ".join(", ".join(f"{mix} {rate / 1e9:.2f}" for mix, rate in rates.items()) for rates in run_["drive"])
+    return f"the drive alone needs {least:.3f} s, {least / seconds:.2f} of infinity's step; GB/s before and after: {told}"
 
 
 def show(options, rows: dict, failed: dict, worst: dict) -> None:
     shape = (options.hidden, options.layers, options.seq, options.batch)
     num = next((f"{runs[0]['num_parameters'] / 1e9:.3f} B parameters, " for runs in rows.values()), "")
     print("{}hidden {}, {} layers, sequence {}, batch {}, ".format(num, *shape), end="")
-    print(f"{options.dtype}, {options.ranks} x {options.device}; bytes are a parameter and step")
+    print(f"{options.dtype}, {options.ranks} x {options.device}{of_infinity(options)}; bytes are a parameter and step")
     cells = []
     for (place, engine), runs in rows.items():
         seconds = [each for run_ in runs for each in run_["seconds"]]
@@ -204,13 +223,16 @@ def show(options, rows: dict, failed: dict, worst: dict) -> None:
     print(output.table(("", "engine", "s a step", "of ours", "losses", "start, s", *TRAFFIC, "on disk", "host peak", "device peak"), cells))
     for (place, engine), reason in failed.items():
         print(f"{place}  {engine}: {reason}")
-    if runs := rows.get(("nvme", "infinity")):
-        plains = rows.get(("device", "plain"), ())
-        compute = statistics.median(each for run_ in plains for each in run_["seconds"]) if plains else 0.0
-        for run_ in runs:
-            least, seconds = roofline(options, run_, compute), statistics.median(run_["seconds"])
-            given_ = "; ".join(", ".join(f"{mix} {rate / 1e9:.2f}" for mix, rate in rates.items()) for rates in run_["drive"])
-            print(f"phase roofline {least:.3f} s, {least / seconds:.2f} of infinity's step; drive, GB/s before and after: {given_}")
+    for run_ in rows.get(("nvme", "infinity"), ()):
+        if line := beside_the_drive(run_):
+            print(line)
+
+
+def of_infinity(options) -> str:
+    """What it was told beside the usual."""
+    usual = {"host_memory": "auto", "moments": "fp32", "residency": "none", "weights": "nvme", "trace": None}
+    told = [f"{name.replace('_', ' ')} {getattr(options, name)}" for name, value in usual.items() if getattr(options, name) != value]
+    return f"; infinity: {', '.join(told)}" if told else ""
 
 
 # In a rank.
@@ -262,6 +284,7 @@ def run(options) -> dict:
         "num_parameters": num,
         "version": deepspeed.__version__ if options.engine == "deepspeed" else "",
     }
+    dist.barrier()  # files are counted
     close()
     dist.destroy_process_group()
     return report
@@ -309,8 +332,7 @@ def ours(options, device):
     if options.place == "nvme":
         config |= {"residency": options.residency}
         places = {} if options.residency == "auto" else places | {"weights": options.weights}
-    window = parse_bytes(options.window) if options.window else None
-    with infinity.init(infinity.Config(trace=bool(options.trace), **places, **config), window=window):
+    with infinity.init(infinity.Config(trace=bool(options.trace), **places, **config), window=options.window):
         model = same_start(options)
     optimizer = infinity.AdamW(model.parameters(), **HYPER)
     engine = infinity.engine_of(model)
@@ -376,7 +398,8 @@ def fsdp2(options, device):
 def deep(options, device):
     import deepspeed
 
-    read_ahead_once()
+    if options.place == "nvme":
+        read_ahead_once()
     model, world = same_start(options).cpu(), dist.get_world_size()
     largest = max(param.numel() for param in model.parameters())
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -452,7 +475,8 @@ def plot(options, rows: dict) -> None:
     axes.set(ylabel="s a step", yscale="log", ylim=(min(everything) / 3, max(everything) * 2))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
-    axes.set_title(f"hidden {options.hidden}, {options.layers} layers, {options.dtype}, {options.ranks} x {options.device}", fontsize=10)
+    title = f"hidden {options.hidden}, {options.layers} layers, {options.dtype}, {options.ranks} x {options.device}{of_infinity(options)}"
+    axes.set_title(title, fontsize=10)
     figure.legend(loc="outside lower center", ncols=len(engines))
     figure.savefig(options.plot, dpi=150)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import threading
 from collections.abc import Callable
 
@@ -34,6 +35,22 @@ from infinity.lanes import Job, Lane, waits
 from infinity.partition import Ranks
 from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
+
+
+MOST_A_BATCH = 4 << 20  # bytes that leave the device together, where a parameter's gradient is not larger
+SMALL_NBYTES = 256 << 10  # so few are not worth a change of threads: they leave with what comes next
+
+
+@dataclasses.dataclass
+class Batch:
+    """Parts of one chunk's gradient, in host memory on the way: each with its start there, whether it is the parameter's first, and the
+    event after which it is there. sent_nbytes: of the device, that leave with it."""
+
+    chunk: ChunkState
+    parts: list[tuple[torch.Tensor, int, bool, object]] = dataclasses.field(default_factory=list)
+    nbytes: int = 0
+    sent_nbytes: int = 0
+    job: Job | None = None
 
 
 class Gradients:
@@ -78,6 +95,7 @@ class Gradients:
         self._changed = threading.Condition()
         self._under_way_nbytes = 0
         self._num_arrivals = 0
+        self._batch: Batch | None = None  # the last one that the gc lane was given, until it begins with it
 
     def dtype(self, chunk: ChunkState) -> torch.dtype:
         return torch.float32 if self.accumulate else TORCH_DTYPES[chunk.chunk.dtype]
@@ -114,12 +132,7 @@ class Gradients:
                 first = state.index not in chunk.received
                 chunk.received.add(state.index)
                 part = flat[piece.param_start : piece.param_start + piece.numel]
-                sent = nbytes if last else 0
-                chunk.gradient_job = self.gc.push(
-                    lambda c=chunk, p=part, s=piece.start, f=first, n=sent: self._transfer(
-                        n, lambda: self._collect(c, p, s, f, ready)
-                    )
-                )
+                self._put(chunk, (part, piece.start, first, ready), nbytes if last else 0)
             else:
                 self._insert(chunk, piece, flat)
                 chunk.used.add(state.index)
@@ -185,6 +198,7 @@ class Gradients:
             if self._under_way_nbytes <= self.limit_nbytes:
                 return
             start = now()
+            self.gc.wake()
             with waits():
                 while self._under_way_nbytes > self.limit_nbytes:
                     self.raise_failure()
@@ -202,6 +216,28 @@ class Gradients:
 
     def close(self) -> None:
         self.gc.close()
+
+    def _put(self, chunk: ChunkState, part: tuple, sent_nbytes: int) -> None:
+        """On one rank: have the gc lane move a part, together with those before it of the same chunk that it has not begun with."""
+        nbytes = part[0].numel() * part[0].element_size()
+        with self._changed:
+            batch = self._batch
+            if batch is None or batch.job is not chunk.gradient_job or batch.nbytes + nbytes > MOST_A_BATCH:
+                batch = self._batch = Batch(chunk)
+            batch.parts.append(part)
+            batch.nbytes += nbytes
+            batch.sent_nbytes += sent_nbytes
+        more_comes = chunk.missing > 1 and nbytes <= SMALL_NBYTES
+        if batch.job is None:
+            batch.job = chunk.gradient_job = self.gc.push(lambda: self._run_batch(batch), quiet=more_comes)
+        elif not more_comes:
+            self.gc.wake()
+
+    def _run_batch(self, batch: Batch) -> None:
+        with self._changed:
+            if self._batch is batch:
+                self._batch = None
+        self._transfer(batch.sent_nbytes, lambda: self._collect(batch))
 
     def _note_arrival(self, chunk: ChunkState) -> None:
         chunk.norm_job = None
@@ -283,12 +319,14 @@ class Gradients:
         finally:
             self._send(-nbytes)
 
-    def _collect(self, chunk: ChunkState, part: torch.Tensor, start: int, first: bool, ready) -> None:
-        """On one rank: move a parameter's part into the chunk's gradient shard."""
-        with self._open(chunk) as memory:
-            begin = now()
-            marks = self._move(memory[start : start + part.numel()], part, first, ready)
-        self.events.moved("gc", chunk.index, part.numel() * part.element_size(), begin, now(), marks)
+    def _collect(self, batch: Batch) -> None:
+        """On one rank: move parts of parameters into the chunk's gradient shard."""
+        with self._open(batch.chunk) as memory:
+            begin, marks = now(), None
+            for part, start, first, ready in batch.parts:
+                moved = self._move(memory[start : start + part.numel()], part, first, ready)
+                marks = moved and (marks or moved)[:1] + moved[1:]
+        self.events.moved("gc", batch.chunk.index, batch.nbytes, begin, now(), marks)
 
     def _move(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready):
         """target = source if first, else += source. Over when it returns; on CUDA it returns the marks of the copy."""

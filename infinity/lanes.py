@@ -56,6 +56,8 @@ class Job:
 
     def wait(self) -> object:
         if not self.done:
+            if self.lane is not None:
+                self.lane.wake()
             with waits():
                 while not self.done:
                     if self._gate.acquire(timeout=_GLANCE_S):
@@ -97,16 +99,25 @@ class Lane:
         self._thread = threading.Thread(target=self._loop, name=f"{THREADS}{name}", daemon=True)
         self._thread.start()
 
-    def push(self, work: Callable[[], object], what: str = "", *, ready: Callable[[], bool] = lambda: False) -> Job:
-        """ready(): whether it could run without waiting for anything; called in the lane, of a job that is hurried."""
+    def push(
+        self, work: Callable[[], object], what: str = "", *, ready: Callable[[], bool] = lambda: False, quiet: bool = False
+    ) -> Job:
+        """ready(): whether it could run without waiting for anything; called in the lane, of a job that is hurried. quiet: nothing waits
+        for it yet, so the lane need not wake for it alone: it runs before the next one, or once somebody waits for it."""
         if self._ended:
             raise RuntimeError(f"nothing can be given to lane {self.name} any more: the engine is closed")
         job = Job(work)
         job.lane, job.what = self, what
         with self._changed:
             self._line[job] = ready
-            self._changed.notify()
+            if not quiet:
+                self._changed.notify()
         return job
+
+    def wake(self) -> None:
+        """Let what was pushed quietly run now."""
+        with self._changed:
+            self._changed.notify()
 
     def hurry(self, job: Job) -> None:
         """Let a job run before those pushed earlier, as soon as it is ready; after those hurried earlier that are ready, too."""

@@ -32,6 +32,7 @@ MIN_CHUNK_NUMEL, MAX_CHUNK_NUMEL, MAX_NUM_CHUNKS = 128 << 10, 32 << 20, 20_000
 
 MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS = 2, 2, 2
 WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS = 64, 12, 8
+MIN_UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is room: fewer make small ops wait for threads
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def place(
             f"{', weights ' + format_bytes(pinned) if pinned else ''}{', states ' + format_bytes(on_device) if on_device else ''}"
             f"). Raise device_memory{' or leave more to the host' if pinned else ', or split the largest layer'}."
         )
-    extra = min(op_gradient_nbytes, (device_budget - needed) // 3)
+    extra = min(max(op_gradient_nbytes, MIN_UNDER_WAY_NBYTES), (device_budget - needed) // 3)
     gradient_limit += extra
     device = {
         "pinned": bool(pinned),

@@ -25,6 +25,7 @@ from aio_ext import _aio
 from helpers import memory, run_python
 
 BLOCK = 64 << 10
+SECONDS = 30  # after which a request is taken to be lost
 ROOT = Path(__file__).parent.parent
 
 
@@ -339,11 +340,35 @@ def test_a_thousand_refused_submits_lose_nothing(direct, result):
         fired = 0
         while fired < 1000:
             back = memory(len(data), 0)
-            assert queue.read(fd, back, 0).wait() and back == data
+            assert queue.read(fd, back, 0).wait(SECONDS) and back == data
             fired += _aio._inject()
             _aio._inject("io_submit", 0, 1000 - fired, result, every=2)
         stats = queue.stats()
     assert stats["num_wakeups"] < 20 * stats["num_blocks"]  # it slept in between
+
+
+def test_a_submit_that_fails_fails_its_request_alone(direct):
+    fd, data = direct(48 * 4096)
+    with aio_ext.Queue(block_nbytes=4096) as queue:
+        _aio._inject("io_submit", 0, 1, -errno.EIO)
+        backs = [memory(16 * 4096, 0) for _ in range(3)]
+        tickets = [queue.read(fd, back, number * len(back)) for number, back in enumerate(backs)]
+        with pytest.raises(OSError) as caught:
+            assert tickets[0].wait(SECONDS)
+        assert caught.value.errno == errno.EIO
+        assert tickets[1].wait(SECONDS) and tickets[2].wait(SECONDS)
+        assert [bytes(back) for back in backs[1:]] == [data[16 * 4096 : 32 * 4096], data[32 * 4096 :]]
+        assert queue.stats()["inflight_nbytes"] == 0
+
+
+@pytest.mark.parametrize("block_kib, least", [(2048, 2), (1024, 4), (512, 4), (64, 4), (640, 6)])
+def test_no_submit_has_more_than_a_mebibyte_of_several_blocks(direct, block_kib, least):
+    fd, data = direct(4 << 20)
+    with aio_ext.Queue(block_nbytes=block_kib << 10) as queue:
+        back = memory(len(data), 0)
+        assert queue.read(fd, back, 0).wait(SECONDS) and back == data
+        stats = queue.stats()
+    assert least <= stats["num_submits"] <= stats["num_blocks"]
 
 
 def test_endless_refusal_is_an_error_and_no_spin(direct):

@@ -165,12 +165,27 @@ def test_peers_train_alike_and_who_cannot_is_a_row(tmp_path):
     ]
     (nvme,) = rows["nvme", "infinity"]
     assert nvme["traffic"][1] == pytest.approx(12, rel=0.2)  # weight, momentum and variance, padded to pages
+    assert nvme["disk_nbytes"] > 12 * nvme["num_parameters"] and [len(rates) for rates in nvme["drive"]] == [3, 3]
+    assert done.stdout.count("the drive alone needs") == 1
     (host,) = rows["host", "fsdp2"]
     assert 4 < host["traffic"][2] < 8 and host["traffic"][3] == 4
     assert not any(rows["device", "plain"][0]["traffic"][2:])
 
+    (tmp_path / "traces").mkdir()
+    alone = ["--engines", "infinity", "--places", "nvme"]
+    done = run(*common, *alone, "--weights", "host", "--window", "1MiB", "--trace", tmp_path / "traces")
+    assert done.returncode == 0 and "; infinity: weights host, trace " in done.stdout, done.stdout + done.stderr
+    (row,) = json.loads(path.read_text())["found"]
+    assert row["runs"][0]["traffic"][1] == pytest.approx(8, rel=0.2)  # momentum and variance
+    assert (tmp_path / "traces" / "nvme-0.json").exists()
+    done = run(*common, *alone, "--residency", "auto")
+    assert done.returncode == 0 and "the drive alone" not in done.stdout, done.stdout + done.stderr
+    for wrong in (["--weights", "host", "--residency", "auto"], ["--window", "much"], ["--trace", tmp_path / "nowhere"]):
+        done = run(*common, *alone, *wrong)
+        assert done.returncode == 2 and not done.stdout, done.stdout + done.stderr
+
     done = run(*common, "--engines", "infinity,plain", "--places", "device", "--ranks", 2)
     assert done.returncode == 0 and "device  plain: runs on one rank only" in done.stdout, done.stdout + done.stderr
 
-    done = run(*common, "--engines", "infinity,fsdp2", "--places", "device", "--tolerance", 0)
-    assert done.returncode == 1 and "up to 0 is allowed" in done.stdout
+    done = run(*common, "--engines", "infinity,fsdp2", "--places", "device", "--tolerance=-1")
+    assert done.returncode == 1 and "up to -1 is allowed" in done.stdout

@@ -1,11 +1,13 @@
 """Lanes: order, results and errors reach whoever waits; nothing is kept alive; closing finishes the work."""
 
 import threading
+import time
 import weakref
 from unittest import mock
 
 import pytest
 
+from infinity import lanes
 from infinity.lanes import Job, Lane, waiting, waits
 
 SECONDS = 20  # after which a thread is taken to hang
@@ -40,6 +42,49 @@ def test_push_does_not_wait(lane):
     assert not first.done and not second.done
     gate.set()
     assert second.wait() == "second" and first.done
+
+
+def fall_asleep(lane) -> None:
+    """Have the lane do all that it has, and wait for more."""
+    lane.drain()
+    end = time.monotonic() + SECONDS
+    while not lane._changed._waiters and time.monotonic() < end:
+        time.sleep(0.001)
+    assert lane._changed._waiters
+
+
+def sleeps_on(lane) -> bool:
+    """Give the lane time to begin with what it has; whether it did not."""
+    time.sleep(0.05)
+    return bool(lane._line)
+
+
+def test_what_is_pushed_quietly_runs_before_the_next_one(lane, monkeypatch):
+    monkeypatch.setattr(lanes, "_GLANCE_S", SECONDS)
+    fall_asleep(lane)
+    done = []
+    lane.push(lambda: done.append("quiet"), quiet=True)
+    assert sleeps_on(lane) and done == []
+    lane.push(lambda: done.append("next")).wait()
+    assert done == ["quiet", "next"]
+
+
+@pytest.mark.parametrize("rouse", [Job.wait, lambda job: job.lane.wake(), lambda job: job.lane.drain(), lambda job: job.lane.close()])
+def test_what_is_pushed_quietly_runs_once_somebody_waits(lane, monkeypatch, rouse):
+    monkeypatch.setattr(lanes, "_GLANCE_S", SECONDS)
+    fall_asleep(lane)
+    done = threading.Event()
+    job = lane.push(done.set, quiet=True)
+    assert sleeps_on(lane)
+    rouse(job)
+    assert done.wait(SECONDS / 2)
+
+
+def test_what_is_pushed_quietly_does_not_wait_for_ever(lane):
+    fall_asleep(lane)
+    done = threading.Event()
+    lane.push(done.set, quiet=True)
+    assert done.wait(SECONDS)
 
 
 def test_an_error_is_raised_at_every_wait_and_stops_no_other_job(lane):

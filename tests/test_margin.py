@@ -33,6 +33,12 @@ def budgets(make, directory, **config):
         return engine.placement.least_nbytes, [nbytes for _, nbytes in found]
 
 
+@pytest.fixture(autouse=True)
+def few_gradients_under_way(monkeypatch):
+    """Budgets are of kilobytes here."""
+    monkeypatch.setattr(planner, "MIN_UNDER_WAY_NBYTES", 0)
+
+
 # Every split
 
 

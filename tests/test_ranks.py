@@ -250,7 +250,11 @@ def grow(folder, capacity):
     """Train on a scripted device; from step 3 on the last rank's batch is four times as large. States; (plans, promoted) a step."""
     rank, world = ranks()
     gauge = ScriptedGauge(capacity)
-    with mock.patch("infinity.engine.gauge_of", lambda device: gauge), mock.patch("infinity.margin.SLACK", 0.0):
+    with (
+        mock.patch("infinity.engine.gauge_of", lambda device: gauge),
+        mock.patch("infinity.margin.SLACK", 0.0),
+        mock.patch("infinity.planner.MIN_UNDER_WAY_NBYTES", 0),  # budgets are of kilobytes
+    ):
         model, adam = made(folder, device_memory="680KiB", chunk_mib=1 / 64)
         engine, found = infinity.engine_of(model), []
         gauge.tier = engine.tier
