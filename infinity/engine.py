@@ -415,7 +415,8 @@ class Engine:
         dropped = [
             chunk
             for chunk in self.registry.chunks
-            if chunk.pending is None and not chunk.updated and (chunk.gradient_job or chunk.flat_gradient is not None)
+            if chunk.pending is None and not chunk.updated
+            if chunk.gradient_job or chunk.received or chunk.flat_gradient is not None
             if chunk.updating is None or chunk.updating.done
         ]
         if dropped:
@@ -563,6 +564,7 @@ class Engine:
         if self.backward_task is None:
             return
         self.backward_task = None
+        self.gradients.hurry()
         self.hooks.release_all()
         self.pipeline.drain_dropped()
         if self.activations is not None:
@@ -882,6 +884,7 @@ class Engine:
         """The last backward pass raised."""
         self.backward_task = None
         self.failed = True
+        self.gradients.hurry()
         self.hooks.release_all()
         self.torn = self.torn or any(chunk.updated for chunk in self.registry.chunks)
 

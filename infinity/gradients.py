@@ -198,7 +198,7 @@ class Gradients:
             if self._under_way_nbytes <= self.limit_nbytes:
                 return
             start = now()
-            self.gc.wake()
+            self.hurry()
             with waits():
                 while self._under_way_nbytes > self.limit_nbytes:
                     self.raise_failure()
@@ -209,6 +209,10 @@ class Gradients:
         """Wait until all that was sent of a chunk has arrived."""
         self.events.wait("gc", chunk.gradient_job, chunk.index)
         self.raise_failure()
+
+    def hurry(self) -> None:
+        """Let small parts that wait for company leave."""
+        self.gc.wake()
 
     def drain(self) -> None:
         """Wait until nothing is under way, whether it succeeded or not."""
@@ -222,16 +226,17 @@ class Gradients:
         nbytes = part[0].numel() * part[0].element_size()
         with self._changed:
             batch = self._batch
-            if batch is None or batch.job is not chunk.gradient_job or batch.nbytes + nbytes > MOST_A_BATCH:
+            joins = batch is not None and batch.job is not None and batch.job is chunk.gradient_job
+            if not joins or batch.nbytes + nbytes > MOST_A_BATCH:
                 batch = self._batch = Batch(chunk)
             batch.parts.append(part)
             batch.nbytes += nbytes
             batch.sent_nbytes += sent_nbytes
-        more_comes = chunk.missing > 1 and nbytes <= SMALL_NBYTES
+        more_comes = chunk.missing > 1 and nbytes <= SMALL_NBYTES and 2 * self._under_way_nbytes <= self.limit_nbytes
         if batch.job is None:
             batch.job = chunk.gradient_job = self.gc.push(lambda: self._run_batch(batch), quiet=more_comes)
         elif not more_comes:
-            self.gc.wake()
+            self.hurry()
 
     def _run_batch(self, batch: Batch) -> None:
         with self._changed:

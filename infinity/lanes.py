@@ -103,7 +103,7 @@ class Lane:
         self, work: Callable[[], object], what: str = "", *, ready: Callable[[], bool] = lambda: False, quiet: bool = False
     ) -> Job:
         """ready(): whether it could run without waiting for anything; called in the lane, of a job that is hurried. quiet: nothing waits
-        for it yet, so the lane need not wake for it alone: it runs before the next one, or once somebody waits for it."""
+        for it yet, so the lane need not wake for it alone: it runs before the next that is not quiet, or once somebody waits for it."""
         if self._ended:
             raise RuntimeError(f"nothing can be given to lane {self.name} any more: the engine is closed")
         job = Job(work)

@@ -110,7 +110,8 @@ def place(
             f"{', weights ' + format_bytes(pinned) if pinned else ''}{', states ' + format_bytes(on_device) if on_device else ''}"
             f"). Raise device_memory{' or leave more to the host' if pinned else ', or split the largest layer'}."
         )
-    extra = min(max(op_gradient_nbytes, MIN_UNDER_WAY_NBYTES), (device_budget - needed) // 3)
+    slack = device_budget - needed
+    extra = max(min(op_gradient_nbytes, slack // 3), min(MIN_UNDER_WAY_NBYTES, slack // 64))
     gradient_limit += extra
     device = {
         "pinned": bool(pinned),

@@ -45,6 +45,8 @@ class ReentrantGPT(GPT):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
+ON_HOST = {"weights": "host", "states": "host"}
+
 MODELS = {
     "plain": tiny_gpt,
     "checkpointed": lambda: tiny_gpt(checkpoint_activations=True),
@@ -660,6 +662,38 @@ def test_closing_gives_device_memory_back(place, tmp_path):
     assert all(chunk.device_states is None for chunk in engine.registry.chunks)
     with pytest.raises(UsageError, match="the engine is closed"):
         loss.backward()
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+@pytest.mark.parametrize("queued", [True, False])
+def test_an_interrupt_while_a_gradient_is_handed_over_spoils_no_later_one(tmp_path, monkeypatch, queued, layers):
+    def run(interrupted):
+        def make():
+            return nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+
+        with training(make, tmp_path, update="deferred", **ON_HOST) as (model, engine, optimizer):
+            assert len(engine.registry.chunks) > 2
+            push = engine.gradients.gc.push
+
+            def interrupt(*arguments, **options):
+                monkeypatch.undo()
+                if queued:
+                    push(*arguments, **options)
+                raise KeyboardInterrupt
+
+            if interrupted:
+                monkeypatch.setattr(engine.gradients.gc, "push", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    model(torch.ones(4, 16)).sum().backward()
+                optimizer.zero_grad()
+            hidden = torch.ones(4, 16)
+            for layer in list(model)[:layers]:
+                hidden = layer(hidden)
+            hidden.square().sum().backward()
+            optimizer.step()
+            return states_of(engine, model)
+
+    assert_same_states(run(True), run(False))
 
 
 def test_zero_grad_after_close_and_work_for_a_closed_lane_end(tmp_path):
