@@ -33,7 +33,7 @@
 #define PATIENCE_NS ((int64_t)1000000000)
 /* Of the blocks of a submit the kernel makes one request where they lie side by side. That helps small ones; but a few requests of
  * several MiB are done all at once, and leave the drive idle until the next come. */
-#define MOST_A_SUBMIT ((size_t)1 << 20)
+#define MAX_SUBMIT_NBYTES ((size_t)1 << 20)
 
 static _Atomic(const struct aio_calls *) calls = &aio_kernel;
 
@@ -364,7 +364,7 @@ static int submittable(const Core *core, int from, int count)
 {
     size_t nbytes = core->batch[from]->u.c.nbytes;
     int end = from + 1;
-    while (end < count && nbytes + core->batch[end]->u.c.nbytes <= MOST_A_SUBMIT)
+    while (end < count && nbytes + core->batch[end]->u.c.nbytes <= MAX_SUBMIT_NBYTES)
         nbytes += core->batch[end++]->u.c.nbytes;
     return end - from;
 }

@@ -1,6 +1,6 @@
 """What benches share: options, how they end, medians with their spread, a training step, and ranks of their own.
 
-Knows arguments, numbers, the loop of a step and torchrun. Must not know what is compared.
+Knows arguments, numbers, the loop of a step, what a drive gives, and torchrun. Must not know what is compared.
 """
 
 import argparse
@@ -19,9 +19,11 @@ from typing import NoReturn
 
 import torch
 
-from infinity import output
+from infinity import drives, output
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError, UsageError
+from infinity.tiers import MEASURE_FROM_NBYTES, Swap
+from infinity.tools.tuning import probe_in
 
 _REPORTS = "INFINITY_BENCH_REPORTS"  # names the directory in which ranks leave theirs
 
@@ -164,6 +166,19 @@ def step(options: argparse.Namespace, model, optimizer, number: int) -> tuple[fl
     value = loss.item()
     synchronize(options.device)
     return time.perf_counter() - start, value
+
+
+def drive_rates(path: Path, num_rounds: int) -> dict[str, float]:
+    """Bytes a second that the drive of a directory gives to each of drives.MIXES, medians, with the settings of an engine there."""
+    Swap([path], expected_nbytes=MEASURE_FROM_NBYTES).close()  # measures them if nobody has
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        drive = drives.load(folder) or drives.Drive()
+    finally:
+        os.close(folder)
+    with probe_in(path) as probe:
+        found = [{mix: probe.rate(mix, drive) for mix in drives.MIXES} for _ in range(num_rounds)]
+    return {mix: statistics.median(rates[mix] for rates in found) for mix in drives.MIXES}
 
 
 class RunError(RuntimeError):

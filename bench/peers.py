@@ -2,14 +2,14 @@
 
     python bench/peers.py [--engines infinity,fsdp2,deepspeed,plain] [--places nvme,host,device] [--ranks 1] [--device cuda]
                           [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--no-checkpointing] [--rounds 2] [--steps 6]
-                          [--host-memory 4GiB] [--moments bf16] [--weights host] [--residency auto] [--window 60GiB] [--trace DIR]
+                          [--host-memory 4GiB] [--moments bf16] [--residency weights] [--window 60GiB] [--trace DIR]
                           [--json FILE] [--plot FILE]
 
 Over 400 lines because each engine is made ready in its own way, and all are measured in one.
 
 Every state lives in one place: on NVMe, in host memory, or on the device. On NVMe infinity holds no more than is in use or on its way,
-for which it takes as much of --host-memory as helps; with --weights host it keeps the weights in host memory, with --residency auto all
-that the device and host memory hold. Each round runs each engine that can do that, in turn, in processes of its own: the same first
+for which it takes as much of --host-memory as helps; with --residency weights it keeps the weights in host memory, with auto all that the
+device and host memory hold. Each round runs each engine that can do that, in turn, in processes of its own: the same first
 weights (what bf16 holds exactly, where that is the dtype), tokens, AdamW, and checkpointing a block unless told not to; fp32 master
 weights where weights are bf16. Times are those of the steps after the second; "start" is from the first module's construction until the
 engine could train and its records were where they live. Losses, means over the ranks, must agree within --tolerance of the first
@@ -48,12 +48,11 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from _common import RunError, agree, apart, error_bars, exit_with, given, leave, on_ranks, parse, spread
+from _common import RunError, agree, apart, drive_rates, error_bars, exit_with, given, leave, on_ranks, parse, spread
 from _common import at_least, directory, nbytes_of, positive, positive_float
 from infinity import drives, output
 from infinity.errors import ConfigError
 from infinity.gpt import GPT, Batches
-from infinity.tools.tuning import probe_in
 
 PLACES = {
     "infinity": ("nvme", "host", "device"),
@@ -86,8 +85,7 @@ def main() -> int:
     parser.add_argument("--host-memory", default="auto", help="of infinity, a rank")
     parser.add_argument("--window", type=nbytes_of, help="of infinity, bytes of parameters under construction")
     parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="of infinity")
-    parser.add_argument("--weights", choices=("nvme", "host"), default="nvme", help="of infinity, with all else on NVMe")
-    parser.add_argument("--residency", choices=("auto", "none"), default="none", help="of infinity, on NVMe")
+    parser.add_argument("--residency", choices=("none", "weights", "auto"), default="none", help="of infinity, on NVMe")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of each block's activations")
     parser.add_argument("--rounds", type=positive, default=2)
     parser.add_argument("--steps", type=at_least(NUM_WARM + 1), default=6)
@@ -104,8 +102,6 @@ def main() -> int:
         parser.error(f"{unknown[0]!r} is no engine and no place: expected {', '.join(PLACES)}; {', '.join(PLACES['infinity'])}")
     rows = {(place, engine): [] for place in places for engine in engines if place in PLACES[engine]}
     failed = {}
-    if options.weights == "host" and options.residency == "auto":
-        parser.error("--weights host says where weights are, with --residency auto infinity decides: give one of them")
     if options.trace and not os.access(options.trace, os.W_OK):
         parser.error(f"--trace: nothing can be written to {options.trace}")
     case = given(options)
@@ -117,11 +113,11 @@ def main() -> int:
                 if engine == "deepspeed" and not round_:
                     run_ranks(case | TINY, place, engine)
                 measures = (place, engine) == ("nvme", "infinity")
-                rates = [drive_rates(options.nvme)] if measures else []
+                rates = [drive_rates(Path(options.nvme), NUM_RATES)] if measures else []
                 traced = options.trace and str(Path(options.trace, f"{place}-{round_}.json").resolve())
                 rows[place, engine].append(run_ranks(case | {"trace": traced}, place, engine))
                 if measures:
-                    rows[place, engine][-1]["drive"] = rates + [drive_rates(options.nvme)]
+                    rows[place, engine][-1]["drive"] = rates + [drive_rates(Path(options.nvme), NUM_RATES)]
             except (RunError, ConfigError, OSError) as error:
                 failed[place, engine] = str(error)
             said = failed.get((place, engine)) or f"{spread(rows[place, engine][-1]['seconds'])} s"
@@ -170,34 +166,14 @@ def run_ranks(case: dict, place: str, engine: str) -> dict:
     }
 
 
-def drive_rates(path: str) -> dict[str, float]:
-    """Bytes a second that the drive gives with the settings that an engine there uses."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        with probe_in(Path(path)) as probe:
-            drive = drives.load(folder)
-            if drive is None:
-                drive = drives.measure(probe.fd, probe.num_requests * drives.REQUEST_NBYTES)
-                probe.fill()
-                drives.store(folder, drive)
-            found = [{mix: probe.rate(mix, drive) for mix in drives.MIXES} for _ in range(NUM_RATES)]
-    finally:
-        os.close(folder)
-    return {mix: statistics.median(rates[mix] for rates in found) for mix in drives.MIXES}
-
-
-def drive_seconds(num_read: float, num_written: float, rates: dict[str, float]) -> float:
-    """What a drive needs at least for so many bytes, read and written at the same time."""
-    return max(num_read / rates["read"], num_written / rates["write"], (num_read + num_written) / rates["mixed"])
-
-
 def beside_the_drive(run_: dict) -> str | None:
     """A line on a run of infinity with everything on NVMe; None if nothing moved."""
     read, written = (run_["num_parameters"] * nbytes for nbytes in run_["traffic"][:2])
     if not read + written:
         return None
     rates = {mix: statistics.mean(rates[mix] for rates in run_["drive"]) for mix in drives.MIXES}
-    least, seconds = drive_seconds(read, written, rates), statistics.median(run_["seconds"])
+    least = max(read / rates["read"], written / rates["write"], (read + written) / rates["mixed"])
+    seconds = statistics.median(run_["seconds"])
     told = "; ".join(", ".join(f"{mix} {rate / 1e9:.2f}" for mix, rate in rates.items()) for rates in run_["drive"])
     return f"the drive alone needs {least:.3f} s, {least / seconds:.2f} of infinity's step; GB/s before and after: {told}"
 
@@ -230,7 +206,7 @@ def show(options, rows: dict, failed: dict, worst: dict) -> None:
 
 def of_infinity(options) -> str:
     """What it was told beside the usual."""
-    usual = {"host_memory": "auto", "moments": "fp32", "residency": "none", "weights": "nvme", "trace": None}
+    usual = {"host_memory": "auto", "moments": "fp32", "residency": "none", "trace": None}
     told = [f"{name.replace('_', ' ')} {getattr(options, name)}" for name, value in usual.items() if getattr(options, name) != value]
     return f"; infinity: {', '.join(told)}" if told else ""
 
@@ -329,9 +305,10 @@ def same_start(options) -> GPT:
 def ours(options, device):
     config = {name: getattr(options, name) for name in ("nvme", "device", "dtype", "host_memory", "moments")}
     places = {"weights": options.place, "states": options.place}
-    if options.place == "nvme":
-        config |= {"residency": options.residency}
-        places = {} if options.residency == "auto" else places | {"weights": options.weights}
+    if options.place == "nvme" and options.residency == "auto":
+        places = {}
+    elif options.place == "nvme":
+        places = {"weights": "host" if options.residency == "weights" else "nvme", "states": "nvme", "residency": "none"}
     with infinity.init(infinity.Config(trace=bool(options.trace), **places, **config), window=options.window):
         model = same_start(options)
     optimizer = infinity.AdamW(model.parameters(), **HYPER)

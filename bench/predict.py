@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,6 @@ import _common
 import torch
 
 import infinity
-from infinity import drives
 from infinity.config import Config
 from infinity.gpt import GPT
 from infinity.output import pyplot, table, write_json
@@ -36,7 +34,6 @@ from infinity.tools import probes
 from infinity.tools.machine import Machine
 from infinity.tools.planning import gpt
 from infinity.tools.prediction import predict
-from infinity.tools.tuning import probe_in
 from infinity.tools.workload import workload
 
 WARM_UP_STEPS = 3
@@ -212,11 +209,7 @@ def measured(nvme: Path) -> Machine:
 
 def calibrated(machine: Machine, nvme: Path) -> Machine:
     """The same, with what its drive, copies and updates give at this moment."""
-    folder = os.open(nvme, os.O_RDONLY)
-    drive = drives.load(folder)
-    os.close(folder)
-    with probe_in(nvme) as probe:
-        rates = {mix: statistics.median(probe.rate(mix, drive) for _ in range(3)) / 1e9 for mix in drives.MIXES}
+    rates = _common.drive_rates(nvme, 3)
     device = torch.device(machine.device)
     copies = {}
     for name, to_device in (("h2d", True), ("d2h", False)):
@@ -230,7 +223,7 @@ def calibrated(machine: Machine, nvme: Path) -> Machine:
         update_gparams=update,
         device_update_gparams=probes.update_rate(device) / 1e9 if device.type == "cuda" else update,
         **{f"{name}{all_}_gbps": gbps for name, gbps in copies.items() for all_ in ("", "_all")},
-        drives=(dataclasses.replace(machine.drives[0], **{f"{mix}_gbps": rate for mix, rate in rates.items()}),),
+        drives=(dataclasses.replace(machine.drives[0], **{f"{mix}_gbps": rate / 1e9 for mix, rate in rates.items()}),),
     )
 
 

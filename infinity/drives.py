@@ -29,7 +29,7 @@ CACHE_NAME = "infinity-drive.json"
 SCRATCH_NBYTES = 128 << 20  # of the file that is measured on
 
 _MIB = 1 << 20
-REQUEST_NBYTES = 4 * _MIB
+_REQUEST_NBYTES = 4 * _MIB
 _NUM_REQUESTS = 16  # under way
 _NUM_SOURCES = 5  # buffers that are written from: no divisor of what the file holds, so that a place gets other bytes each time
 _NUM_BEFORE = 7  # writes that a demand read comes behind
@@ -159,13 +159,13 @@ class Probe:
 
     def __init__(self, fd: int, nbytes: int):
         self.fd = fd
-        self.num_requests = nbytes // REQUEST_NBYTES
+        self.num_requests = nbytes // _REQUEST_NBYTES
         self._arena = Arena()
-        memory = self._arena.region((_NUM_SOURCES + _NUM_REQUESTS) * REQUEST_NBYTES).buffer
-        buffers = [memory[start : start + REQUEST_NBYTES] for start in range(0, len(memory), REQUEST_NBYTES)]
+        memory = self._arena.region((_NUM_SOURCES + _NUM_REQUESTS) * _REQUEST_NBYTES).buffer
+        buffers = [memory[start : start + _REQUEST_NBYTES] for start in range(0, len(memory), _REQUEST_NBYTES)]
         self._sources, self._buffers = buffers[:_NUM_SOURCES], buffers[_NUM_SOURCES:]
         for source in self._sources:
-            source[:] = os.urandom(REQUEST_NBYTES)  # some drives are faster with zeros
+            source[:] = os.urandom(_REQUEST_NBYTES)  # some drives are faster with zeros
         self._sums = [aio_ext.crc32c(source) for source in self._sources]
         self._holds: dict[int, int] = {}  # of a place in the file, by number: the source that was written last
         self._num_writes = 0
@@ -214,7 +214,7 @@ class Probe:
                 queue = queues[place % len(queues)]
                 if is_read(mix, number):
                     read[number % _NUM_REQUESTS] = self._holds[place]
-                    tickets.append(queue.read(self.fd, self._buffers[number % _NUM_REQUESTS], place * REQUEST_NBYTES))
+                    tickets.append(queue.read(self.fd, self._buffers[number % _NUM_REQUESTS], place * _REQUEST_NBYTES))
                 else:
                     tickets.append(self._write(queue, place))
                 number += 1
@@ -223,13 +223,13 @@ class Probe:
             seconds = time.perf_counter() - start
         for buffer, source in read.items():
             self._compare(self._buffers[buffer], source)
-        return number * REQUEST_NBYTES / seconds
+        return number * _REQUEST_NBYTES / seconds
 
     def check(self) -> None:
         """Read the whole file and compare it with what was written."""
         with Drive().queue() as queue:
             for place, source in self._holds.items():
-                queue.read(self.fd, self._buffers[0], place * REQUEST_NBYTES).wait()
+                queue.read(self.fd, self._buffers[0], place * _REQUEST_NBYTES).wait()
                 self._compare(self._buffers[0], source)
 
     def choose(self, drives: list[Drive]) -> Drive:
@@ -242,7 +242,7 @@ class Probe:
     def _write(self, queue: aio_ext.Queue, place: int) -> aio_ext.Ticket:
         source = self._holds[place] = self._num_writes % _NUM_SOURCES
         self._num_writes += 1
-        return queue.write(self.fd, self._sources[source], place * REQUEST_NBYTES)
+        return queue.write(self.fd, self._sources[source], place * _REQUEST_NBYTES)
 
     def _compare(self, buffer: memoryview, source: int) -> None:
         if aio_ext.crc32c(buffer) != self._sums[source]:

@@ -416,7 +416,7 @@ class Engine:
             chunk
             for chunk in self.registry.chunks
             if chunk.pending is None and not chunk.updated
-            if chunk.gradient_job or chunk.received or chunk.flat_gradient is not None
+            if chunk.gradient_job or chunk.flat_gradient is not None or chunk.received  # the last alone after an interrupt on the way
             if chunk.updating is None or chunk.updating.done
         ]
         if dropped:

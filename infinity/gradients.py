@@ -1,8 +1,8 @@
 """Gradients on their way to the records: reduce-scatter and the gc link.
 
-A gradient that autograd has accumulated leaves the device at once: on one rank straight into the host memory of its
-chunk's shard; on several into a flat buffer of the chunk, which is reduce-scattered when all its gradients are there. What
-belongs to a record on the device stays there.
+A gradient that autograd has accumulated leaves the device at once, a small one together with what follows: on one rank straight
+into the host memory of its chunk's shard; on several into a flat buffer of the chunk, which is reduce-scattered when all its gradients
+are there. What belongs to a record on the device stays there.
 Knows chunks and when they are complete. Must not know when or how they are used.
 """
 
@@ -37,14 +37,14 @@ from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
 
 
-MOST_A_BATCH = 4 << 20  # bytes that leave the device together, where a parameter's gradient is not larger
+MAX_BATCH_NBYTES = 4 << 20  # that leave the device together, where a parameter's gradient is not larger
 SMALL_NBYTES = 256 << 10  # so few are not worth a change of threads: they leave with what comes next
 
 
 @dataclasses.dataclass
 class Batch:
-    """Parts of one chunk's gradient, in host memory on the way: each with its start there, whether it is the parameter's first, and the
-    event after which it is there. sent_nbytes: of the device, that leave with it."""
+    """Parts of one chunk's gradient that leave the device together: each with its start in the shard, whether it is its parameter's first,
+    and the event after which it is made. sent_nbytes: of the device, free once all of them have left."""
 
     chunk: ChunkState
     parts: list[tuple[torch.Tensor, int, bool, object]] = dataclasses.field(default_factory=list)
@@ -227,7 +227,7 @@ class Gradients:
         with self._changed:
             batch = self._batch
             joins = batch is not None and batch.job is not None and batch.job is chunk.gradient_job
-            if not joins or batch.nbytes + nbytes > MOST_A_BATCH:
+            if not joins or batch.nbytes + nbytes > MAX_BATCH_NBYTES:
                 batch = self._batch = Batch(chunk)
             batch.parts.append(part)
             batch.nbytes += nbytes
@@ -327,10 +327,9 @@ class Gradients:
     def _collect(self, batch: Batch) -> None:
         """On one rank: move parts of parameters into the chunk's gradient shard."""
         with self._open(batch.chunk) as memory:
-            begin, marks = now(), None
-            for part, start, first, ready in batch.parts:
-                moved = self._move(memory[start : start + part.numel()], part, first, ready)
-                marks = moved and (marks or moved)[:1] + moved[1:]
+            begin = now()
+            moves = [self._move(memory[start : start + part.numel()], part, first, ready) for part, start, first, ready in batch.parts]
+        marks = (moves[0][0], moves[-1][1]) if self.cuda else None
         self.events.moved("gc", batch.chunk.index, batch.nbytes, begin, now(), marks)
 
     def _move(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready):

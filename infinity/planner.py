@@ -32,7 +32,7 @@ MIN_CHUNK_NUMEL, MAX_CHUNK_NUMEL, MAX_NUM_CHUNKS = 128 << 10, 32 << 20, 20_000
 
 MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS = 2, 2, 2
 WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS = 64, 12, 8
-MIN_UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is room: fewer make small ops wait for threads
+UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is ample room: fewer make small ops wait for threads
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def place(
             f"). Raise device_memory{' or leave more to the host' if pinned else ', or split the largest layer'}."
         )
     slack = device_budget - needed
-    extra = max(min(op_gradient_nbytes, slack // 3), min(MIN_UNDER_WAY_NBYTES, slack // 64))
+    extra = max(min(op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))  # the rest is for spans
     gradient_limit += extra
     device = {
         "pinned": bool(pinned),

@@ -173,14 +173,14 @@ def test_peers_train_alike_and_who_cannot_is_a_row(tmp_path):
 
     (tmp_path / "traces").mkdir()
     alone = ["--engines", "infinity", "--places", "nvme"]
-    done = run(*common, *alone, "--weights", "host", "--window", "1MiB", "--trace", tmp_path / "traces")
-    assert done.returncode == 0 and "; infinity: weights host, trace " in done.stdout, done.stdout + done.stderr
+    done = run(*common, *alone, "--residency", "weights", "--window", "1MiB", "--trace", tmp_path / "traces")
+    assert done.returncode == 0 and "; infinity: residency weights, trace " in done.stdout, done.stdout + done.stderr
     (row,) = json.loads(path.read_text())["found"]
     assert row["runs"][0]["traffic"][1] == pytest.approx(8, rel=0.2)  # momentum and variance
     assert (tmp_path / "traces" / "nvme-0.json").exists()
     done = run(*common, *alone, "--residency", "auto")
     assert done.returncode == 0 and "the drive alone" not in done.stdout, done.stdout + done.stderr
-    for wrong in (["--weights", "host", "--residency", "auto"], ["--window", "much"], ["--trace", tmp_path / "nowhere"]):
+    for wrong in (["--residency", "all"], ["--window", "much"], ["--trace", tmp_path / "nowhere"]):
         done = run(*common, *alone, *wrong)
         assert done.returncode == 2 and not done.stdout, done.stdout + done.stderr
 

@@ -36,7 +36,7 @@ def budgets(make, directory, **config):
 @pytest.fixture(autouse=True)
 def few_gradients_under_way(monkeypatch):
     """Budgets are of kilobytes here."""
-    monkeypatch.setattr(planner, "MIN_UNDER_WAY_NBYTES", 0)
+    monkeypatch.setattr(planner, "UNDER_WAY_NBYTES", 0)
 
 
 # Every split

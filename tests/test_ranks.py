@@ -253,7 +253,7 @@ def grow(folder, capacity):
     with (
         mock.patch("infinity.engine.gauge_of", lambda device: gauge),
         mock.patch("infinity.margin.SLACK", 0.0),
-        mock.patch("infinity.planner.MIN_UNDER_WAY_NBYTES", 0),  # budgets are of kilobytes
+        mock.patch("infinity.planner.UNDER_WAY_NBYTES", 0),  # budgets are of kilobytes
     ):
         model, adam = made(folder, device_memory="680KiB", chunk_mib=1 / 64)
         engine, found = infinity.engine_of(model), []

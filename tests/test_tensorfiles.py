@@ -13,13 +13,7 @@ import torch
 
 from infinity import tensorfiles
 from infinity.errors import CheckpointError
-from infinity.tensorfiles import (
-    DTYPES,
-    TensorFiles,
-    TensorSpec,
-    plan_files,
-    write_files,
-)
+from infinity.tensorfiles import DTYPES, TensorFiles, TensorSpec, plan_files, write_files
 
 INDEX = "model.safetensors.index.json"
 
