@@ -170,10 +170,12 @@ def step(options: argparse.Namespace, model, optimizer, number: int) -> tuple[fl
 
 def drive_rates(path: Path, num_rounds: int) -> dict[str, float]:
     """Bytes a second that the drive of a directory gives to each of drives.MIXES, medians, with the settings of an engine there."""
-    Swap([path], expected_nbytes=MEASURE_FROM_NBYTES).close()  # measures them if nobody has
     folder = os.open(path, os.O_RDONLY)
     try:
-        drive = drives.load(folder) or drives.Drive()
+        drive = drives.load(folder)
+        if drive is None:
+            Swap([path], expected_nbytes=MEASURE_FROM_NBYTES).close()  # measures them, as an engine would
+            drive = drives.load(folder) or drives.Drive()
     finally:
         os.close(folder)
     with probe_in(path) as probe:
