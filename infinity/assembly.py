@@ -6,10 +6,12 @@ and the space on them have been found sufficient.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +30,13 @@ from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
 from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, HostCache, ParameterState, Registry, Resident, SpanState, is_leaf
-from infinity.tiers import Swap
+from infinity.tiers import Swap, room_nbytes
 from infinity.updater import Updater
 
 ACTIVATION_SHARE = 1 / 4  # of host memory, where they live there
 FAR_FROM_BEST = 1.25  # of the shortest step found, where the search for a chunk size ends
 HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
+MOST_OF_HOST = 0.95  # of what is free before parameters have left
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
@@ -74,7 +77,8 @@ def assemble(
 
     Raises BudgetError, ConfigError or SwapError where something does not fit.
     """
-    device_budget, host_budget = budgets(config, device, ranks)
+    device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
+    nvme_budget = int(ranks.min_(torch.tensor([room_nbytes(config.nvme) // ranks.num_local])).item())
     layout_, records, placement = arrange(
         model,
         named,
@@ -83,6 +87,7 @@ def assemble(
         rank=ranks.rank,
         device_budget=device_budget,
         host_budget=host_budget,
+        nvme_budget=nvme_budget,
         moments=moments,
         deferred=deferred,
         accumulating=accumulating,
@@ -121,13 +126,14 @@ def arrange(
     rank: int,
     device_budget: int,
     host_budget: int,
+    nvme_budget: int | None,
     moments: tuple[str, ...],
     deferred: bool,
     accumulating: bool,
 ) -> tuple[Layout, list[Record], planner.Placement]:
     """Where everything of a model goes, which may be on the meta device: its layout, the records of a rank, their placement.
 
-    Arguments as of `assemble`; budgets in bytes, of a rank. Raises BudgetError.
+    Arguments as of `assemble`; budgets in bytes, of a rank, that of NVMe None where it is not known. Raises BudgetError.
     """
     written = _written_in_forward(model, named)
     specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
@@ -147,6 +153,7 @@ def arrange(
             device_budget=device_budget,
             host_budget=host_budget,
             host_share=1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0,
+            nvme_budget=nvme_budget,
             held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
             op_gradient_nbytes=max((p.numel() * itemsize for _, p in named if p.requires_grad), default=0),
             snapshot_nbytes=sum(
@@ -218,8 +225,8 @@ def _connect(
     registry = Registry(layout_, params, spans, chunks)
     tier = DeviceTier(placement.device_nbytes - placement.fixed_nbytes)
     for span in spans:
-        span.pinned = placement.pinned
-        if placement.pinned:
+        span.pinned = placement.pinned or chunks[span.span.chunks[0]].states_home == "device"
+        if span.pinned:
             tier.book(span.nbytes)
             tier.allocate(span)
 
@@ -313,16 +320,28 @@ def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Resident]:
     return {index: Resident(region, offset, nbytes[index]) for index, offset in offsets.items()}
 
 
-def budgets(config: Config, device: torch.device, ranks: Ranks) -> tuple[int, int]:
-    """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks."""
-    free_host = host_free_nbytes() // ranks.num_local
+def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable[nn.Parameter] = ()) -> tuple[int, int]:
+    """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks. params: whose memory will
+    be free soon after all else is allocated."""
+    free_host, taken = host_free_nbytes() // ranks.num_local, _taken(params)
+    host_share = min(int((free_host + taken["cpu"]) * HOST_SHARES[device.type]), int(free_host * MOST_OF_HOST))
     if device.type == "cuda":
-        device_share, host_share = gauge_of(device).free_nbytes() // 2, int(free_host * HOST_SHARES["cuda"])
+        device_share = (gauge_of(device).free_nbytes() + taken["cuda"]) // 2
     else:
-        device_share, host_share = free_host // 4, int(free_host * HOST_SHARES["cpu"])
+        device_share = (free_host + taken["cpu"]) // 4
     auto = ranks.min_(torch.tensor([device_share, host_share], dtype=torch.int64)).tolist()
     given = (config.device_memory, config.host_memory)
     return tuple(share if value == "auto" else value for value, share in zip(given, auto))
+
+
+def _taken(params: Iterable[nn.Parameter]) -> collections.Counter:
+    """Bytes of parameters that have their values, by kind of device."""
+    taken = collections.Counter()
+    for param in params:
+        nbytes = param.numel() * param.element_size()
+        if param.numel() > 1 and param.untyped_storage().nbytes() >= nbytes:  # placeholders have one element
+            taken[param.device.type] += nbytes
+    return taken
 
 
 def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:

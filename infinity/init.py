@@ -1,23 +1,26 @@
 """Construction of models that no process could hold: `infinity.init`.
 
-Knows parameters as they are made, a window of the memory in which they are made, and a scratch file. Must not know chunks or tiers: once the
-model stands, the engine asks for each parameter's initial value and lays out the records.
+Knows parameters as they are made, a window of each memory in which they are made, and a scratch file. Must not know chunks or
+tiers: once the model stands, the engine asks for each parameter's initial value and lays out the records.
 """
 
 # [Note: parameters under construction]
 # A parameter is noticed when it is registered, or when a module that brings it along is. The newest parameters stay at home;
-# past `window_nbytes` the oldest go to a scratch file (each rank keeps its 1/world slice there) and leave a placeholder,
-# one element of NaN expanded to the shape. A TorchFunctionMode sees every operation, `.data` and deepcopy, and brings back
+# past the window of the memory that they are in, the oldest go to a scratch file (each rank keeps its 1/world slice there) and leave
+# a placeholder, one element of NaN expanded to the shape. A TorchFunctionMode sees every operation, `.data` and deepcopy, and brings back
 # whatever they touch, so parents may initialise their children again, and the values, and the random numbers drawn, are
 # those of a plain construction. A parameter whose storage somebody else still refers to is not sent away: a write through
 # that reference would be lost.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import tempfile
 import weakref
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +34,7 @@ from infinity.errors import SwapError, UsageError
 from infinity.partition import Ranks
 
 MIN_WINDOW_NBYTES = 1 << 30
-WINDOW_SHARE = 1 / 16  # of the memory that is free: what it holds when the engine starts is missing in the engine's budgets
+WINDOW_SHARES = {"cpu": 1 / 16, "cuda": 1 / 3}  # of what is free there: the engine starts, and takes most of a host, while they are full
 
 _MOST_A_CALL = 1 << 30  # bytes
 
@@ -49,14 +52,15 @@ _METADATA_FUNCTIONS = frozenset(
 @contextlib.contextmanager
 def init(config: Config | None = None, *, window: int | None = None):
     """Modules built inside the block belong to an engine; no process ever holds more than `window` bytes of their parameters
-    (and the module under construction): by default a sixteenth of what is free, of host or device memory, at least 1 GiB.
+    in host memory or on the device (and the module under construction): by default a sixteenth of what is free in the first and a third
+    of what is free on the second, at least 1 GiB.
 
     With the same seed the weights are those of a plain construction, bit for bit. Every rank must build the same modules.
     """
     config = config or Config()
     device = device_of(config.device)
     ranks = Ranks(device)
-    builder = _Builder(config, ranks, _window_nbytes(device, ranks) if window is None else window)
+    builder = _Builder(config, ranks, _windows(device, ranks) if window is None else {"cpu": window, device.type: window})
     with builder:
         yield
         for root in builder.roots():
@@ -67,12 +71,21 @@ def init(config: Config | None = None, *, window: int | None = None):
             Engine(root, config, builder.value, ranks)
 
 
-def _window_nbytes(device: torch.device, ranks: Ranks) -> int:
-    """The same on all ranks: what leaves, leaves on all of them."""
-    free = [host_free_nbytes() // ranks.num_local]
+def _windows(device: torch.device, ranks: Ranks) -> dict[str, int]:
+    """Bytes by kind of device, the same on all ranks: what leaves, leaves on all of them."""
+    free = {"cpu": host_free_nbytes() // ranks.num_local}
     if gauge := gauge_of(device):
-        free.append(gauge.free_nbytes())
-    return max(MIN_WINDOW_NBYTES, int(WINDOW_SHARE * ranks.min_(torch.tensor([min(free)])).item()))
+        free[device.type] = gauge.free_nbytes()
+    least = ranks.min_(torch.tensor(list(free.values()))).tolist()
+    return {kind: max(MIN_WINDOW_NBYTES, int(WINDOW_SHARES[kind] * nbytes)) for kind, nbytes in zip(free, least)}
+
+
+class _Home(NamedTuple):
+    """A parameter with its values, and as what it counts."""
+
+    param: nn.Parameter
+    kind: str
+    nbytes: int
 
 
 class _Away:
@@ -87,15 +100,15 @@ class _Away:
 
 
 class _Builder(TorchFunctionMode):
-    def __init__(self, config: Config, ranks: Ranks, window: int):
+    def __init__(self, config: Config, ranks: Ranks, windows: dict[str, int]):
         super().__init__()
         self.config = config
         self.ranks = ranks
-        self.window = window
+        self.windows = windows
         self.file = None
-        self._home: dict[int, nn.Parameter] = {}  # by identity, oldest first
+        self._home: dict[int, _Home] = {}  # by identity, oldest first
         self._away: dict[int, tuple[nn.Parameter, _Away]] = {}
-        self._home_nbytes = 0
+        self._home_nbytes = collections.Counter()  # by kind of device
         self._offsets: dict[int, int] = {}
         self._file_nbytes = 0
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -129,15 +142,14 @@ class _Builder(TorchFunctionMode):
         """Let go of parameters that are no longer any module's."""
         used = {id(param) for root in self.roots() for param in root.parameters()}
         for key in [key for key in (*self._home, *self._away) if key not in used]:
-            param = self._home.pop(key, None)
-            self._home_nbytes -= param.numel() * param.element_size() if param is not None else 0
+            self._leave_home(key)
             self._away.pop(key, None)
             self._offsets.pop(key, None)  # the address may be used again, by a larger one
 
     def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
         """The initial value of a parameter, 1-D, on the CPU or where the parameter was made. Every rank must ask in the same order."""
         entry = self._away.pop(id(param), None)
-        self._home.pop(id(param), None)
+        self._leave_home(id(param))
         if entry is None:
             return param.detach().reshape(-1)
         away = entry[1]
@@ -152,7 +164,7 @@ class _Builder(TorchFunctionMode):
         self._note_module(module)
         if param is not None:
             self._notice(param)
-            self._shrink(keep=param)
+            self._shrink(keep={id(param)})
 
     def _module_registered(self, module, name, child):
         self._note_module(module)
@@ -170,22 +182,35 @@ class _Builder(TorchFunctionMode):
             self._modules[id(module)] = weakref.ref(module)
 
     def _notice(self, param: nn.Parameter) -> None:
-        if id(param) in self._home or id(param) in self._away or not param.is_floating_point() or not param.numel():
+        found = self._home.get(id(param))
+        if found is not None and found.kind != param.device.type:  # such as by `module.to(device)`
+            self._come_home(param)
+        if found is not None or id(param) in self._away or not param.is_floating_point() or not param.numel():
             return
         for original, away in list(self._away.values()):
             if param.data_ptr() == away.placeholder.data_ptr():  # nn.Parameter(another) asks no mode for the other's data
                 self._bring_back([original])
                 param.data = original.data.reshape(param.shape)
-        self._home[id(param)] = param
-        self._home_nbytes += param.numel() * param.element_size()
+        self._come_home(param)
 
-    def _shrink(self, keep: nn.Parameter | None = None) -> None:
-        """Send the oldest away until the window holds the rest."""
-        for key, param in list(self._home.items()):
-            if self._home_nbytes <= self.window:
-                return
-            if param is not keep and not param.is_meta and self._may_leave(param):
-                self._send_away(key, param)
+    def _come_home(self, param: nn.Parameter) -> None:
+        self._leave_home(id(param))
+        home = self._home[id(param)] = _Home(param, param.device.type, param.numel() * param.element_size())
+        self._home_nbytes[home.kind] += home.nbytes
+
+    def _leave_home(self, key: int) -> None:
+        home = self._home.pop(key, None)
+        if home is not None:
+            self._home_nbytes[home.kind] -= home.nbytes
+
+    def _shrink(self, keep: Collection[int] = ()) -> None:
+        """Send the oldest away, but for `keep`, by identity, until the windows hold the rest."""
+        full = {kind for kind, window in self.windows.items() if self._home_nbytes[kind] > window}  # no window: meta, which never leaves
+        for key, home in list(self._home.items()) if full else ():
+            if home.kind in full and key not in keep and self._may_leave(home.param):
+                self._send_away(key, home.param)
+                if self._home_nbytes[home.kind] <= self.windows[home.kind]:
+                    full.discard(home.kind)
 
     def _may_leave(self, param: nn.Parameter) -> bool:
         """Whether no rank still refers to the parameter's storage: garbage is collected at other times on other ranks, and
@@ -213,8 +238,7 @@ class _Builder(TorchFunctionMode):
                 ) from error
             param.data = away.placeholder.expand(param.shape)
             self._away[key] = (param, away)
-            del self._home[key]
-            self._home_nbytes -= param.numel() * param.element_size()
+            self._leave_home(key)
         finally:
             self._busy = False
 
@@ -228,13 +252,8 @@ class _Builder(TorchFunctionMode):
             finally:
                 self._busy = False
             self._notice(param)
-        if touched and self._home_nbytes > self.window:
-            ids = {id(param) for param in touched}
-            for key, param in list(self._home.items()):
-                if self._home_nbytes <= self.window:
-                    return
-                if key not in ids and self._may_leave(param):
-                    self._send_away(key, param)
+        if touched:
+            self._shrink(keep={id(param) for param in touched})
 
     def _load(self, away: _Away) -> torch.Tensor:
         numel = -(-away.numel // self.ranks.world)

@@ -10,7 +10,8 @@ training thread calls it, on every rank at the same point.
 # allocator's peak in each op is read; what the engine did not hold of it is the op's. After the step, the engine takes what
 # this leaves free. The plan keeps weights there; if there is room for all of them, records follow, those of the first spans
 # first: their gradients come last and their weights are needed first, so nothing else could hide their update. They are
-# updated on the device. Each keeps its place in its home, host memory or NVMe, to which it returns when inputs grow.
+# updated on the device. Each keeps its place in its home, host memory or NVMe, to which it returns when inputs grow. Only where
+# these are too small for the model do the first records live on the device from the start, and stay.
 #
 # Sending records of the host to the device for their update alone does not pay where the host's memory is what bounds both:
 # on a host of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
@@ -77,7 +78,7 @@ class Margin:
         self.finish = finish
         self.op_nbytes: dict[Hashable, int] = {}  # the most that each op was seen to allocate, by its key
         self.promoted: list[tuple[SpanState, int]] = []  # whose records are on the device, and what these take there
-        self.movable = "device" not in placement.homes[STATES]  # else all lives on the device and has no other home
+        self.movable = set(placement.homes[STATES]) != {"device"}  # else all lives on the device and has no other home
         self.budget_nbytes = placement.least_nbytes if self.movable and gauge is not None else placement.device_nbytes
         self._measured: dict[bool, list[Shapes]] = {True: [], False: []}  # inputs known to fit, of passes that build a graph or not
         self._growing: list[tuple[bool, Shapes]] = []  # those of the step under way that none of them covers
@@ -138,6 +139,7 @@ class Margin:
         due = planner.records_on_device(
             self.registry.layout,
             [chunk.record for chunk in self.registry.chunks],
+            self.placement.homes[STATES],
             room_nbytes=room,
             gradient_itemsize=4 if self.gradients.accumulate else None,
             snapshots={span.index for span in self.registry.spans if self.values.keeps_snapshot(span)},

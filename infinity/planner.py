@@ -8,12 +8,14 @@ Pure arithmetic over the layout's sizes and the budgets. Must not know torch, fi
 # with which a record can be read, updated and written. A budget below that is refused with the number that it needs. Then
 # slots that let stages overlap. What is then left of the host keeps weights (each byte saves three of NVMe traffic: read
 # forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two).
-# Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted.
+# Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. Where NVMe is
+# too small for what is left, the first records live on the device: nothing else could hide their update, see [Note: the device margin]
+# in margin.py.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from infinity.chunks import BLOCK_NUMEL, GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Chunk, Layout, Record
@@ -71,6 +73,7 @@ def place(
     device_budget: int,
     host_budget: int,
     host_share: float = 1.0,
+    nvme_budget: int | None = None,
     held_nbytes: int,
     op_gradient_nbytes: int,
     snapshot_nbytes: int = 0,
@@ -78,16 +81,13 @@ def place(
     """records: of this rank, by chunk. weights, states: auto, device, host or nvme. keep: use what budgets leave over.
 
     deferred: all gradients wait for step(). gradient_itemsize: bytes of an accumulated gradient element, None for the
-    weight's own. held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient;
+    weight's own. nvme_budget: past it, where places are for us to choose, records live on the device; None where it is not known.
+    held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient;
     snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in residency.py. host_share:
-    of the host budget that is for records. Raises BudgetError where a budget is below the least that works.
+    of the host budget that is for records. Raises BudgetError where the device or host budget is below the least that works.
     """
     chunks = layout.chunks
     span_nbytes = sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
-    gradient_nbytes = [
-        _page(record.numel * (gradient_itemsize or WEIGHT_NBYTES[chunk.dtype])) if chunk.trainable else 0
-        for chunk, record in zip(chunks, records)
-    ]
     largest = sum(_largest_on_device(chunk, record, gradient_itemsize) for chunk, record in zip(chunks, records))
     # On several ranks a gradient is copied to buffers of whole chunks, of which the first and the last may hold parts of others; before
     # that, those of the op before are reduced.
@@ -95,6 +95,7 @@ def place(
     gradient_limit = op_gradient_nbytes + buffers
 
     whole_nbytes = span_nbytes + largest + gradient_limit + snapshot_nbytes
+    choose = weights == states == "auto" and keep
     if weights == "auto" and states in ("auto", "device") and keep and whole_nbytes <= device_budget:
         weights = states = "device"
     if states == "device" and weights != "device":
@@ -110,37 +111,90 @@ def place(
             f"{', weights ' + format_bytes(pinned) if pinned else ''}{', states ' + format_bytes(on_device) if on_device else ''}"
             f"). Raise device_memory{' or leave more to the host' if pinned else ', or split the largest layer'}."
         )
+
+    sizes = _sizes(chunks, [record.numel for record in records], records, gradient_itemsize)
+    if states == "device":
+        beside = Beside(dict.fromkeys(KINDS, ("device",) * len(chunks)), dict.fromkeys(KINDS, 0), 0, 0)
+    else:
+
+        def share_out(sizes: dict[str, tuple[int, ...]], on_device: Collection[int]) -> Beside:
+            return _beside(
+                chunks,
+                sizes,
+                on_device,
+                weights=states if weights == "device" else weights,  # the record needs its weights beside the states
+                states=states,
+                keep_weights=keep and weights == "auto",
+                keep_states=keep and states == "auto",
+                keep=keep,
+                deferred=deferred,
+                host_budget=host_budget,
+                host_share=host_share,
+            )
+
+        on_device_chunks: Collection[int] = ()
+        if choose and nvme_budget is not None:
+            room = device_budget - needed - snapshot_nbytes
+            found = _crowded_out(layout, records, share_out, gradient_itemsize, room_nbytes=room, nvme_budget=nvme_budget)
+            on_device_chunks = {index for span, _ in found for index in layout.spans[span].chunks}
+            if found:
+                on_device = snapshot_nbytes + sum(nbytes for _, nbytes in found)
+                needed += on_device
+        beside = share_out(sizes, on_device_chunks)
+
     slack = device_budget - needed
     extra = max(min(op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))  # the rest is for spans
     gradient_limit += extra
-    device = {
-        "pinned": bool(pinned),
-        "device_nbytes": device_budget,
-        "fixed_nbytes": pinned + on_device + gradient_limit,
-        "least_nbytes": needed + extra,
-        "gradient_limit_nbytes": gradient_limit,
-        "under_way_nbytes": gradient_limit - op_gradient_nbytes - buffers,
-    }
+    return Placement(
+        homes=beside.homes,
+        sizes=sizes,
+        slots=beside.slots,
+        pinned=bool(pinned),
+        device_nbytes=device_budget,
+        fixed_nbytes=pinned + on_device + gradient_limit,
+        least_nbytes=needed + extra,
+        gradient_limit_nbytes=gradient_limit,
+        under_way_nbytes=gradient_limit - op_gradient_nbytes - buffers,
+        host_nbytes=beside.host_nbytes,
+        nvme_nbytes=beside.nvme_nbytes,
+    )
 
-    sizes = {
-        WEIGHTS: tuple(record.weight_nbytes for record in records),
-        STATES: tuple(record.states_nbytes for record in records),
-        GRADIENTS: tuple(gradient_nbytes),
-    }
-    if weights == "device" and states == "device":
-        everywhere = dict.fromkeys(KINDS, ("device",) * len(chunks))
-        return Placement(everywhere, sizes, dict.fromkeys(KINDS, 0), host_nbytes=0, nvme_nbytes=0, **device)
 
+@dataclass(frozen=True)
+class Beside:
+    """What a placement says of the tiers beside the device."""
+
+    homes: dict[str, tuple[str, ...]]
+    slots: dict[str, int]
+    host_nbytes: int
+    nvme_nbytes: int
+
+
+def _beside(
+    chunks: Sequence[Chunk],
+    sizes: dict[str, tuple[int, ...]],
+    on_device: Collection[int],
+    *,
+    weights: str,
+    states: str,
+    keep_weights: bool,
+    keep_states: bool,
+    keep: bool,
+    deferred: bool,
+    host_budget: int,
+    host_share: float,
+) -> Beside:
+    """Share out host memory, the rest goes to NVMe; chunks in on_device need no place. keep_weights, keep_states: which of them may stay
+    in host memory that is left over."""
     homes = {
         WEIGHTS: ["host" if weights == "host" else "nvme"] * len(chunks),
         STATES: ["host" if states == "host" else "nvme"] * len(chunks),
         GRADIENTS: ["nvme"] * len(chunks),
     }
-    if weights == "device":  # the record needs its weights beside the states
-        homes[WEIGHTS] = list(homes[STATES])
-
     for kind in KINDS:  # nothing has a home in memory: a frozen chunk's states, a shard that is all padding
         homes[kind] = ["host" if not nbytes else home for home, nbytes in zip(homes[kind], sizes[kind])]
+        for index in on_device:
+            homes[kind][index] = "device"
 
     def slots(counts: Sequence[int]) -> dict[str, int]:
         """Slots of each kind: at most the counts given, and no more than there are chunks to share them."""
@@ -162,8 +216,8 @@ def place(
             f"progress (slots: {held or 'none'}; resident: {format_bytes(nbytes_in('host'))}"
             f"{f'; for activations: {1 - host_share:.0%}' if host_share < 1 else ''}). Raise host_memory or lower chunk_mib."
         )
-    if deferred and least + sum(gradient_nbytes) <= host_budget:
-        homes[GRADIENTS] = ["host"] * len(chunks)
+    if deferred and least + sum(n for n, home in zip(sizes[GRADIENTS], homes[GRADIENTS]) if home == "nvme") <= host_budget:
+        homes[GRADIENTS] = ["host" if home == "nvme" else home for home in homes[GRADIENTS]]
     low, high = list(fewest), [WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS]
     while low != high:  # grow the pools together, a tenth at a time
         wanted = [min(h, max(l + 1, l + h // 10)) for l, h in zip(low, high)]
@@ -171,7 +225,7 @@ def place(
             break
         low = wanted
     on_nvme = any("nvme" in homes[kind] for kind in (WEIGHTS, STATES))
-    order = [kind for kind, choice in ((WEIGHTS, weights), (STATES, states)) if keep and choice == "auto"]
+    order = [kind for kind, keeps in ((WEIGHTS, keep_weights), (STATES, keep_states)) if keeps]
     if deferred:
         order.insert(order.count(WEIGHTS), GRADIENTS)
     elif keep or not on_nvme:
@@ -182,14 +236,51 @@ def place(
             if homes[kind][index] == "nvme" and sizes[kind][index] <= left:
                 homes[kind][index] = "host"
                 left -= sizes[kind][index]
-    return Placement(
-        homes={kind: tuple(found) for kind, found in homes.items()},
-        sizes=sizes,
-        slots=slots(low),
-        host_nbytes=host_nbytes(low),
-        nvme_nbytes=nbytes_in("nvme"),
-        **device,
-    )
+    return Beside({kind: tuple(found) for kind, found in homes.items()}, slots(low), host_nbytes(low), nbytes_in("nvme"))
+
+
+def _crowded_out(
+    layout: Layout,
+    records: Sequence[Record],
+    share_out: Callable[[dict[str, tuple[int, ...]], Collection[int]], Beside],
+    gradient_itemsize: int | None,
+    *,
+    room_nbytes: int,
+    nvme_budget: int,
+) -> list[tuple[int, int]]:
+    """The first spans, with their bytes on the device, whose records live there because nothing else has room for them, or as many as
+    do there. The same on all ranks: by their largest shards."""
+    sizes = _sizes(layout.chunks, [chunk.shard_used(0) for chunk in layout.chunks], records, gradient_itemsize)
+    found: list[tuple[int, int]] = []
+    on_device: list[int] = []
+    spans = [span for span in layout.spans if span.trainable]
+    while spans and (lacking := share_out(sizes, on_device).nvme_nbytes - nvme_budget) > 0:
+        while spans and lacking > 0:
+            span = spans.pop(0)
+            nbytes = span.numel * WEIGHT_NBYTES[span.dtype]
+            nbytes += sum(_largest_on_device(layout.chunks[index], records[index], gradient_itemsize) for index in span.chunks)
+            if nbytes > room_nbytes:
+                return found
+            room_nbytes -= nbytes
+            found.append((span.index, nbytes))
+            on_device += span.chunks
+            lacking -= sum(sizes[kind][index] for kind in KINDS for index in span.chunks)
+    return found
+
+
+def _sizes(
+    chunks: Sequence[Chunk], numels: Sequence[int], records: Sequence[Record], gradient_itemsize: int | None
+) -> dict[str, tuple[int, ...]]:
+    """Bytes of each kind of copy, by chunk, of shards of so many elements. records: for the formats of their segments."""
+
+    def gradient(chunk: Chunk, numel: int) -> int:
+        return _page(numel * (gradient_itemsize or WEIGHT_NBYTES[chunk.dtype])) if chunk.trainable else 0
+
+    return {
+        WEIGHTS: tuple(_page(numel * record.segments[0].itemsize) for numel, record in zip(numels, records)),
+        STATES: tuple(sum(_page(numel * s.itemsize) for s in record.segments[1:]) for numel, record in zip(numels, records)),
+        GRADIENTS: tuple(gradient(chunk, numel) for chunk, numel in zip(chunks, numels)),
+    }
 
 
 def look_ahead(layout: Layout, placement: Placement, *, keep: bool) -> tuple[int, int]:
@@ -200,11 +291,18 @@ def look_ahead(layout: Layout, placement: Placement, *, keep: bool) -> tuple[int
 
 
 def records_on_device(
-    layout: Layout, records: Sequence[Record], *, room_nbytes: int, gradient_itemsize: int | None, snapshots: Collection[int]
+    layout: Layout,
+    records: Sequence[Record],
+    homes: Sequence[str],
+    *,
+    room_nbytes: int,
+    gradient_itemsize: int | None,
+    snapshots: Collection[int],
 ) -> list[tuple[int, int]]:
-    """The spans whose records fit on the device when all weights do, from the first on, with the bytes of each span's.
+    """The spans whose records fit on the device when all weights do, from the first on, with the bytes of each span's. Those that live
+    there anyway come before, and are not among them.
 
-    gradient_itemsize: as in `place`. snapshots: spans that need their weights twice. The same on all ranks.
+    homes: of the states, by chunk. gradient_itemsize: as in `place`. snapshots: spans that need their weights twice. The same on all ranks.
     """
     found = []
     room_nbytes -= sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
@@ -216,7 +314,8 @@ def records_on_device(
         if nbytes > room_nbytes:
             break
         room_nbytes -= nbytes
-        found.append((span.index, nbytes))
+        if homes[span.chunks[0]] != "device":
+            found.append((span.index, nbytes))
     return found
 
 

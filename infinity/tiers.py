@@ -17,6 +17,7 @@ Transfer, Swap), one directory, helpers, exit, fork and SIGTERM.
 """
 
 import atexit
+import collections
 import contextlib
 import errno
 import fcntl
@@ -325,7 +326,7 @@ class Swap:
                 raise SwapError(
                     errno.ENOSPC,
                     f"swap needs {needed:,} bytes{ranks} on this filesystem and {available:,} are available: free space there, "
-                    "name another directory in `nvme`, or raise host_memory",
+                    "name another directory in `nvme`, or raise host_memory or device_memory",
                     ", ".join(str(directory.path) for directory in directories),
                 )
 
@@ -564,6 +565,18 @@ class _Directory:
                 os.close(self.file if refusal is None else direct)
                 self.file = direct if refusal is None else self.file
         return refusal
+
+
+def room_nbytes(paths: Sequence[str | os.PathLike]) -> int:
+    """What equal parts on each of the paths can take together, as far as their filesystems have room, which need a hundredth for their
+    own. A path that does not exist yet counts as the folder above it."""
+    room, sharers = {}, collections.Counter()  # by filesystem
+    for path in map(Path, paths):
+        here = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
+        status, filesystem = os.statvfs(here), os.stat(here).st_dev
+        room[filesystem] = status.f_bavail * status.f_frsize * 99 // 100
+        sharers[filesystem] += 1
+    return min(len(paths) * nbytes // sharers[filesystem] for filesystem, nbytes in room.items())
 
 
 def _swap_error(code: int | None, text: str, path) -> SwapError:

@@ -222,9 +222,9 @@ def fill(volume, left):
     return free_nbytes(volume)
 
 
-def train_on(swap, begun):
+def train_on(swap, begun, **changes):
     """Losses and states; begun: called with the engine once it has its swap file."""
-    config = {"chunk_mib": 1 / 4, "host_memory": "16MiB"} | NVME
+    config = {"chunk_mib": 1 / 4, "host_memory": "16MiB"} | NVME | changes
     with training(lambda: linears(5, 512), swap, **config) as (model, engine, optimizer):
         begun(engine)
         losses = []
@@ -281,7 +281,23 @@ def the_volume_is_full_later(volume):
     assert_same_states(states, expected_states, "full")
 
 
-@pytest.mark.parametrize("scene", [pytest.param(the_volume_shrinks, marks=pytest.mark.long), the_volume_is_full_later], ids=lambda scene: scene.__name__)
+def the_volume_is_too_small(volume):
+    """For what host memory does not hold, but the device has room for the rest."""
+    (swap := volume / "swap").mkdir()
+    needed, expected_losses, expected_states = on_ample_room(swap)
+    fill(volume, needed // 2)
+    homes = []
+    places = {"weights": "auto", "states": "auto", "residency": "auto", "host_memory": "9MiB", "device_memory": "16MiB"}
+    losses, states = train_on(swap, lambda engine: homes.extend(engine.placement.homes[STATES]), **places)
+    assert set(homes) == {"device", "nvme"}, homes
+    assert losses == expected_losses
+    assert_same_states(states, expected_states, "too small")
+
+
+SCENES = [pytest.param(the_volume_shrinks, marks=pytest.mark.long), the_volume_is_full_later, the_volume_is_too_small]
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_a_full_disk_is_met_at_start_or_never(scene, tmp_path):
     """On a volume of its own, in a mount namespace that ends with the process: ext4 on a loop device, else tmpfs."""
     volume, image = tmp_path / "volume", tmp_path / "image"

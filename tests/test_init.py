@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import infinity
-from helpers import assert_same_bits
+from helpers import assert_same_bits, on_gpu
+from infinity.assembly import budgets
 from infinity.errors import UsageError
+from infinity.partition import Ranks
 from models import TRAITS, H, mlp, tiny_gpt
 
 
@@ -98,7 +100,7 @@ def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
 
     def noting(self, module, name, param):
         original(self, module, name, param)
-        held.append(sum(p.untyped_storage().nbytes() for p in self._home.values()))
+        held.append(sum(p.untyped_storage().nbytes() for p, *_ in self._home.values()))
 
     monkeypatch.setattr(builder, "_parameter_registered", noting)
     torch.manual_seed(0)
@@ -108,6 +110,45 @@ def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
     assert max(held) <= window + 4 * H * H
     assert sum(p.untyped_storage().nbytes() for p in model.parameters()) <= window + 4 * H * H + 24 * 4
     infinity.engine_of(model).close()
+
+
+@on_gpu
+def test_each_memory_has_a_window_of_its_own(tmp_path, monkeypatch):
+    """Layers are made on the CPU and on the device by turns."""
+    window, held = 4 * 4 * H * H, {"cpu": [], "cuda": []}
+    builder = sys.modules["infinity.init"]._Builder
+    original = builder._parameter_registered
+
+    def noting(self, module, name, param):
+        original(self, module, name, param)
+        for kind, found in held.items():
+            found.append(sum(p.untyped_storage().nbytes() for p, *_ in self._home.values() if p.device.type == kind))
+
+    def build():
+        return nn.Sequential(*(nn.Linear(H, H, device=("cpu", "cuda")[index % 2]) for index in range(20)))
+
+    monkeypatch.setattr(builder, "_parameter_registered", noting)
+    torch.manual_seed(0)
+    expected = build()
+    torch.manual_seed(0)
+    with infinity.init(infinity.Config(nvme=tmp_path, device="cuda", dtype="fp32", host_memory="64MiB"), window=window):
+        model = build()
+    for kind, found in held.items():
+        assert window - 4 * H * H < max(found) <= window + 4 * H * H, kind
+    with infinity.engine_of(model) as engine:
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_same_bits(engine.read_state(param)["weight"], other.detach().cpu(), other.shape)
+
+
+def test_what_parameters_take_when_the_engine_starts_counts_as_free(monkeypatch, tmp_path):
+    model = mlp(12)
+    taken = sum(param.numel() * 4 for param in model.parameters())
+    for free in (1 << 40, taken // 2):
+        monkeypatch.setattr("infinity.assembly.host_free_nbytes", lambda: free)
+        found = budgets(infinity.Config(nvme=tmp_path, device="cpu"), torch.device("cpu"), Ranks(torch.device("cpu")), model.parameters())
+        assert found == ((free + taken) // 4, min((free + taken) // 2, int(0.95 * free)))
+    away = [torch.full((), float("nan")).expand(param.shape) for param in model.parameters()]
+    assert budgets(infinity.Config(nvme=tmp_path, device="cpu"), torch.device("cpu"), Ranks(torch.device("cpu")), away)[0] == free // 4
 
 
 def test_a_model_built_inside_trains_as_one_built_outside(config, tmp_path):

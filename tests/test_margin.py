@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import infinity
-from helpers import ScriptedGauge, assert_equals_reference, assert_same_states, on_gpu, plain, states_of, training
-from infinity import margin, planner
+from helpers import ScriptedGauge, assert_equals_reference, assert_same_states, least_host_memory, on_gpu, plain, states_of, training
+from infinity import assembly, margin, planner
 from infinity.chunks import STATES
 from infinity.gpt import GPT
 from models import TRAITS, gpt_step, inputs, loss_of, tiny_gpt, tokens
@@ -26,6 +26,7 @@ def budgets(make, directory, **config):
         found = planner.records_on_device(
             engine.layout,
             [chunk.record for chunk in engine.registry.chunks],
+            engine.placement.homes[STATES],
             room_nbytes=1 << 40,
             gradient_itemsize=4 if engine.accumulating else None,
             snapshots={span.index for span in engine.registry.spans if engine.values.keeps_snapshot(span)},
@@ -106,6 +107,106 @@ def test_records_that_were_given_a_place_stay_there(config, tmp_path):
         for step in range(2):
             gpt_step(model, optimizer, step)
         assert engine.margin.promoted == []
+
+
+# Records that live on the device because nothing else has room for them
+
+
+@pytest.fixture
+def small_drive(monkeypatch):
+    """A function that leaves so many bytes on every drive."""
+    return lambda nbytes: monkeypatch.setattr(assembly, "room_nbytes", lambda paths: nbytes)
+
+
+CROWDED = {"host_memory": "320KiB"}
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
+@pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "moments": "bf16"}, {"dtype": "fp16"}], ids=str)
+def test_what_nvme_has_no_room_for_lives_on_the_device_with_the_same_bits(numbers, options, small_drive, tmp_path):
+    def run(**config):
+        with training(tiny_gpt, tmp_path, options=options, **numbers, **config) as (model, engine, optimizer):
+            for step in range(4):
+                gpt_step(model, optimizer, step, accumulate=options.get("accumulation_steps", 1))
+            stats, placement = engine.stats(), engine.placement
+            assert stats["peak_device_nbytes"] <= stats["device_budget_nbytes"]
+            return states_of(engine, model), placement.homes[STATES].count("device"), stats["num_chunks_on_device"], placement.nvme_nbytes
+
+    least, records = budgets(tiny_gpt, tmp_path, options=options, **numbers)
+    expected, *_ = run(weights="host", states="host")
+    *_, nvme_nbytes = run(device_memory=least, **CROWDED)
+    counts = []
+    for share in (1, 3 / 4, 1 / 2, 1 / 4):
+        small_drive(int(share * nvme_nbytes))
+        states, at_home, on_device, found = run(device_memory=least + sum(records[:-1]), **CROWDED)
+        assert_same_states(states, expected, f"{at_home} of {on_device} on the device")
+        assert found <= share * nvme_nbytes
+        counts.append(at_home)
+        assert on_device > at_home  # the margin holds records besides
+    assert counts[0] == 0 and counts == sorted(set(counts)), counts
+
+
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+@pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
+def test_odd_models_that_live_on_the_device_in_part(name, dtype, update, small_drive, tmp_path):
+    make = TRAITS[name]
+    reference_model, reference = plain(make, dtype=dtype)
+    least, records = budgets(make, tmp_path, dtype=dtype)
+    on_nvme = {"dtype": dtype, "update": update, "device_memory": least}
+    on_nvme["host_memory"] = least_host_memory(make, tmp_path, weights="nvme", states="nvme", **on_nvme)
+    with training(make, tmp_path, **on_nvme) as (_, engine, _):
+        small_drive(engine.placement.nvme_nbytes * 2 // 3)
+    with training(make, tmp_path, **on_nvme | {"device_memory": least + sum(records) - 4096}) as (model, engine, optimizer):
+        for step in range(4):
+            for each, its_optimizer in ((model, optimizer), (reference_model, reference)):
+                torch.manual_seed(step)  # of dropout
+                loss_of(each(inputs(reference_model, step))).backward()
+                its_optimizer.step()
+                its_optimizer.zero_grad()
+        assert "device" in engine.placement.homes[STATES] or len(records) == 1  # that one has no room there, or all would
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+def test_a_checkpoint_of_records_in_three_tiers_resumes_in_others(small_drive, tmp_path):
+    least, records = budgets(tiny_gpt, tmp_path)
+    crowded = {"device_memory": least + sum(records[:-1])} | CROWDED
+    with training(tiny_gpt, tmp_path, **crowded) as (_, engine, _):
+        small_drive(engine.placement.nvme_nbytes // 2)
+    places = [crowded, {"weights": "host", "states": "host"}, crowded]
+    for number, config in enumerate(places):
+        with training(tiny_gpt, tmp_path / str(number), seed=number, **config) as (model, engine, optimizer):
+            assert ("device" in engine.placement.homes[STATES]) == (config is crowded)
+            if number:
+                infinity.load(tmp_path / f"saved{number - 1}", model, optimizer)
+            for step in range(2 * number, 2 * number + 2):
+                gpt_step(model, optimizer, step)
+            infinity.save(tmp_path / f"saved{number}", model, optimizer)
+            states = states_of(engine, model)
+    with training(tiny_gpt, tmp_path, weights="host", states="host") as (model, engine, optimizer):
+        for step in range(6):
+            gpt_step(model, optimizer, step)
+        assert_same_states(states, states_of(engine, model))
+
+
+def test_what_lives_on_the_device_stays_there_when_inputs_grow(small_drive, gauge, tmp_path):
+    least, records = budgets(tiny_gpt, tmp_path)
+    gauge.capacity = 1 << 40
+    sizes = [[16]] * 3 + [[64]] * 2
+    with training(tiny_gpt, tmp_path, weights="host", states="host") as (model, engine, optimizer):
+        train(model, engine, optimizer, sizes, gauge)
+        expected = states_of(engine, model)
+    config = {"device_memory": least + sum(records[:-1])} | CROWDED
+    with training(tiny_gpt, tmp_path, **config) as (_, engine, _):
+        small_drive(engine.placement.nvme_nbytes * 3 // 4)
+    gauge.capacity = config["device_memory"] + (16 << 10)
+    with training(tiny_gpt, tmp_path, **config) as (model, engine, optimizer):
+        at_home = engine.placement.homes[STATES].count("device")
+        found = train(model, engine, optimizer, sizes, gauge)
+        visitors = sum(len(engine.registry.chunks_in(span)) for span, _ in engine.margin.promoted)
+        assert engine.stats()["num_chunks_on_device"] == at_home + visitors
+        assert_same_states(states_of(engine, model), expected)
+    assert at_home > 0 and gauge.overflows == 0
+    assert found[2][1] > found[4][1], found  # of those that visit it, some left
 
 
 # Activations

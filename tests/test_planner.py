@@ -191,10 +191,80 @@ def test_what_is_on_the_device_is_decided_alike_on_all_ranks(states):
                 found.append((placement.pinned, placement.fixed_nbytes, placement.homes[STATES][0]))
             except BudgetError as error:
                 found.append(str(error))
-            found[-1] = (found[-1], records_on_device(whole, records, room_nbytes=budget, gradient_itemsize=None, snapshots=()))
+            found[-1] = (found[-1], records_on_device(whole, records, ["host"] * NUM, room_nbytes=budget, gradient_itemsize=None, snapshots=()))
         assert found[0] == found[1], budget
         outcomes.add(str(found[0][0])[:5])
     assert len(outcomes) == 2  # both kinds were seen
+
+
+def crowded(nvme_budget, device_budget=AMPLE >> 1, host_budget=400 << 10, **changes):
+    return placed(device_budget=device_budget, host_budget=host_budget, nvme_budget=nvme_budget, **changes)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_what_neither_host_nor_nvme_holds_lives_on_the_device(deferred, monkeypatch):
+    monkeypatch.setattr(planner, "UNDER_WAY_NBYTES", 0)
+    least = placed(device_budget=100 << 10).least_nbytes
+    ample = crowded(None, device_budget=400 << 10, deferred=deferred)
+    assert "device" not in ample.homes[STATES] and ample.nvme_nbytes > STATE
+    counts = []
+    for nvme_budget in range(ample.nvme_nbytes, -1, -4096):
+        found = crowded(nvme_budget, device_budget=400 << 10, deferred=deferred)
+        count = found.homes[STATES].count("device")
+        counts.append(count)
+        assert found.nvme_nbytes <= nvme_budget and found.host_nbytes <= 400 << 10
+        for kind in (WEIGHTS, STATES, GRADIENTS):
+            assert [home == "device" for home in found.homes[kind]] == [True] * count + [False] * (NUM - count)
+        taken = count * (WEIGHT + STATE + GRADIENT)
+        slack = (400 << 10) - (2 * WEIGHT + WEIGHT) - taken
+        assert found.least_nbytes == 2 * WEIGHT + WEIGHT + taken + min(WEIGHT, slack // 3) <= 400 << 10
+        assert found.fixed_nbytes == found.gradient_limit_nbytes + taken
+        assert not found.pinned
+    assert counts == sorted(counts) and counts[0] == 0 < counts[-1] < NUM
+    assert least == 2 * WEIGHT + WEIGHT + WEIGHT  # as before, where nothing is crowded out
+
+
+def test_as_many_as_have_room_live_on_the_device():
+    least = 3 * WEIGHT
+    for count in range(4):
+        found = crowded(0, device_budget=least + count * (WEIGHT + STATE + GRADIENT) + 4096, host_budget=300 << 10)
+        assert found.homes[STATES].count("device") == count
+        assert found.nvme_nbytes > 0  # the swap refuses it, and names the bytes that are missing
+
+
+@pytest.mark.parametrize("changes", [{"weights": "nvme"}, {"states": "nvme"}, {"states": "host"}, {"weights": "host"}, {"keep": False}], ids=str)
+def test_nothing_is_crowded_out_of_a_place_that_was_asked_for(changes):
+    found = crowded(0, device_budget=400 << 10, host_budget=1 << 20, **changes)
+    assert "device" not in found.homes[STATES] + found.homes[WEIGHTS]
+
+
+def test_what_is_crowded_out_is_the_same_on_all_ranks():
+    specs = [ParameterSpec(f"p{i}", 5000, "bf16", True) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=8192, world=2)
+    options = {"weights": "auto", "states": "auto", "keep": True, "deferred": False, "gradient_itemsize": None}
+    options |= {"host_budget": 200 << 10, "device_budget": 300 << 10, "held_nbytes": 2 * WEIGHT, "op_gradient_nbytes": WEIGHT}
+    counts = set()
+    for nvme_budget in range(0, 400 << 10, 4096):
+        found = []
+        for rank in range(2):
+            records = [record_layout(chunk.shard_used(rank), "bf16", True) for chunk in whole.chunks]
+            placement = place(whole, records, nvme_budget=nvme_budget, **options)
+            found.append((placement.fixed_nbytes, placement.least_nbytes, [home == "device" for home in placement.homes[STATES]]))
+        assert found[0] == found[1], nvme_budget
+        counts.add(sum(found[0][2]))
+    assert 0 in counts and len(counts) > 2
+
+
+def test_records_that_live_on_the_device_come_before_those_that_visit_it():
+    specs = [ParameterSpec(f"p{i}", 4096, "bf16", True) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=4096, world=1)
+    records = [record_layout(chunk.shard_used(0), "bf16", True) for chunk in whole.chunks]
+    options = {"gradient_itemsize": None, "snapshots": ()}
+    for count in range(NUM):
+        room = NUM * WEIGHT + count * (STATE + GRADIENT)
+        every = records_on_device(whole, records, ["nvme"] * NUM, room_nbytes=room, **options)
+        assert every == [(index, STATE + GRADIENT) for index in range(count)]
+        assert records_on_device(whole, records, ["device"] * 3 + ["nvme"] * 5, room_nbytes=room, **options) == every[3:]
 
 
 # ---- the size of chunks ----

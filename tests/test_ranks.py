@@ -27,6 +27,7 @@ from torch import nn
 import infinity
 from aio_ext import _aio
 from helpers import ScriptedGauge, run_micro_batches
+from infinity import planner
 from infinity.gpt import GPT
 
 ROOT = Path(__file__).parent.parent
@@ -226,6 +227,19 @@ def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, opt
         }
 
 
+def train_crowded(folder, drive_nbytes, **changes):
+    """As `train`, of a drive with so much room; and how many chunks live on the device."""
+    homes = []
+
+    def placed(*arguments, **options):
+        homes.append(place(*arguments, **options))
+        return homes[-1]
+
+    place = planner.place
+    with mock.patch("infinity.assembly.room_nbytes", lambda paths: drive_nbytes), mock.patch("infinity.planner.place", placed):
+        return train(folder, **changes) | {"at_home": homes[-1].homes["states"].count("device")}
+
+
 def reference(*, steps=3, micros=1, max_grad_norm=None, lr=1e-2):
     """Plain PyTorch over the global batch."""
     torch.manual_seed(0)
@@ -324,6 +338,17 @@ def test_placement_changes_no_bit(worlds, tmp_path, dtype):
         assert results[index]["states"] == results[0]["states"], placement
         assert results[index]["evaluations"] in ([], results[0]["evaluations"]), placement
     assert 0 < results[len(placements) - 1]["num_promoted"] < results[0]["num_spans"]
+
+
+def test_what_lives_on_the_device_for_want_of_room_changes_no_bit(worlds, tmp_path):
+    options = {"dtype": "bf16", "chunk_mib": 1 / 64, "device_memory": "600KiB", "host_memory": "300KiB", "evaluate": True}
+    found = [worlds(2).run(train_crowded, tmp_path, drive_nbytes, **options) for drive_nbytes in (1 << 30, 400 << 10, 200 << 10)]
+    for ranks_ in found:
+        assert [rank["at_home"] for rank in ranks_] == [ranks_[0]["at_home"]] * 2
+        for name in ("losses", "states", "evaluations"):
+            assert [rank[name] for rank in ranks_] == [found[0][0][name]] * 2, name
+    counts = [ranks_[0]["at_home"] for ranks_ in found]
+    assert counts[0] == 0 < counts[1] < counts[2], counts
 
 
 def test_records_leave_the_device_on_all_ranks_when_one_of_them_needs_more(worlds, tmp_path):

@@ -59,6 +59,18 @@ def test_every_extent_is_covered_once_and_paths_fill_evenly(paths, num_paths):
         assert max(ends) - min(ends) <= 3 * MIB
 
 
+def test_the_room_is_that_of_equal_parts(monkeypatch, tmp_path):
+    """Of paths that share a filesystem each gets a part of it; the fullest one bounds the others."""
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1000, f_frsize=4096))
+    assert tiers.room_nbytes([tmp_path]) == 4096 * 990
+    assert tiers.room_nbytes([tmp_path, tmp_path / "a", tmp_path / "is" / "not" / "there"]) == 4096 * 990
+    shared = Path("/dev/shm")
+    if os.stat(shared).st_dev != os.stat(tmp_path).st_dev:
+        assert tiers.room_nbytes([tmp_path, shared]) == 2 * 4096 * 990
+        assert tiers.room_nbytes([tmp_path, tmp_path / "a", shared]) == 3 * 4096 * 990 // 2
+
+
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
 def test_bytes_come_back(paths, num_paths):
     sizes = [PAGE, MIB, 3 * MIB, 3 * MIB + PAGE, 7 * MIB - PAGE, 12345, 10 * MIB]

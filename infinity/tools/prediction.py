@@ -25,7 +25,7 @@ from infinity.tools.workload import Workload
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one rank. spans_on_device: whose records are in the device's margin."""
+    """Of one rank. spans_on_device: whose records are on the device."""
 
     layout: Layout
     records: Sequence[Record]
@@ -118,6 +118,7 @@ def arrangement(
         rank=0,
         device_budget=device_budget,
         host_budget=host_budget,
+        nvme_budget=(machine.total("capacity") // share or None) if machine.drives else 0,
         moments=ADAM_MOMENTS,
         deferred=_is_deferred(config),
         accumulating=False,
@@ -133,14 +134,15 @@ def arrangement(
     if nvme and placement.nvme_nbytes > nvme:
         needed, there = format_bytes(placement.nvme_nbytes), format_bytes(nvme)
         raise BudgetError(f"nvme: {needed} a rank are needed; the drives have {there} for each of {share}")
-    on_device: tuple[int, ...] = ()
+    homes = placement.homes[STATES]
+    on_device = tuple(span.index for span in layout.spans if homes[span.chunks[0]] == "device")
     nbytes_of = [span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans]
-    if "device" not in placement.homes[STATES]:  # as Margin.settle, after the first step
+    if set(homes) != {"device"}:  # as Margin.settle, after the first step
         placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
         if config.states == config.residency == "auto" and config.weights in ("auto", "device"):
             room = placement.device_nbytes - placement.gradient_limit_nbytes
-            found = planner.records_on_device(layout, records, room_nbytes=room, gradient_itemsize=None, snapshots=())
-            on_device = tuple(span for span, _ in found)
+            found = planner.records_on_device(layout, records, homes, room_nbytes=room, gradient_itemsize=None, snapshots=())
+            on_device += tuple(span for span, _ in found)
             taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in found)
             placement = dataclasses.replace(placement, fixed_nbytes=placement.fixed_nbytes + taken)
     return layout, records, placement, on_device
