@@ -194,9 +194,9 @@ class Gradients:
 
     def wait_for_room(self) -> None:
         """Hold the training thread while too many gradients are on the device."""
+        if self._under_way_nbytes <= self.limit_nbytes:  # only this thread makes it larger
+            return
         with self._changed:
-            if self._under_way_nbytes <= self.limit_nbytes:
-                return
             start = now()
             self.hurry()
             with waits():

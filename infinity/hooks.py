@@ -26,8 +26,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -167,7 +168,7 @@ class Hooks:
         self.frames: list[Frame] = []
         self.kept: dict[int, SpanState] | None = None  # held until the segment under way ends, if there is one
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
-        self._holding: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._holding: list[weakref.ref[Handle]] = []  # of those that hold, and of some that did
         self._loose: list[SpanState] = []  # held for a custom function's or a leaf's backward, until the next event
         self._loose_leaf: Op | None = None  # for whose backward they are
         self._escaped: list[SpanState] = []  # of views that the outermost module returned, until backward ends
@@ -195,9 +196,8 @@ class Hooks:
         self.names = {op.index: op.name for op in self.ops.values()}
         for state in self.registry.params:
             if state.trainable:
-                self._handles.append(state.param.register_hook(lambda grad, s=state: self._expect_gradient(s)))
-                hook = state.param.register_post_accumulate_grad_hook(lambda param, s=state: self._gradient(s, param))
-                self._handles.append(hook)
+                self._handles.append(state.param.register_hook(functools.partial(self._expect_gradient, state)))
+                self._handles.append(state.param.register_post_accumulate_grad_hook(functools.partial(self._gradient, state)))
 
     def __deepcopy__(self, memo):
         raise UsageError(NO_COPY)
@@ -274,7 +274,7 @@ class Hooks:
 
     @torch._dynamo.disable
     def _after(self, module, args, output):
-        if not any(frame.module is module for frame in self.frames):
+        if not self.frames or (self.frames[-1].module is not module and all(frame.module is not module for frame in self.frames)):
             return
         while True:
             frame = self.frames.pop()
@@ -422,7 +422,7 @@ class Hooks:
             self._release_earlier(*node)
             self._acquire_for_backward(handle.op, handle.span.index, (handle.span,))
             handle.holding = True
-            self._holding.add(handle)
+            self._holding.append(weakref.ref(handle))
         handle.node = node
         return handle.tensor
 
@@ -432,19 +432,24 @@ class Hooks:
             self.timeline.end()
         self.release_loose()
         self.release_escaped()
-        for handle in list(self._holding):
-            if handle.holding:
-                handle.holding = False
-                self.pipeline.release(handle.span)
-        self._holding.clear()
+        self._release_where(lambda handle: True)
 
     def _release_earlier(self, task: int, node: int) -> None:
         """What earlier nodes of this backward pass unpacked and a retained graph keeps alive is needed no longer."""
-        for handle in list(self._holding):
-            if handle.holding and handle.node[0] == task and handle.node[1] != node:
+        if self._holding:
+            self._release_where(lambda handle: handle.node[0] == task and handle.node[1] != node)
+
+    def _release_where(self, is_due: Callable[[Handle], bool]) -> None:
+        references, self._holding = self._holding, []
+        for reference in references:
+            handle = reference()
+            if handle is None or not handle.holding:
+                continue
+            if is_due(handle):
                 handle.holding = False
-                self._holding.discard(handle)
                 self.pipeline.release(handle.span)
+            else:
+                self._holding.append(reference)
 
     def release_escaped(self) -> None:
         while self._escaped:
@@ -479,7 +484,7 @@ class Hooks:
             self.timeline.begin(BACKWARD, self.names[0])
 
     @torch._dynamo.disable
-    def _expect_gradient(self, state: ParameterState) -> None:
+    def _expect_gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
         self.engine.expect_gradient(state)
 
     @torch._dynamo.disable

@@ -129,35 +129,39 @@ class Pipeline:
         self.drain_dropped()
         if self.on_acquire is not None:
             self.on_acquire(key)
-        with self._holding(spans):
+        self._hold_all(spans)
+        try:
             if record:
-                self.trace.append(Use(key, tuple(s.index for s in spans), frozenset(self._held)))
+                self.trace.append(Use(key, tuple([s.index for s in spans]), frozenset(self._held)))
             self._follow(key)
             for span in spans:
                 self._bring(span)
             if self._jumped:
                 self._jumped = False
                 self._catch_up()
+        except BaseException:
+            self._release_all(spans)
+            raise
 
     def acquire_aside(self, spans: Sequence[SpanState]) -> None:
         """As `acquire`, for a use that is no part of the schedule."""
         self.drain_dropped()
         self.off_plan = True
-        with self._holding(spans):
+        self._hold_all(spans)
+        try:
             for span in spans:
                 self._bring(span)
+        except BaseException:
+            self._release_all(spans)
+            raise
 
-    @contextlib.contextmanager
-    def _holding(self, spans: Sequence[SpanState]):
-        """Hold spans from here on, unless what follows fails."""
+    def _hold_all(self, spans: Sequence[SpanState]) -> None:
         for span in spans:
             self.hold(span)
-        try:
-            yield
-        except BaseException:
-            for span in spans:
-                self.release(span)
-            raise
+
+    def _release_all(self, spans: Sequence[SpanState]) -> None:
+        for span in spans:
+            self.release(span)
 
     def hold(self, span: SpanState) -> None:
         span.holds += 1

@@ -446,6 +446,7 @@ class Registry:
         self.params = params
         self.spans = spans
         self.chunks = chunks
+        self._chunks_of = [[chunks[index] for index in layout.chunks_of(state.index)] for state in params]
         self.by_param = {id(state.param): state for state in params}
         self.by_storage = {span.storage._cdata: span for span in spans}
 
@@ -456,7 +457,7 @@ class Registry:
         return self.spans[self.layout.homes[state.index].span]
 
     def chunks_of(self, state: ParameterState) -> list[ChunkState]:
-        return [self.chunks[index] for index in self.layout.chunks_of(state.index)]
+        return self._chunks_of[state.index]
 
     def chunks_in(self, span: SpanState) -> list[ChunkState]:
         return [self.chunks[index] for index in span.span.chunks]

@@ -847,6 +847,19 @@ def test_a_compiled_model_trains_as_the_plain_one(what, tmp_path):
         torch._dynamo.reset()
 
 
+def test_what_is_compiled_is_the_model_and_not_the_engine(tmp_path):
+    """The engine's own functions would be compiled anew for every module, its checks of tensors among the guards."""
+    torch._dynamo.reset()
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        called = torch.compile(model, backend="eager")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(3):
+                loss_of(called(inputs(model, 0))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch._dynamo.reset()
+
+
 # Refused
 
 
