@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,13 +30,14 @@ from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
 from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, HostCache, ParameterState, Registry, Resident, SpanState, is_leaf
-from infinity.tiers import Swap, room_nbytes
+from infinity.tiers import Swap, reclaim, room_nbytes
 from infinity.updater import Updater
 
 ACTIVATION_SHARE = 1 / 4  # of host memory, where they live there
 FAR_FROM_BEST = 1.25  # of the shortest step found, where the search for a chunk size ends
 HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
-MOST_OF_HOST = 0.95  # of what is free before parameters have left
+DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # likewise for device_memory="auto", as long as activations are not known
+MOST_OF_FREE = 0.95  # of what is free while parameters still have their memory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
@@ -78,6 +79,7 @@ def assemble(
     Raises BudgetError, ConfigError or SwapError where something does not fit.
     """
     device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
+    reclaim(config.nvme)
     nvme_budget = int(ranks.min_(torch.tensor([room_nbytes(config.nvme) // ranks.num_local])).item())
     layout_, records, placement = arrange(
         model,
@@ -91,6 +93,7 @@ def assemble(
         moments=moments,
         deferred=deferred,
         accumulating=accumulating,
+        most=lambda number: int(ranks.max_(torch.tensor([number])).item()),
     )
     swap, extents = _make_swap(config, ranks, placement)
     with contextlib.ExitStack() as undo:  # what is made is closed again if something after it cannot be made
@@ -130,16 +133,18 @@ def arrange(
     moments: tuple[str, ...],
     deferred: bool,
     accumulating: bool,
+    most: Callable[[int], int] = lambda number: number,
 ) -> tuple[Layout, list[Record], planner.Placement]:
     """Where everything of a model goes, which may be on the meta device: its layout, the records of a rank, their placement.
 
-    Arguments as of `assemble`; budgets in bytes, of a rank, that of NVMe None where it is not known. Raises BudgetError.
+    Arguments as of `assemble`; budgets in bytes, of a rank, that of NVMe None where it is not known. most(number) is the largest of all
+    ranks' numbers. Raises BudgetError.
     """
     written = _written_in_forward(model, named)
     specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
     itemsize = TORCH_DTYPES[config.dtype].itemsize
 
-    def at(chunk_numel: int, rank: int) -> tuple[Layout, list[Record], planner.Placement]:
+    def at(chunk_numel: int, rank: int, least_crowded_out: int = 0) -> tuple[Layout, list[Record], planner.Placement]:
         layout_ = layout(specs, chunk_numel=chunk_numel, world=world)
         records = [record_layout(c.shard_used(rank), config.dtype, c.trainable, moments, config.moments) for c in layout_.chunks]
         placement = planner.place(
@@ -154,6 +159,7 @@ def arrange(
             host_budget=host_budget,
             host_share=1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0,
             nvme_budget=nvme_budget,
+            least_crowded_out=least_crowded_out,
             held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
             op_gradient_nbytes=max((p.numel() * itemsize for _, p in named if p.requires_grad), default=0),
             snapshot_nbytes=sum(
@@ -167,13 +173,19 @@ def arrange(
     if config.chunk_mib is not None:
         numel = default_chunk_numel(config.chunk_mib, world)
     else:
-        numel = _best_chunk_numel(at, planner.chunk_numels(sum(spec.numel for spec in specs), world=world))
-    return at(numel, rank)
+        candidates = planner.chunk_numels(sum(spec.numel for spec in specs), world=world)
+        numel = _best_chunk_numel(at, candidates, nvme_budget)
+    found, agreed = at(numel, rank), 0
+    while (number := most(found[2].num_crowded_out)) > agreed:  # the same spans on all ranks, whose shards differ a little
+        agreed = number
+        found = at(numel, rank, agreed)
+    return found
 
 
-def _best_chunk_numel(arrange, candidates: list[int]) -> int:
-    """The size with the shortest step, the same on all ranks: that of the first rank's shards, which are the largest."""
-    seconds, refusal = {}, None
+def _best_chunk_numel(arrange, candidates: list[int], nvme_budget: int | None) -> int:
+    """The size with the shortest step of those for which NVMe has room, else that which needs least of it. The same on all ranks: by the
+    first one's shards, which are the largest."""
+    seconds, refusal, lacking = {}, None, {}
     for numel in reversed(candidates):
         try:
             layout_, _, placement = arrange(numel, 0)
@@ -181,11 +193,12 @@ def _best_chunk_numel(arrange, candidates: list[int]) -> int:
             refusal = error  # in the end of the smallest, which needs about the least
             continue
         seconds[numel] = planner.step_seconds(layout_, placement)
-        if seconds[numel] > FAR_FROM_BEST * min(seconds.values()):
+        lacking[numel] = max(0, placement.nvme_nbytes - nvme_budget) if nvme_budget is not None else 0
+        if not lacking[numel] and seconds[numel] > FAR_FROM_BEST * min(s for numel, s in seconds.items() if not lacking[numel]):
             break  # still smaller chunks only take more of the threads' time, and are most of the time of this search
     if not seconds:
         raise refusal
-    return min(seconds, key=seconds.get)
+    return min(seconds, key=lambda numel: (lacking[numel], seconds[numel]))
 
 
 def _connect(
@@ -324,23 +337,34 @@ def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable
     """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks. params: whose memory will
     be free soon after all else is allocated."""
     free_host, taken = host_free_nbytes() // ranks.num_local, _taken(params)
-    host_share = min(int((free_host + taken["cpu"]) * HOST_SHARES[device.type]), int(free_host * MOST_OF_HOST))
+    on_host, on_device = HOST_SHARES[device.type], DEVICE_SHARES[device.type]
     if device.type == "cuda":
-        device_share = (gauge_of(device).free_nbytes() + taken["cuda"]) // 2
-    else:
-        device_share = (free_host + taken["cpu"]) // 4
+        device_share = _share(on_device, gauge_of(device).free_nbytes(), taken["cuda"])
+        host_share = _share(on_host, free_host, taken["cpu"])
+    else:  # both are of one memory
+        both = _share(on_host + on_device, free_host, taken["cpu"])
+        host_share = int(both * on_host / (on_host + on_device))
+        device_share = both - host_share
     auto = ranks.min_(torch.tensor([device_share, host_share], dtype=torch.int64)).tolist()
     given = (config.device_memory, config.host_memory)
     return tuple(share if value == "auto" else value for value, share in zip(given, auto))
 
 
+def _share(share: float, free: int, taken: int) -> int:
+    """Of what will be free; what is free before that bounds it, since memory is taken first."""
+    return min(int(share * (free + taken)), int(MOST_OF_FREE * free))
+
+
 def _taken(params: Iterable[nn.Parameter]) -> collections.Counter:
-    """Bytes of parameters that have their values, by kind of device."""
-    taken = collections.Counter()
+    """Bytes of memory that holds parameters' values, by kind of device."""
+    storages = {}
     for param in params:
-        nbytes = param.numel() * param.element_size()
-        if param.numel() > 1 and param.untyped_storage().nbytes() >= nbytes:  # placeholders have one element
-            taken[param.device.type] += nbytes
+        storage = param.untyped_storage()
+        if param.numel() > 1 and storage.nbytes() >= param.numel() * param.element_size():  # placeholders have one element
+            storages[storage._cdata] = param.device.type, storage.nbytes()
+    taken = collections.Counter()
+    for kind, nbytes in storages.values():
+        taken[kind] += nbytes
     return taken
 
 

@@ -81,11 +81,15 @@ def _windows(device: torch.device, ranks: Ranks) -> dict[str, int]:
 
 
 class _Home(NamedTuple):
-    """A parameter with its values, and as what it counts."""
+    """A parameter that has its values: how many bytes, in the memory of which kind of device."""
 
-    param: nn.Parameter
     kind: str
     nbytes: int
+    param: nn.Parameter
+
+    @classmethod
+    def of(cls, param: nn.Parameter) -> _Home:
+        return cls(param.device.type, param.numel() * param.element_size(), param)
 
 
 class _Away:
@@ -109,7 +113,7 @@ class _Builder(TorchFunctionMode):
         self._home: dict[int, _Home] = {}  # by identity, oldest first
         self._away: dict[int, tuple[nn.Parameter, _Away]] = {}
         self._home_nbytes = collections.Counter()  # by kind of device
-        self._offsets: dict[int, int] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # in the file, by identity: offset and size in bytes
         self._file_nbytes = 0
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._children: set[int] = set()
@@ -144,7 +148,7 @@ class _Builder(TorchFunctionMode):
         for key in [key for key in (*self._home, *self._away) if key not in used]:
             self._leave_home(key)
             self._away.pop(key, None)
-            self._offsets.pop(key, None)  # the address may be used again, by a larger one
+            self._places.pop(key, None)  # the address may be used again, by a larger one
 
     def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
         """The initial value of a parameter, 1-D, on the CPU or where the parameter was made. Every rank must ask in the same order."""
@@ -182,10 +186,12 @@ class _Builder(TorchFunctionMode):
             self._modules[id(module)] = weakref.ref(module)
 
     def _notice(self, param: nn.Parameter) -> None:
-        found = self._home.get(id(param))
-        if found is not None and found.kind != param.device.type:  # such as by `module.to(device)`
-            self._come_home(param)
-        if found is not None or id(param) in self._away or not param.is_floating_point() or not param.numel():
+        home = self._home.get(id(param))
+        if home is not None:
+            if home[:2] != _Home.of(param)[:2]:  # its data are others now, such as after `module.to(...)`
+                self._come_home(param)
+            return
+        if id(param) in self._away or not param.is_floating_point() or not param.numel():
             return
         for original, away in list(self._away.values()):
             if param.data_ptr() == away.placeholder.data_ptr():  # nn.Parameter(another) asks no mode for the other's data
@@ -195,7 +201,7 @@ class _Builder(TorchFunctionMode):
 
     def _come_home(self, param: nn.Parameter) -> None:
         self._leave_home(id(param))
-        home = self._home[id(param)] = _Home(param, param.device.type, param.numel() * param.element_size())
+        home = self._home[id(param)] = _Home.of(param)
         self._home_nbytes[home.kind] += home.nbytes
 
     def _leave_home(self, key: int) -> None:
@@ -205,7 +211,7 @@ class _Builder(TorchFunctionMode):
 
     def _shrink(self, keep: Collection[int] = ()) -> None:
         """Send the oldest away, but for `keep`, by identity, until the windows hold the rest."""
-        full = {kind for kind, window in self.windows.items() if self._home_nbytes[kind] > window}  # no window: meta, which never leaves
+        full = {kind for kind, window in self.windows.items() if self._home_nbytes[kind] > window}  # where there is none, none leave
         for key, home in list(self._home.items()) if full else ():
             if home.kind in full and key not in keep and self._may_leave(home.param):
                 self._send_away(key, home.param)
@@ -221,10 +227,11 @@ class _Builder(TorchFunctionMode):
         self._busy = True
         try:
             numel = -(-param.numel() // self.ranks.world)
-            if key not in self._offsets:
-                self._offsets[key] = self._file_nbytes
-                self._file_nbytes += numel * param.element_size()
-            away = _Away(param, self._offsets[key])
+            nbytes = numel * param.element_size()
+            if self._places.get(key, (0, -1))[1] < nbytes:  # it is new, or larger than it was
+                self._places[key] = self._file_nbytes, nbytes
+                self._file_nbytes += nbytes
+            away = _Away(param, self._places[key][0])
             begin = self.ranks.rank * numel
             part = param.detach().reshape(-1)[begin : begin + numel].cpu().contiguous()
             try:
@@ -243,7 +250,8 @@ class _Builder(TorchFunctionMode):
             self._busy = False
 
     def _bring_back(self, values) -> None:
-        touched = [p for p in _parameters_in(values) if id(p) in self._away]
+        params = list(_parameters_in(values))
+        touched = [param for param in params if id(param) in self._away]
         for param in touched:
             self._busy = True
             try:
@@ -253,7 +261,7 @@ class _Builder(TorchFunctionMode):
                 self._busy = False
             self._notice(param)
         if touched:
-            self._shrink(keep={id(param) for param in touched})
+            self._shrink(keep={id(param) for param in params})
 
     def _load(self, away: _Away) -> torch.Tensor:
         numel = -(-away.numel // self.ranks.world)

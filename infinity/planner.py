@@ -15,7 +15,8 @@ Pure arithmetic over the layout's sizes and the budgets. Must not know torch, fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.chunks import BLOCK_NUMEL, GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Chunk, Layout, Record
@@ -44,7 +45,8 @@ class Placement:
 
     pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
     device_nbytes: the device budget; of it, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients, and the rest is for
-    spans that come and go; least_nbytes is the least budget that works. With more than under_way_nbytes of gradients on their way
+    spans that come and go; least_nbytes is the least budget that works. num_crowded_out: trainable spans, from the first on, whose records
+    live on the device because nothing else has room for them. With more than under_way_nbytes of gradients on their way
     to the host, the training thread waits.
     """
 
@@ -59,6 +61,7 @@ class Placement:
     under_way_nbytes: int
     host_nbytes: int
     nvme_nbytes: int
+    num_crowded_out: int
 
 
 def place(
@@ -74,6 +77,7 @@ def place(
     host_budget: int,
     host_share: float = 1.0,
     nvme_budget: int | None = None,
+    least_crowded_out: int = 0,
     held_nbytes: int,
     op_gradient_nbytes: int,
     snapshot_nbytes: int = 0,
@@ -82,6 +86,7 @@ def place(
 
     deferred: all gradients wait for step(). gradient_itemsize: bytes of an accumulated gradient element, None for the
     weight's own. nvme_budget: past it, where places are for us to choose, records live on the device; None where it is not known.
+    least_crowded_out: so many do whatever this rank needs, since another one does.
     held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient;
     snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in residency.py. host_share:
     of the host budget that is for records. Raises BudgetError where the device or host budget is below the least that works.
@@ -95,7 +100,7 @@ def place(
     gradient_limit = op_gradient_nbytes + buffers
 
     whole_nbytes = span_nbytes + largest + gradient_limit + snapshot_nbytes
-    choose = weights == states == "auto" and keep
+    may_choose = weights == states == "auto" and keep
     if weights == "auto" and states in ("auto", "device") and keep and whole_nbytes <= device_budget:
         weights = states = "device"
     if states == "device" and weights != "device":
@@ -112,16 +117,24 @@ def place(
             f"). Raise device_memory{' or leave more to the host' if pinned else ', or split the largest layer'}."
         )
 
-    sizes = _sizes(chunks, [record.numel for record in records], records, gradient_itemsize)
+    sizes = {
+        WEIGHTS: tuple(record.weight_nbytes for record in records),
+        STATES: tuple(record.states_nbytes for record in records),
+        GRADIENTS: tuple(
+            _page(record.numel * (gradient_itemsize or WEIGHT_NBYTES[chunk.dtype])) if chunk.trainable else 0
+            for chunk, record in zip(chunks, records)
+        ),
+    }
+    crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
     if states == "device":
         beside = Beside(dict.fromkeys(KINDS, ("device",) * len(chunks)), dict.fromkeys(KINDS, 0), 0, 0)
     else:
 
-        def share_out(sizes: dict[str, tuple[int, ...]], on_device: Collection[int]) -> Beside:
+        def share_out() -> Beside:
             return _beside(
                 chunks,
                 sizes,
-                on_device,
+                {index for span, _ in crowded_out for index in layout.spans[span].chunks},
                 weights=states if weights == "device" else weights,  # the record needs its weights beside the states
                 states=states,
                 keep_weights=keep and weights == "auto",
@@ -132,15 +145,22 @@ def place(
                 host_share=host_share,
             )
 
-        on_device_chunks: Collection[int] = ()
-        if choose and nvme_budget is not None:
+        beside = share_out()
+        if may_choose and nvme_budget is not None:
+            left = deque(_with_records(layout, records, gradient_itemsize))
             room = device_budget - needed - snapshot_nbytes
-            found = _crowded_out(layout, records, share_out, gradient_itemsize, room_nbytes=room, nvme_budget=nvme_budget)
-            on_device_chunks = {index for span, _ in found for index in layout.spans[span].chunks}
-            if found:
-                on_device = snapshot_nbytes + sum(nbytes for _, nbytes in found)
-                needed += on_device
-        beside = share_out(sizes, on_device_chunks)
+            while (lacking := beside.nvme_nbytes - nvme_budget) > 0 or len(crowded_out) < least_crowded_out:
+                while left and left[0][1] <= room and (lacking > 0 or len(crowded_out) < least_crowded_out):
+                    span, nbytes = left.popleft()
+                    room -= nbytes
+                    lacking -= sum(sizes[kind][index] for kind in KINDS for index in layout.spans[span].chunks)
+                    crowded_out.append((span, nbytes))
+                beside = share_out()
+                if not left or left[0][1] > room:
+                    break  # the drive refuses what is too much for it
+        if crowded_out:
+            on_device = snapshot_nbytes + sum(nbytes for _, nbytes in crowded_out)
+            needed += on_device
 
     slack = device_budget - needed
     extra = max(min(op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))  # the rest is for spans
@@ -157,12 +177,13 @@ def place(
         under_way_nbytes=gradient_limit - op_gradient_nbytes - buffers,
         host_nbytes=beside.host_nbytes,
         nvme_nbytes=beside.nvme_nbytes,
+        num_crowded_out=len(crowded_out),
     )
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What a placement says of the tiers beside the device."""
+    """What a placement says of host memory and NVMe."""
 
     homes: dict[str, tuple[str, ...]]
     slots: dict[str, int]
@@ -173,7 +194,7 @@ class Beside:
 def _beside(
     chunks: Sequence[Chunk],
     sizes: dict[str, tuple[int, ...]],
-    on_device: Collection[int],
+    crowded_out: Collection[int],
     *,
     weights: str,
     states: str,
@@ -184,8 +205,8 @@ def _beside(
     host_budget: int,
     host_share: float,
 ) -> Beside:
-    """Share out host memory, the rest goes to NVMe; chunks in on_device need no place. keep_weights, keep_states: which of them may stay
-    in host memory that is left over."""
+    """Share out host memory, the rest goes to NVMe; the chunks that are crowded out need no place. keep_weights, keep_states: which of them
+    may stay in host memory that is left over."""
     homes = {
         WEIGHTS: ["host" if weights == "host" else "nvme"] * len(chunks),
         STATES: ["host" if states == "host" else "nvme"] * len(chunks),
@@ -193,7 +214,7 @@ def _beside(
     }
     for kind in KINDS:  # nothing has a home in memory: a frozen chunk's states, a shard that is all padding
         homes[kind] = ["host" if not nbytes else home for home, nbytes in zip(homes[kind], sizes[kind])]
-        for index in on_device:
+        for index in crowded_out:
             homes[kind][index] = "device"
 
     def slots(counts: Sequence[int]) -> dict[str, int]:
@@ -239,48 +260,12 @@ def _beside(
     return Beside({kind: tuple(found) for kind, found in homes.items()}, slots(low), host_nbytes(low), nbytes_in("nvme"))
 
 
-def _crowded_out(
-    layout: Layout,
-    records: Sequence[Record],
-    share_out: Callable[[dict[str, tuple[int, ...]], Collection[int]], Beside],
-    gradient_itemsize: int | None,
-    *,
-    room_nbytes: int,
-    nvme_budget: int,
-) -> list[tuple[int, int]]:
-    """The first spans, with their bytes on the device, whose records live there because nothing else has room for them, or as many as
-    do there. The same on all ranks: by their largest shards."""
-    sizes = _sizes(layout.chunks, [chunk.shard_used(0) for chunk in layout.chunks], records, gradient_itemsize)
-    found: list[tuple[int, int]] = []
-    on_device: list[int] = []
-    spans = [span for span in layout.spans if span.trainable]
-    while spans and (lacking := share_out(sizes, on_device).nvme_nbytes - nvme_budget) > 0:
-        while spans and lacking > 0:
-            span = spans.pop(0)
-            nbytes = span.numel * WEIGHT_NBYTES[span.dtype]
-            nbytes += sum(_largest_on_device(layout.chunks[index], records[index], gradient_itemsize) for index in span.chunks)
-            if nbytes > room_nbytes:
-                return found
-            room_nbytes -= nbytes
-            found.append((span.index, nbytes))
-            on_device += span.chunks
-            lacking -= sum(sizes[kind][index] for kind in KINDS for index in span.chunks)
-    return found
-
-
-def _sizes(
-    chunks: Sequence[Chunk], numels: Sequence[int], records: Sequence[Record], gradient_itemsize: int | None
-) -> dict[str, tuple[int, ...]]:
-    """Bytes of each kind of copy, by chunk, of shards of so many elements. records: for the formats of their segments."""
-
-    def gradient(chunk: Chunk, numel: int) -> int:
-        return _page(numel * (gradient_itemsize or WEIGHT_NBYTES[chunk.dtype])) if chunk.trainable else 0
-
-    return {
-        WEIGHTS: tuple(_page(numel * record.segments[0].itemsize) for numel, record in zip(numels, records)),
-        STATES: tuple(sum(_page(numel * s.itemsize) for s in record.segments[1:]) for numel, record in zip(numels, records)),
-        GRADIENTS: tuple(gradient(chunk, numel) for chunk, numel in zip(chunks, numels)),
-    }
+def _with_records(layout: Layout, records: Sequence[Record], gradient_itemsize: int | None) -> Iterator[tuple[int, int]]:
+    """Each trainable span with its bytes on the device if its records live there, the same on all ranks."""
+    for span in layout.spans:
+        if span.trainable:
+            largest = (_largest_on_device(layout.chunks[index], records[index], gradient_itemsize) for index in span.chunks)
+            yield span.index, span.numel * WEIGHT_NBYTES[span.dtype] + sum(largest)
 
 
 def look_ahead(layout: Layout, placement: Placement, *, keep: bool) -> tuple[int, int]:

@@ -473,27 +473,15 @@ class _Directory:
 
     def _refuse_or_runs(self, run: str, rank: int) -> set[str]:
         """The runs of the living ranks here, at most ours. Removes the locks of dead ones."""
-        runs = set()
-        for name in os.listdir(self.path):
-            match = LOCK_NAME.fullmatch(name)
-            if not match:
-                continue
-            fd = os.open(self.path / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(self.path / name)
-            except BlockingIOError:
-                pid, _, holder = os.pread(fd, 256, 0).decode(errors="replace").strip().partition(" ")
-                if int(match[1]) == rank or holder != run:
-                    text = f"the swap directory is in use by rank {int(match[1])} of a run with process {pid}: end that run, or name "
-                    text += "another directory in `nvme`"
-                    if pid == str(os.getpid()):
-                        text += "; that is this process: each of its models needs a Config with directories of its own"
-                    raise SwapError(errno.EBUSY, text, str(self.path)) from None
-                runs.add(holder)
-            finally:
-                os.close(fd)
-        return runs
+        living = _living(self.path)
+        for its_rank, pid, its_run in living:
+            if its_rank == rank or its_run != run:
+                text = f"the swap directory is in use by rank {its_rank} of a run with process {pid}: end that run, or name "
+                text += "another directory in `nvme`"
+                if pid == str(os.getpid()):
+                    text += "; that is this process: each of its models needs a Config with directories of its own"
+                raise SwapError(errno.EBUSY, text, str(self.path))
+        return {run for _ in living}
 
     def _take(self, run: str) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -567,6 +555,13 @@ class _Directory:
         return refusal
 
 
+def reclaim(paths: Sequence[str | os.PathLike]) -> None:
+    """Remove what dead runs left in directories, as each Swap does. Directories that it will refuse are left to it."""
+    for path in map(Path, paths):
+        with contextlib.suppress(OSError), _guard(path):
+            _reclaim(path, {run for _, _, run in _living(path)})
+
+
 def room_nbytes(paths: Sequence[str | os.PathLike]) -> int:
     """What equal parts on each of the paths can take together, as far as their filesystems have room, which need a hundredth for their
     own. A path that does not exist yet counts as the folder above it."""
@@ -631,6 +626,25 @@ def _guard(path: Path) -> Iterator[None]:
         fcntl.flock(fd, fcntl.LOCK_UN)  # closing would not do if a child was forked meanwhile
     finally:
         os.close(fd)
+
+
+def _living(path: Path) -> list[tuple[int, str, str]]:
+    """Those that hold a lock in the directory: rank, pid and run. Removes the locks of dead ones."""
+    living = []
+    for name in os.listdir(path):
+        match = LOCK_NAME.fullmatch(name)
+        if not match:
+            continue
+        fd = os.open(path / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path / name)
+        except BlockingIOError:
+            pid, _, run = os.pread(fd, 256, 0).decode(errors="replace").strip().partition(" ")
+            living.append((int(match[1]), pid, run))
+        finally:
+            os.close(fd)
+    return living
 
 
 def _reclaim(path: Path, living_runs: set[str]) -> None:

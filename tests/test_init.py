@@ -100,7 +100,7 @@ def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
 
     def noting(self, module, name, param):
         original(self, module, name, param)
-        held.append(sum(p.untyped_storage().nbytes() for p, *_ in self._home.values()))
+        held.append(sum(p.untyped_storage().nbytes() for *_, p in self._home.values()))
 
     monkeypatch.setattr(builder, "_parameter_registered", noting)
     torch.manual_seed(0)
@@ -122,7 +122,7 @@ def test_each_memory_has_a_window_of_its_own(tmp_path, monkeypatch):
     def noting(self, module, name, param):
         original(self, module, name, param)
         for kind, found in held.items():
-            found.append(sum(p.untyped_storage().nbytes() for p, *_ in self._home.values() if p.device.type == kind))
+            found.append(sum(p.untyped_storage().nbytes() for *_, p in self._home.values() if p.device.type == kind))
 
     def build():
         return nn.Sequential(*(nn.Linear(H, H, device=("cpu", "cuda")[index % 2]) for index in range(20)))
@@ -141,14 +141,53 @@ def test_each_memory_has_a_window_of_its_own(tmp_path, monkeypatch):
 
 
 def test_what_parameters_take_when_the_engine_starts_counts_as_free(monkeypatch, tmp_path):
-    model = mlp(12)
+    model, device = mlp(12), torch.device("cpu")
+    twice = nn.Parameter(model.layers[0].weight.detach().view(-1))  # of the same memory
     taken = sum(param.numel() * 4 for param in model.parameters())
     for free in (1 << 40, taken // 2):
         monkeypatch.setattr("infinity.assembly.host_free_nbytes", lambda: free)
-        found = budgets(infinity.Config(nvme=tmp_path, device="cpu"), torch.device("cpu"), Ranks(torch.device("cpu")), model.parameters())
-        assert found == ((free + taken) // 4, min((free + taken) // 2, int(0.95 * free)))
+        found = budgets(infinity.Config(nvme=tmp_path, device="cpu"), device, Ranks(device), [*model.parameters(), twice])
+        assert sum(found) == min((free + taken) * 3 // 4, int(0.95 * free))
+        assert found == pytest.approx((sum(found) / 3, sum(found) * 2 / 3), abs=1)
     away = [torch.full((), float("nan")).expand(param.shape) for param in model.parameters()]
-    assert budgets(infinity.Config(nvme=tmp_path, device="cpu"), torch.device("cpu"), Ranks(torch.device("cpu")), away)[0] == free // 4
+    assert sum(budgets(infinity.Config(nvme=tmp_path, device="cpu"), device, Ranks(device), away)) == free * 3 // 4
+
+
+def grown():
+    """Parameters that are larger when they leave once more."""
+    model = nn.Sequential(*(nn.Linear(H, H, bias=False, dtype=torch.bfloat16) for _ in range(6)))
+    return nn.Sequential(model.float(), nn.Linear(H, H))
+
+
+def swollen():
+    model = nn.Sequential(*(nn.Linear(H, H, bias=False) for _ in range(5)))
+    for layer in list(model)[::2]:
+        layer.weight.data = torch.cat([layer.weight.data, torch.rand(H, H)])
+    return nn.Sequential(model, nn.Linear(H, H))
+
+
+def mixed():
+    """Operations over parameters of which some are away and some are not."""
+    model = nn.Sequential(*(nn.Linear(H, H, bias=False) for _ in range(5)))
+    with torch.no_grad():
+        model[4].weight.copy_(model[3].weight @ model[0].weight)
+        model[2].weight.copy_(model[1].weight)
+        torch._foreach_add_([layer.weight for layer in model], [model[0].weight.clone()] * 5)
+    return model
+
+
+@pytest.mark.parametrize("window", [0, 1500, 3000, 6000, 9000])
+@pytest.mark.parametrize("build", [grown, swollen, mixed])
+def test_what_changes_its_size_or_meets_others_is_as_in_a_plain_construction(build, window, config):
+    torch.manual_seed(0)
+    expected = build()
+    torch.manual_seed(0)
+    with infinity.init(config, window=window):
+        model = build()
+    with infinity.engine_of(model) as engine:
+        for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert param.shape == other.shape
+            assert_same_bits(engine.read_state(param)["weight"], other.detach(), name)
 
 
 def test_a_model_built_inside_trains_as_one_built_outside(config, tmp_path):

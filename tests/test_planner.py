@@ -9,7 +9,8 @@ from torch import nn
 
 import infinity
 from infinity import planner
-from infinity.chunks import GRADIENTS, STATES, WEIGHTS, ParameterSpec, layout, record_layout
+from infinity.assembly import arrange
+from infinity.chunks import BLOCK_NUMEL, GRADIENTS, STATES, WEIGHTS, ParameterSpec, layout, record_layout
 from infinity.errors import BudgetError
 from infinity.planner import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS, chunk_numels, place, records_on_device
 
@@ -204,7 +205,6 @@ def crowded(nvme_budget, device_budget=AMPLE >> 1, host_budget=400 << 10, **chan
 @pytest.mark.parametrize("deferred", [False, True])
 def test_what_neither_host_nor_nvme_holds_lives_on_the_device(deferred, monkeypatch):
     monkeypatch.setattr(planner, "UNDER_WAY_NBYTES", 0)
-    least = placed(device_budget=100 << 10).least_nbytes
     ample = crowded(None, device_budget=400 << 10, deferred=deferred)
     assert "device" not in ample.homes[STATES] and ample.nvme_nbytes > STATE
     counts = []
@@ -221,7 +221,6 @@ def test_what_neither_host_nor_nvme_holds_lives_on_the_device(deferred, monkeypa
         assert found.fixed_nbytes == found.gradient_limit_nbytes + taken
         assert not found.pinned
     assert counts == sorted(counts) and counts[0] == 0 < counts[-1] < NUM
-    assert least == 2 * WEIGHT + WEIGHT + WEIGHT  # as before, where nothing is crowded out
 
 
 def test_as_many_as_have_room_live_on_the_device():
@@ -238,21 +237,32 @@ def test_nothing_is_crowded_out_of_a_place_that_was_asked_for(changes):
     assert "device" not in found.homes[STATES] + found.homes[WEIGHTS]
 
 
-def test_what_is_crowded_out_is_the_same_on_all_ranks():
-    specs = [ParameterSpec(f"p{i}", 5000, "bf16", True) for i in range(NUM)]
-    whole = layout(specs, chunk_numel=8192, world=2)
+@pytest.mark.parametrize("world, numel", [(2, 5000), (3, 7000), (4, 9000)])
+def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(world, numel):
+    """Smaller shards may need more: then slots take what else would be homes in host memory."""
+    specs = [ParameterSpec(f"p{i}", numel, "bf16", True) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=world * BLOCK_NUMEL, world=world)
     options = {"weights": "auto", "states": "auto", "keep": True, "deferred": False, "gradient_itemsize": None}
-    options |= {"host_budget": 200 << 10, "device_budget": 300 << 10, "held_nbytes": 2 * WEIGHT, "op_gradient_nbytes": WEIGHT}
-    counts = set()
-    for nvme_budget in range(0, 400 << 10, 4096):
-        found = []
-        for rank in range(2):
+    options |= {"host_budget": 100 << 10, "device_budget": 500 << 10, "held_nbytes": 2 * WEIGHT, "op_gradient_nbytes": WEIGHT}
+    counts, differ = set(), False
+    for nvme_budget in range(0, 600 << 10, 4096):
+
+        def placed_on(rank, **least):
             records = [record_layout(chunk.shard_used(rank), "bf16", True) for chunk in whole.chunks]
-            placement = place(whole, records, nvme_budget=nvme_budget, **options)
-            found.append((placement.fixed_nbytes, placement.least_nbytes, [home == "device" for home in placement.homes[STATES]]))
-        assert found[0] == found[1], nvme_budget
-        counts.add(sum(found[0][2]))
-    assert 0 in counts and len(counts) > 2
+            return place(whole, records, nvme_budget=nvme_budget, **options, **least)
+
+        found, agreed = [placed_on(rank) for rank in range(world)], 0
+        differ |= len({placement.num_crowded_out for placement in found}) > 1
+        while (number := max(placement.num_crowded_out for placement in found)) > agreed:  # as assembly.arrange
+            agreed = number
+            found = [placed_on(rank, least_crowded_out=agreed) for rank in range(world)]
+        for placement in found:
+            assert (placement.fixed_nbytes, placement.least_nbytes) == (found[0].fixed_nbytes, found[0].least_nbytes)
+            on_device = [home == "device" for home in placement.homes[STATES]]
+            assert sum(on_device[span.chunks[0]] for span in whole.spans) == agreed
+            assert placement.nvme_nbytes <= nvme_budget or placement.least_nbytes + WEIGHT + 5 * STATE > 500 << 10
+        counts.add(agreed)
+    assert 0 in counts and len(counts) > 3 and differ
 
 
 def test_records_that_live_on_the_device_come_before_those_that_visit_it():
@@ -293,6 +303,24 @@ def test_the_choice_follows_the_budgets(tmp_path):
     tight, _ = chosen(tmp_path, host_memory="8MiB")
     assert tight < ample
     assert chosen(tmp_path, num=4, size=1000)[1] < 40
+
+
+def test_the_choice_prefers_sizes_for_which_nvme_has_room():
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="meta") for _ in range(64)))
+    named = list(model.named_parameters())
+    options = {"world": 1, "rank": 0, "device_budget": 55 << 20, "host_budget": 60 << 20, "moments": ("momentum", "variance")}
+    options |= {"deferred": False, "accumulating": False}
+
+    def arranged(nvme_budget, **config):
+        return arrange(model, named, infinity.Config(device="cpu", **config), nvme_budget=nvme_budget, **options)
+
+    ample = arranged(None)
+    drives = range(ample[2].nvme_nbytes, 0, -(4 << 20))
+    fits = [any(arranged(nbytes, chunk_mib=size)[2].nvme_nbytes <= nbytes for size in (1 / 4, 1 / 2, 1, 2, 4)) for nbytes in drives]
+    for nbytes, one_fits in zip(drives, fits):
+        placement = arranged(nbytes)[2]
+        assert placement.nvme_nbytes <= nbytes or not one_fits, (nbytes, placement)
+    assert 2 < sum(fits) < len(fits)
 
 
 def test_what_no_size_fits_is_refused_with_the_need_of_the_smallest(tmp_path):

@@ -59,6 +59,19 @@ def test_every_extent_is_covered_once_and_paths_fill_evenly(paths, num_paths):
         assert max(ends) - min(ends) <= 3 * MIB
 
 
+def test_what_dead_runs_left_is_removed_before_a_swap_is_made(paths):
+    source = "import os, sys; from infinity.tiers import Swap; s = Swap(sys.argv[1:2]); s.allocate(8 << 20); s.reserve(); os._exit(0)"
+    assert run_python(source, str(paths[0])).returncode == 0
+    left, living = everything_in(paths[0]), Swap(paths[1:2])
+    living.allocate(8 << 20)
+    living.reserve()
+    kept = everything_in(paths[1])
+    assert left and kept
+    tiers.reclaim([*paths[:2], paths[0] / "is" / "not" / "there"])
+    assert (everything_in(paths[0]), everything_in(paths[1])) == ([], kept)
+    living.close()
+
+
 def test_the_room_is_that_of_equal_parts(monkeypatch, tmp_path):
     """Of paths that share a filesystem each gets a part of it; the fullest one bounds the others."""
     (tmp_path / "a").mkdir()
