@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -369,14 +369,15 @@ def _taken(params: Iterable[nn.Parameter]) -> collections.Counter:
 
 
 def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
-    """The most that an op and the ops around it hold: spans of a module's own parameters and of its ancestors'."""
+    """The most that an op and the ops around it hold: spans of a module's own parameters and of its ancestors'. What lies in lists of
+    parameters, and in other modules that cannot be called, is its parent's, which reads one after another."""
     index = {id(param): i for i, param in enumerate(params)}
     nbytes = {span.index: span.numel * itemsize for span in layout_.spans}
     most = 0
 
     def visit(module: nn.Module, held: frozenset[int]) -> None:
         nonlocal most
-        params = module.parameters() if is_leaf(module) else module._parameters.values()
+        params = module.parameters() if is_leaf(module) else _own(module)
         held = held | {layout_.homes[index[id(p)]].span for p in params if p is not None and id(p) in index}
         most = max(most, sum(nbytes[span] for span in held))
         for child in () if is_leaf(module) else module._modules.values():
@@ -385,6 +386,13 @@ def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
 
     visit(model, frozenset())
     return most
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter | None]:
+    yield from module._parameters.values()
+    for child in module._modules.values():
+        if child is not None and type(child).forward is nn.Module.forward:
+            yield from _own(child)
 
 
 def _written_in_forward(model: nn.Module, named: Named) -> set[int]:

@@ -350,6 +350,22 @@ def shared_chain():
     return Model(build, run)
 
 
+def lists_read_by_turns():
+    """A module that owns nothing and holds what it has read of its lists."""
+
+    def build(self):
+        self.lists = nn.ModuleList(nn.ParameterList(nn.Parameter(torch.randn(H, H) / H) for _ in range(2)) for _ in range(3))
+        self.named = nn.ParameterDict({"last": nn.Parameter(torch.randn(H, H) / H)})
+
+    def run(self, x):
+        for index in range(2):
+            for weights in self.lists:
+                x = torch.tanh(x @ weights[index])
+        return x @ self.named["last"]
+
+    return Model(build, run)
+
+
 def chain_step(model, optimizer, step, accumulate=1):
     dtype = next(model.parameters()).dtype
     for micro in range(accumulate):
@@ -364,6 +380,7 @@ MODELS = {
     "tied": (lambda: GPT(hidden=16, layers=1, heads=2, vocab=61, seq=12, tie=True), gpt_step),
     "shared": (shared_chain, chain_step),
     "mlp": (mlp, chain_step),
+    "lists": (lists_read_by_turns, chain_step),
 }
 
 
@@ -405,6 +422,7 @@ PRESSURES = [  # model, dtype, update, what the optimizer is asked for
     ("tied", "fp32", "backward", {"accumulation_steps": 2}),
     ("shared", "fp32", "backward", {}),
     ("shared", "bf16", "deferred", {"accumulation_steps": 2, "max_grad_norm": 0.5}),
+    ("lists", "fp32", "backward", {"accumulation_steps": 2}),
 ]
 
 

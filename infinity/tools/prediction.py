@@ -88,7 +88,7 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
 def arrangement(
     model: nn.Module, workload: Workload, machine: Machine, config: Config
 ) -> tuple[Layout, list[Record], Placement, tuple[int, ...]]:
-    """Layout, records of a rank, their placement, and the spans whose records are in the device's margin. Raises BudgetError, and
+    """Layout, records of a rank, their placement, and the spans whose records are on the device. Raises BudgetError, and
     ConfigError for activations that leave the device, which are not played."""
     if config.activations in ("host", "nvme"):
         raise ConfigError(f"activations={config.activations!r}: predictions keep them on the device; leave it out")
@@ -133,7 +133,7 @@ def arrangement(
         raise BudgetError(f"nvme: {format_bytes(placement.nvme_nbytes)} a rank need a drive, and the machine has none")
     if nvme and placement.nvme_nbytes > nvme:
         needed, there = format_bytes(placement.nvme_nbytes), format_bytes(nvme)
-        raise BudgetError(f"nvme: {needed} a rank are needed; the drives have {there} for each of {share}")
+        raise BudgetError(f"nvme: {needed} a rank are needed; the drives have {there} for each of {share}: raise host_memory or device_memory")
     homes = placement.homes[STATES]
     on_device = tuple(span.index for span in layout.spans if homes[span.chunks[0]] == "device")
     nbytes_of = [span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans]

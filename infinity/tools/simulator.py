@@ -77,7 +77,7 @@ def simulate(
     layout: Layout, records: Sequence[Record], placement: Placement, step: Step, machine: Machine, *, on_device: Iterable[int] = ()
 ) -> Simulation:
     """Play steps until they take as long as the one before, to a hundredth; the last one counts. records: of the rank. on_device: spans
-    whose records are in the device's margin. Raises ConfigError for ranks without collectives."""
+    whose records are on the device. Raises ConfigError for ranks without collectives."""
     return _Rank(layout, records, placement, step, machine, frozenset(on_device)).run()
 
 
