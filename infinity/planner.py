@@ -46,7 +46,7 @@ class Placement:
     pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
     device_nbytes: the device budget; of it, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients, and the rest is for
     spans that come and go; least_nbytes is the least budget that works. num_crowded_out: trainable spans, from the first on, whose records
-    live on the device because nothing else has room for them. With more than under_way_nbytes of gradients on their way
+    live on the device because nothing else has room for them. visitors: chunks whose records the device has room for as a rule. With more than under_way_nbytes of gradients on their way
     to the host, the training thread waits.
     """
 
@@ -62,6 +62,7 @@ class Placement:
     host_nbytes: int
     nvme_nbytes: int
     num_crowded_out: int
+    visitors: frozenset[int]
 
 
 def place(
@@ -126,6 +127,7 @@ def place(
         ),
     }
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
+    visitors: frozenset[int] = frozenset()
     if states == "device":
         beside = Beside(dict.fromkeys(KINDS, ("device",) * len(chunks)), dict.fromkeys(KINDS, 0), 0, 0)
     else:
@@ -135,6 +137,7 @@ def place(
                 chunks,
                 sizes,
                 {index for span, _ in crowded_out for index in layout.spans[span].chunks},
+                visitors,
                 weights=states if weights == "device" else weights,  # the record needs its weights beside the states
                 states=states,
                 keep_weights=keep and weights == "auto",
@@ -145,6 +148,12 @@ def place(
                 host_share=host_share,
             )
 
+        if keep and states == "auto" and weights in ("auto", "device"):
+            room = device_budget - gradient_limit - snapshot_nbytes
+            spans = records_on_device(
+                layout, records, ("host",) * len(chunks), room_nbytes=room, gradient_itemsize=gradient_itemsize, snapshots=()
+            )
+            visitors = frozenset(index for span, _ in spans for index in layout.spans[span].chunks)
         beside = share_out()
         if may_choose and nvme_budget is not None:
             left = deque(_with_records(layout, records, gradient_itemsize))
@@ -178,6 +187,7 @@ def place(
         host_nbytes=beside.host_nbytes,
         nvme_nbytes=beside.nvme_nbytes,
         num_crowded_out=len(crowded_out),
+        visitors=visitors,
     )
 
 
@@ -195,6 +205,7 @@ def _beside(
     chunks: Sequence[Chunk],
     sizes: dict[str, tuple[int, ...]],
     crowded_out: Collection[int],
+    visitors: Collection[int],
     *,
     weights: str,
     states: str,
@@ -205,7 +216,8 @@ def _beside(
     host_budget: int,
     host_share: float,
 ) -> Beside:
-    """Share out host memory, the rest goes to NVMe; the chunks that are crowded out need no place. keep_weights, keep_states: which of them
+    """Share out host memory, the rest goes to NVMe; the chunks that are crowded out need no place, and visitors of the device seldom
+    need theirs: they come last. keep_weights, keep_states: which of them
     may stay in host memory that is left over."""
     homes = {
         WEIGHTS: ["host" if weights == "host" else "nvme"] * len(chunks),
@@ -252,11 +264,13 @@ def _beside(
     elif keep or not on_nvme:
         order.append(GRADIENTS)
     left = host_budget - host_nbytes(low)
-    for kind in order:
-        for index in reversed(range(len(chunks))):
-            if homes[kind][index] == "nvme" and sizes[kind][index] <= left:
-                homes[kind][index] = "host"
-                left -= sizes[kind][index]
+    stays = [index for index in reversed(range(len(chunks))) if index not in visitors]
+    for indices in (stays, sorted(visitors, reverse=True)):
+        for kind in order:
+            for index in indices:
+                if homes[kind][index] == "nvme" and sizes[kind][index] <= left:
+                    homes[kind][index] = "host"
+                    left -= sizes[kind][index]
     return Beside({kind: tuple(found) for kind, found in homes.items()}, slots(low), host_nbytes(low), nbytes_in("nvme"))
 
 
@@ -325,15 +339,16 @@ def chunk_numels(num_parameters: int, *, world: int) -> list[int]:
 def step_seconds(layout: Layout, placement: Placement) -> float:
     """What a step of one rank takes, as far as the chunks' size matters: see [Note: what a chunk's size costs]."""
     weights, states, _ = (placement.sizes[kind] for kind in KINDS)
+    moving = [i for i, home in enumerate(placement.homes[STATES]) if home != "device" and i not in placement.visitors]
 
     def on_nvme(kind: str) -> int:
-        return sum(nbytes for nbytes, home in zip(placement.sizes[kind], placement.homes[kind]) if home == "nvme")
+        return sum(placement.sizes[kind][index] for index in moving if placement.homes[kind][index] == "nvme")
 
     record = max(w + s for w, s in zip(weights, states))
     drive = (3 * on_nvme(WEIGHTS) + 2 * on_nvme(STATES)) / NVME_RATE
     if slots := placement.slots[STATES]:
         drive *= 1 + 1 / slots  # the fewer records are under way, the more often the drive waits for one
-    host = 2 * (sum(weights) + sum(states)) / HOST_RATE
+    host = 2 * sum(weights[index] + states[index] for index in moving) / HOST_RATE
     largest = max(chunk.numel * WEIGHT_NBYTES[chunk.dtype] for chunk in layout.chunks)
     link = 2 * sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans) / LINK_RATE
     overlapped = max(drive, host, link)

@@ -8,7 +8,7 @@ import torch
 import infinity
 from helpers import ScriptedGauge, assert_equals_reference, assert_same_states, least_host_memory, on_gpu, plain, states_of, training
 from infinity import assembly, margin, planner
-from infinity.chunks import STATES
+from infinity.chunks import STATES, WEIGHTS
 from infinity.gpt import GPT
 from models import TRAITS, gpt_step, inputs, loss_of, tiny_gpt, tokens
 
@@ -98,6 +98,28 @@ def test_records_come_to_the_device_only_once_all_weights_have_room(tmp_path):
                 gpt_step(model, optimizer, step)
             assert bool(engine.margin.promoted) is some
             assert engine.stats()["peak_device_nbytes"] <= budget
+
+
+def test_nothing_moves_to_nvme_where_device_and_host_together_hold_all(tmp_path):
+    least, records = budgets(tiny_gpt, tmp_path)
+    config = {"device_memory": least + sum(records[: len(records) // 2])}
+    for host_kib in range(320, 2000, 20):  # the least that holds what does not visit the device
+        with training(tiny_gpt, tmp_path, host_memory=f"{host_kib}KiB", **config) as (model, engine, optimizer):
+            placement = engine.placement
+            stays = [index for index in range(len(engine.layout.chunks)) if index not in placement.visitors]
+            if {placement.homes[kind][index] for kind in (WEIGHTS, STATES) for index in stays} != {"host"}:
+                continue
+            assert placement.nvme_nbytes > sum(records[:4])
+            for step in range(2):
+                gpt_step(model, optimizer, step)
+            before = engine.stats()
+            for step in range(2, 5):
+                gpt_step(model, optimizer, step)
+            engine.flush()
+            assert 0 < len(engine.margin.promoted) < len(records)
+            assert [engine.stats()[name] - before[name] for name in ("nvme_read_nbytes", "nvme_write_nbytes")] == [0, 0]
+            return
+    pytest.fail("no budget of host memory held them")
 
 
 @pytest.mark.parametrize("config", [{"states": "host"}, {"weights": "host"}, {"states": "nvme"}, {"residency": "none"}], ids=str)

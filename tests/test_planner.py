@@ -265,6 +265,23 @@ def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(worl
     assert 0 in counts and len(counts) > 3 and differ
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(deferred):
+    """Three spans' records fit there beside all weights; the five others come first, weights before states."""
+    device = 2 * WEIGHT + NUM * WEIGHT + 3 * (STATE + GRADIENT)
+    seen = set()
+    for host in range(250 << 10, 1000 << 10, 4096):
+        found = placed(device_budget=device, host_budget=host, deferred=deferred)
+        assert found.visitors == {0, 1, 2}
+        by_kind = {kind: [home == "host" for home in found.homes[kind]] for kind in (WEIGHTS, STATES)}
+        seen |= {(sum(here[3:]), sum(here[:3])) for here in by_kind.values()}
+        assert all(by_kind[WEIGHTS][3:]) or not any(by_kind[STATES])
+        assert all(by_kind[STATES][3:]) or sum(by_kind[WEIGHTS][:3]) * WEIGHT < STATE and not any(by_kind[STATES][:3])
+    assert {(5, 0), (5, 3)} <= seen, seen
+    for changes in ({"states": "nvme"}, {"keep": False}, {"weights": "nvme"}):
+        assert placed(device_budget=device, host_budget=400 << 10, **changes).visitors == frozenset()
+
+
 def test_records_that_live_on_the_device_come_before_those_that_visit_it():
     specs = [ParameterSpec(f"p{i}", 4096, "bf16", True) for i in range(NUM)]
     whole = layout(specs, chunk_numel=4096, world=1)
