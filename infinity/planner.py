@@ -7,10 +7,10 @@ Pure arithmetic over the layout's sizes and the budgets. Must not know torch, fi
 # First what training cannot do without: the most that one op and those around it hold on the device, and the fewest slots
 # with which a record can be read, updated and written. A budget below that is refused with the number that it needs. Then
 # slots that let stages overlap. What is then left of the host keeps weights (each byte saves three of NVMe traffic: read
-# forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two).
+# forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two); those of
+# records that will visit the device ([Note: the device margin] in margin.py) come after all others, since they seldom move.
 # Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. Where NVMe is
-# too small for what is left, the first records live on the device: nothing else could hide their update, see [Note: the device margin]
-# in margin.py.
+# too small for what is left, the first records are crowded out: they live on the device, where nothing else could hide their update.
 
 from __future__ import annotations
 
