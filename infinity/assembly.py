@@ -172,6 +172,7 @@ def arrange(
 
     if config.chunk_mib is not None:
         numel = default_chunk_numel(config.chunk_mib, world)
+        at(numel, 0)  # needs the most: what it refuses, all ranks must refuse before they agree on anything
     else:
         candidates = planner.chunk_numels(sum(spec.numel for spec in specs), world=world)
         numel = _best_chunk_numel(at, candidates, nvme_budget)
@@ -357,14 +358,16 @@ def _share(share: float, free: int, taken: int) -> int:
 
 def _taken(params: Iterable[nn.Parameter]) -> collections.Counter:
     """Bytes of memory that holds parameters' values, by kind of device."""
-    storages = {}
+    by_storage, limits = collections.Counter(), {}
     for param in params:
-        storage = param.untyped_storage()
-        if param.numel() > 1 and storage.nbytes() >= param.numel() * param.element_size():  # placeholders have one element
-            storages[storage._cdata] = param.device.type, storage.nbytes()
+        storage, nbytes = param.untyped_storage(), param.numel() * param.element_size()
+        if param.numel() > 1 and storage.nbytes() >= nbytes:  # placeholders have one element
+            key = param.device.type, storage._cdata
+            by_storage[key] += nbytes
+            limits[key] = storage.nbytes()
     taken = collections.Counter()
-    for kind, nbytes in storages.values():
-        taken[kind] += nbytes
+    for key, nbytes in by_storage.items():
+        taken[key[0]] += min(nbytes, limits[key])  # parameters may share it
     return taken
 
 

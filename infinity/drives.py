@@ -87,7 +87,7 @@ def measure(fd: int, nbytes: int) -> Drive:
         is_slow = nbytes / (time.perf_counter() - start) < _SLOW_NBYTES_PER_S
         block_s = probe.read_seconds()
         if is_slow:
-            return Drive(nbytes_per_s=probe.rate("mixed", Drive()), block_s=block_s)
+            return Drive(nbytes_per_s=probe.rate("mixed", Drive(), least=5 * _NUM_REQUESTS), block_s=block_s)
         drive = Drive(inflight_write_nbytes=probe.patient_write_nbytes(block_s))
         drive = probe.choose([drive, *(replace(drive, inflight_nbytes=nbytes) for nbytes in (16 * _MIB, 32 * _MIB))])
         blocks = [replace(drive, block_nbytes=nbytes) for nbytes in (512 << 10, 2 * _MIB)]
@@ -200,14 +200,15 @@ class Probe:
         patient = itertools.takewhile(lambda nbytes: self.read_seconds(nbytes) <= _PATIENCE * block_s, _WRITES_NBYTES[1:])
         return max(patient, default=_WRITES_NBYTES[0])
 
-    def rate(self, mix: str, drive: Drive) -> float:
-        """Bytes a second, from the first request to the end of the last."""
+    def rate(self, mix: str, drive: Drive, *, least: int = _NUM_REQUESTS) -> float:
+        """Bytes a second, from the first request to the end of the last, of `least` or more: reads go first, so that with few the last
+        ones are all writes."""
         tickets: list[aio_ext.Ticket] = []
         read: dict[int, int] = {}  # of a buffer, by number: the source that it must equal
         with contextlib.ExitStack() as stack:
             queues = [stack.enter_context(drive.queue()) for _ in range(drive.num_queues)]
             start, number = time.perf_counter(), 0
-            while number < _NUM_REQUESTS or time.perf_counter() - start < _SECONDS:
+            while number < least or time.perf_counter() - start < _SECONDS:
                 if number >= _NUM_REQUESTS:
                     tickets[number - _NUM_REQUESTS].wait()
                 place = number % self.num_requests

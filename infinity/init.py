@@ -102,6 +102,10 @@ class _Away:
         self.offset = offset
         self.placeholder = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
 
+    def is_in(self, param: nn.Parameter) -> bool:
+        """Whether the parameter still holds the placeholder, and nobody gave it other data, as `set_` does, which no mode sees."""
+        return param.data_ptr() == self.placeholder.data_ptr()
+
 
 class _Builder(TorchFunctionMode):
     def __init__(self, config: Config, ranks: Ranks, windows: dict[str, int]):
@@ -130,6 +134,10 @@ class _Builder(TorchFunctionMode):
         super().__exit__(*exception)
         for hook in self._hooks:
             hook.remove()
+        for param, away in list(self._away.values()):
+            if not away.is_in(param):
+                del self._away[id(param)]
+                self._come_home(param)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -157,7 +165,7 @@ class _Builder(TorchFunctionMode):
         if entry is None:
             return param.detach().reshape(-1)
         away = entry[1]
-        if param.data_ptr() != away.placeholder.data_ptr() or not away.placeholder.isnan().item():
+        if not away.is_in(param) or not away.placeholder.isnan().item():
             raise UsageError(
                 f"a parameter of shape {tuple(param.shape)} was changed after `with infinity.init(...)` had ended, when it was "
                 f"only a placeholder. Initialise inside the block, or use `with infinity.gathered([parameter]):`."
@@ -194,7 +202,7 @@ class _Builder(TorchFunctionMode):
         if id(param) in self._away or not param.is_floating_point() or not param.numel():
             return
         for original, away in list(self._away.values()):
-            if param.data_ptr() == away.placeholder.data_ptr():  # nn.Parameter(another) asks no mode for the other's data
+            if away.is_in(param):  # nn.Parameter(another) asks no mode for the other's data
                 self._bring_back([original])
                 param.data = original.data.reshape(param.shape)
         self._come_home(param)
@@ -250,18 +258,19 @@ class _Builder(TorchFunctionMode):
             self._busy = False
 
     def _bring_back(self, values) -> None:
-        params = list(_parameters_in(values))
-        touched = [param for param in params if id(param) in self._away]
+        params = {id(param): param for param in _parameters_in(values)}
+        touched = [param for key, param in params.items() if key in self._away]
         for param in touched:
             self._busy = True
             try:
                 _, away = self._away.pop(id(param))
-                param.data = self._load(away).to(away.placeholder.device).reshape(away.shape)
+                if away.is_in(param):
+                    param.data = self._load(away).to(away.placeholder.device).reshape(away.shape)
             finally:
                 self._busy = False
             self._notice(param)
         if touched:
-            self._shrink(keep={id(param) for param in params})
+            self._shrink(keep=params)
 
     def _load(self, away: _Away) -> torch.Tensor:
         numel = -(-away.numel // self.ranks.world)

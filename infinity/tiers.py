@@ -556,9 +556,9 @@ class _Directory:
 
 
 def reclaim(paths: Sequence[str | os.PathLike]) -> None:
-    """Remove what dead runs left in directories, as each Swap does. Directories that it will refuse are left to it."""
+    """Remove what dead runs left in directories, as each Swap does. Those that are busy, or that it will refuse, are left to it."""
     for path in map(Path, paths):
-        with contextlib.suppress(OSError), _guard(path):
+        with contextlib.suppress(OSError), _guard(path, patience=0.0):
             _reclaim(path, {run for _, _, run in _living(path)})
 
 
@@ -608,18 +608,20 @@ def _run_name(world: int) -> str:
 
 
 @contextlib.contextmanager
-def _guard(path: Path) -> Iterator[None]:
-    """Held while names in the directory are looked at or changed; see [Note: whose directory it is]."""
+def _guard(path: Path, patience: float | None = None) -> Iterator[None]:
+    """Held while names in the directory are looked at or changed; see [Note: whose directory it is]. Raises SwapError if another process
+    holds it for `patience` seconds, by default GUARD_SECONDS."""
+    patience = GUARD_SECONDS if patience is None else patience
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + GUARD_SECONDS
+        deadline = time.monotonic() + patience
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    text = f"another process has been setting up swap here for {GUARD_SECONDS:.0f} s: end it"
+                    text = f"another process has been setting up swap here for {patience:.0f} s: end it"
                     raise SwapError(errno.EBUSY, text, str(path)) from None
                 time.sleep(0.002)
         yield

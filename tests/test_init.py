@@ -143,10 +143,11 @@ def test_each_memory_has_a_window_of_its_own(tmp_path, monkeypatch):
 def test_what_parameters_take_when_the_engine_starts_counts_as_free(monkeypatch, tmp_path):
     model, device = mlp(12), torch.device("cpu")
     twice = nn.Parameter(model.layers[0].weight.detach().view(-1))  # of the same memory
-    taken = sum(param.numel() * 4 for param in model.parameters())
+    part = nn.Parameter(torch.zeros(1 << 20)[:1000])  # the rest is somebody else's
+    taken = sum(param.numel() * 4 for param in model.parameters()) + 4000
     for free in (1 << 40, taken // 2):
         monkeypatch.setattr("infinity.assembly.host_free_nbytes", lambda: free)
-        found = budgets(infinity.Config(nvme=tmp_path, device="cpu"), device, Ranks(device), [*model.parameters(), twice])
+        found = budgets(infinity.Config(nvme=tmp_path, device="cpu"), device, Ranks(device), [*model.parameters(), twice, part])
         assert sum(found) == min((free + taken) * 3 // 4, int(0.95 * free))
         assert found == pytest.approx((sum(found) / 3, sum(found) * 2 / 3), abs=1)
     away = [torch.full((), float("nan")).expand(param.shape) for param in model.parameters()]
@@ -170,6 +171,11 @@ def mixed():
     """Operations over parameters of which some are away and some are not."""
     model = nn.Sequential(*(nn.Linear(H, H, bias=False) for _ in range(5)))
     with torch.no_grad():
+        model[0].weight.mul_(model[0].weight)
+        torch.add(model[1].weight, 1.0, out=model[1].weight)
+        model[3].weight.copy_(torch.stack([model[0].weight, model[0].weight]).sum(0))
+        model[1].weight.set_(torch.full((H, H), 7.0))
+        model[2].weight.set_(torch.full((H, H), 5.0)).add_(1.0)
         model[4].weight.copy_(model[3].weight @ model[0].weight)
         model[2].weight.copy_(model[1].weight)
         torch._foreach_add_([layer.weight for layer in model], [model[0].weight.clone()] * 5)
