@@ -1505,12 +1505,16 @@ def test_an_engine_that_fails_while_its_update_lane_waits_for_the_checkpoints_di
     from pathlib import Path
     import infinity
     from aio_ext import _aio
-    from helpers import NVME, training
+    from helpers import NVME, least_host_memory, training
     from test_saving import deep, train_deep
 
+    def is_taken_by_its_update(saving, chunk):
+        return chunk.index in saving._busy and chunk.updating is not None and not chunk.updating.done
+
     folder, first = Path(sys.argv[1]), []
+    least = least_host_memory(deep, folder, update="deferred", **NVME)  # so that somebody waits for a slot, and learns of it
     try:
-        with training(deep, folder, update="deferred", **NVME) as (model, engine, optimizer):
+        with training(deep, folder, update="deferred", host_memory=least, **NVME) as (model, engine, optimizer):
             train_deep(model, optimizer, 0)
             train_deep(model, optimizer, 1)
             engine.updater.lane.on_job = lambda: first or (first.append(1), time.sleep(6))
@@ -1518,7 +1522,7 @@ def test_an_engine_that_fails_while_its_update_lane_waits_for_the_checkpoints_di
             saving = infinity.save(folder / "checkpoint", model, optimizer, wait=False, host_memory=0)
             saving.pass_step()
             deadline = time.monotonic() + 40
-            while len(saving._busy) < 2 and time.monotonic() < deadline:  # the checkpoint's own thread, and the update lane
+            while not any(is_taken_by_its_update(saving, chunk) for chunk in engine.registry.chunks) and time.monotonic() < deadline:
                 time.sleep(0.01)
             engine.records.fail(OSError(5, "the swap is gone"))
             try:
