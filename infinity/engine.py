@@ -27,6 +27,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from infinity import planner
 from infinity.adam import NormAccumulator
 from infinity.assembly import assemble, budgets
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, WEIGHTS
@@ -310,7 +311,7 @@ class Engine:
             self.optimizer = self.scaler = None
             raise
         config = self.config
-        if config.residency == config.states == "auto" and config.weights in ("auto", "device"):
+        if planner.records_may_visit(weights=config.weights, states=config.states, keep=config.residency == "auto"):
             self.margin.hold_records()
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:

@@ -83,13 +83,13 @@ def _windows(device: torch.device, ranks: Ranks) -> dict[str, int]:
 class _Home(NamedTuple):
     """A parameter that has its values: how many bytes, in the memory of which kind of device."""
 
+    param: nn.Parameter
     kind: str
     nbytes: int
-    param: nn.Parameter
 
-    @classmethod
-    def of(cls, param: nn.Parameter) -> _Home:
-        return cls(param.device.type, param.numel() * param.element_size(), param)
+
+def _home_of(param: nn.Parameter) -> _Home:
+    return _Home(param, param.device.type, param.numel() * param.element_size())
 
 
 class _Away:
@@ -196,7 +196,7 @@ class _Builder(TorchFunctionMode):
     def _notice(self, param: nn.Parameter) -> None:
         home = self._home.get(id(param))
         if home is not None:
-            if home[:2] != _Home.of(param)[:2]:  # its data are others now, such as after `module.to(...)`
+            if home != _home_of(param):  # its data are others now, such as after `module.to(...)`
                 self._come_home(param)
             return
         if id(param) in self._away or not param.is_floating_point() or not param.numel():
@@ -209,7 +209,7 @@ class _Builder(TorchFunctionMode):
 
     def _come_home(self, param: nn.Parameter) -> None:
         self._leave_home(id(param))
-        home = self._home[id(param)] = _Home.of(param)
+        home = self._home[id(param)] = _home_of(param)
         self._home_nbytes[home.kind] += home.nbytes
 
     def _leave_home(self, key: int) -> None:

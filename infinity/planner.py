@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from infinity.chunks import BLOCK_NUMEL, GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Chunk, Layout, Record
+from infinity.chunks import BLOCK_NUMEL, GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Chunk, Layout, Record, Span
 from infinity.config import format_bytes
 from infinity.errors import BudgetError
 
@@ -134,21 +134,18 @@ def place(
 
         def share_out() -> Beside:
             return _beside(
-                chunks,
                 sizes,
                 {index for span, _ in crowded_out for index in layout.spans[span].chunks},
                 visitors,
-                weights=states if weights == "device" else weights,  # the record needs its weights beside the states
+                weights=weights,
                 states=states,
-                keep_weights=keep and weights == "auto",
-                keep_states=keep and states == "auto",
                 keep=keep,
                 deferred=deferred,
                 host_budget=host_budget,
                 host_share=host_share,
             )
 
-        if keep and states == "auto" and weights in ("auto", "device"):
+        if records_may_visit(weights=weights, states=states, keep=keep):
             room = device_budget - gradient_limit - snapshot_nbytes
             spans = records_on_device(
                 layout, records, ("host",) * len(chunks), room_nbytes=room, gradient_itemsize=gradient_itemsize, snapshots=()
@@ -156,7 +153,10 @@ def place(
             visitors = frozenset(index for span, _ in spans for index in layout.spans[span].chunks)
         beside = share_out()
         if may_choose and nvme_budget is not None:
-            left = deque(_with_records(layout, records, gradient_itemsize))
+            left = deque(
+                (span.index, span.numel * WEIGHT_NBYTES[span.dtype] + nbytes)
+                for span, nbytes in _states_on_device(layout, records, gradient_itemsize)
+            )
             room = device_budget - needed - snapshot_nbytes
             while (lacking := beside.nvme_nbytes - nvme_budget) > 0 or len(crowded_out) < least_crowded_out:
                 while left and left[0][1] <= room and (lacking > 0 or len(crowded_out) < least_crowded_out):
@@ -202,28 +202,27 @@ class Beside:
 
 
 def _beside(
-    chunks: Sequence[Chunk],
     sizes: dict[str, tuple[int, ...]],
     crowded_out: Collection[int],
     visitors: Collection[int],
     *,
     weights: str,
     states: str,
-    keep_weights: bool,
-    keep_states: bool,
     keep: bool,
     deferred: bool,
     host_budget: int,
     host_share: float,
 ) -> Beside:
-    """Share out host memory, the rest goes to NVMe; the chunks that are crowded out need no place, and visitors of the device seldom
-    need theirs: they come last. keep_weights, keep_states: which of them
-    may stay in host memory that is left over."""
+    """Share out host memory, the rest goes to NVMe. Chunks that are crowded out need no place; visitors of the device seldom need theirs, so
+    they come last. Arguments as of `place`."""
+    num_chunks = len(sizes[WEIGHTS])
     homes = {
-        WEIGHTS: ["host" if weights == "host" else "nvme"] * len(chunks),
-        STATES: ["host" if states == "host" else "nvme"] * len(chunks),
-        GRADIENTS: ["nvme"] * len(chunks),
+        WEIGHTS: ["host" if weights == "host" else "nvme"] * num_chunks,
+        STATES: ["host" if states == "host" else "nvme"] * num_chunks,
+        GRADIENTS: ["nvme"] * num_chunks,
     }
+    if weights == "device":  # the record needs its weights beside the states
+        homes[WEIGHTS] = list(homes[STATES])
     for kind in KINDS:  # nothing has a home in memory: a frozen chunk's states, a shard that is all padding
         homes[kind] = ["host" if not nbytes else home for home, nbytes in zip(homes[kind], sizes[kind])]
         for index in crowded_out:
@@ -258,13 +257,13 @@ def _beside(
             break
         low = wanted
     on_nvme = any("nvme" in homes[kind] for kind in (WEIGHTS, STATES))
-    order = [kind for kind, keeps in ((WEIGHTS, keep_weights), (STATES, keep_states)) if keeps]
+    order = [kind for kind, choice in ((WEIGHTS, weights), (STATES, states)) if keep and choice == "auto"]
     if deferred:
         order.insert(order.count(WEIGHTS), GRADIENTS)
     elif keep or not on_nvme:
         order.append(GRADIENTS)
     left = host_budget - host_nbytes(low)
-    stays = [index for index in reversed(range(len(chunks))) if index not in visitors]
+    stays = [index for index in reversed(range(num_chunks)) if index not in visitors]
     for indices in (stays, sorted(visitors, reverse=True)):
         for kind in order:
             for index in indices:
@@ -274,19 +273,16 @@ def _beside(
     return Beside({kind: tuple(found) for kind, found in homes.items()}, slots(low), host_nbytes(low), nbytes_in("nvme"))
 
 
-def _with_records(layout: Layout, records: Sequence[Record], gradient_itemsize: int | None) -> Iterator[tuple[int, int]]:
-    """Each trainable span with its bytes on the device if its records live there, the same on all ranks."""
-    for span in layout.spans:
-        if span.trainable:
-            largest = (_largest_on_device(layout.chunks[index], records[index], gradient_itemsize) for index in span.chunks)
-            yield span.index, span.numel * WEIGHT_NBYTES[span.dtype] + sum(largest)
-
-
 def look_ahead(layout: Layout, placement: Placement, *, keep: bool) -> tuple[int, int]:
     """How many fetches of weights, and how many chunks' states, are read ahead."""
     per_span = max(1, round(len(layout.chunks) / len(layout.spans)))
     reads = max(4, placement.slots[WEIGHTS] // per_span - 2) if keep else 4
     return reads, max(1, placement.slots[STATES] - 2)
+
+
+def records_may_visit(*, weights: str, states: str, keep: bool) -> bool:
+    """Whether records may leave their homes for what the device has room for: [Note: the device margin] in margin.py. Arguments as of `place`."""
+    return keep and states == "auto" and weights in ("auto", "device")
 
 
 def records_on_device(
@@ -305,17 +301,22 @@ def records_on_device(
     """
     found = []
     room_nbytes -= sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
-    for span in layout.spans:
-        if not span.trainable:
-            continue
-        nbytes = span.numel * WEIGHT_NBYTES[span.dtype] if span.index in snapshots else 0
-        nbytes += sum(_largest_on_device(layout.chunks[index], records[index], gradient_itemsize) for index in span.chunks)
+    for span, nbytes in _states_on_device(layout, records, gradient_itemsize):
+        if span.index in snapshots:
+            nbytes += span.numel * WEIGHT_NBYTES[span.dtype]
         if nbytes > room_nbytes:
             break
         room_nbytes -= nbytes
         if homes[span.chunks[0]] != "device":
             found.append((span.index, nbytes))
     return found
+
+
+def _states_on_device(layout: Layout, records: Sequence[Record], gradient_itemsize: int | None) -> Iterator[tuple[Span, int]]:
+    """Each trainable span, with what its records take on the device beside their weights, the same on all ranks."""
+    for span in layout.spans:
+        if span.trainable:
+            yield span, sum(_largest_on_device(layout.chunks[index], records[index], gradient_itemsize) for index in span.chunks)
 
 
 def _largest_on_device(chunk: Chunk, record: Record, gradient_itemsize: int | None) -> int:

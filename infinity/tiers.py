@@ -481,7 +481,7 @@ class _Directory:
                 if pid == str(os.getpid()):
                     text += "; that is this process: each of its models needs a Config with directories of its own"
                 raise SwapError(errno.EBUSY, text, str(self.path))
-        return {run for _ in living}
+        return {its_run for _, _, its_run in living}
 
     def _take(self, run: str) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -100,7 +100,7 @@ def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
 
     def noting(self, module, name, param):
         original(self, module, name, param)
-        held.append(sum(p.untyped_storage().nbytes() for *_, p in self._home.values()))
+        held.append(sum(p.untyped_storage().nbytes() for p, *_ in self._home.values()))
 
     monkeypatch.setattr(builder, "_parameter_registered", noting)
     torch.manual_seed(0)
@@ -122,7 +122,7 @@ def test_each_memory_has_a_window_of_its_own(tmp_path, monkeypatch):
     def noting(self, module, name, param):
         original(self, module, name, param)
         for kind, found in held.items():
-            found.append(sum(p.untyped_storage().nbytes() for *_, p in self._home.values() if p.device.type == kind))
+            found.append(sum(p.untyped_storage().nbytes() for p, *_ in self._home.values() if p.device.type == kind))
 
     def build():
         return nn.Sequential(*(nn.Linear(H, H, device=("cpu", "cuda")[index % 2]) for index in range(20)))

@@ -34,6 +34,16 @@ def budgets(make, directory, **config):
         return engine.placement.least_nbytes, [nbytes for _, nbytes in found]
 
 
+def train_both(*pairs):
+    """Four steps of each model, a plain one last, by its optimizer, on the same inputs."""
+    for step in range(4):
+        for model, optimizer in pairs:
+            torch.manual_seed(step)  # of dropout
+            loss_of(model(inputs(pairs[-1][0], step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.fixture(autouse=True)
 def few_gradients_under_way(monkeypatch):
     """Budgets are of kilobytes here."""
@@ -80,12 +90,7 @@ def test_odd_models_have_the_bits_of_plain_pytorch(name, dtype, update, tmp_path
     reference_model, reference = plain(make, dtype=dtype)
     least, records = budgets(make, tmp_path, dtype=dtype)
     with training(make, tmp_path, dtype=dtype, update=update, device_memory=least + sum(records[: len(records) // 2 + 1])) as (model, engine, optimizer):
-        for step in range(4):
-            for each, its_optimizer in ((model, optimizer), (reference_model, reference)):
-                torch.manual_seed(step)  # of dropout
-                loss_of(each(inputs(reference_model, step))).backward()
-                its_optimizer.step()
-                its_optimizer.zero_grad()
+        train_both((model, optimizer), (reference_model, reference))
         assert engine.margin.promoted or engine.placement.homes[STATES][0] == "device"
         assert_equals_reference(engine, model, reference_model, reference)
 
@@ -179,12 +184,7 @@ def test_odd_models_that_live_on_the_device_in_part(name, dtype, update, small_d
     with training(make, tmp_path, **on_nvme) as (_, engine, _):
         small_drive(engine.placement.nvme_nbytes * 2 // 3)
     with training(make, tmp_path, **on_nvme | {"device_memory": least + sum(records) - 4096}) as (model, engine, optimizer):
-        for step in range(4):
-            for each, its_optimizer in ((model, optimizer), (reference_model, reference)):
-                torch.manual_seed(step)  # of dropout
-                loss_of(each(inputs(reference_model, step))).backward()
-                its_optimizer.step()
-                its_optimizer.zero_grad()
+        train_both((model, optimizer), (reference_model, reference))
         assert "device" in engine.placement.homes[STATES] or len(records) == 1  # that one has no room there, or all would
         assert_equals_reference(engine, model, reference_model, reference)
 

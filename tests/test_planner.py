@@ -198,7 +198,7 @@ def test_what_is_on_the_device_is_decided_alike_on_all_ranks(states):
     assert len(outcomes) == 2  # both kinds were seen
 
 
-def crowded(nvme_budget, device_budget=AMPLE >> 1, host_budget=400 << 10, **changes):
+def crowded(nvme_budget, *, device_budget, host_budget=400 << 10, **changes):
     return placed(device_budget=device_budget, host_budget=host_budget, nvme_budget=nvme_budget, **changes)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity import planner
-from infinity.assembly import HOST_SHARES, arrange
+from infinity.assembly import DEVICE_SHARES, HOST_SHARES, arrange
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, Layout, Record
 from infinity.config import Config, format_bytes
 from infinity.errors import BudgetError, ConfigError
@@ -139,7 +139,7 @@ def arrangement(
     nbytes_of = [span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans]
     if set(homes) != {"device"}:  # as Margin.settle, after the first step
         placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
-        if config.states == config.residency == "auto" and config.weights in ("auto", "device"):
+        if planner.records_may_visit(weights=config.weights, states=config.states, keep=config.residency == "auto"):
             room = placement.device_nbytes - placement.gradient_limit_nbytes
             found = planner.records_on_device(layout, records, homes, room_nbytes=room, gradient_itemsize=None, snapshots=())
             on_device += tuple(span for span, _ in found)
@@ -150,7 +150,7 @@ def arrangement(
 
 def auto_device_nbytes(machine: Machine) -> int:
     """What an engine plans with before it has measured activations, as assembly.budgets; a CPU machine's is given as such."""
-    return machine.device_memory // 2 if machine.device == "cuda" else machine.device_memory
+    return int(machine.device_memory * DEVICE_SHARES["cuda"]) if machine.device == "cuda" else machine.device_memory
 
 
 def _is_deferred(config: Config) -> bool:
