@@ -9,8 +9,9 @@ tiers: once the model stands, the engine asks for each parameter's initial value
 # past the window of the memory that they are in, the oldest go to a scratch file (each rank keeps its 1/world slice there) and leave
 # a placeholder, one element of NaN expanded to the shape. A TorchFunctionMode sees every operation, `.data` and deepcopy, and brings back
 # whatever they touch, so parents may initialise their children again, and the values, and the random numbers drawn, are
-# those of a plain construction. A parameter whose storage somebody else still refers to is not sent away: a write through
-# that reference would be lost.
+# those of a plain construction. What has come back has left its place in the file to the next one that goes, so that the file holds
+# no more than what is away. A parameter whose storage somebody else still refers to is not sent away: a write through that reference
+# would be lost.
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from infinity.errors import SwapError, UsageError
 from infinity.partition import Ranks
 
 MIN_WINDOW_NBYTES = 1 << 30
-WINDOW_SHARES = {"cpu": 1 / 16, "cuda": 1 / 3}  # of what is free there: the engine starts, and takes most of a host, while they are full
+WINDOW_SHARES = {"cpu": 1 / 16, "cuda": 2 / 5}  # of what is free there: the engine starts, and takes most of a host, while they are full
 
 _MOST_A_CALL = 1 << 30  # bytes
 
@@ -52,8 +53,8 @@ _METADATA_FUNCTIONS = frozenset(
 @contextlib.contextmanager
 def init(config: Config | None = None, *, window: int | None = None):
     """Modules built inside the block belong to an engine; no process ever holds more than `window` bytes of their parameters
-    in host memory or on the device (and the module under construction): by default a sixteenth of what is free in the first and a third
-    of what is free on the second, at least 1 GiB.
+    in host memory or on the device (and the module under construction): by default a sixteenth of what is free in the first and two
+    fifths of what is free on the second, at least 1 GiB.
 
     With the same seed the weights are those of a plain construction, bit for bit. Every rank must build the same modules.
     """
@@ -93,13 +94,13 @@ def _home_of(param: nn.Parameter) -> _Home:
 
 
 class _Away:
-    """A parameter in the scratch file."""
+    """A parameter in the scratch file: [offset, offset + nbytes) of it is its place."""
 
-    __slots__ = ("dtype", "numel", "offset", "placeholder", "shape")
+    __slots__ = ("dtype", "nbytes", "numel", "offset", "placeholder", "shape")
 
-    def __init__(self, param: nn.Parameter, offset: int):
+    def __init__(self, param: nn.Parameter, offset: int, nbytes: int):
         self.shape, self.dtype, self.numel = param.shape, param.dtype, param.numel()
-        self.offset = offset
+        self.offset, self.nbytes = offset, nbytes
         self.placeholder = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
 
     def is_in(self, param: nn.Parameter) -> bool:
@@ -117,7 +118,7 @@ class _Builder(TorchFunctionMode):
         self._home: dict[int, _Home] = {}  # by identity, oldest first
         self._away: dict[int, tuple[nn.Parameter, _Away]] = {}
         self._home_nbytes = collections.Counter()  # by kind of device
-        self._places: dict[int, tuple[int, int]] = {}  # in the file, by identity: offset and size in bytes
+        self._free_places = collections.defaultdict(list)  # offsets in the file, by size in bytes
         self._file_nbytes = 0
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._children: set[int] = set()
@@ -136,7 +137,7 @@ class _Builder(TorchFunctionMode):
             hook.remove()
         for param, away in list(self._away.values()):
             if not away.is_in(param):
-                del self._away[id(param)]
+                self._forget(id(param))
                 self._come_home(param)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -155,16 +156,14 @@ class _Builder(TorchFunctionMode):
         used = {id(param) for root in self.roots() for param in root.parameters()}
         for key in [key for key in (*self._home, *self._away) if key not in used]:
             self._leave_home(key)
-            self._away.pop(key, None)
-            self._places.pop(key, None)  # the address may be used again, by a larger one
+            self._forget(key)
 
     def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
         """The initial value of a parameter, 1-D, on the CPU or where the parameter was made. Every rank must ask in the same order."""
-        entry = self._away.pop(id(param), None)
+        away = self._forget(id(param))
         self._leave_home(id(param))
-        if entry is None:
+        if away is None:
             return param.detach().reshape(-1)
-        away = entry[1]
         if not away.is_in(param) or not away.placeholder.isnan().item():
             raise UsageError(
                 f"a parameter of shape {tuple(param.shape)} was changed after `with infinity.init(...)` had ended, when it was "
@@ -212,6 +211,13 @@ class _Builder(TorchFunctionMode):
         home = self._home[id(param)] = _home_of(param)
         self._home_nbytes[home.kind] += home.nbytes
 
+    def _forget(self, key: int) -> _Away | None:
+        """A parameter is in the file no longer; until the next one leaves, its bytes can still be read there."""
+        _, away = self._away.pop(key, (None, None))
+        if away is not None:
+            self._free_places[away.nbytes].append(away.offset)
+        return away
+
     def _leave_home(self, key: int) -> None:
         home = self._home.pop(key, None)
         if home is not None:
@@ -236,10 +242,10 @@ class _Builder(TorchFunctionMode):
         try:
             numel = -(-param.numel() // self.ranks.world)
             nbytes = numel * param.element_size()
-            if self._places.get(key, (0, -1))[1] < nbytes:  # it is new, or larger than it was
-                self._places[key] = self._file_nbytes, nbytes
+            if not (places := self._free_places[nbytes]):
+                places.append(self._file_nbytes)
                 self._file_nbytes += nbytes
-            away = _Away(param, self._places[key][0])
+            away = _Away(param, places[-1], nbytes)
             begin = self.ranks.rank * numel
             part = param.detach().reshape(-1)[begin : begin + numel].cpu().contiguous()
             try:
@@ -251,6 +257,7 @@ class _Builder(TorchFunctionMode):
                     f"some space or name another directory in `nvme`",
                     str(self.config.nvme[0]),
                 ) from error
+            places.pop()
             param.data = away.placeholder.expand(param.shape)
             self._away[key] = (param, away)
             self._leave_home(key)
@@ -263,7 +270,7 @@ class _Builder(TorchFunctionMode):
         for param in touched:
             self._busy = True
             try:
-                _, away = self._away.pop(id(param))
+                away = self._forget(id(param))
                 if away.is_in(param):
                     param.data = self._load(away).to(away.placeholder.device).reshape(away.shape)
             finally:

@@ -1,6 +1,7 @@
 """infinity.init: the weights of a plain construction, bit for bit, with never more than a window of them at home."""
 
 import copy
+import os
 import sys
 
 import pytest
@@ -110,6 +111,27 @@ def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
     assert max(held) <= window + 4 * H * H
     assert sum(p.untyped_storage().nbytes() for p in model.parameters()) <= window + 4 * H * H + 24 * 4
     infinity.engine_of(model).close()
+
+
+def test_the_scratch_file_holds_no_more_than_what_is_away(config, monkeypatch):
+    """All layers come back by turns, in two orders."""
+    builder = sys.modules["infinity.init"]._Builder
+    original, files, layer = builder.__exit__, [], 4 * (H * H + H)
+
+    def noting(self, *exception):
+        files.append(os.fstat(self.file.fileno()).st_size)
+        original(self, *exception)
+
+    monkeypatch.setattr(builder, "__exit__", noting)
+    with infinity.init(config, window=8 * layer):
+        model = nn.Sequential(*(nn.Linear(H, H) for _ in range(12)))
+        for linear in (*model, *reversed(model)):
+            nn.init.ones_(linear.weight)
+            nn.init.zeros_(linear.bias)
+    assert files == [pytest.approx(4 * layer, abs=2 * layer)]
+    with infinity.engine_of(model) as engine:
+        for linear in model:
+            assert engine.read_state(linear.weight)["weight"].eq(1).all() and engine.read_state(linear.bias)["weight"].eq(0).all()
 
 
 @on_gpu
