@@ -83,6 +83,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=positive, default=default, help="of a rank" if name == "batch" else None)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16" if cuda else "fp32")
     parser.add_argument("--host-memory", default="auto", help="of infinity, a rank")
+    parser.add_argument("--device-memory", default="auto", help="of infinity, a rank")
     parser.add_argument("--window", type=nbytes_of, help="of infinity, bytes of parameters under construction")
     parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="of infinity")
     parser.add_argument("--residency", choices=("none", "weights", "auto"), default="none", help="of infinity, on NVMe")
@@ -206,7 +207,7 @@ def show(options, rows: dict, failed: dict, worst: dict) -> None:
 
 def of_infinity(options) -> str:
     """What it was told beside the usual."""
-    usual = {"host_memory": "auto", "moments": "fp32", "residency": "none", "trace": None}
+    usual = {"host_memory": "auto", "device_memory": "auto", "moments": "fp32", "residency": "none", "trace": None}
     told = [f"{name.replace('_', ' ')} {getattr(options, name)}" for name, value in usual.items() if getattr(options, name) != value]
     return f"; infinity: {', '.join(told)}" if told else ""
 
@@ -303,7 +304,7 @@ def same_start(options) -> GPT:
 
 
 def ours(options, device):
-    config = {name: getattr(options, name) for name in ("nvme", "device", "dtype", "host_memory", "moments")}
+    config = {name: getattr(options, name) for name in ("nvme", "device", "dtype", "host_memory", "device_memory", "moments")}
     places = {"weights": options.place, "states": options.place}
     if options.place == "nvme" and options.residency == "auto":
         places = {}

@@ -259,14 +259,15 @@ class Gradients:
         if (last := self._last_stream(chunk)) not in (None, stream):
             stream.wait_stream(last)
         target = chunk.device_gradient[piece.start : piece.start + piece.numel]
-        part = flat[piece.param_start : piece.param_start + piece.numel]
+        part = flat if piece.numel == state.numel else flat[piece.param_start : piece.param_start + piece.numel]
         if state.index in chunk.received:
             target.add_(part)
         else:
             target.copy_(part)
         chunk.received.add(state.index)
         chunk.has_gradient = True
-        chunk.gradient_job = Job.over(stream)
+        if chunk.gradient_job is None or last is not stream:
+            chunk.gradient_job = Job.over(stream)
         self._note_arrival(chunk)
 
     @staticmethod

@@ -20,6 +20,9 @@ longer does, and passes gradients on. Over 400 lines because what forward holds,
 # Saved-tensor hooks switch off autograd's check for in-place changes; ours make it, for weights and activations.
 #
 # Post-hooks are always called, also when a forward raises or a recomputation stops early: nothing stays held.
+#
+# A model of one rank that lives on the device whole has nothing to fetch: its parameters are there all the time, and autograd saves them
+# itself. Then only the outermost module has hooks, and the parameters those that take their gradients.
 
 from __future__ import annotations
 
@@ -176,10 +179,34 @@ class Hooks:
         self._anchor = torch.zeros((), device=pipeline.device, requires_grad=True)
         self.timeline = pipeline.events.timeline  # None without tracing
         self._model = weakref.ref(model)
-        self._attach(model)
+        self.ops: dict[nn.Module, Op] = {}
+        pipeline.all_stay = self._all_stay()
+        if pipeline.all_stay:
+            pipeline.acquire_aside(registry.spans)
+            for span in registry.spans:
+                pipeline.release(span)
+            self._attach_to(model, Op(0, type(model).__name__, (), ()))
+        else:
+            self._attach(model)
+        self.names = {op.index: op.name for op in self.ops.values()}
+        for state in registry.params:
+            if state.trainable:
+                self._handles.append(state.param.register_hook(functools.partial(self._expect_gradient, state)))
+                self._handles.append(state.param.register_post_accumulate_grad_hook(functools.partial(self._gradient, state)))
+
+    def _all_stay(self) -> bool:
+        """Whether no op of the model needs anything of the engine."""
+        return (
+            self.pipeline.ranks.world == 1
+            and all(span.pinned for span in self.registry.spans)
+            and all(chunk.on_device for chunk in self.registry.chunks)
+            and not any(state.written_in_forward for state in self.registry.params)
+            and self.engine.activations is None
+            and self.engine.config.dtype != "fp16"  # whose modules may not be called by themselves
+            and self.timeline is None
+        )
 
     def _attach(self, model: nn.Module) -> None:
-        self.ops: dict[nn.Module, Op] = {}
         inside = {below for module in model.modules() if is_leaf(module) for below in module.modules() if below is not module}
         for name, module in model.named_modules():
             module._parameters = FetchingParameters(module._parameters, self)
@@ -190,14 +217,13 @@ class Hooks:
             if not states and module is not model and not any(self.registry.find(param) for param in module.parameters()):
                 continue
             spans = dict.fromkeys(self.registry.span_of(state) for state in states)
-            self.ops[module] = Op(len(self.ops), name or type(model).__name__, tuple(spans), tuple(states), is_leaf(module))
-            self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after, always_call=True))
-        self.names = {op.index: op.name for op in self.ops.values()}
-        for state in self.registry.params:
-            if state.trainable:
-                self._handles.append(state.param.register_hook(functools.partial(self._expect_gradient, state)))
-                self._handles.append(state.param.register_post_accumulate_grad_hook(functools.partial(self._gradient, state)))
+            op = Op(len(self.ops), name or type(model).__name__, tuple(spans), tuple(states), is_leaf(module))
+            self._attach_to(module, op)
+
+    def _attach_to(self, module: nn.Module, op: Op) -> None:
+        self.ops[module] = op
+        self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(self._after, always_call=True))
 
     def __deepcopy__(self, memo):
         raise UsageError(NO_COPY)
@@ -249,7 +275,9 @@ class Hooks:
         return map_tensors((args, kwargs), self._unscaled) if scales else None
 
     def _push_saved_tensors(self) -> bool:
-        """Put ours in force, unless they are. Those of another engine, whose model calls this one, come after ours."""
+        """Put ours in force, unless they are or none is needed. Those of another engine, whose model calls this one, come after ours."""
+        if self.pipeline.all_stay:
+            return False
         top = _top_saved_tensors_default_hooks(True)
         owner = getattr(top[0], "__self__", None) if top else None
         if isinstance(owner, SavedTensors) and owner.hooks is self:

@@ -121,6 +121,7 @@ class Pipeline:
         self._tick = 0
         self._num_collectives = 0
         self.off_plan = True  # this step has left what was planned, or nothing was
+        self.all_stay = False  # every span is home for good, and no op asks for one; set by whoever knows the ops
 
     # What the training thread calls.
 
@@ -289,8 +290,13 @@ class Pipeline:
         return -1 if chunk.missing or updating else self.next_states_use(chunk)
 
     def invalidate(self, span: SpanState) -> None:
-        """An update makes the device copy stale; nobody may hold it."""
+        """An update makes the device copy stale; nobody may hold it. What always stays is updated where it is."""
         assert not span.holds, f"{span} is updated while an op holds it"
+        if self.all_stay:
+            span.take_replaced()
+            if span.written():
+                self.write_back(span)
+            return
         if span.presence is Presence.FETCHING:
             self._settle(span)
         if span.presence is not Presence.AWAY:

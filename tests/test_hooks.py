@@ -402,6 +402,47 @@ def test_hooks_leave_the_modules_as_they_were(tmp_path):
         model(inputs(model, 0))
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_model_that_stays_on_the_device_is_there_whoever_looks(dtype, tmp_path):
+    """Its children have no hooks, and can be called, read and evaluated by themselves; steps of one of them are those of plain PyTorch."""
+    reference_model, reference = plain(mlp, dtype=dtype)
+    weight_dtype = reference_model.layers[0].weight.dtype
+    with training(mlp, tmp_path, dtype=dtype) as (model, engine, optimizer):
+        assert engine.pipeline.all_stay
+        for module in model.modules():
+            assert type(module._parameters) is dict
+            assert bool(module._forward_pre_hooks) == bool(module._forward_hooks) == (module is model)
+        for step in range(6):
+            losses = []
+            for each, update in ((reference_model, reference), (model, optimizer)):
+                called = each.layers[step % 4] if step % 3 == 1 else each
+                loss = loss_of(called(inputs(model, step).to(weight_dtype)))
+                loss.backward()
+                update.step()
+                update.zero_grad()
+                with torch.no_grad():
+                    losses.append((loss.detach(), loss_of(each(inputs(model, 99).to(weight_dtype)))))
+            helpers.assert_same_bits(torch.stack(losses[1]), torch.stack(losses[0]), f"losses of step {step}")
+            for param, expected in zip(model.parameters(), reference_model.parameters()):
+                helpers.assert_same_bits(param.detach(), expected.detach(), "what the program sees")
+        assert_equals_reference(engine, model, reference_model, reference)
+        with infinity.gathered(model.layers[0].weight):
+            model.layers[0].weight.data.fill_(2.0)
+        model.layers[1].load_state_dict({"weight": torch.eye(H), "bias": torch.ones(H)})
+        assert model.layers[0].weight.eq(2).all() and model.layers[1].bias.eq(1).all()
+        for index, value in ((0, torch.full((H, H), 2.0)), (1, torch.eye(H))):
+            assert torch.equal(engine.read_state(model.layers[index].weight)["weight"].float(), value)
+
+
+def test_ops_of_a_traced_model_or_one_that_may_leave_the_device_have_hooks(tmp_path):
+    for name, config in {"traced": {"trace": True}, "host": {"states": "host"}, "fp16": {"dtype": "fp16"}}.items():
+        with training(mlp, tmp_path / name, **config) as (model, engine, _):
+            assert not engine.pipeline.all_stay
+            assert all(layer._forward_pre_hooks for layer in model.layers)
+    with training(max_norm, tmp_path / "writes", dtype="bf16") as (model, engine, _):
+        assert not engine.pipeline.all_stay
+
+
 def test_an_embedding_that_renormalises_in_forward_keeps_what_it_wrote(tmp_path):
     """Evaluation alone writes, too."""
     reference_model, _ = plain(max_norm)
