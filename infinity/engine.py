@@ -204,6 +204,7 @@ class Engine:
         for chunk in self.registry.chunks_of(state):
             if chunk.weights_home != "device" and not chunk.on_device:
                 self._make_stale(chunk)
+        self._note_change(state)
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor]):
@@ -683,7 +684,7 @@ class Engine:
         if optimizer is not None and optimizer is not self.optimizer:
             raise UsageError(f"{what}: the optimizer is not that of this model")
         self._start()
-        if self.hooks.frames or any(span.holds for span in self.registry.spans):
+        if self.hooks.frames or self._in_backward() or any(span.holds for span in self.registry.spans):
             raise UsageError(f"{what} while the model runs or inside infinity.gathered")
 
     # What vertical accumulation calls.
@@ -815,9 +816,13 @@ class Engine:
     def _make_stale(self, chunk: ChunkState) -> None:
         self.pipeline.invalidate(chunk.span)
         for param in chunk.whole_pieces:
-            state = self.registry.params[param]
-            torch.autograd.graph.increment_version(state.param)
-            state.version = state.param._version
+            self._note_change(self.registry.params[param])
+
+    @staticmethod
+    def _note_change(state: ParameterState) -> None:
+        """What autograd has saved of the parameter is old; the engine knows its value."""
+        torch.autograd.graph.increment_version(state.param)
+        state.version = state.param._version
 
     def _finish_announced(self, chunk: ChunkState) -> None:
         """Wait for the chunk's update: before its next gradient arrives, or its record is read."""

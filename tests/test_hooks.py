@@ -434,6 +434,20 @@ def test_a_model_that_stays_on_the_device_is_there_whoever_looks(dtype, tmp_path
             assert torch.equal(engine.read_state(model.layers[index].weight)["weight"].float(), value)
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_value_given_after_the_forward_pass_is_met_by_backward(setting, tmp_path):
+    with training(mlp, tmp_path, **SETTINGS[setting]) as (model, engine, optimizer):
+        loss = loss_of(model(inputs(model, 0)))
+        model.layers[3].load_state_dict({"weight": torch.eye(H), "bias": torch.ones(H)})
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+        del loss
+        forward_backward(model, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_ops_of_a_traced_model_or_one_that_may_leave_the_device_have_hooks(tmp_path):
     for name, config in {"traced": {"trace": True}, "host": {"states": "host"}, "fp16": {"dtype": "fp16"}}.items():
         with training(mlp, tmp_path / name, **config) as (model, engine, _):

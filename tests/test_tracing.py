@@ -276,10 +276,10 @@ def test_too_many_events_push_out_the_oldest():
 
 def test_a_long_run_keeps_its_last_steps(tmp_path, capsys):
     with training(tiny_gpt, tmp_path / "swap", trace=True, chunk_mib=1 / 64, **NVME) as (model, engine, optimizer):
-        engine.events.max_events = 700
+        engine.events.max_events = 500
         run_steps(model, optimizer, 6)
         save_trace(tmp_path / "trace.json", model)
-        assert len(engine.events.trace) == 700
+        assert len(engine.events.trace) == 500
     [trace] = read_trace(tmp_path / "trace.json")
     assert 0 < trace.num_left_out <= engine.events.num_left_out  # the next step's reads go on meanwhile
     report = breakdown([trace])
