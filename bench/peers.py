@@ -2,14 +2,14 @@
 
     python bench/peers.py [--engines infinity,fsdp2,deepspeed,plain] [--places nvme,host,device] [--ranks 1] [--device cuda]
                           [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--no-checkpointing] [--rounds 2] [--steps 6]
-                          [--host-memory 4GiB] [--moments bf16] [--residency weights] [--window 60GiB] [--trace DIR]
-                          [--json FILE] [--plot FILE]
+                          [--host-memory 4GiB] [--device-memory 2GiB] [--moments bf16] [--residency weights] [--window 60GiB]
+                          [--trace DIR] [--json FILE] [--plot FILE]
 
 Over 400 lines because each engine is made ready in its own way, and all are measured in one.
 
 Every state lives in one place: on NVMe, in host memory, or on the device. On NVMe infinity holds no more than is in use or on its way,
 for which it takes as much of --host-memory as helps; with --residency weights it keeps the weights in host memory, with auto all that the
-device and host memory hold. Each round runs each engine that can do that, in turn, in processes of its own: the same first
+device, of which it takes --device-memory, and host memory hold. Each round runs each engine that can do that, in turn, in processes of its own: the same first
 weights (what bf16 holds exactly, where that is the dtype), tokens, AdamW, and checkpointing a block unless told not to; fp32 master
 weights where weights are bf16. Times are those of the steps after the second; "start" is from the first module's construction until the
 engine could train and its records were where they live. Losses, means over the ranks, must agree within --tolerance of the first
