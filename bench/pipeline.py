@@ -96,9 +96,9 @@ def pipeline_seconds(engine, optimizer) -> float:
 def _arrive(engine, params, gradient) -> None:
     for state in engine.registry.params:
         state.touched = 1
-    engine.begin_backward()
+    engine.cycle.begin_backward()
     for param in params:
-        engine.gradient(engine.registry.find(param), gradient)
+        engine.cycle.gradient(engine.registry.find(param), gradient)
 
 
 def raw_seconds(engine, block_nbytes: int, inflight_nbytes: int) -> float:

@@ -121,7 +121,7 @@ class SavedTensors:
         if isinstance(saved, Saved):
             if len(set(saved.versions)) > 1:
                 raise _modified(f"a saved tensor of shape {saved.shape}", *saved.versions)
-            return self.hooks.engine.activations.restore(saved)
+            return self.hooks.cycle.activations.restore(saved)
         first, second = saved
         if callable(first):
             return first(second)
@@ -162,10 +162,12 @@ class FetchingParameters(dict):
 
 
 class Hooks:
-    """All hooks of one model. `engine` is told of begin_forward, begin_backward, end_backward and gradients."""
+    """All hooks of one model. `cycle` is told of begin_forward, begin_backward, end_backward and gradients; `owner` lives as long as
+    the model's hooks do."""
 
-    def __init__(self, engine, model: nn.Module, registry: Registry, pipeline: Pipeline):
-        self.engine = engine
+    def __init__(self, cycle, model: nn.Module, registry: Registry, pipeline: Pipeline, *, owner: object):
+        self.cycle = cycle
+        self.owner = owner
         self.registry = registry
         self.pipeline = pipeline
         self.frames: list[Frame] = []
@@ -201,8 +203,8 @@ class Hooks:
             and all(span.pinned for span in self.registry.spans)
             and all(chunk.on_device for chunk in self.registry.chunks)
             and not any(state.written_in_forward for state in self.registry.params)
-            and self.engine.activations is None
-            and self.engine.config.dtype != "fp16"  # whose modules may not be called by themselves
+            and self.cycle.activations is None
+            and self.cycle.config.dtype != "fp16"  # whose modules may not be called by themselves
             and self.timeline is None
         )
 
@@ -248,11 +250,11 @@ class Hooks:
         if outermost:
             self.recording = torch.is_grad_enabled() or self.kept is not None
             self.release_escaped()
-            self.engine.begin_forward((args, kwargs))
+            self.cycle.begin_forward(self._model(), (args, kwargs))
         if phase == RECOMPUTE and self._loose_leaf not in (None, op):
             self.release_loose()  # what a checkpoint runs again has room for one leaf
         whole = module is self._model()
-        scales = self.engine.scaler is not None and not self.frames and self.kept is None and torch.is_grad_enabled()
+        scales = self.cycle.scaler is not None and not self.frames and self.kept is None and torch.is_grad_enabled()
         if scales and outermost and not whole:
             raise UsageError(
                 f"{op.name} was called by itself: the loss scale of dtype='fp16' is that of the whole model's outputs. Call the "
@@ -298,7 +300,7 @@ class Hooks:
 
     def _unscaled(self, value: torch.Tensor) -> torch.Tensor:
         """An input of an fp16 model; what it depends on gets gradients that are not scaled."""
-        return self.engine.scaler.unapply(value) if value.is_floating_point() and value.requires_grad else value
+        return self.cycle.scaler.unapply(value) if value.is_floating_point() and value.requires_grad else value
 
     @torch._dynamo.disable
     def _after(self, module, args, output):
@@ -326,7 +328,7 @@ class Hooks:
             return None
         whole = module is self._model() and not self.frames and self.kept is None
         if whole:
-            output = self.engine.scaled(output)
+            output = self.cycle.scaled(output)
         anchored = output
         if torch.is_grad_enabled():
             if frame.op.whole:
@@ -432,7 +434,7 @@ class Hooks:
 
     def save_activation(self, tensor: torch.Tensor) -> Saved | None:
         """None: it stays where it is, such as what a backward pass, or a segment that goes backward next, computes anew."""
-        activations = self.engine.activations
+        activations = self.cycle.activations
         if activations is None or self.kept is not None or _current_graph_task_id() != -1:
             return None
         return activations.save(tensor)
@@ -507,13 +509,13 @@ class Hooks:
                 "create_graph=True: a graph of the backward pass would keep weights that leave the device. Gradients of gradients "
                 "are not supported."
             )
-        self.engine.begin_backward()
+        self.cycle.begin_backward()
         if self.timeline is not None:
             self.timeline.begin(BACKWARD, self.names[0])
 
     @torch._dynamo.disable
     def _expect_gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
-        self.engine.expect_gradient(state)
+        self.cycle.expect_gradient(state)
 
     @torch._dynamo.disable
     def _gradient(self, state: ParameterState, param: torch.Tensor) -> None:
@@ -527,7 +529,7 @@ class Hooks:
             )
         if grad.is_sparse:
             raise UsageError(f"{state.name} has a sparse gradient, which no tier can hold; build its module with sparse=False")
-        self.engine.gradient(state, grad)
+        self.cycle.gradient(state, grad)
 
 
 def tensors_in(value) -> list[torch.Tensor]:

@@ -226,7 +226,7 @@ class _Loading:
         if self._generators is not None and not isinstance(self._generators, dict):
             self._wrong.append("its generators' states make no sense")
         self._scale = None
-        if self.with_states and self.engine.scaler is not None and manifest.scaler is not None:
+        if self.with_states and self.engine.cycle.scaler is not None and manifest.scaler is not None:
             scale, num_clean = manifest.scaler.get("scale"), manifest.scaler.get("num_clean")
             if not isinstance(scale, (int, float)) or not 0 < scale < math.inf or type(num_clean) is not int or num_clean < 0:
                 self._wrong.append(f"its loss scale {scale!r} makes no sense")
@@ -247,7 +247,7 @@ class _Loading:
             for group, found in zip(self.optimizer.param_groups, self._groups, strict=True):
                 group.update(found)
         if self._scale is not None:
-            self.engine.scaler.scale, self.engine.scaler.num_clean = float(self._scale[0]), self._scale[1]
+            self.engine.cycle.scaler.scale, self.engine.cycle.scaler.num_clean = float(self._scale[0]), self._scale[1]
         if self.scheduler is not None:
             self.scheduler.load_state_dict(self._scheduler)
         if self._generators is not None:

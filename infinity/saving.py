@@ -253,8 +253,8 @@ class Saving:
             groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
             groups = manifests.encode(groups, put, "a parameter group")
             found["optimizer"] = {"rule": type(engine.optimizer.rule).__name__, "groups": groups}
-        if engine.scaler is not None:
-            found["scaler"] = {"scale": engine.scaler.scale, "num_clean": engine.scaler.num_clean}
+        if engine.cycle.scaler is not None:
+            found["scaler"] = {"scale": engine.cycle.scaler.scale, "num_clean": engine.cycle.scaler.num_clean}
         return found
 
     def _unchanged(self, files) -> dict[int, Linked]:

@@ -35,14 +35,17 @@ def vertical(
     """
     segments, micro_batches = list(segments), list(micro_batches)
     engine = _engine(segments)
+    if engine.optimizer is None:
+        raise UsageError("infinity.vertical needs an optimizer: make infinity.AdamW(..., accumulation_steps=...) before it")
+    cycle = engine.cycle
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x, _ in micro_batches):
         raise ConfigError("infinity.vertical: an input needs a gradient, which ends at the first segment; detach it")
     last, losses = segments[-1], []
-    with engine.one_backward(len(micro_batches)):
+    with cycle.one_backward(len(micro_batches)):
         inputs, states = [[x for x, _ in micro_batches]], []
         for segment in segments[:-1]:
             random, outputs = [], []
-            with engine.one_segment(), torch.no_grad():
+            with cycle.one_segment(), torch.no_grad():
                 for x in inputs[-1]:
                     random.append(_random_state(engine.device))
                     version = x._version
@@ -55,16 +58,16 @@ def vertical(
             inputs.append(outputs)
             states.append(random)
         gradients: list[torch.Tensor | None] = []  # of each micro-batch, with respect to the last segment's input that was left
-        with engine.one_segment():
+        with cycle.one_segment():
             for x, (_, target) in zip(inputs.pop(), micro_batches, strict=True):
                 x = _leaf(x)
-                value = loss(engine.scaled(last(x)), target)
+                value = loss(cycle.scaled(last(x)), target)
                 value.backward()
-                engine.reduce_all()
+                cycle.reduce_all()
                 losses.append(value.detach())
                 gradients.append(x.grad)
         for segment, random in zip(reversed(segments[:-1]), reversed(states), strict=True):
-            with engine.one_segment():
+            with cycle.one_segment():
                 for number, (x, state) in enumerate(zip(inputs.pop(), random, strict=True)):
                     x = _leaf(x)
                     with torch.random.fork_rng(devices=_devices(engine.device)):
@@ -72,7 +75,7 @@ def vertical(
                         y = segment(x)
                     if y.requires_grad and gradients[number] is not None:
                         torch.autograd.backward(y, gradients[number])
-                    engine.reduce_all()
+                    cycle.reduce_all()
                     gradients[number] = x.grad
                     del y
     return losses

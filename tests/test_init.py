@@ -1,6 +1,8 @@
 """infinity.init: the weights of a plain construction, bit for bit, with never more than a window of them at home."""
 
 import copy
+import dataclasses
+import gc
 import os
 import sys
 
@@ -239,6 +241,17 @@ def test_a_model_built_inside_trains_as_one_built_outside(config, tmp_path):
     outside = tiny_gpt()
     with infinity.offload(outside, config):
         assert got == losses(outside, infinity.AdamW(outside.parameters(), lr=1e-2))
+
+
+def test_an_engine_that_nobody_else_holds_lives_as_long_as_its_model(config):
+    for changes in ({}, {"weights": "host", "states": "host"}):
+        with infinity.init(dataclasses.replace(config, **changes)):
+            model = mlp(2)
+        first = model(torch.ones(1, H))
+        gc.collect()
+        assert torch.equal(model(torch.ones(1, H)), first)
+        assert model.state_dict()["layers.1.weight"].isfinite().all()
+        infinity.engine_of(model).close()
 
 
 def test_a_change_after_the_block_is_noticed(config):

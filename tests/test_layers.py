@@ -22,6 +22,7 @@ LAYERS = [
     {"updater"},
     {"hooks", "values"},
     {"assembly", "margin"},
+    {"cycle"},
     {"engine"},
     {"init", "vertical", "inventory", "tracing"},
     {"saving", "loading", "importing", "dcp"},

@@ -66,11 +66,11 @@ def test_the_scale_shrinks_at_an_overflow_and_the_step_changes_no_byte(tmp_path)
         before, scales = states_of(engine, model), []
         for step in range(12):
             model(*tokens(step)).backward()
-            skipped = engine.num_skipped
+            skipped = engine.cycle.num_skipped
             optimizer.step()
             optimizer.zero_grad()
             scales.append(engine.stats()["loss_scale"])
-            if engine.num_skipped > skipped:
+            if engine.cycle.num_skipped > skipped:
                 assert_same_states(states_of(engine, model), before)
             else:
                 break
@@ -165,7 +165,7 @@ def test_fp16_gradients_are_those_of_fp32_however_the_model_is_called(way, tmp_p
             x = before(torch.ones(4, 8))
             WAYS[way](model, x if way != "reentrant checkpoint" else x.detach()).square().mean().backward()
             optimizer.step()
-            assert engine.num_skipped == 0
+            assert engine.cycle.num_skipped == 0
             found[dtype] = [engine.read_state(p)["momentum"] for p in model.parameters()] + [before.weight.grad]
     for ours, expected in zip(found["fp16"], found["fp32"], strict=True):
         if expected is not None:

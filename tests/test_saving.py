@@ -133,7 +133,7 @@ class Case:
 
 def everything(model, engine, optimizer, scheduler=None):
     """All that a training step depends on. Draws from the generators."""
-    scaler = engine.scaler
+    scaler = engine.cycle.scaler
     found = {
         "states": {name: engine.read_state(param) for name, param in model.named_parameters() if engine.manages(param)},
         "unmanaged": {name: param.detach().clone() for name, param in model.named_parameters() if not engine.manages(param)},
@@ -623,7 +623,7 @@ def fail_in_backward(model, engine, optimizer, folder):
 
 
 def not_a_number(model, engine, optimizer, folder):
-    dtype = torch.float16 if engine.scaler is not None else torch.float32
+    dtype = torch.float16 if engine.cycle.scaler is not None else torch.float32
     loss_of(model((inputs(model, 0) * math.nan).to(dtype))).backward()
     optimizer.step()
 
@@ -705,7 +705,7 @@ def test_an_overflow_right_after_a_save_changes_neither(tmp_path):
         with delayed(engine, "write"):
             saving = infinity.save(tmp_path / "checkpoint", model, optimizer, wait=False)
             not_a_number(model, engine, optimizer, tmp_path)
-            assert engine.num_skipped == 1
+            assert engine.cycle.num_skipped == 1
             train_deep(model, optimizer, 2)
             saving.wait()
     assert_alike(loaded_states(tmp_path / "checkpoint", deep, tmp_path, **config), at_call)
@@ -1358,7 +1358,7 @@ def test_load_cures_a_torn_engine(tmp_path):
             loss_of(model(inputs(model, 0))).backward()
         handle.remove()
         optimizer.zero_grad()
-        assert engine.torn
+        assert engine.cycle.torn
         with pytest.raises(infinity.UsageError, match="failed half-way"):
             infinity.save(tmp_path / "torn", model, optimizer)
         with pytest.raises(infinity.UsageError, match="half-way"):
