@@ -196,7 +196,7 @@ class Engine:
                 span.take_replaced()
                 for state in span.params:
                     state.version = state.param._version
-                self.values.adopt(span, before[span])
+                self.values.adopt(span, (), before[span])
                 self.pipeline.release(span)
 
     def close(self) -> None:

@@ -266,7 +266,7 @@ class Gradients:
             target.copy_(part)
         chunk.received.add(state.index)
         chunk.has_gradient = True
-        if chunk.gradient_job is None or last is not stream:
+        if chunk.gradient_job is None or last != stream:
             chunk.gradient_job = Job.over(stream)
         self._note_arrival(chunk)
 

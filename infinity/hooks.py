@@ -21,8 +21,8 @@ longer does, and passes gradients on. Over 400 lines because what forward holds,
 #
 # Post-hooks are always called, also when a forward raises or a recomputation stops early: nothing stays held.
 #
-# A model of one rank that lives on the device whole has nothing to fetch: its parameters are there all the time, and autograd saves them
-# itself. Then only the outermost module has hooks, and the parameters those that take their gradients.
+# A model of one rank that lives on the device whole has nothing to fetch: the first op after a step brings all its parameters home, until
+# the next step, and autograd saves them itself. Then an op's hooks only look whether an outermost module runs.
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "a
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A module with parameters, its own or its children's; `spans` and `params` are its own."""
+    """A module with parameters, its own or its children's; `spans` and `params` are its own, unless they are always home."""
 
     index: int
     name: str
-    spans: tuple[SpanState, ...]
-    params: tuple[ParameterState, ...]
+    spans: tuple[SpanState, ...] = ()
+    params: tuple[ParameterState, ...] = ()
     whole: bool = False  # infinity.leaf: they are its children's, too, and are fetched for backward all at once
 
 
@@ -181,51 +181,44 @@ class Hooks:
         self._anchor = torch.zeros((), device=pipeline.device, requires_grad=True)
         self.timeline = pipeline.events.timeline  # None without tracing
         self._model = weakref.ref(model)
-        self.ops: dict[nn.Module, Op] = {}
         pipeline.all_stay = self._all_stay()
-        if pipeline.all_stay:
-            pipeline.acquire_aside(registry.spans)
-            for span in registry.spans:
-                pipeline.release(span)
-            self._attach_to(model, Op(0, type(model).__name__, (), ()))
-        else:
-            self._attach(model)
-        self.names = {op.index: op.name for op in self.ops.values()}
-        for state in registry.params:
-            if state.trainable:
-                self._handles.append(state.param.register_hook(functools.partial(self._expect_gradient, state)))
-                self._handles.append(state.param.register_post_accumulate_grad_hook(functools.partial(self._gradient, state)))
+        self._attach(model)
 
     def _all_stay(self) -> bool:
-        """Whether no op of the model needs anything of the engine."""
+        """Whether no op of the model needs more of the engine than that its parameters are home."""
         return (
             self.pipeline.ranks.world == 1
             and all(span.pinned for span in self.registry.spans)
             and all(chunk.on_device for chunk in self.registry.chunks)
             and not any(state.written_in_forward for state in self.registry.params)
             and self.cycle.activations is None
-            and self.cycle.config.dtype != "fp16"  # whose modules may not be called by themselves
             and self.timeline is None
         )
 
     def _attach(self, model: nn.Module) -> None:
+        self.ops: dict[nn.Module, Op] = {}
         inside = {below for module in model.modules() if is_leaf(module) for below in module.modules() if below is not module}
         for name, module in model.named_modules():
-            module._parameters = FetchingParameters(module._parameters, self)
+            if not self.pipeline.all_stay:
+                module._parameters = FetchingParameters(module._parameters, self)
             if module in inside:
                 continue
             params = module.parameters() if is_leaf(module) else dict.values(module._parameters)
             states = [state for p in params if p is not None and (state := self.registry.find(p)) is not None]
             if not states and module is not model and not any(self.registry.find(param) for param in module.parameters()):
                 continue
-            spans = dict.fromkeys(self.registry.span_of(state) for state in states)
-            op = Op(len(self.ops), name or type(model).__name__, tuple(spans), tuple(states), is_leaf(module))
-            self._attach_to(module, op)
-
-    def _attach_to(self, module: nn.Module, op: Op) -> None:
-        self.ops[module] = op
-        self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(self._after, always_call=True))
+            op = Op(len(self.ops), name or type(model).__name__)
+            if not self.pipeline.all_stay:
+                spans = dict.fromkeys(self.registry.span_of(state) for state in states)
+                op = dataclasses.replace(op, spans=tuple(spans), params=tuple(states), whole=is_leaf(module))
+            self.ops[module] = op
+            self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after, always_call=True))
+        self.names = {op.index: op.name for op in self.ops.values()}
+        for state in self.registry.params:
+            if state.trainable:
+                self._handles.append(state.param.register_hook(functools.partial(self._expect_gradient, state)))
+                self._handles.append(state.param.register_post_accumulate_grad_hook(functools.partial(self._gradient, state)))
 
     def __deepcopy__(self, memo):
         raise UsageError(NO_COPY)
@@ -244,6 +237,9 @@ class Hooks:
 
     @torch._dynamo.disable
     def _before(self, module, args, kwargs):
+        frames = self.frames
+        if self.pipeline.all_home and (_current_graph_task_id() != -1 or (frames and frames[-1].module is not module)):
+            return None
         op = self.ops[module]
         phase = RECOMPUTE if _current_graph_task_id() != -1 else FORWARD
         outermost = not self.frames and phase == FORWARD
@@ -251,6 +247,8 @@ class Hooks:
             self.recording = torch.is_grad_enabled() or self.kept is not None
             self.release_escaped()
             self.cycle.begin_forward(self._model(), (args, kwargs))
+        if self.pipeline.all_stay:
+            self.pipeline.bring_all()
         if phase == RECOMPUTE and self._loose_leaf not in (None, op):
             self.release_loose()  # what a checkpoint runs again has room for one leaf
         whole = module is self._model()

@@ -270,9 +270,10 @@ class _Builder(TorchFunctionMode):
         for param in touched:
             self._busy = True
             try:
-                away = self._forget(id(param))
+                _, away = self._away[id(param)]
                 if away.is_in(param):
                     param.data = self._load(away).to(away.placeholder.device).reshape(away.shape)
+                self._forget(id(param))
             finally:
                 self._busy = False
             self._notice(param)

@@ -41,6 +41,7 @@ from infinity.records import Records, Request
 from infinity.residency import (
     ChunkState,
     DeviceTier,
+    ParameterState,
     Presence,
     Registry,
     SpanState,
@@ -121,7 +122,8 @@ class Pipeline:
         self._tick = 0
         self._num_collectives = 0
         self.off_plan = True  # this step has left what was planned, or nothing was
-        self.all_stay = False  # every span is home for good, and no op asks for one; set by whoever knows the ops
+        self.all_stay = False  # every span is on the device for good, and no op asks for one; set by whoever knows the ops
+        self.all_home = False  # such spans, between the first op after a step and the next step
 
     # What the training thread calls.
 
@@ -155,6 +157,12 @@ class Pipeline:
         except BaseException:
             self._release_all(spans)
             raise
+
+    def bring_all(self) -> None:
+        """Let all parameters point to their spans, which stay on the device."""
+        for span in self.registry.spans:
+            self._bring(span)
+        self.all_home = True
 
     def _hold_all(self, spans: Sequence[SpanState]) -> None:
         for span in spans:
@@ -290,12 +298,11 @@ class Pipeline:
         return -1 if chunk.missing or updating else self.next_states_use(chunk)
 
     def invalidate(self, span: SpanState) -> None:
-        """An update makes the device copy stale; nobody may hold it. What always stays is updated where it is."""
+        """An update makes the device copy stale; nobody may hold it. What stays is updated where it is."""
         assert not span.holds, f"{span} is updated while an op holds it"
         if self.all_stay:
-            span.take_replaced()
-            if span.written():
-                self.write_back(span)
+            self.all_home = False
+            self._detach(span)
             return
         if span.presence is Presence.FETCHING:
             self._settle(span)
@@ -462,9 +469,9 @@ class Pipeline:
     def _detach(self, span: SpanState) -> None:
         written = span.detach()
         if written:
-            self.write_back(span)
+            self.write_back(span, written)
 
-    write_back: Callable[[SpanState], None] = staticmethod(lambda span: None)
+    write_back: Callable[[SpanState, list[ParameterState]], None] = staticmethod(lambda span, written: None)
 
     def _make_room(self, span: SpanState, needed: bool) -> bool:
         if self.tier.fits(span.nbytes):

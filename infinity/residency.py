@@ -180,6 +180,18 @@ class SpanState:
         self.attached = False
         return written
 
+    def let_go(self) -> None:
+        """End: the parameters are placeholders, whatever they were. What was pinned, others may refer to: it goes when they do."""
+        for state in self.params:
+            state.param.data = state.placeholder
+            state.view = None
+        if self.pinned:
+            self.storage = torch.UntypedStorage(0, device=self.storage.device)
+        else:
+            self.storage.resize_(0)
+        self.flat = self.snapshot = None
+        self.presence, self.attached, self.allocated = Presence.AWAY, False, False
+
     def take_replaced(self) -> None:
         """Where somebody put other data into a parameter while it was home, make that its value; raises UsageError if it cannot be."""
         for state in self.params if self.attached else ():
@@ -465,9 +477,7 @@ class Registry:
     def free_device(self) -> None:
         """Let go of all device memory; the parameters are placeholders from now on, whatever they were."""
         for span in self.spans:
-            span.detach()
-            span.storage.resize_(0)
-            span.presence, span.allocated, span.snapshot = Presence.AWAY, False, None
+            span.let_go()
         for chunk in self.chunks:
             chunk.device_states = chunk.device_gradient = chunk.flat_gradient = None
 

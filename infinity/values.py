@@ -7,7 +7,7 @@ of the chunk is pending. Every rank must call these at the same point.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -85,13 +85,14 @@ class Values:
         """Make what forward passes wrote to a span that is still home its value."""
         written = span.written()
         if written:
-            self.adopt(span)
+            self.adopt(span, written)
             for state in written:
                 state.version = state.param._version
 
     @torch.no_grad()
-    def adopt(self, span: SpanState, before: torch.Tensor | None = None) -> None:
-        """Make what is in a span's device storage its value; an element that changed is its own master."""
+    def adopt(self, span: SpanState, written: Sequence[ParameterState], before: torch.Tensor | None = None) -> None:
+        """Make what is in a span's device storage its value; an element that changed is its own master. Where nothing tells which ones did,
+        all of the written parameters count as changed."""
         if self.ranks.world > 1:
             values = span.flat.cpu()
             self.ranks.broadcast_(values)
@@ -106,9 +107,12 @@ class Values:
             new = span.flat[here]
             with self.shard(chunk, change=True) as shard:
                 before_here = before if before is not None else span.snapshot
-                old = before_here[here] if before_here is not None else shard["weight"].to(new.device)
-                bits = torch.int16 if new.element_size() == 2 else torch.int32
-                changed = new.view(bits) != old.view(bits)
+                if before_here is None and chunk.on_device:
+                    changed = self._parts_of(chunk, written)
+                else:
+                    old = before_here[here] if before_here is not None else shard["weight"].to(new.device)
+                    bits = torch.int16 if new.element_size() == 2 else torch.int32
+                    changed = new.view(bits) != old.view(bits)
                 if shard["weight"].data_ptr() != new.data_ptr():
                     shard["weight"].copy_(new)
                 if "residual" in shard:
@@ -117,6 +121,15 @@ class Values:
                     changed = changed.to(shard["master"].device)
                     shard["master"].copy_(torch.where(changed, shard["weight"].float(), shard["master"]))
             self.updater.take_snapshot(chunk)
+
+    def _parts_of(self, chunk: ChunkState, params: Sequence[ParameterState]) -> torch.Tensor:
+        """Which elements of a shard are of these parameters, on the device."""
+        found = torch.zeros(chunk.record.numel, dtype=torch.bool, device=chunk.span.flat.device)
+        indices = {state.index for state in params}
+        for piece in chunk.pieces:
+            if piece.param in indices:
+                found[piece.start : piece.start + piece.numel] = True
+        return found
 
     @torch.no_grad()
     def write_initial(self, initial: Callable[[int, torch.nn.Parameter], torch.Tensor]) -> None:

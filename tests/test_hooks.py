@@ -402,36 +402,82 @@ def test_hooks_leave_the_modules_as_they_were(tmp_path):
         model(inputs(model, 0))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_model_that_stays_on_the_device_is_there_whoever_looks(dtype, tmp_path):
-    """Its children have no hooks, and can be called, read and evaluated by themselves; steps of one of them are those of plain PyTorch."""
-    reference_model, reference = plain(mlp, dtype=dtype)
-    weight_dtype = reference_model.layers[0].weight.dtype
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_model_that_stays_on_the_device_is_home_from_the_first_op_to_the_step(dtype, tmp_path):
+    """Nothing of it is fetched, packed or followed. In between, values are given, read and refused as elsewhere."""
+    reference_model, reference = plain(mlp, dtype="fp32" if dtype == "fp16" else dtype)
     with training(mlp, tmp_path, dtype=dtype) as (model, engine, optimizer):
         assert engine.pipeline.all_stay
-        for module in model.modules():
-            assert type(module._parameters) is dict
-            assert bool(module._forward_pre_hooks) == bool(module._forward_hooks) == (module is model)
+        weight_dtype = model.layers[0].weight.dtype
         for step in range(6):
-            losses = []
-            for each, update in ((reference_model, reference), (model, optimizer)):
-                called = each.layers[step % 4] if step % 3 == 1 else each
-                loss = loss_of(called(inputs(model, step).to(weight_dtype)))
+            called = [each.layers[step % 4] if step % 3 == 1 and dtype != "fp16" else each for each in (reference_model, model)]
+            x = inputs(model, step)
+            losses = [loss_of(op(x.to(next(op.parameters()).dtype))) for op in called]
+            assert all(torch.equal(param, param) for param in model.parameters())
+            assert not engine.pipeline.trace and all(type(module._parameters) is dict for module in model.modules())
+            for loss, update in zip(losses, (reference, optimizer)):
                 loss.backward()
                 update.step()
                 update.zero_grad()
-                with torch.no_grad():
-                    losses.append((loss.detach(), loss_of(each(inputs(model, 99).to(weight_dtype)))))
-            helpers.assert_same_bits(torch.stack(losses[1]), torch.stack(losses[0]), f"losses of step {step}")
-            for param, expected in zip(model.parameters(), reference_model.parameters()):
-                helpers.assert_same_bits(param.detach(), expected.detach(), "what the program sees")
-        assert_equals_reference(engine, model, reference_model, reference)
+            assert all(param.isnan().all() for param in called[1].parameters())
+            assert_nothing_held(engine)
+            if dtype != "fp16":
+                helpers.assert_same_bits(losses[1].detach(), losses[0].detach(), f"loss of step {step}")
+        if dtype != "fp16":
+            assert_equals_reference(engine, model, reference_model, reference)
         with infinity.gathered(model.layers[0].weight):
             model.layers[0].weight.data.fill_(2.0)
         model.layers[1].load_state_dict({"weight": torch.eye(H), "bias": torch.ones(H)})
-        assert model.layers[0].weight.eq(2).all() and model.layers[1].bias.eq(1).all()
         for index, value in ((0, torch.full((H, H), 2.0)), (1, torch.eye(H))):
             assert torch.equal(engine.read_state(model.layers[index].weight)["weight"].float(), value)
+        model(inputs(model, 0).to(weight_dtype))
+        assert model.layers[0].weight.eq(2).all() and model.layers[1].bias.eq(1).all()
+
+
+@pytest.mark.parametrize("write", ["in place", "replaced"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_a_program_writes_before_step_to_a_record_on_the_device_is_its_master(dtype, write, tmp_path):
+    reference_model, reference = plain(mlp, dtype=dtype)
+    with training(mlp, tmp_path, dtype=dtype) as (model, engine, optimizer):
+        assert engine.pipeline.all_stay
+        for step in range(3):
+            for each in (reference_model, model):
+                loss_of(each(inputs(model, step).to(reference_model.layers[0].weight.dtype))).backward()
+                first, second = each.layers[0].weight, each.layers[2].weight
+                with torch.no_grad():
+                    match write if step == 1 else None:
+                        case "in place":
+                            first.mul_(-0.0)
+                            second.fill_(3.0)
+                        case "replaced":
+                            first.data = torch.full_like(first, 0.5)
+                if step == 1 and each is reference_model:
+                    for param in (first, second):
+                        if write != "replaced" or param is first:
+                            reference.state[param]["master"] = param.detach().float()
+            for update in (reference, optimizer):
+                update.step()
+                update.zero_grad()
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+@pytest.mark.parametrize("change", ["half", "numpy", "view"])
+def test_an_engine_ends_whatever_was_done_with_what_was_home(change, tmp_path):
+    with training(mlp, tmp_path) as (model, engine, _):
+        model(inputs(model, 0))
+        weight = model.layers[0].weight
+        expected = weight.detach().clone()
+        match change:
+            case "half":
+                model.half()
+            case "numpy":
+                kept = torch.from_numpy(weight.detach().numpy())
+            case "view":
+                kept = weight.detach()
+        engine.close()
+        assert all(param.isnan().all() for param in model.parameters())
+        if change != "half":
+            assert torch.equal(kept, expected)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -448,11 +494,10 @@ def test_a_value_given_after_the_forward_pass_is_met_by_backward(setting, tmp_pa
         optimizer.zero_grad()
 
 
-def test_ops_of_a_traced_model_or_one_that_may_leave_the_device_have_hooks(tmp_path):
-    for name, config in {"traced": {"trace": True}, "host": {"states": "host"}, "fp16": {"dtype": "fp16"}}.items():
+def test_a_traced_model_or_one_that_may_leave_the_device_is_followed(tmp_path):
+    for name, config in {"traced": {"trace": True}, "host": {"states": "host"}, "activations": {"activations": "host"}}.items():
         with training(mlp, tmp_path / name, **config) as (model, engine, _):
             assert not engine.pipeline.all_stay
-            assert all(layer._forward_pre_hooks for layer in model.layers)
     with training(max_norm, tmp_path / "writes", dtype="bf16") as (model, engine, _):
         assert not engine.pipeline.all_stay
 
