@@ -111,7 +111,7 @@ def assemble(
             layout_,
             records,
             placement,
-            int(host_budget * ACTIVATION_SHARE),
+            int(host_budget * ACTIVATION_SHARE) // 4096 * 4096,
             swap,
             extents,
             undo,
@@ -328,9 +328,9 @@ def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Resident]:
     for index, size in nbytes.items():
         offsets[index] = total
         total += -(-size // 4096) * 4096
-    if not total:
-        return {index: Resident(arena.region(1), 0, 0) for index in nbytes}
-    region = arena.region(total)
+    if not nbytes:
+        return {}
+    region = arena.region(max(total, 1))
     return {index: Resident(region, offset, nbytes[index]) for index, offset in offsets.items()}
 
 

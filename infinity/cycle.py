@@ -12,10 +12,11 @@ together: each guards the state that another one changes.
 # and no saved view needs its weights any more; step() updates the rest. Both compute the same, see updater.py.
 #
 # [Note: expected gradients]
-# How many gradients a parameter receives in one backward pass is known from the last step in which as many ops used it:
-# several if reentrant checkpoints share it, none if it is unused. In the first step, or if other ops run than in the last one, a
-# parameter of an op that ran once is expected to receive one, of an op that did not run none; with anything else the chunk waits
-# for the end of the pass.
+# How many gradients a parameter receives in one backward pass is known from the last step, if there as many forward passes came before
+# it and as many ops used the parameter: several if reentrant checkpoints share it, none if it is unused. In the first step, or if
+# others run than in the last one, a parameter of an op that ran once is expected to receive one, of an op that did not run none. With
+# anything else, such as a backward pass over a graph that is older than the last one, the chunk waits for the end of the pass; so it
+# does once it has received more than was expected.
 
 from __future__ import annotations
 
@@ -64,6 +65,8 @@ class Cycle:
         self.closed = False
         self.half_loaded = False  # a checkpoint's records are not all there
         self.num_skipped = 0  # steps whose gradients were not finite
+        self.num_forwards = 0  # that built a graph, since the last backward pass
+        self._forwards_last: dict[int, int] = {}  # in the step before, by backward pass
         self.by_layer: bool | None = None  # whether the step under way, or the last one, is one of infinity.vertical
         self._frozen = [state for state in self.registry.params if not state.trainable]
         self._departed: list[ParameterState] = []  # whose gradients have left, and param.grad says so
@@ -107,6 +110,7 @@ class Cycle:
         if not self.in_backward():
             self._clear_gradients()
             self._check_frozen()
+            self.num_forwards += torch.is_grad_enabled()
         if self.backward_task is None and self.optimizer is not None and torch.is_grad_enabled():
             self._begin_step_of(by_layer=False)
         if self.optimizer is None and not torch.is_grad_enabled():
@@ -156,10 +160,12 @@ class Cycle:
     def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.optimizer.accumulation_steps
         self.early_hyper = self._hyper() if last and not self.deferred else None
+        as_before = not self.first_step and self.num_forwards == self._forwards_last.get(self.num_backwards)
+        self._forwards_last[self.num_backwards] = self.num_forwards
         for state in self.registry.params:
             state.arrivals = 0
-            if self.first_step or state.touched != state.touched_last.get(self.num_backwards):
-                known = self.backward_task != _MANY_GRAPHS and state.touched <= 1  # there, forward is still to come
+            if not as_before or state.touched != state.touched_last.get(self.num_backwards):
+                known = self.num_forwards and self.backward_task != _MANY_GRAPHS and state.touched <= 1  # there, forward is still to come
                 state.expected = state.touched if known else math.inf
             state.touched_last[self.num_backwards] = state.touched
         for chunk in self.registry.chunks:
@@ -183,7 +189,7 @@ class Cycle:
             return
         chunks = self.registry.chunks_of(state)
         for chunk in chunks:
-            if chunk.updated:
+            if chunk.updated or (self.ranks.world > 1 and chunk in self.waiting):  # other ranks may not have waited
                 raise UsageError(
                     f"{state.name} received a gradient after it was updated in this backward pass, which the last step did "
                     f"not show. Use update='deferred' for a model whose gradients come in changing numbers."
@@ -197,6 +203,9 @@ class Cycle:
                 chunk.missing -= 1
                 if not chunk.missing:
                     self._complete(chunk)
+        elif state.arrivals > state.expected:
+            for chunk in chunks:
+                chunk.missing = math.inf
         self._update_waiting()
         self.gradients.wait_for_room()
 
@@ -212,7 +221,9 @@ class Cycle:
             self.activations.drain()
         for chunk in self.reduce_all():
             self._sum_squares(chunk)
+        self._ends[self.num_backwards] = len(self.pipeline.trace)
         self.num_backwards += 1
+        self.num_forwards = 0
         for state in self.registry.params:
             state.arrived_last = state.arrivals
             state.touched = 0
@@ -272,7 +283,7 @@ class Cycle:
 
     def step(self) -> None:
         """Ends a step; called without gradients."""
-        self._check_gradients()
+        self.check_gradients()
         if self.backward_task is not None:
             self.abandon_backward()
         if self.torn:
@@ -403,7 +414,7 @@ class Cycle:
         if self.torn:
             raise UsageError("a backward pass after one that failed half-way and had begun to update; see step()")
 
-    def _check_gradients(self) -> None:
+    def check_gradients(self) -> None:
         """Drop what model.zero_grad() did; raises UsageError where it dropped some only, or too late."""
         given = [s.name for s in self._departed if s.param.grad is not None and s.param.grad is not s.departed]
         if given:
@@ -422,7 +433,7 @@ class Cycle:
 
     def _clear_gradients(self) -> None:
         """Autograd is to find no gradient to add to."""
-        self._check_gradients()
+        self.check_gradients()
         for state in self._departed:
             state.param.grad = None
         self._departed.clear()
@@ -573,18 +584,33 @@ class Cycle:
         return Hyper(self.optimizer.rule, self.optimizer.snapshot(), 1.0 / scale)
 
     def _completions(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(position, chunk), in order, of gradients that were complete on every rank, and those of them due for an update."""
+        """(position, chunk), in order, of gradients that were complete on every rank, and those of them due for an update.
+
+        On several ranks not before the pass's last use of their span: which of an op's parameters have gradients may differ between ranks
+        and steps. What is complete only after the last use of a pass is reduced with the rest.
+        """
         completed = self.completed
         if self.ranks.world > 1:
             positions = torch.full((self.optimizer.accumulation_steps, len(self.registry.chunks)), NEVER)
             for backward, position, chunk in completed:
                 positions[backward, chunk] = position
             last = self.ranks.max_(positions).tolist()
-            completed = [(b, p, c) for b, row in enumerate(last) for c, p in reversed([*enumerate(row)]) if p < NEVER]
+            uses = [self._last_uses(self._ends.get(b, 0)) for b in range(len(last))]
+            completed = []
+            for backward, row in enumerate(last):
+                for chunk, position in reversed([*enumerate(row)]):
+                    if position < NEVER:
+                        position = max(position, uses[backward].get(self.registry.chunks[chunk].span.index, 0))
+                        is_last = position + 1 >= self._ends[backward]
+                        completed.append((backward, len(self.pipeline.trace) if is_last else position, chunk))
             completed.sort(key=lambda entry: entry[1])
         final = -1 if self.deferred else self.optimizer.accumulation_steps - 1
         early = [(p, c) for b, p, c in completed if b == final and not self.registry.chunks[c].on_device]
         return [(p, c) for _, p, c in completed], early
+
+    def _last_uses(self, end: int) -> dict[int, int]:
+        """Of each span, the position of the last use in the trace before the end."""
+        return {span: position for position, use in enumerate(self.pipeline.trace[:end]) for span in use.spans}
 
     def abandon_backward(self) -> None:
         """The last backward pass raised."""
@@ -603,6 +629,7 @@ class Cycle:
         self.failed = False  # a backward pass raised
         self.waiting: list[ChunkState] = []
         self.completed: list[tuple[int, int, int]] = []  # (backward pass, position in the trace, chunk)
+        self._ends: dict[int, int] = {}  # of backward passes, in the trace
         self.first_step = False
         for chunk in self.registry.chunks:
             chunk.updated = False

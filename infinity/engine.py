@@ -306,6 +306,7 @@ class Engine:
         """The state is that between two steps from here on until the next one; a checkpoint under way is finished first."""
         self._check_optimizer(optimizer, "infinity.save")
         self.cycle.raise_failure()
+        self.cycle.check_gradients()
         if self.cycle.torn:
             raise UsageError("infinity.save after a backward pass that failed half-way: weights are of two steps; see step()")
         self.cycle.refuse_half_updated("infinity.save")

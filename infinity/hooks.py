@@ -174,6 +174,8 @@ class Hooks:
         self.kept: dict[int, SpanState] | None = None  # held until the segment under way ends, if there is one
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
         self._holding: list[weakref.ref[Handle]] = []  # of those that hold, and of some that did
+        self._aside: list[weakref.ref[Handle]] = []  # of those that held, and will again when what is recomputed for their node is there
+        pipeline.make_way = self._make_way
         self._loose: list[SpanState] = []  # held for a custom function's or a leaf's backward, until the next event
         self._loose_leaf: Op | None = None  # for whose backward they are
         self._escaped: list[SpanState] = []  # of views that the outermost module returned, until backward ends
@@ -237,11 +239,12 @@ class Hooks:
 
     @torch._dynamo.disable
     def _before(self, module, args, kwargs):
-        frames = self.frames
-        if self.pipeline.all_home and (_current_graph_task_id() != -1 or (frames and frames[-1].module is not module)):
+        phase = RECOMPUTE if _current_graph_task_id() != -1 else FORWARD
+        if phase == RECOMPUTE and self.cycle.backward_task is None and self.cycle.optimizer is not None and torch.is_grad_enabled():
+            self.cycle.begin_backward()  # now: what a reentrant checkpoint starts inside is no backward pass of its own
+        if self.pipeline.all_home and (phase == RECOMPUTE or (self.frames and self.frames[-1].module is not module)):
             return None
         op = self.ops[module]
-        phase = RECOMPUTE if _current_graph_task_id() != -1 else FORWARD
         outermost = not self.frames and phase == FORWARD
         if outermost:
             self.recording = torch.is_grad_enabled() or self.kept is not None
@@ -320,6 +323,8 @@ class Hooks:
                     self.pipeline.release(span)
             if frame.module is module:
                 break
+        if self._aside and not self.frames:
+            self._hold_again()
         if self.timeline is not None:
             self._goes_on(frame.op)
         if output is None:
@@ -461,6 +466,7 @@ class Hooks:
         self.release_loose()
         self.release_escaped()
         self._release_where(lambda handle: True)
+        self._aside = []
 
     def _release_earlier(self, task: int, node: int) -> None:
         """What earlier nodes of this backward pass unpacked and a retained graph keeps alive is needed no longer."""
@@ -477,6 +483,27 @@ class Hooks:
                 handle.holding = False
                 self.pipeline.release(handle.span)
             else:
+                self._holding.append(reference)
+
+    def _make_way(self) -> bool:
+        """An op that is recomputed finds no room: give up what backward holds until it is over. Whether there was any.
+
+        Autograd may have unpacked a weight of the node for which it is recomputed: that is brought back to the same storage.
+        """
+        if not self.frames or _current_graph_task_id() == -1:
+            return False
+        held = [reference for reference in self._holding if (handle := reference()) is not None and handle.holding]
+        self._release_where(lambda handle: True)
+        self._aside += held
+        return bool(held)
+
+    def _hold_again(self) -> None:
+        aside, self._aside = self._aside, []
+        for reference in aside:
+            handle = reference()
+            if handle is not None and not handle.holding and handle.node == (_current_graph_task_id(), _current_node()):
+                self._acquire_for_backward(handle.op, handle.span.index, (handle.span,))
+                handle.holding = True
                 self._holding.append(reference)
 
     def release_escaped(self) -> None:

@@ -99,6 +99,7 @@ class Pipeline:
         self.reduce: Callable[[ChunkState], None] = lambda chunk: None
         self.reduce_unplanned: Callable[[], None] = lambda: None
         self.read_states: Callable[[ChunkState], None] = lambda chunk: None
+        self.make_way: Callable[[], bool] = lambda: False  # whether something that is held could be released
         self.on_acquire: Callable[[Hashable], None] | None = None  # told of each op that begins
         self.cg, self.gg = Lane("cg"), Lane("gg")
         self.cuda = device.type == "cuda"
@@ -484,6 +485,8 @@ class Pipeline:
             if self.tier.fits(span.nbytes):
                 return True
         if needed and not self.tier.allows(span.nbytes):
+            if self.make_way():
+                return self._make_room(span, needed)
             raise no_room(span.nbytes, self.tier)
         return needed
 

@@ -526,6 +526,35 @@ def test_two_ranks_that_change_alike_train_as_one_process_in_bounded_memory(orde
         assert peak_nbytes <= 12 * LAYER_NBYTES
 
 
+def accumulating(folder, orders, **config):
+    """States after steps of two micro-batches: forward and backward by turns (p), or all forward passes first (f)."""
+    torch.manual_seed(0)
+    model = Layers()
+    engine = infinity.offload(model, infinity.Config(nvme=folder, **{**ON_RANKS, **config}))
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2, accumulation_steps=2)
+    with engine:
+        for step, order in enumerate(orders):
+            losses = []
+            for micro in range(2):
+                losses.append(model(share(batch(step, micro)), UP) / 2)
+                if order == "p":
+                    losses.pop().backward()
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: engine.read_state(p)["weight"] for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+@pytest.mark.parametrize("orders", ["fff", "pffp"])
+def test_all_forward_passes_may_come_before_the_backward_passes(orders, update, two_ranks, tmp_path):
+    expected = two_ranks.run(accumulating, tmp_path, "p" * len(orders), update=update)[0]
+    for found in two_ranks.run(accumulating, tmp_path, orders, update=update):
+        for name, value in found.items():
+            assert torch.equal(value, expected[name]), name
+
+
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_gradients_of_layers_that_run_twice_do_not_stay_on_the_device(update, two_ranks, tmp_path):
     for losses, _, num_plans, peak_nbytes in two_ranks.run(changing, tmp_path, _unchanged, repeat=2, update=update):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import UsageError
@@ -100,6 +101,102 @@ def test_evaluation_between_steps_sees_the_updated_weights(setting, mode, tmp_pa
             with mode():
                 helpers.assert_same_bits(model(x).clone(), reference_model(x).clone(), "right after the step")
             optimizer.zero_grad()
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+class Sides(nn.Module):
+    """A layer that runs only if asked for; another that may fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.side, self.first, self.last = nn.Linear(H, H), nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x, side, fails=False):
+        x = self.side(x) if side else x
+        if fails:
+            raise ZeroDivisionError
+        return self.last(torch.tanh(self.first(torch.tanh(x)))).square().mean()
+
+
+@pytest.mark.parametrize("how", ["probe", "raise"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_forward_pass_that_is_never_run_backward_misleads_no_later_step(setting, how, tmp_path):
+    reference_model, reference = plain(Sides)
+    with training(Sides, tmp_path, **SETTINGS[setting]) as (model, engine, optimizer):
+        for step, side in enumerate([True, True, False, True, True]):
+            x = torch.randn(4, H, generator=torch.Generator().manual_seed(step))
+            for each, update in ((reference_model, reference), (model, optimizer)):
+                if step == 2 and how == "probe":
+                    each(x, True)
+                elif step == 2:
+                    with pytest.raises(ZeroDivisionError):
+                        each(x, True, fails=True)
+                    update.zero_grad()
+                each(x, side).backward()
+                update.step()
+                update.zero_grad()
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+def blocks_without_biases(recompute):
+    """Backward of such a layer asks for its weight before its input, which a checkpoint then computes anew."""
+
+    def build(self):
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(H, 4 * H, bias=False), nn.GELU(), nn.Linear(4 * H, H, bias=False)) for _ in range(3)
+        )
+
+    def run(self, x):
+        for block in self.blocks:
+            x = x + recompute(block, x)
+        return x
+
+    return Model(build, run)
+
+
+RECOMPUTE = {
+    "infinity": infinity.checkpoint,
+    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "by parts": lambda block, x: checkpoint(lambda y: block[2](block[1](block[0](y))), x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("how", RECOMPUTE)
+@pytest.mark.parametrize("setting", ["backward", "deferred"])
+def test_what_is_recomputed_has_room_at_the_least_device_memory(setting, how, retain, tmp_path):
+    def make():
+        return blocks_without_biases(RECOMPUTE[how])
+
+    config = SETTINGS[setting] | {"tile_above": None}
+    least = helpers.least_device_memory(make, tmp_path / "least", trained=False, **config)
+    reference_model, reference = plain(make)
+    with training(make, tmp_path / "swap", device_memory=least, **config) as (model, engine, optimizer):
+        for step in range(4):
+            for each, update in ((reference_model, reference), (model, optimizer)):
+                loss_of(each(inputs(each, step).requires_grad_())).backward(retain_graph=retain)
+                update.step()
+                update.zero_grad()
+        assert engine.stats()["peak_device_nbytes"] <= least
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_reentrant_checkpoints_outside_of_any_module_are_one_backward_pass(setting, tail, tmp_path):
+    def loss_through(model, step):
+        x = inputs(model, step).requires_grad_()
+        for layer in model.layers[: 3 if tail else 4]:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return loss_of(model.layers[3](x) if tail else x)
+
+    reference_model, reference = plain(mlp)
+    with training(mlp, tmp_path, **SETTINGS[setting]) as (model, engine, optimizer):
+        for step in range(3):
+            for each, update in ((reference_model, reference), (model, optimizer)):
+                (loss_through(each, step) + loss_through(each, step + 10)).backward()
+                update.step()
+                update.zero_grad()
         assert_equals_reference(engine, model, reference_model, reference)
 
 

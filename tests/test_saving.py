@@ -1342,6 +1342,14 @@ def test_nothing_is_saved_or_loaded_while_the_model_runs(call, where, tmp_path):
         infinity.save(tmp_path / "checkpoint", model, optimizer)
 
 
+def test_what_the_model_dropped_is_in_nobodys_way(tmp_path):
+    with training(mlp, tmp_path / "swap", update="deferred", **NVME) as (model, engine, optimizer):
+        loss_of(model(inputs(model, 0))).backward()
+        model.zero_grad()
+        infinity.save(tmp_path / "checkpoint", model, optimizer)
+        train_trait(model, optimizer, 0)
+
+
 def test_load_cures_a_torn_engine(tmp_path):
     path = tmp_path / "checkpoint"
     at_end = expected_states(deep, tmp_path, 3, update="backward", **NVME)
