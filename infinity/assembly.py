@@ -162,6 +162,7 @@ def arrange(
             least_crowded_out=least_crowded_out,
             held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
             op_gradient_nbytes=max((p.numel() * itemsize for _, p in named if p.requires_grad), default=0),
+            buffers_nbytes=_buffers_nbytes(model, [p for _, p in named], layout_, itemsize) if world > 1 else 0,
             snapshot_nbytes=sum(
                 layout_.spans[span].numel * itemsize
                 for span in {layout_.homes[index].span for index in written}
@@ -389,6 +390,21 @@ def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
 
     visit(model, frozenset())
     return most
+
+
+def _buffers_nbytes(model: nn.Module, params, layout_: Layout, itemsize: int) -> int:
+    """The most that buffers of chunks take, on several ranks, each with a number a parameter and rank: those of the spans of one op's
+    gradients, beside those of the op before, which may be reduced only then."""
+    index = {id(param): i for i, param in enumerate(params)}
+    inside = {below for module in model.modules() if is_leaf(module) for below in module.modules() if below is not module}
+    of_ops = {}
+    for module in model.modules():
+        if module not in inside:
+            own = module.parameters() if is_leaf(module) else _own(module)
+            spans = frozenset(layout_.homes[index[id(p)]].span for p in own if p is not None and id(p) in index)
+            chunks = [layout_.chunks[chunk] for span in spans for chunk in layout_.spans[span].chunks]
+            of_ops[spans] = sum((chunk.numel + layout_.world * len(chunk.pieces)) * itemsize for chunk in chunks if chunk.trainable)
+    return sum(sorted(of_ops.values())[-2:])
 
 
 def _own(module: nn.Module) -> Iterator[nn.Parameter | None]:

@@ -156,8 +156,8 @@ class Gradients:
         ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
         scattered = self.gg.push(lambda: self._run_reduce(chunk, flat, ready), chunk.title)
         nbytes = flat.numel() * flat.element_size()
-        self._send(nbytes)
         self.tier.book(-nbytes)
+        self._send(nbytes)
         chunk.gradient_job = self.gc.push(
             lambda: self._transfer(nbytes, lambda: self._collect_shard(chunk, scattered, params))
         )

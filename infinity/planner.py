@@ -81,6 +81,7 @@ def place(
     least_crowded_out: int = 0,
     held_nbytes: int,
     op_gradient_nbytes: int,
+    buffers_nbytes: int = 0,
     snapshot_nbytes: int = 0,
 ) -> Placement:
     """records: of this rank, by chunk. weights, states: auto, device, host or nvme. keep: use what budgets leave over.
@@ -88,17 +89,15 @@ def place(
     deferred: all gradients wait for step(). gradient_itemsize: bytes of an accumulated gradient element, None for the
     weight's own. nvme_budget: past it, where places are for us to choose, records live on the device; None where it is not known.
     least_crowded_out: so many do whatever this rank needs, since another one does.
-    held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient;
+    held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient; buffers_nbytes: the
+    most that gradients take before they are reduced, on several ranks;
     snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in residency.py. host_share:
     of the host budget that is for records. Raises BudgetError where the device or host budget is below the least that works.
     """
     chunks = layout.chunks
     span_nbytes = sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
     largest = sum(_largest_on_device(chunk, record, gradient_itemsize) for chunk, record in zip(chunks, records))
-    # On several ranks a gradient is copied to buffers of whole chunks, of which the first and the last may hold parts of others; before
-    # that, those of the op before are reduced.
-    buffers = 0 if layout.world == 1 else op_gradient_nbytes + 2 * max(c.numel * WEIGHT_NBYTES[c.dtype] for c in chunks)
-    gradient_limit = op_gradient_nbytes + buffers
+    gradient_limit = op_gradient_nbytes + buffers_nbytes
 
     whole_nbytes = span_nbytes + largest + gradient_limit + snapshot_nbytes
     may_choose = weights == states == "auto" and keep
@@ -183,7 +182,7 @@ def place(
         fixed_nbytes=pinned + on_device + gradient_limit,
         least_nbytes=needed + extra,
         gradient_limit_nbytes=gradient_limit,
-        under_way_nbytes=gradient_limit - op_gradient_nbytes - buffers,
+        under_way_nbytes=gradient_limit - op_gradient_nbytes - buffers_nbytes,
         host_nbytes=beside.host_nbytes,
         nvme_nbytes=beside.nvme_nbytes,
         num_crowded_out=len(crowded_out),

@@ -436,7 +436,8 @@ MIXED = [
 
 @pytest.mark.parametrize("kind, choice, update", MIXED)
 def test_ranks_that_choose_other_experts_of_a_leaf_train_as_one_process(kind, choice, update, two_ranks, tmp_path):
-    found = two_ranks.run(mixture, tmp_path, MIXTURES[kind], choice, update=update)
+    device_memory = (128 if kind == "root" else 64) * LAYER_NBYTES  # its gradients are all those of one op
+    found = two_ranks.run(mixture, tmp_path, MIXTURES[kind], choice, update=update, device_memory=device_memory)
     losses, weights = plain_mixture(MIXTURES[kind], choice, 2)
     for got, states, ahead in found:
         assert got == pytest.approx(losses, rel=1e-5)
@@ -524,6 +525,44 @@ def test_two_ranks_that_change_alike_train_as_one_process_in_bounded_memory(orde
         assert num_orders <= num_plans <= num_orders + 2 * (order == "loop")  # more is known at its second time
         # What the spans may hold, and of the layer whose gradients are next: they, its chunk's buffer, the one under way.
         assert peak_nbytes <= 12 * LAYER_NBYTES
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(H, H), nn.LSTM(H, H, num_layers=3), nn.Linear(H, H)
+
+    def forward(self, x, order):
+        return self.last(self.middle(self.first(x))[0]).square().mean()
+
+
+SEVERAL = {"layers": Layers, "one op of many": lambda: infinity.leaf(Layers()), "recurrent": Recurrent}
+
+
+def peak_at_least(folder, kind, **config):
+    """The least device memory that a refusal names, and the peaks of steps with it."""
+    config = {**ON_RANKS, **config, "chunk_mib": 1 / 256}
+    with pytest.raises(infinity.BudgetError) as refused:
+        model = SEVERAL[kind]()
+        infinity.offload(model, infinity.Config(nvme=folder, **{**config, "device_memory": 1}))
+        infinity.AdamW(model.parameters())
+    least = int(re.search(r"needs (\d+) bytes", str(refused.value))[1])
+    model, peaks = SEVERAL[kind](), []
+    with infinity.offload(model, infinity.Config(nvme=folder, **{**config, "device_memory": least})) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        for step in range(4):
+            model(share(batch(step)), UP).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(engine.stats()["peak_device_nbytes"])
+    return least, peaks
+
+
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_peaks_of_two_ranks_stay_within_the_least_device_memory(kind, update, two_ranks, tmp_path):
+    for least, peaks in two_ranks.run(peak_at_least, tmp_path, kind, update=update):
+        assert max(peaks) <= least, peaks
 
 
 def accumulating(folder, orders, **config):

@@ -244,6 +244,7 @@ def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(worl
     whole = layout(specs, chunk_numel=world * BLOCK_NUMEL, world=world)
     options = {"weights": "auto", "states": "auto", "keep": True, "deferred": False, "gradient_itemsize": None}
     options |= {"host_budget": 100 << 10, "device_budget": 500 << 10, "held_nbytes": 2 * WEIGHT, "op_gradient_nbytes": WEIGHT}
+    options["buffers_nbytes"] = WEIGHT + 2 * world * BLOCK_NUMEL * 2
     counts, differ = set(), False
     for nvme_budget in range(0, 600 << 10, 4096):
 

@@ -84,10 +84,11 @@ def test_a_model_that_fits_needs_no_drive(node, capsys):
 
 
 def test_what_does_not_fit_says_what_is_short_and_ends_with_1(node, capsys):
-    status, out, _ = run(capsys, "--params", "20B")
+    large = ("--hidden", "2048", "--layers", "400")
+    status, out, _ = run(capsys, *large)
     assert status == 1
     assert "does not fit" in out and "nvme" in out and "the largest GPT that fits has about" in out
-    status, report = report_of(capsys, node, "--params", "20B")
+    status, report = report_of(capsys, node, *large)
     assert status == 1
     assert report["fits"] is False and "nvme" in report["short"]
     assert 1e9 < report["largest_parameters"] < 4e9  # 40 GB of drives and 8 GB of memory at 12 bytes a parameter, and gradients' places
