@@ -12,8 +12,8 @@ together: each guards the state that another one changes.
 # and no saved view needs its weights any more; step() updates the rest. Both compute the same, see updater.py.
 #
 # [Note: expected gradients]
-# How many gradients a parameter receives in one backward pass is known from the last step, if there as many forward passes came before
-# it and as many ops used the parameter: several if reentrant checkpoints share it, none if it is unused. In the first step, or if
+# How many gradients a parameter receives in one backward pass is known from the same one of the last step, if as many forward passes came
+# before that and as many ops used the parameter: several if reentrant checkpoints share it, none if it is unused. In the first step, or if
 # others run than in the last one, a parameter of an op that ran once is expected to receive one, of an op that did not run none. With
 # anything else, such as a backward pass over a graph that is older than the last one, the chunk waits for the end of the pass; so it
 # does once it has received more than was expected.
@@ -65,6 +65,7 @@ class Cycle:
         self.closed = False
         self.half_loaded = False  # a checkpoint's records are not all there
         self.num_skipped = 0  # steps whose gradients were not finite
+        self._awaits_end = False  # a backward pass under way will call end_backward
         self.num_forwards = 0  # that built a graph, since the last backward pass
         self._forwards_last: dict[int, int] = {}  # in the step before, by backward pass
         self.by_layer: bool | None = None  # whether the step under way, or the last one, is one of infinity.vertical
@@ -108,6 +109,7 @@ class Cycle:
             self.abandon_backward()
         self.refuse_half_updated("a forward pass")
         if not self.in_backward():
+            self._awaits_end = False  # of a backward pass that failed
             self._clear_gradients()
             self._check_frozen()
             self.num_forwards += torch.is_grad_enabled()
@@ -152,22 +154,32 @@ class Cycle:
                 f"backward pass {self.num_backwards + 1} since the last step, but accumulation_steps="
                 f"{self.optimizer.accumulation_steps}. Declare it: infinity.AdamW(..., accumulation_steps=...)."
             )
+        self.await_end()
         self.backward_task = torch._C._current_graph_task_id()
         self.hooks.recording = True  # an evaluation may have run since the forward pass
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._expect_gradients()
+
+    def await_end(self) -> None:
+        """Have end_backward called when the backward pass under way is over, ours or not: of nested ones, that from which this is first called."""
+        if self.backward_task is None and not self._awaits_end:
+            self._awaits_end = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.optimizer.accumulation_steps
         self.early_hyper = self._hyper() if last and not self.deferred else None
-        as_before = not self.first_step and self.num_forwards == self._forwards_last.get(self.num_backwards)
-        self._forwards_last[self.num_backwards] = self.num_forwards
+        number, forwards, later = self.num_backwards, self.num_forwards, self.backward_task == _MANY_GRAPHS  # there, forward is to come
+        as_before = not self.first_step and forwards == self._forwards_last.get(number) and (forwards or later)
+        self._forwards_last[number] = forwards
         for state in self.registry.params:
             state.arrivals = 0
-            if not as_before or state.touched != state.touched_last.get(self.num_backwards):
-                known = self.num_forwards and self.backward_task != _MANY_GRAPHS and state.touched <= 1  # there, forward is still to come
-                state.expected = state.touched if known else math.inf
-            state.touched_last[self.num_backwards] = state.touched
+            if as_before and state.touched == state.touched_last.get(number):
+                state.expected = state.arrived_last.get(number, math.inf)
+                if forwards > 1 and state.touched and not state.expected:  # this time the graph that uses it may be the one that goes backward
+                    state.expected = math.inf
+            else:
+                state.expected = state.touched if forwards and not later and state.touched <= 1 else math.inf
+            state.touched_last[number] = state.touched
         for chunk in self.registry.chunks:
             chunk.missing = sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces)
             chunk.update_expected = self.early_hyper is not None and chunk.trainable and chunk.missing > 0
@@ -211,6 +223,7 @@ class Cycle:
 
     def end_backward(self) -> None:
         """The backward pass has succeeded."""
+        self._awaits_end = False
         if self.backward_task is None:
             return
         self.backward_task = None
@@ -221,11 +234,12 @@ class Cycle:
             self.activations.drain()
         for chunk in self.reduce_all():
             self._sum_squares(chunk)
-        self._ends[self.num_backwards] = len(self.pipeline.trace)
+        number = self.num_backwards
+        self._ends[number] = len(self.pipeline.trace)
         self.num_backwards += 1
         self.num_forwards = 0
         for state in self.registry.params:
-            state.arrived_last = state.arrivals
+            state.arrived_last[number] = state.arrivals
             state.touched = 0
             if state.arrivals:
                 state.param.grad = state.departed
@@ -328,8 +342,6 @@ class Cycle:
         self._end_step()
 
     def _end_step(self) -> None:
-        for state in self.registry.params:
-            state.expected = state.arrived_last
         completions = self._completions()
         self.pipeline.adopt(*completions, anew=self.margin.settle())
         self._reset()
@@ -479,7 +491,7 @@ class Cycle:
         if self.ranks.world == 1 or self.backward_task is None:
             return
         chunks = self.registry.chunks
-        complete = torch.tensor([not chunk.missing for chunk in chunks], dtype=torch.int32)
+        complete = torch.tensor([not chunk.missing and not chunk.span.handles for chunk in chunks], dtype=torch.int32)
         empty = torch.tensor([chunk.flat_gradient is None for chunk in chunks], dtype=torch.int32)
         self.ranks.min_(agreed := torch.stack([complete, empty]))
         for chunk, is_complete, is_empty in zip(chunks, *agreed.tolist()):
@@ -614,7 +626,7 @@ class Cycle:
 
     def abandon_backward(self) -> None:
         """The last backward pass raised."""
-        self.backward_task = None
+        self.backward_task, self._awaits_end = None, False
         self.failed = True
         self.gradients.hurry()
         self.hooks.release_all()

@@ -19,7 +19,7 @@ longer does, and passes gradients on. Over 400 lines because what forward holds,
 #
 # Saved-tensor hooks switch off autograd's check for in-place changes; ours make it, for weights and activations.
 #
-# Post-hooks are always called, also when a forward raises or a recomputation stops early: nothing stays held.
+# Post-hooks are called also when a forward raises or a recomputation stops early: nothing stays held. (Not after an interrupt.)
 #
 # A model of one rank that lives on the device whole has nothing to fetch: the first op after a step brings all its parameters home, until
 # the next step, and autograd saves them itself. Then an op's hooks only look whether an outermost module runs.
@@ -194,6 +194,7 @@ class Hooks:
             and all(chunk.on_device for chunk in self.registry.chunks)
             and not any(state.written_in_forward for state in self.registry.params)
             and self.cycle.activations is None
+            and self.cycle.config.dtype != "fp16"  # whose outermost module is scaled, also where it is recomputed
             and self.timeline is None
         )
 
@@ -240,8 +241,8 @@ class Hooks:
     @torch._dynamo.disable
     def _before(self, module, args, kwargs):
         phase = RECOMPUTE if _current_graph_task_id() != -1 else FORWARD
-        if phase == RECOMPUTE and self.cycle.backward_task is None and self.cycle.optimizer is not None and torch.is_grad_enabled():
-            self.cycle.begin_backward()  # now: what a reentrant checkpoint starts inside is no backward pass of its own
+        if phase == RECOMPUTE:
+            self.cycle.await_end()  # now: what a reentrant checkpoint starts inside is no backward pass of its own
         if self.pipeline.all_home and (phase == RECOMPUTE or (self.frames and self.frames[-1].module is not module)):
             return None
         op = self.ops[module]

@@ -102,7 +102,7 @@ class ParameterState:
         self.version = 0  # of the parameter when it last came home or left
         self.group: int | None = None  # index of the optimizer's parameter group
         self.arrivals = 0  # gradients in this backward pass
-        self.arrived_last = 1  # in the last one
+        self.arrived_last: dict[int, int] = {}  # in those of the step before, by number
         self.expected = 1  # gradients that the trace says a backward pass brings
         self.touched = 0  # uses by ops in this step's forward passes
         self.touched_last: dict[int, int] = {}  # in the step before, by backward pass
