@@ -19,7 +19,7 @@ from torch import nn
 
 from infinity import planner
 from infinity.activations import Activations
-from infinity.arena import Arena, Slots
+from infinity.arena import PAGE_NBYTES, Arena, Slots
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
 from infinity.config import Config
 from infinity.errors import BudgetError
@@ -29,7 +29,8 @@ from infinity.gradients import Gradients
 from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
 from infinity.records import Records
-from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, HostCache, ParameterState, Registry, Resident, SpanState, is_leaf
+from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, HostCache, ParameterState, Registry, Resident, SpanState
+from infinity.residency import inside_leaves, is_leaf
 from infinity.tiers import Swap, reclaim, room_nbytes
 from infinity.updater import Updater
 
@@ -111,7 +112,7 @@ def assemble(
             layout_,
             records,
             placement,
-            int(host_budget * ACTIVATION_SHARE) // 4096 * 4096,
+            int(host_budget * ACTIVATION_SHARE) // PAGE_NBYTES * PAGE_NBYTES,  # a region has whole pages
             swap,
             extents,
             undo,
@@ -328,10 +329,8 @@ def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Resident]:
     offsets, total = {}, 0
     for index, size in nbytes.items():
         offsets[index] = total
-        total += -(-size // 4096) * 4096
-    if not nbytes:
-        return {}
-    region = arena.region(max(total, 1))
+        total += -(-size // PAGE_NBYTES) * PAGE_NBYTES
+    region = arena.region(max(total, 1)) if nbytes else None
     return {index: Resident(region, offset, nbytes[index]) for index, offset in offsets.items()}
 
 
@@ -396,7 +395,7 @@ def _buffers_nbytes(model: nn.Module, params, layout_: Layout, itemsize: int) ->
     """The most that buffers of chunks take, on several ranks, each with a number a parameter and rank: those of the spans of one op's
     gradients, beside those of the op before, which may be reduced only then."""
     index = {id(param): i for i, param in enumerate(params)}
-    inside = {below for module in model.modules() if is_leaf(module) for below in module.modules() if below is not module}
+    inside = inside_leaves(model)
     of_ops = {}
     for module in model.modules():
         if module not in inside:

@@ -15,8 +15,9 @@ together: each guards the state that another one changes.
 # How many gradients a parameter receives in one backward pass is known from the same one of the last step, if as many forward passes came
 # before that and as many ops used the parameter: several if reentrant checkpoints share it, none if it is unused. In the first step, or if
 # others run than in the last one, a parameter of an op that ran once is expected to receive one, of an op that did not run none. With
-# anything else, such as a backward pass over a graph that is older than the last one, the chunk waits for the end of the pass; so it
-# does once it has received more than was expected.
+# anything else, such as a backward pass over a graph that is older than the last one, the chunk waits for the end of the pass. So it
+# does once it has received more than was expected, and where one of several forward passes uses a parameter that had no gradient in
+# the last step: the one that goes backward may be another this time.
 
 from __future__ import annotations
 
@@ -160,7 +161,8 @@ class Cycle:
         self._expect_gradients()
 
     def await_end(self) -> None:
-        """Have end_backward called when the backward pass under way is over, ours or not: of nested ones, that from which this is first called."""
+        """Have end_backward called when the backward pass under way is over, ours or not: of nested ones that from which this is called
+        first."""
         if self.backward_task is None and not self._awaits_end:
             self._awaits_end = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -168,15 +170,15 @@ class Cycle:
     def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.optimizer.accumulation_steps
         self.early_hyper = self._hyper() if last and not self.deferred else None
-        number, forwards, later = self.num_backwards, self.num_forwards, self.backward_task == _MANY_GRAPHS  # there, forward is to come
+        number, forwards = self.num_backwards, self.num_forwards
+        later = self.backward_task == _MANY_GRAPHS  # forward passes are still to come
         as_before = not self.first_step and forwards == self._forwards_last.get(number) and (forwards or later)
         self._forwards_last[number] = forwards
         for state in self.registry.params:
             state.arrivals = 0
             if as_before and state.touched == state.touched_last.get(number):
-                state.expected = state.arrived_last.get(number, math.inf)
-                if forwards > 1 and state.touched and not state.expected:  # this time the graph that uses it may be the one that goes backward
-                    state.expected = math.inf
+                arrived = state.arrived_last.get(number, math.inf)
+                state.expected = arrived if arrived or not state.touched or forwards <= 1 else math.inf
             else:
                 state.expected = state.touched if forwards and not later and state.touched <= 1 else math.inf
             state.touched_last[number] = state.touched
@@ -486,7 +488,8 @@ class Cycle:
     def _reduce_unplanned(self) -> None:
         """Where no plan says when, all ranks meet at each acquire: reduce what is complete on all of them.
 
-        A gradient that some rank never gets is thus left to the end of the pass, in one order everywhere.
+        A gradient that some rank never gets is thus left to the end of the pass, in one order everywhere; so is one of a span that
+        autograd still needs on some rank, for the op may bring more of it.
         """
         if self.ranks.world == 1 or self.backward_task is None:
             return
@@ -559,8 +562,10 @@ class Cycle:
 
     def _sum_squares(self, chunk: ChunkState) -> None:
         """Add up the squares of a complete gradient behind the backward pass, if the norm is asked for."""
-        if not self._sums_squares() or self.num_backwards + 1 < self.optimizer.accumulation_steps:
-            return
+        if self._sums_squares() and self.num_backwards + 1 >= self.optimizer.accumulation_steps:
+            self._begin_sum(chunk)
+
+    def _begin_sum(self, chunk: ChunkState) -> None:
         job = chunk.gradient_job
 
         def work() -> NormAccumulator:
@@ -579,15 +584,10 @@ class Cycle:
         total = NormAccumulator()
         for chunk in chunks:
             if chunk.norm_job is None:
-                self._sum_squares_now(chunk)
+                self._begin_sum(chunk)
             total.merge(self.events.wait("gc", chunk.norm_job, chunk.index))
         self.ranks.sum_(total.limbs)
         return total.value()
-
-    def _sum_squares_now(self, chunk: ChunkState) -> None:
-        backwards, self.num_backwards = self.num_backwards, self.optimizer.accumulation_steps
-        self._sum_squares(chunk)
-        self.num_backwards = backwards
 
     # Steps and passes.
 
@@ -596,33 +596,27 @@ class Cycle:
         return Hyper(self.optimizer.rule, self.optimizer.snapshot(), 1.0 / scale)
 
     def _completions(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(position, chunk), in order, of gradients that were complete on every rank, and those of them due for an update.
-
-        On several ranks not before the pass's last use of their span: which of an op's parameters have gradients may differ between ranks
-        and steps. What is complete only after the last use of a pass is reduced with the rest.
-        """
-        completed = self.completed
-        if self.ranks.world > 1:
-            positions = torch.full((self.optimizer.accumulation_steps, len(self.registry.chunks)), NEVER)
-            for backward, position, chunk in completed:
-                positions[backward, chunk] = position
-            last = self.ranks.max_(positions).tolist()
-            uses = [self._last_uses(self._ends.get(b, 0)) for b in range(len(last))]
-            completed = []
-            for backward, row in enumerate(last):
-                for chunk, position in reversed([*enumerate(row)]):
-                    if position < NEVER:
-                        position = max(position, uses[backward].get(self.registry.chunks[chunk].span.index, 0))
-                        is_last = position + 1 >= self._ends[backward]
-                        completed.append((backward, len(self.pipeline.trace) if is_last else position, chunk))
-            completed.sort(key=lambda entry: entry[1])
+        """(position, chunk), in order, of gradients that were complete on every rank, and those of them due for an update."""
+        completed = self.completed if self.ranks.world == 1 else self._completed_by_all()
         final = -1 if self.deferred else self.optimizer.accumulation_steps - 1
         early = [(p, c) for b, p, c in completed if b == final and not self.registry.chunks[c].on_device]
         return [(p, c) for _, p, c in completed], early
 
-    def _last_uses(self, end: int) -> dict[int, int]:
-        """Of each span, the position of the last use in the trace before the end."""
-        return {span: position for position, use in enumerate(self.pipeline.trace[:end]) for span in use.spans}
+    def _completed_by_all(self) -> list[tuple[int, int, int]]:
+        """As `completed`, on several ranks: not before the pass's last use of their span, for which of an op's parameters have gradients may
+        differ between ranks and steps. What is complete only after the last use of a pass is reduced with the rest: it comes last."""
+        trace, found = self.pipeline.trace, []
+        positions = torch.full((self.optimizer.accumulation_steps, len(self.registry.chunks)), NEVER)
+        for backward, position, chunk in self.completed:
+            positions[backward, chunk] = position
+        agreed = self.ranks.max_(positions).tolist()
+        for backward, end in self._ends.items():
+            last_uses = {span: position for position, use in enumerate(trace[:end]) for span in use.spans}
+            for chunk, position in reversed([*enumerate(agreed[backward])]):
+                if position < NEVER:
+                    position = max(position, last_uses.get(self.registry.chunks[chunk].span.index, 0))
+                    found.append((backward, position if position + 1 < end else len(trace), chunk))
+        return sorted(found, key=lambda entry: entry[1])
 
     def abandon_backward(self) -> None:
         """The last backward pass raised."""

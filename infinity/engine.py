@@ -1,7 +1,7 @@
 """The engine of one model: builds the rest, starts and ends it, and answers for its parameters' values.
 
-Knows every other part by its face. Must not know how bytes move, what a kernel computes, what hooks a module has, or when an update is due.
-The user meets it through `infinity.init`, `infinity.offload` and the optimizers. Over 400 lines because what is asked of an engine has to be
+Knows every other part by its face. Must not know how bytes move, what a kernel computes, what hooks a module has, or when an update is
+due. The user meets it through `infinity.init`, `infinity.offload` and the optimizers. Over 400 lines because what is asked of an engine has to be
 right before its start, between two steps and after its end.
 """
 

@@ -47,7 +47,7 @@ from infinity.activations import Saved
 from infinity.errors import UsageError
 from infinity.facade import NO_COPY
 from infinity.pipeline import Pipeline
-from infinity.residency import ParameterState, Registry, SpanState, is_leaf
+from infinity.residency import ParameterState, Registry, SpanState, inside_leaves, is_leaf
 
 FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "attribute"
 
@@ -175,7 +175,6 @@ class Hooks:
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
         self._holding: list[weakref.ref[Handle]] = []  # of those that hold, and of some that did
         self._aside: list[weakref.ref[Handle]] = []  # of those that held, and will again when what is recomputed for their node is there
-        pipeline.make_way = self._make_way
         self._loose: list[SpanState] = []  # held for a custom function's or a leaf's backward, until the next event
         self._loose_leaf: Op | None = None  # for whose backward they are
         self._escaped: list[SpanState] = []  # of views that the outermost module returned, until backward ends
@@ -183,6 +182,7 @@ class Hooks:
         self._anchor = torch.zeros((), device=pipeline.device, requires_grad=True)
         self.timeline = pipeline.events.timeline  # None without tracing
         self._model = weakref.ref(model)
+        pipeline.make_way = self._make_way
         pipeline.all_stay = self._all_stay()
         self._attach(model)
 
@@ -200,7 +200,7 @@ class Hooks:
 
     def _attach(self, model: nn.Module) -> None:
         self.ops: dict[nn.Module, Op] = {}
-        inside = {below for module in model.modules() if is_leaf(module) for below in module.modules() if below is not module}
+        inside = inside_leaves(model)
         for name, module in model.named_modules():
             if not self.pipeline.all_stay:
                 module._parameters = FetchingParameters(module._parameters, self)
@@ -251,7 +251,7 @@ class Hooks:
             self.recording = torch.is_grad_enabled() or self.kept is not None
             self.release_escaped()
             self.cycle.begin_forward(self._model(), (args, kwargs))
-        if self.pipeline.all_stay:
+        if self.pipeline.all_stay and not self.pipeline.all_home:
             self.pipeline.bring_all()
         if phase == RECOMPUTE and self._loose_leaf not in (None, op):
             self.release_loose()  # what a checkpoint runs again has room for one leaf

@@ -72,7 +72,8 @@ class Pipeline:
     """Acquires spans for ops. `begin_update(chunk)` starts the pending update of a chunk that is about to be fetched, and
     `hurry_update(chunk)` lets one that was begun pass others;
     `reduce(chunk)` and `read_states(chunk)` are the plan's other actions, `reduce_unplanned()` is called at each acquire
-    of a step that has no plan or has left it. All are given after construction."""
+    of a step that has no plan or has left it. `make_way()` releases what can be held later, where an op finds no room, and
+    `write_back(span, written)` keeps what a program wrote to parameters that leave. All are given after construction."""
 
     def __init__(
         self,

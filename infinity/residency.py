@@ -103,7 +103,7 @@ class ParameterState:
         self.group: int | None = None  # index of the optimizer's parameter group
         self.arrivals = 0  # gradients in this backward pass
         self.arrived_last: dict[int, int] = {}  # in those of the step before, by number
-        self.expected = 1  # gradients that the trace says a backward pass brings
+        self.expected: float = 1  # gradients that this backward pass brings, as far as is known, else infinite
         self.touched = 0  # uses by ops in this step's forward passes
         self.touched_last: dict[int, int] = {}  # in the step before, by backward pass
         self.written_in_forward = False
@@ -521,6 +521,11 @@ def leaf(module: torch.nn.Module) -> torch.nn.Module:
 
 def is_leaf(module: torch.nn.Module) -> bool:
     return module in _leaves
+
+
+def inside_leaves(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """The modules below a model that are fetched with a leaf above them."""
+    return {below for module in model.modules() if is_leaf(module) for below in module.modules() if below is not module}
 
 
 def owner_of(param: torch.Tensor):

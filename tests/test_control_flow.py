@@ -1,6 +1,7 @@
 """Steps that differ: other orders, other lengths, other parts of the model, on one rank and on several; and where ranks part.
 
-What may differ has the numbers of plain PyTorch and is fetched ahead again; what cannot work ends soon, in a typed error.
+What may differ has the numbers of plain PyTorch and is fetched ahead again; what cannot work ends soon, in a typed error. Long
+because the same few models, orders and processes serve one rank and several.
 """
 
 import dataclasses

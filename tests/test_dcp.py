@@ -1,4 +1,7 @@
-"""To and from torch.distributed.checkpoint: plain PyTorch and FSDP2 load what an engine saves, and the other way round, bit by bit."""
+"""To and from torch.distributed.checkpoint: plain PyTorch and FSDP2 load what an engine saves, and the other way round, bit by bit.
+
+Long because both ways and both sides need the same worlds, models and checkpoints.
+"""
 
 import contextlib
 import itertools

@@ -1,4 +1,7 @@
-"""Any nn.Module with a plain `loss.backward()`: every trait of models.py trains to the bits of plain PyTorch."""
+"""Any nn.Module with a plain `loss.backward()`: every trait of models.py trains to the bits of plain PyTorch.
+
+Long because each order of passes, and what interrupts it, is tried wherever the model may live.
+"""
 
 import pytest
 import torch

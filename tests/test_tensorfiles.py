@@ -1,4 +1,7 @@
-"""Safetensors files and folders: equal bits with the safetensors package, both ways; hostile files; all or nothing."""
+"""Safetensors files and folders: equal bits with the safetensors package, both ways; hostile files; all or nothing.
+
+Long because hostile, damaged and odd files are made from the same few.
+"""
 
 import errno
 import gc

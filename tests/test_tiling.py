@@ -1,4 +1,7 @@
-"""Tiled layers: functions, first values and state dicts of the plain ones; and an engine that holds one tile at a time."""
+"""Tiled layers: functions, first values and state dicts of the plain ones; and an engine that holds one tile at a time.
+
+Long because each kind of layer is asked the same questions.
+"""
 
 import copy
 import pickle
