@@ -15,7 +15,7 @@ JOBS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 C_SOURCES := $(wildcard infinity/*.c infinity/*.h aio_ext/*.c aio_ext/*.h)
-C_TESTS := $(wildcard tests/test_aio*.py tests/test_adam*.py tests/test_crc32c.py)
+C_TESTS := $(wildcard tests/test_aio*.py tests/test_adam*.py tests/test_crc32c.py tests/test_compressor.py)
 
 .PHONY: train test test-long test-gpu bench sanitize build clean
 .DELETE_ON_ERROR:

@@ -1,4 +1,4 @@
-"""Builds the two C extensions; all metadata is in pyproject.toml.
+"""Builds the three C extensions; all metadata is in pyproject.toml.
 
 INFINITY_SANITIZE=1 builds them with ASan and UBSan (into another place: `build_ext --build-lib build/asan --build-temp
 build/asan-temp`). Run the tests then with that place first on PYTHONPATH, ASAN_OPTIONS=detect_leaks=0 and
@@ -56,5 +56,6 @@ setup(
             libraries=["aio"],
         ),
         extension("infinity._adam", ["infinity/_adam.c"], flags=["-O3", "-ffp-contract=off"]),
+        extension("infinity._huffman", ["infinity/_huffman.c"], flags=["-O3"]),
     ],
 )

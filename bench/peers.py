@@ -86,6 +86,7 @@ def main() -> int:
     parser.add_argument("--device-memory", default="auto", help="of infinity, a rank")
     parser.add_argument("--window", type=nbytes_of, help="of infinity, bytes of parameters under construction")
     parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="of infinity")
+    parser.add_argument("--compression", choices=("auto", "on", "off"), default="auto", help="of infinity")
     parser.add_argument("--residency", choices=("none", "weights", "auto"), default="none", help="of infinity, on NVMe")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of each block's activations")
     parser.add_argument("--rounds", type=positive, default=2)
@@ -304,7 +305,8 @@ def same_start(options) -> GPT:
 
 
 def ours(options, device):
-    config = {name: getattr(options, name) for name in ("nvme", "device", "dtype", "host_memory", "device_memory", "moments")}
+    names = ("nvme", "device", "dtype", "host_memory", "device_memory", "moments", "compression")
+    config = {name: getattr(options, name) for name in names}
     places = {"weights": options.place, "states": options.place}
     if options.place == "nvme" and options.residency == "auto":
         places = {}

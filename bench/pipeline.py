@@ -42,6 +42,7 @@ def main():
         weights="nvme",
         states="nvme",
         residency="none",
+        compression="off",
         device="cpu",
         update="backward",
         host_memory=options.host_memory,

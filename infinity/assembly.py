@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from infinity import planner
+from infinity import compressor, planner
 from infinity.activations import Activations
 from infinity.arena import PAGE_NBYTES, Arena, Slots
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
+from infinity.compressor import Compressor
 from infinity.config import Config
 from infinity.errors import BudgetError
 from infinity.events import Events
@@ -31,7 +32,7 @@ from infinity.pipeline import Pipeline
 from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, HostCache, ParameterState, Registry, Resident, SpanState
 from infinity.residency import inside_leaves, is_leaf
-from infinity.tiers import Swap, reclaim, room_nbytes
+from infinity.tiers import MEASURE_FROM_NBYTES, Swap, reclaim, room_nbytes
 from infinity.updater import Updater
 
 ACTIVATION_SHARE = 1 / 4  # of host memory, where they live there
@@ -47,11 +48,13 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass
 class Assembly:
-    """The parts of one engine. swap is None where nothing lives on NVMe, activations where they stay on the device."""
+    """The parts of one engine. swap is None where nothing lives on NVMe, compressor where it takes all its bytes there, activations where
+    they stay on the device."""
 
     layout: Layout
     placement: planner.Placement
     swap: Swap | None
+    compressor: Compressor | None
     arena: Arena
     registry: Registry
     tier: DeviceTier
@@ -82,6 +85,7 @@ def assemble(
     device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
     reclaim(config.nvme)
     nvme_budget = int(ranks.min_(torch.tensor([room_nbytes(config.nvme) // ranks.num_local])).item())
+    may_compress = may_be_compressed(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
     layout_, records, placement = arrange(
         model,
         named,
@@ -94,6 +98,7 @@ def assemble(
         moments=moments,
         deferred=deferred,
         accumulating=accumulating,
+        may_compress=may_compress,
         most=lambda number: int(ranks.max_(torch.tensor([number])).item()),
     )
     swap, extents = _make_swap(config, ranks, placement)
@@ -114,6 +119,7 @@ def assemble(
             placement,
             int(host_budget * ACTIVATION_SHARE) // PAGE_NBYTES * PAGE_NBYTES,  # a region has whole pages
             swap,
+            may_compress,
             extents,
             undo,
         )
@@ -134,12 +140,13 @@ def arrange(
     moments: tuple[str, ...],
     deferred: bool,
     accumulating: bool,
+    may_compress: bool = False,
     most: Callable[[int], int] = lambda number: number,
 ) -> tuple[Layout, list[Record], planner.Placement]:
     """Where everything of a model goes, which may be on the meta device: its layout, the records of a rank, their placement.
 
-    Arguments as of `assemble`; budgets in bytes, of a rank, that of NVMe None where it is not known. most(number) is the largest of all
-    ranks' numbers. Raises BudgetError.
+    Arguments as of `assemble`; budgets in bytes, of a rank, that of NVMe None where it is not known. may_compress: have
+    room for it. most(number) is the largest of all ranks' numbers. Raises BudgetError.
     """
     written = _written_in_forward(model, named)
     specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
@@ -159,6 +166,7 @@ def arrange(
             device_budget=device_budget,
             host_budget=host_budget,
             host_share=1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0,
+            compression_nbytes=compressor.buffers_nbytes(records) if may_compress else 0,
             nvme_budget=nvme_budget,
             least_crowded_out=least_crowded_out,
             held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
@@ -218,6 +226,7 @@ def _connect(
     placement: planner.Placement,
     activation_nbytes: int,
     swap: Swap | None,
+    may_compress: bool,
     extents: dict[str, list],
     undo: contextlib.ExitStack,
 ) -> Assembly:
@@ -237,7 +246,6 @@ def _connect(
     for index, chunk in enumerate(chunks):
         chunk.weights_home = placement.homes[WEIGHTS][index]
         chunk.states_home = placement.homes[STATES if chunk.trainable else WEIGHTS][index]
-        chunk.extents = {kind: extents[kind][index] for kind in KINDS}
     registry = Registry(layout_, params, spans, chunks)
     tier = DeviceTier(placement.device_nbytes - placement.fixed_nbytes)
     for span in spans:
@@ -248,9 +256,19 @@ def _connect(
 
     arena, lock = Arena(pin=cuda), threading.Condition()
     undo.callback(arena.close)
+    num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
+    compressor_ = None
+    if may_compress and "nvme" in (*placement.homes[WEIGHTS], *placement.homes[STATES]):
+        if config.compression == "on" or compressor.pays(swap.nbytes_per_s / ranks.num_local, num_cores):
+            compressor_ = Compressor(swap, arena, compressor.buffers_nbytes(records))
+            undo.callback(compressor_.close)
+    for index, chunk in enumerate(chunks):
+        chunk.extents = {kind: extents[kind][index] for kind in KINDS}
+        if compressor_ is not None:
+            chunk.extents = {kind: extent and compressor_.place(extent, chunk.record.of(kind)) for kind, extent in chunk.extents.items()}
     caches: dict[str, HostCache] = {}
     who = f"{ranks.name}, " if ranks.world > 1 else ""
-    records_ = Records(swap, caches, lock, events, keep, who)
+    records_ = Records(compressor_ or swap, caches, lock, events, keep, who)
     undo.callback(records_.close)
     pipeline = Pipeline(registry, tier, records_, ranks, device, events, keep=keep)
     undo.callback(pipeline.close)
@@ -282,7 +300,7 @@ def _connect(
         limit_nbytes=placement.under_way_nbytes,
     )
     undo.callback(gradients.close)
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
+    threads = num_cores
     if cuda:
         threads -= threads // 8  # these are for whoever gives the device its work
     seed = config.seed if config.moments == "bf16" else None
@@ -291,7 +309,7 @@ def _connect(
     activations = None
     if config.activations in ("host", "nvme"):
         activations = Activations(arena, swap, device, activation_nbytes, to_nvme=config.activations == "nvme", who=who)
-    return Assembly(layout_, placement, swap, arena, registry, tier, records_, pipeline, gradients, updater, activations)
+    return Assembly(layout_, placement, swap, compressor_, arena, registry, tier, records_, pipeline, gradients, updater, activations)
 
 
 def _make_swap(config: Config, ranks: Ranks, placement: planner.Placement) -> tuple[Swap | None, dict[str, list]]:
@@ -349,6 +367,14 @@ def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable
     auto = ranks.min_(torch.tensor([device_share, host_share], dtype=torch.int64)).tolist()
     given = (config.device_memory, config.host_memory)
     return tuple(share if value == "auto" else value for value, share in zip(given, auto))
+
+
+def may_be_compressed(config: Config, device: str, num_parameters: int) -> bool:
+    """Whether records on NVMe may take fewer bytes, whatever the drives are. num_parameters: of a node's ranks. "auto" takes drives that are
+    measured, and cores that do not compute."""
+    if config.compression == "auto":
+        return device == "cuda" and 12 * num_parameters >= MEASURE_FROM_NBYTES * len(config.nvme)
+    return config.compression == "on"
 
 
 def _share(share: float, free: int, taken: int) -> int:

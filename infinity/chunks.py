@@ -322,6 +322,14 @@ class Record:
     def states_nbytes(self) -> int:
         return self.nbytes - self.states_offset
 
+    def of(self, kind: str) -> list[tuple[Segment, int, int]]:
+        """The segments that a kind of copy holds, each with its offset there and its bytes, padding included; none of a gradient's."""
+        ends = (*self.offsets[1:], self.nbytes)
+        found = [(segment, offset, end - offset) for segment, offset, end in zip(self.segments, self.offsets, ends)]
+        if kind == STATES:
+            return [(segment, offset - self.states_offset, nbytes) for segment, offset, nbytes in found[1:]]
+        return found[:1] if kind == WEIGHTS else []
+
     def offset_of(self, name: str) -> int:
         """Byte offset of the named segment. Raises KeyError if the record has none."""
         for segment, offset in zip(self.segments, self.offsets):

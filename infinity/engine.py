@@ -88,6 +88,7 @@ class Engine:
             "host_arena_nbytes": self.arena.nbytes,
             "nvme_read_nbytes": self.swap.read_nbytes if self.swap else 0,
             "nvme_write_nbytes": self.swap.write_nbytes if self.swap else 0,
+            "compresses_nvme": self.compressor is not None,
             "num_plans": self.pipeline.num_plans,
             "num_fetches_ahead": self.pipeline.num_ahead,  # to the device, before an op needed them
             "num_fetches_late": self.pipeline.num_late,
@@ -236,7 +237,7 @@ class Engine:
             parts.callback(self._free_memory)
             if self.swap is not None:
                 parts.callback(self.swap.close)
-            for part in (self.records, self.updater, self.gradients, self.pipeline, self.activations):
+            for part in (self.compressor, self.records, self.updater, self.gradients, self.pipeline, self.activations):
                 if part is not None:
                     parts.callback(part.close)
 
@@ -426,7 +427,7 @@ class Engine:
         self.layout, self.placement = parts.layout, parts.placement
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
         self.records, self.pipeline, self.gradients, self.updater = parts.records, parts.pipeline, parts.gradients, parts.updater
-        self.activations = parts.activations
+        self.activations, self.compressor = parts.activations, parts.compressor
         self.events.count_slots = self.records.slots_in_use
         self.cycle = Cycle(self.config, self.ranks, self.events, parts, deferred=deferred)
         self.values = Values(self.registry, self.records, self.updater, self.tier, self.ranks, self.cycle.finish_announced)

@@ -77,6 +77,7 @@ def place(
     device_budget: int,
     host_budget: int,
     host_share: float = 1.0,
+    compression_nbytes: int = 0,
     nvme_budget: int | None = None,
     least_crowded_out: int = 0,
     held_nbytes: int,
@@ -92,7 +93,8 @@ def place(
     held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient; buffers_nbytes: the
     most that gradients take before they are reduced, on several ranks;
     snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in residency.py. host_share:
-    of the host budget that is for records. Raises BudgetError where the device or host budget is below the least that works.
+    of the host budget that is for records, and for the compression_nbytes that these need if some are on NVMe. Raises BudgetError
+    where the device or host budget is below the least that works.
     """
     chunks = layout.chunks
     span_nbytes = sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
@@ -142,6 +144,7 @@ def place(
                 deferred=deferred,
                 host_budget=host_budget,
                 host_share=host_share,
+                compression_nbytes=compression_nbytes,
             )
 
         if records_may_visit(weights=weights, states=states, keep=keep):
@@ -211,6 +214,7 @@ def _beside(
     deferred: bool,
     host_budget: int,
     host_share: float,
+    compression_nbytes: int,
 ) -> Beside:
     """Share out host memory, the rest goes to NVMe. Chunks that are crowded out need no place; visitors of the device seldom need theirs, so
     they come last. Arguments as of `place`."""
@@ -234,8 +238,11 @@ def _beside(
     def nbytes_in(tier: str) -> int:
         return sum(nbytes for kind in homes for nbytes, home in zip(sizes[kind], homes[kind]) if home == tier)
 
+    def buffers_nbytes() -> int:
+        return compression_nbytes if "nvme" in (*homes[WEIGHTS], *homes[STATES]) else 0
+
     def host_nbytes(counts: Sequence[int]) -> int:
-        return nbytes_in("host") + sum(count * max(sizes[kind]) for kind, count in slots(counts).items())
+        return buffers_nbytes() + nbytes_in("host") + sum(count * max(sizes[kind]) for kind, count in slots(counts).items())
 
     fewest = (MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS)
     least = host_nbytes(fewest)
@@ -245,6 +252,7 @@ def _beside(
         raise BudgetError(
             f"host_memory={format_bytes(given)} is too small: this model needs {_exact(math.ceil(least / host_share))} to make "
             f"progress (slots: {held or 'none'}; resident: {format_bytes(nbytes_in('host'))}"
+            f"{'; buffers: ' + format_bytes(buffers_nbytes()) if buffers_nbytes() else ''}"
             f"{f'; for activations: {1 - host_share:.0%}' if host_share < 1 else ''}). Raise host_memory or lower chunk_mib."
         )
     if deferred and least + sum(n for n, home in zip(sizes[GRADIENTS], homes[GRADIENTS]) if home == "nvme") <= host_budget:

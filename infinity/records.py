@@ -8,7 +8,8 @@ Must not know the device, plans or arithmetic.
 # [Note: order of reads and writes]
 # An update pins its entry from before it computes until its write is over, and an entry leaves host memory only when it
 # is clean. So whoever asks for a chunk with an update under way is given that very entry and waits for the update;
-# whoever finds no entry reads what a completed write left. (aio_ext keeps overlapping reads and writes in order, too.)
+# whoever finds no entry reads what a completed write left. (aio_ext keeps overlapping reads and writes in order, too, but not those that
+# compressor.py has not yet given to it.)
 
 # [Note: order of grants]
 # Who is granted an entry keeps its slot until done, and the lanes that wait for grants work first in, first out. So
@@ -56,7 +57,7 @@ class Records:
     """Moves records between the swap and host memory. `keep` leaves clean copies in their slots until these are needed."""
 
     def __init__(self, swap, caches: dict[str, HostCache], lock: threading.Condition, events: Events, keep: bool, who: str = ""):
-        self.swap = swap  # None if nothing lives on NVMe
+        self.swap = swap  # or what compresses for it; None if nothing lives on NVMe
         self.caches = caches
         self.lock = lock
         self.events = events

@@ -234,6 +234,16 @@ class Swap:
         """Write the buffer (contiguous) to the extent; it must not change until the transfer is done."""
         return self._move("write", extent, buffer, offset, priority, what)
 
+    def path_of(self, extent: Extent) -> Path:
+        """The file that the extent begins in."""
+        return self._directories[extent.stripes[0].path].file_path
+
+    @property
+    def nbytes_per_s(self) -> float:
+        """Of all paths together, as measured with reads and writes mixed; 0 where one never was."""
+        rates = [directory.drive.nbytes_per_s for directory in self._directories]
+        return sum(rates) if all(rates) else 0.0
+
     @property
     def read_nbytes(self) -> int:
         """Bytes that were asked of the disks so far."""

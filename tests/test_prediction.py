@@ -69,6 +69,7 @@ def run(config, checkpointed, steps=9, since=3):
     [
         NVME | dict(residency="none", update="backward"),
         NVME | dict(residency="none", update="deferred"),
+        NVME | dict(residency="none", compression="on"),
         dict(weights="host", states="nvme", residency="none"),
         dict(weights="host", states="host"),
         dict(weights="host", states="host", update="deferred"),

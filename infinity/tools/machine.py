@@ -55,6 +55,8 @@ class Machine:
     """10^12 floating-point operations a second that a training step's products reach, of one device."""
     device_update_gparams: float
     """10^9 parameters a second that one device updates, records on it."""
+    cores: int = 0
+    """Of a node's processors, for the engine's threads; 0 where that is not known."""
     host_memory: int
     host_gbps: float
     """What host memory carries, read and written, of all of a node's processors; for people, no prediction needs it."""
@@ -82,6 +84,8 @@ class Machine:
             value = getattr(self, field.name)
             if field.name in ("nodes", "devices") and (type(value) is not int or value < 1):
                 problems.append(f"machine: {field.name}={value!r}: expected a whole number above zero")
+            if field.name == "cores" and (type(value) is not int or value < 0):
+                problems.append(f"machine: cores={value!r}: expected a whole number, 0 where it is not known")
             if field.name == "device" and value not in ("cuda", "cpu"):
                 problems.append(f"machine: device={value!r}: expected 'cuda' or 'cpu'")
         problems += _settle(self, "machine", ("device_memory", "host_memory"))

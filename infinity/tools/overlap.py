@@ -128,6 +128,7 @@ class Bench:
             weights="nvme",
             states="nvme",
             residency="none",
+            compression="off",  # bytes are read and compared where they lie
             chunk_mib=chunk_mib,
             tile_above=None,
             trace=True,

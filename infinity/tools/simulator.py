@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from infinity import schedule
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Layout, Record
+from infinity.compressor import stored_share
 from infinity.planner import Placement, look_ahead
 from infinity.schedule import NEVER, NextUse, Use
 from infinity.tools.machine import Machine
@@ -74,11 +75,18 @@ LEAST_STEPS, MOST_STEPS, STEADY = 4, 16, 0.01
 
 
 def simulate(
-    layout: Layout, records: Sequence[Record], placement: Placement, step: Step, machine: Machine, *, on_device: Iterable[int] = ()
+    layout: Layout,
+    records: Sequence[Record],
+    placement: Placement,
+    step: Step,
+    machine: Machine,
+    *,
+    on_device: Iterable[int] = (),
+    compresses: bool = False,
 ) -> Simulation:
     """Play steps until they take as long as the one before, to a hundredth; the last one counts. records: of the rank. on_device: spans
-    whose records are on the device. Raises ConfigError for ranks without collectives."""
-    return _Rank(layout, records, placement, step, machine, frozenset(on_device)).run()
+    whose records are on the device. compresses: what is on NVMe takes fewer bytes. Raises ConfigError for ranks without collectives."""
+    return _Rank(layout, records, placement, step, machine, frozenset(on_device), compresses).run()
 
 
 # The clock
@@ -242,8 +250,11 @@ class _Span:
 
 
 class _Rank:
-    def __init__(self, layout: Layout, records, placement: Placement, step: Step, machine: Machine, on_device: frozenset[int]):
+    def __init__(
+        self, layout: Layout, records, placement: Placement, step: Step, machine: Machine, on_device: frozenset[int], compresses: bool
+    ):
         self.layout, self.placement, self.step, self.machine = layout, placement, step, machine
+        self.compresses = compresses
         self.cpu = machine.device == "cpu"
         machine.require_collectives()
         world, share = layout.world, machine.devices
@@ -678,6 +689,8 @@ class _Rank:
 
     def _transfer(self, link: str, chunk: _Chunk, kind: str):
         nbytes = self.placement.sizes[kind][chunk.index]
+        if self.compresses:
+            nbytes = int(nbytes * stored_share(chunk.record.of(kind)))
         rate = self.read if link == "nc" else self.write
         yield (link, nbytes / rate, (chunk.index, kind), nbytes)
 

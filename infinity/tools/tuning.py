@@ -299,6 +299,7 @@ def _machine(device: torch.device, world: int, found: list[_Path], links: dict[s
         device_memory=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory // 4,  # what an engine takes on the CPU
         device_tflops=_round(links["product"] / 1e12),
         device_update_gparams=_round(links.get("device_update", links["update"]) / 1e9),
+        cores=len(os.sched_getaffinity(0)),
         host_memory=memory,
         host_gbps=_round(links["memory"] / 1e9),
         update_gparams=_round(links["update"] / 1e9),

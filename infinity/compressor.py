@@ -1,0 +1,268 @@
+"""Records on NVMe in fewer bytes, without loss: between the records and the swap.
+
+Knows extents and the segments that lie in them. Must not know what a chunk or a step is, devices, or when anything is due.
+"""
+
+# [Note: compressed extents]
+# An extent keeps its size: what is compressed lies at the start of each piece's place, and the rest of the place stays unused. So
+# drives that an extent is striped over have the same share of the bytes as before, and nothing ever has to move. How long each
+# piece is now is known here alone: a piece of zeros takes no bytes at all, as a record's moments before the first step.
+#
+#     in memory   | weight ........................ |     | residual ... | momentum ...................... |
+#     pieces      | 2 MiB    | 2 MiB     | 2 MiB    |     | as it is     | 2 MiB    | 2 MiB    | 2 MiB     |
+#     on NVMe     | 1.3 |    | 1.3 |     | 1.3 |    |     | ............ | 1.7   |  | 1.7   |  | 1.7   |   |
+#
+# A write is compressed in one of a few lanes, into a buffer, from which it is written: the copy in host memory stays whole for whoever
+# asks for it meanwhile. A read comes to the end of each piece's place in host memory and becomes, in place, what it was: in one of
+# a few lanes, or by whoever cannot wait for its turn there.
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aio_ext
+from infinity import _huffman
+from infinity.arena import Arena
+from infinity.chunks import STATES, WEIGHTS, Record, Segment
+from infinity.errors import SwapError
+from infinity.lanes import Job, Lane
+from infinity.tiers import Extent, Swap, Transfer
+
+LARGEST_PIECE_NBYTES = 2 << 20
+NUM_LANES = 4
+NUM_BUFFERS = 2  # of a lane: one is written from while the other is filled
+FLOAT_NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+SAVED_BITS = 5.2  # of a float, while a model trains
+# In the middle of a step a thread takes about 0.75 ns for each byte that a drive moves. That may be a quarter of the cores' time, and
+# half of that of the lanes.
+CORES_PER_NBYTES_PER_S = 4 * 0.75e-9
+FASTEST_NBYTES_PER_S = NUM_LANES / 0.75e-9
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of an extent; itemsize of its floats, 0 where they are stored as they are."""
+
+    offset: int
+    nbytes: int
+    itemsize: int
+
+
+@dataclass
+class Place:
+    """An extent, its pieces, and how many bytes of each are on NVMe, which each write changes."""
+
+    extent: Extent
+    pieces: tuple[Piece, ...]
+    stored: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.extent.nbytes
+
+
+class Write:
+    """A write that is compressed and submitted in the lane. `nbytes` of the disks are known once it was waited for."""
+
+    __slots__ = ("_job", "nbytes")
+
+    def __init__(self, job: Job):
+        self._job = job
+        self.nbytes = 0
+
+    def wait(self) -> None:
+        """Raises SwapError if a part failed, once none is in flight any more."""
+        transfers = self._job.wait()
+        _wait_for(transfers)
+        self.nbytes = sum(transfer.nbytes for transfer in transfers)
+
+
+class Read:
+    """A read under way; whoever waits brings the pieces, as they come, back to what they were.
+
+    left: memory of each piece, the itemsize of its floats and how many bytes are read, as `_huffman.decode_last` takes them; what is not
+    compressed has itemsize 0. transfers: of each, None where there is nothing to read. what, path: of errors.
+    """
+
+    __slots__ = ("_failure", "_left", "_lock", "_path", "_transfers", "_what", "nbytes")
+
+    def __init__(self, left: list[tuple[memoryview, int, int]], transfers: list[Transfer | None], what: str, path: Path):
+        self.nbytes = sum(nbytes for _, _, nbytes in left)
+        self._left = left
+        self._transfers = transfers
+        self._what = what
+        self._path = path
+        self._lock = threading.Lock()
+        self._failure: tuple[int, str, str] | None = None
+
+    def wait(self) -> None:
+        """Raises SwapError, each time, if a part failed or is not what was written; no part is in flight then."""
+        with self._lock:
+            while self._left and self._failure is None:
+                transfer = self._transfers[len(self._left) - 1]
+                try:
+                    if transfer is not None:
+                        transfer.wait()
+                    _huffman.decode_last(self._left)
+                except OSError as error:
+                    _wait_for(self._transfers, quietly=True)
+                    self._failure = (error.errno, error.strerror, error.filename)
+                except ValueError:
+                    _wait_for(self._transfers, quietly=True)
+                    text = f"{self._what}the drive returned other bytes than were written; see dmesg, and use another directory"
+                    self._failure = (errno.EIO, text, str(self._path))
+        if self._failure is not None:
+            raise SwapError(*self._failure)
+
+    @property
+    def done(self) -> bool:
+        """Finished, well or not."""
+        return not self._left or self._failure is not None
+
+    def promote(self, priority: int = aio_ext.DEMAND) -> None:
+        """As `Transfer.promote`."""
+        for transfer in self._transfers:
+            if transfer is not None:
+                transfer.promote(priority)
+
+
+class Compressor:
+    """Reads and writes the floats of a swap's extents in fewer bytes. arena: gives nbytes for buffers, see `buffers_nbytes`."""
+
+    def __init__(self, swap: Swap, arena: Arena, nbytes: int):
+        self.swap = swap
+        self.piece_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
+        buffer = arena.region(nbytes).buffer
+        buffers = [buffer[start : start + self.piece_nbytes] for start in range(0, nbytes, self.piece_nbytes)]
+        self.presses = [_Press(swap, buffers[number::NUM_LANES]) for number in range(NUM_LANES)]
+        self.expanders = [Lane("expand") for _ in range(NUM_LANES)]
+        self._presses, self._expanders = itertools.cycle(self.presses), itertools.cycle(self.expanders)
+
+    def place(self, extent: Extent, segments: Sequence[tuple[Segment, int, int]]) -> Place:
+        """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is."""
+        pieces = [] if segments else [Piece(0, extent.nbytes, 0)]
+        for segment, offset, nbytes in segments:
+            itemsize = FLOAT_NBYTES.get(segment.dtype, 0)
+            size = self.piece_nbytes if itemsize else nbytes
+            pieces += [Piece(start, min(size, offset + nbytes - start), itemsize) for start in range(offset, offset + nbytes, size or 1)]
+        return Place(extent, tuple(pieces), [piece.nbytes for piece in pieces])
+
+    def read(self, place: Place, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
+        """Read all of a place, once what was written to it is over. As `Swap.read` otherwise."""
+        left, transfers, read = [], [], None
+        try:
+            for piece, stored in zip(place.pieces, place.stored):
+                memory = buffer[piece.offset : piece.offset + piece.nbytes]
+                left.append((memory, piece.itemsize if stored < piece.nbytes else 0, stored))
+                transfer = None
+                if stored:
+                    target = memory[piece.nbytes - stored :]
+                    transfer = self.swap.read(place.extent, target, offset=piece.offset, priority=priority, what=what)
+                transfers.append(transfer)
+            read = Read(left[::-1], transfers[::-1], what, self.swap.path_of(place.extent))
+            next(self._expanders).push(read.wait)
+            return read
+        except BaseException:  # nobody else would wait until they let the memory go
+            _wait_for(transfers, quietly=True)
+            if read is not None:
+                _wait_for([read], quietly=True)
+            raise
+
+    def write(self, place: Place, buffer: memoryview, *, what: str = "") -> Write:
+        """Write all of a place; the buffer must not change, and nothing else be written there, until the write is over."""
+        press = next(self._presses)
+        return Write(press.lane.push(lambda: press.write(place, buffer, what), what))
+
+    def close(self) -> None:
+        """Nothing is read or written any more. Idempotent."""
+        for part in (*self.expanders, *self.presses):
+            part.close()
+
+
+class _Press:
+    """A lane that compresses writes, into buffers of its own, and submits them."""
+
+    def __init__(self, swap: Swap, buffers: list[memoryview]):
+        self.swap = swap
+        self.lane = Lane("compress")
+        self._free = buffers
+        self._used: deque[tuple[Transfer, memoryview]] = deque()  # that are being written from
+
+    def write(self, place: Place, buffer: memoryview, what: str) -> list[Transfer]:
+        transfers: list[Transfer] = []
+        try:
+            for number, piece in enumerate(place.pieces):
+                source = buffer[piece.offset : piece.offset + piece.nbytes]
+                if piece.itemsize:
+                    place.stored[number] = self._write_floats(place.extent, piece, source, what, transfers)
+                else:
+                    transfers.append(self.swap.write(place.extent, source, offset=piece.offset, what=what))
+        except BaseException:  # nobody else would wait until they let the buffer go
+            _wait_for(transfers, quietly=True)
+            raise
+        return transfers
+
+    def _write_floats(self, extent: Extent, piece: Piece, source: memoryview, what: str, transfers: list[Transfer]) -> int:
+        """Adds what is under way to transfers; returns how many bytes are stored."""
+        target, stored = self._buffer(), 0
+        try:
+            stored = _huffman.encode(source, piece.itemsize, target)
+            if stored:
+                chosen = target[:stored] if stored < piece.nbytes else source
+                transfers.append(self.swap.write(extent, chosen, offset=piece.offset, what=what))
+                if chosen is not source:
+                    self._used.append((transfers[-1], target))
+                    target = None
+        finally:
+            if target is not None:
+                self._free.append(target)
+        return stored
+
+    def close(self) -> None:
+        self.lane.close()
+        _wait_for((transfer for transfer, _ in self._used), quietly=True)
+        self._used.clear()
+        self._free.clear()
+
+    def _buffer(self) -> memoryview:
+        if not self._free:
+            transfer, buffer = self._used.popleft()
+            _wait_for([transfer], quietly=True)  # who asked for the write is told
+            self._free.append(buffer)
+        return self._free.pop()
+
+
+def buffers_nbytes(records: Iterable[Record]) -> int:
+    """Of host memory, for a rank with these records: no piece is larger than their largest segment of floats."""
+    floats = (nbytes for record in records for kind in (WEIGHTS, STATES) for segment, _, nbytes in record.of(kind) if segment.dtype in FLOAT_NBYTES)
+    return NUM_LANES * NUM_BUFFERS * min(max(floats, default=0), LARGEST_PIECE_NBYTES)
+
+
+def pays(nbytes_per_s: float, spare_cores: int) -> bool:
+    """Whether a rank with so many cores to spare has time to compress what drives move for it that fast; 0 is not known."""
+    return 0 < nbytes_per_s <= FASTEST_NBYTES_PER_S and spare_cores >= CORES_PER_NBYTES_PER_S * nbytes_per_s
+
+
+def stored_share(segments: Sequence[tuple[Segment, int, int]]) -> float:
+    """About how many of their bytes are stored. segments: as of `Compressor.place`."""
+    nbytes = sum(nbytes for _, _, nbytes in segments)
+    saved = sum(nbytes / segment.itemsize * SAVED_BITS / 8 for segment, _, nbytes in segments if segment.dtype in FLOAT_NBYTES)
+    return 1 - saved / nbytes if nbytes else 1.0
+
+
+def _wait_for(transfers: Iterable[Transfer | Read | None], *, quietly: bool = False) -> None:
+    """For all of them, whatever becomes of one."""
+    failure = None
+    for transfer in filter(None, transfers):
+        try:
+            transfer.wait()
+        except OSError as error:
+            failure = failure or error
+    if failure is not None and not quietly:
+        raise failure
