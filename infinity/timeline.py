@@ -7,7 +7,8 @@ Knows ops by name and the device's clock. Must not know modules, spans or what m
 # The training thread runs ahead of the device. So marks are timing events in a stream, which are read at the end of a step if they
 # have passed by then, and later if not: nobody waits. A mark's time is that of the last one that was read and what the device says
 # lies between the two; it cannot lie before the thread recorded it, nor after it was seen to have passed. That keeps the device's
-# clock and the host's together in a run of days.
+# clock and the host's together in a run of days. Where a thread was held up between a mark and its time, what follows is moved, and back
+# again later; ops are in one stream, so none begins before the end of the one before.
 
 from __future__ import annotations
 
@@ -71,6 +72,7 @@ class CudaTimeline(Timeline):
         event, _ = self.mark()
         event.synchronize()
         self._last = event, now()  # the mark that was read last, and its time
+        self._computed = 0.0  # up to then
 
     def interrupt(self, start: float, end: float) -> None:
         """The device goes on meanwhile."""
@@ -93,7 +95,12 @@ class CudaTimeline(Timeline):
                 return
             self._waiting.popleft()
             start = self._time(first)
-            self.events.mark(lane, what, start, max(start, self._time(last)), nbytes)
+            if lane == COMPUTE:
+                start = max(start, self._computed)
+            end = max(start, self._time(last))
+            if lane == COMPUTE:
+                self._computed = end
+            self.events.mark(lane, what, start, end, nbytes)
 
     def _time(self, mark: tuple[torch.cuda.Event, float]) -> float:
         event, recorded = mark

@@ -247,6 +247,24 @@ def test_clocks_that_drift_are_held_together(device):
     assert events.trace[-1] == Event(COMPUTE, ("forward", "b"), 5052.0, 5052.0)
 
 
+def test_a_thread_that_was_held_up_lets_no_ops_overlap(device):
+    """The first mark is told two seconds late; a transfer's marks, which cannot lie in the future, bring the time back."""
+    clock, events = device
+    clock[:2] = 53.0, 1001.0
+    events.timeline.begin("forward", "a")
+    clock[1] = 1003.0
+    events.timeline.begin("forward", "b")
+    clock[1] = 1003.2
+    first = events.device_mark()
+    clock[1] = 1003.4
+    events.moved("cg", 7, 100, 53.0, 53.0, (first, events.device_mark()))
+    events.timeline.end()
+    clock[0] = 53.5
+    events.timeline.resolve(wait=True)
+    a, b = (event for event in events.trace if event.lane == COMPUTE)
+    assert a.start <= a.end <= b.start <= b.end
+
+
 @on_gpu
 @pytest.mark.parametrize("weights", ["nvme", "host"])
 def test_a_cuda_run_has_all_lanes(tmp_path, weights):
