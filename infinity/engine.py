@@ -130,6 +130,7 @@ class Engine:
         """Whether the parameter is whole on the device now, as inside `gathered` or its module's forward."""
         if not self._started:
             return False
+        self.pipeline.drain_dropped()
         span = self.registry.span_of(self.registry.params[self._indices[id(param)]])
         return span.attached and span.holds > 0
 
@@ -167,6 +168,7 @@ class Engine:
             return
         self.cycle.refuse_half_updated("new weights")
         state = self.registry.params[index]
+        self.pipeline.drain_dropped()
         if self.registry.span_of(state).holds:
             raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
         self.values.write_weight(state, value)
@@ -357,6 +359,7 @@ class Engine:
         if optimizer is not None and optimizer is not self.optimizer:
             raise UsageError(f"{what}: the optimizer is not that of this model")
         self._start()
+        self.pipeline.drain_dropped()
         if self.hooks.frames or self.cycle.in_backward() or any(span.holds for span in self.registry.spans):
             raise UsageError(f"{what} while the model runs or inside infinity.gathered")
 

@@ -392,3 +392,30 @@ def test_a_model_is_not_copied(started, tmp_path):
             one_step(model, infinity.AdamW(model.parameters()))
         with pytest.raises(UsageError, match="cannot be copied or pickled"):
             copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("dtype, master", [("bf16", "residual"), ("fp16", "master")])
+@pytest.mark.parametrize("then", ["load_state_dict", "write_weight", "save"])
+@pytest.mark.parametrize("place", ["device", "host", "nvme"])
+def test_what_a_failed_backward_pass_held_is_free_once_its_graph_is_gone(place, then, dtype, master, tmp_path):
+    """A value that is loaded as it was keeps its master, wherever that is."""
+    places = {"weights": place, "states": place, "trace": True, "dtype": dtype, "update": "deferred"}
+    with training(lambda: cast(mlp(), dtype), tmp_path / "swap", **places) as (model, engine, optimizer):
+        one_step(model, optimizer)
+        before = helpers.states_of(engine, model)
+        handle = model.layers[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        loss = loss_of(model(inputs(model, 1)))
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        del loss
+        optimizer.zero_grad()
+        if then == "load_state_dict":
+            model.load_state_dict(model.state_dict())
+        elif then == "write_weight":
+            for param in model.parameters():
+                engine.write_weight(param, engine.read_weight(param))
+        else:
+            infinity.save(tmp_path / "checkpoint", model, optimizer)
+        helpers.assert_same_states(helpers.states_of(engine, model), before)
+        assert any(state[master].any() for state in before.values())
