@@ -145,8 +145,8 @@ def arrange(
 ) -> tuple[Layout, list[Record], planner.Placement]:
     """Where everything of a model goes, which may be on the meta device: its layout, the records of a rank, their placement.
 
-    Arguments as of `assemble`; budgets in bytes, of a rank, that of NVMe None where it is not known. may_compress: have
-    room for it. most(number) is the largest of all ranks' numbers. Raises BudgetError.
+    Arguments as of `assemble`; budgets in bytes, of a rank, that of NVMe None where it is not known. may_compress:
+    leave room for what compresses. most(number) is the largest of all ranks' numbers. Raises BudgetError.
     """
     written = _written_in_forward(model, named)
     specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
@@ -370,8 +370,8 @@ def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable
 
 
 def may_be_compressed(config: Config, device: str, num_parameters: int) -> bool:
-    """Whether records on NVMe may take fewer bytes, whatever the drives are. num_parameters: of a node's ranks. "auto" takes drives that are
-    measured, and cores that do not compute."""
+    """Whether records on NVMe may take fewer bytes, whatever the drives are. num_parameters: of a node's ranks. "auto" takes drives that
+    are measured, and cores that do not compute."""
     if config.compression == "auto":
         return device == "cuda" and 12 * num_parameters >= MEASURE_FROM_NBYTES * len(config.nvme)
     return config.compression == "on"

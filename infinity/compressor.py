@@ -19,6 +19,7 @@ Knows extents and the segments that lie in them. Must not know what a chunk or a
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import threading
 from collections import deque
@@ -39,8 +40,8 @@ NUM_LANES = 4
 NUM_BUFFERS = 2  # of a lane: one is written from while the other is filled
 FLOAT_NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SAVED_BITS = 5.2  # of a float, while a model trains
-# In the middle of a step a thread takes about 0.75 ns for each byte that a drive moves. That may be a quarter of the cores' time, and
-# half of that of the lanes.
+# In the middle of a step a thread takes about 0.75 ns for each byte that a drive moves. That may be a quarter of the cores' time, and half
+# of the lanes'.
 CORES_PER_NBYTES_PER_S = 4 * 0.75e-9
 FASTEST_NBYTES_PER_S = NUM_LANES / 0.75e-9
 
@@ -138,6 +139,7 @@ class Compressor:
     def __init__(self, swap: Swap, arena: Arena, nbytes: int):
         self.swap = swap
         self.piece_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
+        self._pieces = functools.cache(self._cut)  # places are many, their layouts few
         buffer = arena.region(nbytes).buffer
         buffers = [buffer[start : start + self.piece_nbytes] for start in range(0, nbytes, self.piece_nbytes)]
         self.presses = [_Press(swap, buffers[number::NUM_LANES]) for number in range(NUM_LANES)]
@@ -146,12 +148,8 @@ class Compressor:
 
     def place(self, extent: Extent, segments: Sequence[tuple[Segment, int, int]]) -> Place:
         """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is."""
-        pieces = [] if segments else [Piece(0, extent.nbytes, 0)]
-        for segment, offset, nbytes in segments:
-            itemsize = FLOAT_NBYTES.get(segment.dtype, 0)
-            size = self.piece_nbytes if itemsize else nbytes
-            pieces += [Piece(start, min(size, offset + nbytes - start), itemsize) for start in range(offset, offset + nbytes, size or 1)]
-        return Place(extent, tuple(pieces), [piece.nbytes for piece in pieces])
+        pieces = self._pieces(tuple(segments)) if segments else (Piece(0, extent.nbytes, 0),)
+        return Place(extent, pieces, [piece.nbytes for piece in pieces])
 
     def read(self, place: Place, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
         """Read all of a place, once what was written to it is over. As `Swap.read` otherwise."""
@@ -183,6 +181,14 @@ class Compressor:
         """Nothing is read or written any more. Idempotent."""
         for part in (*self.expanders, *self.presses):
             part.close()
+
+    def _cut(self, segments: tuple[tuple[Segment, int, int], ...]) -> tuple[Piece, ...]:
+        pieces = []
+        for segment, offset, nbytes in segments:
+            itemsize = FLOAT_NBYTES.get(segment.dtype, 0)
+            size = self.piece_nbytes if itemsize else nbytes
+            pieces += [Piece(start, min(size, offset + nbytes - start), itemsize) for start in range(offset, offset + nbytes, size or 1)]
+        return tuple(pieces)
 
 
 class _Press:
@@ -240,8 +246,9 @@ class _Press:
 
 def buffers_nbytes(records: Iterable[Record]) -> int:
     """Of host memory, for a rank with these records: no piece is larger than their largest segment of floats."""
-    floats = (nbytes for record in records for kind in (WEIGHTS, STATES) for segment, _, nbytes in record.of(kind) if segment.dtype in FLOAT_NBYTES)
-    return NUM_LANES * NUM_BUFFERS * min(max(floats, default=0), LARGEST_PIECE_NBYTES)
+    segments = (segment for record in records for kind in (WEIGHTS, STATES) for segment in record.of(kind))
+    largest = max((nbytes for segment, _, nbytes in segments if segment.dtype in FLOAT_NBYTES), default=0)
+    return NUM_LANES * NUM_BUFFERS * min(largest, LARGEST_PIECE_NBYTES)
 
 
 def pays(nbytes_per_s: float, spare_cores: int) -> bool:
