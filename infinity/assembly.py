@@ -85,7 +85,7 @@ def assemble(
     device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
     reclaim(config.nvme)
     nvme_budget = int(ranks.min_(torch.tensor([room_nbytes(config.nvme) // ranks.num_local])).item())
-    may_compress = may_be_compressed(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
+    compresses = may_compress(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
     layout_, records, placement = arrange(
         model,
         named,
@@ -98,7 +98,7 @@ def assemble(
         moments=moments,
         deferred=deferred,
         accumulating=accumulating,
-        may_compress=may_compress,
+        compresses=bool(ranks.min_(torch.tensor([int(compresses)])).item()),
         most=lambda number: int(ranks.max_(torch.tensor([number])).item()),
     )
     swap, extents = _make_swap(config, ranks, placement)
@@ -119,7 +119,6 @@ def assemble(
             placement,
             int(host_budget * ACTIVATION_SHARE) // PAGE_NBYTES * PAGE_NBYTES,  # a region has whole pages
             swap,
-            may_compress,
             extents,
             undo,
         )
@@ -140,13 +139,13 @@ def arrange(
     moments: tuple[str, ...],
     deferred: bool,
     accumulating: bool,
-    may_compress: bool = False,
+    compresses: bool = False,
     most: Callable[[int], int] = lambda number: number,
 ) -> tuple[Layout, list[Record], planner.Placement]:
     """Where everything of a model goes, which may be on the meta device: its layout, the records of a rank, their placement.
 
-    Arguments as of `assemble`; budgets in bytes, of a rank, that of NVMe None where it is not known. may_compress:
-    leave room for what compresses. most(number) is the largest of all ranks' numbers. Raises BudgetError.
+    Arguments as of `assemble`; budgets in bytes, of a rank, that of NVMe None where it is not known. compresses:
+    have buffers for what is compressed on NVMe, but for "auto" where nothing else fits beside them. most(number) is the largest of all ranks' numbers. Raises BudgetError.
     """
     written = _written_in_forward(model, named)
     specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
@@ -166,7 +165,7 @@ def arrange(
             device_budget=device_budget,
             host_budget=host_budget,
             host_share=1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0,
-            compression_nbytes=compressor.buffers_nbytes(records) if may_compress else 0,
+            compression_nbytes=compressor.buffers_nbytes(records) if compresses else 0,
             nvme_budget=nvme_budget,
             least_crowded_out=least_crowded_out,
             held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
@@ -180,12 +179,20 @@ def arrange(
         )
         return layout_, records, placement
 
-    if config.chunk_mib is not None:
-        numel = default_chunk_numel(config.chunk_mib, world)
-        at(numel, 0)  # needs the most: what it refuses, all ranks must refuse before they agree on anything
-    else:
-        candidates = planner.chunk_numels(sum(spec.numel for spec in specs), world=world)
-        numel = _best_chunk_numel(at, candidates, nvme_budget)
+    def chunk_numel() -> int:
+        if config.chunk_mib is not None:
+            numel = default_chunk_numel(config.chunk_mib, world)
+            at(numel, 0)  # needs the most: what it refuses, all ranks must refuse before they agree on anything
+            return numel
+        return _best_chunk_numel(at, planner.chunk_numels(sum(spec.numel for spec in specs), world=world), nvme_budget)
+
+    try:
+        numel = chunk_numel()
+    except BudgetError:
+        if not compresses or config.compression == "on":
+            raise
+        compresses = False
+        numel = chunk_numel()
     found, agreed = at(numel, rank), 0
     while (number := most(found[2].num_crowded_out)) > agreed:  # the same spans on all ranks, whose shards differ a little
         agreed = number
@@ -226,7 +233,6 @@ def _connect(
     placement: planner.Placement,
     activation_nbytes: int,
     swap: Swap | None,
-    may_compress: bool,
     extents: dict[str, list],
     undo: contextlib.ExitStack,
 ) -> Assembly:
@@ -258,14 +264,14 @@ def _connect(
     undo.callback(arena.close)
     num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
     compressor_ = None
-    if may_compress and "nvme" in (*placement.homes[WEIGHTS], *placement.homes[STATES]):
+    if placement.compression_nbytes:
         if config.compression == "on" or compressor.pays(swap.nbytes_per_s / ranks.num_local, num_cores):
-            compressor_ = Compressor(swap, arena, compressor.buffers_nbytes(records))
+            compressor_ = Compressor(swap, arena, placement.compression_nbytes)
             undo.callback(compressor_.close)
     for index, chunk in enumerate(chunks):
         chunk.extents = {kind: extents[kind][index] for kind in KINDS}
         if compressor_ is not None:
-            chunk.extents = {kind: extent and compressor_.place(extent, chunk.record.of(kind)) for kind, extent in chunk.extents.items()}
+            chunk.extents = {kind: extent and compressor_.compressed(extent, chunk.record.of(kind)) for kind, extent in chunk.extents.items()}
     caches: dict[str, HostCache] = {}
     who = f"{ranks.name}, " if ranks.world > 1 else ""
     records_ = Records(compressor_ or swap, caches, lock, events, keep, who)
@@ -300,9 +306,7 @@ def _connect(
         limit_nbytes=placement.under_way_nbytes,
     )
     undo.callback(gradients.close)
-    threads = num_cores
-    if cuda:
-        threads -= threads // 8  # these are for whoever gives the device its work
+    threads = num_cores - (num_cores // 8 if cuda else 0)  # these are for whoever gives the device its work
     seed = config.seed if config.moments == "bf16" else None
     updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed)
     caches[GRADIENTS].frees_soon = updater.frees_gradient_soon
@@ -369,7 +373,7 @@ def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable
     return tuple(share if value == "auto" else value for value, share in zip(given, auto))
 
 
-def may_be_compressed(config: Config, device: str, num_parameters: int) -> bool:
+def may_compress(config: Config, device: str, num_parameters: int) -> bool:
     """Whether records on NVMe may take fewer bytes, whatever the drives are. num_parameters: of a node's ranks. "auto" takes drives that
     are measured, and cores that do not compute."""
     if config.compression == "auto":

@@ -4,16 +4,16 @@ Knows extents and the segments that lie in them. Must not know what a chunk or a
 """
 
 # [Note: compressed extents]
-# An extent keeps its size: what is compressed lies at the start of each piece's place, and the rest of the place stays unused. So
+# An extent keeps its size: what is compressed lies at the start of each section's place, and the rest of the place stays unused. So
 # drives that an extent is striped over have the same share of the bytes as before, and nothing ever has to move. How long each
-# piece is now is known here alone: a piece of zeros takes no bytes at all, as a record's moments before the first step.
+# section is now is known here alone: a section of zeros takes no bytes at all, as a record's moments before the first step.
 #
 #     in memory   | weight ........................ |     | residual ... | momentum ...................... |
-#     pieces      | 2 MiB    | 2 MiB     | 2 MiB    |     | as it is     | 2 MiB    | 2 MiB    | 2 MiB     |
+#     sections      | 2 MiB    | 2 MiB     | 2 MiB    |     | as it is     | 2 MiB    | 2 MiB    | 2 MiB     |
 #     on NVMe     | 1.3 |    | 1.3 |     | 1.3 |    |     | ............ | 1.7   |  | 1.7   |  | 1.7   |   |
 #
 # A write is compressed in one of a few lanes, into a buffer, from which it is written: the copy in host memory stays whole for whoever
-# asks for it meanwhile. A read comes to the end of each piece's place in host memory and becomes, in place, what it was: in one of
+# asks for it meanwhile. A read comes to the end of each section's place in host memory and becomes, in place, what it was: in one of
 # a few lanes, or by whoever cannot wait for its turn there.
 
 from __future__ import annotations
@@ -35,19 +35,17 @@ from infinity.errors import SwapError
 from infinity.lanes import Job, Lane
 from infinity.tiers import Extent, Swap, Transfer
 
-LARGEST_PIECE_NBYTES = 2 << 20
+LARGEST_SECTION_NBYTES = 2 << 20
 NUM_LANES = 4
 NUM_BUFFERS = 2  # of a lane: one is written from while the other is filled
 FLOAT_NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SAVED_BITS = 5.2  # of a float, while a model trains
-# In the middle of a step a thread takes about 0.75 ns for each byte that a drive moves. That may be a quarter of the cores' time, and half
-# of the lanes'.
-CORES_PER_NBYTES_PER_S = 4 * 0.75e-9
-FASTEST_NBYTES_PER_S = NUM_LANES / 0.75e-9
+SECONDS_PER_NBYTE = 0.75e-9  # that a drive moves, of a thread in the middle of a step
+CORES_SHARE, LANES_SHARE = 1 / 4, 1 / 2  # of their time, at most
 
 
 @dataclass(frozen=True)
-class Piece:
+class Section:
     """Bytes of an extent; itemsize of its floats, 0 where they are stored as they are."""
 
     offset: int
@@ -56,11 +54,11 @@ class Piece:
 
 
 @dataclass
-class Place:
-    """An extent, its pieces, and how many bytes of each are on NVMe, which each write changes."""
+class CompressedExtent:
+    """An extent, its sections, and how many bytes of each are on NVMe: all, until they are first written, and as many as each write left."""
 
     extent: Extent
-    pieces: tuple[Piece, ...]
+    sections: tuple[Section, ...]
     stored: list[int]
 
     @property
@@ -85,9 +83,9 @@ class Write:
 
 
 class Read:
-    """A read under way; whoever waits brings the pieces, as they come, back to what they were.
+    """A read under way; whoever waits brings the sections, as they come, back to what they were.
 
-    left: memory of each piece, the itemsize of its floats and how many bytes are read, as `_huffman.decode_last` takes them; what is not
+    left: memory of each section, the itemsize of its floats and how many bytes are read, as `_huffman.decode_last` takes them; what is not
     compressed has itemsize 0. transfers: of each, None where there is nothing to read. what, path: of errors.
     """
 
@@ -138,32 +136,31 @@ class Compressor:
 
     def __init__(self, swap: Swap, arena: Arena, nbytes: int):
         self.swap = swap
-        self.piece_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
-        self._pieces = functools.cache(self._cut)  # places are many, their layouts few
+        self.section_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
         buffer = arena.region(nbytes).buffer
-        buffers = [buffer[start : start + self.piece_nbytes] for start in range(0, nbytes, self.piece_nbytes)]
+        buffers = [buffer[start : start + self.section_nbytes] for start in range(0, nbytes, self.section_nbytes)]
         self.presses = [_Press(swap, buffers[number::NUM_LANES]) for number in range(NUM_LANES)]
         self.expanders = [Lane("expand") for _ in range(NUM_LANES)]
         self._presses, self._expanders = itertools.cycle(self.presses), itertools.cycle(self.expanders)
 
-    def place(self, extent: Extent, segments: Sequence[tuple[Segment, int, int]]) -> Place:
+    def compressed(self, extent: Extent, segments: Sequence[tuple[Segment, int, int]]) -> CompressedExtent:
         """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is."""
-        pieces = self._pieces(tuple(segments)) if segments else (Piece(0, extent.nbytes, 0),)
-        return Place(extent, pieces, [piece.nbytes for piece in pieces])
+        sections = _cut(tuple(segments), self.section_nbytes) if segments else (Section(0, extent.nbytes, 0),)
+        return CompressedExtent(extent, sections, [section.nbytes for section in sections])
 
-    def read(self, place: Place, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
-        """Read all of a place, once what was written to it is over. As `Swap.read` otherwise."""
+    def read(self, compressed: CompressedExtent, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
+        """Read all of an extent, once what was written to it is over. As `Swap.read` otherwise."""
         left, transfers, read = [], [], None
         try:
-            for piece, stored in zip(place.pieces, place.stored):
-                memory = buffer[piece.offset : piece.offset + piece.nbytes]
-                left.append((memory, piece.itemsize if stored < piece.nbytes else 0, stored))
+            for section, stored in zip(compressed.sections, compressed.stored):
+                memory = buffer[section.offset : section.offset + section.nbytes]
+                left.append((memory, section.itemsize if stored < section.nbytes else 0, stored))
                 transfer = None
                 if stored:
-                    target = memory[piece.nbytes - stored :]
-                    transfer = self.swap.read(place.extent, target, offset=piece.offset, priority=priority, what=what)
+                    target = memory[section.nbytes - stored :]
+                    transfer = self.swap.read(compressed.extent, target, offset=section.offset, priority=priority, what=what)
                 transfers.append(transfer)
-            read = Read(left[::-1], transfers[::-1], what, self.swap.path_of(place.extent))
+            read = Read(left[::-1], transfers[::-1], what, self.swap.path_of(compressed.extent))
             next(self._expanders).push(read.wait)
             return read
         except BaseException:  # nobody else would wait until they let the memory go
@@ -172,23 +169,15 @@ class Compressor:
                 _wait_for([read], quietly=True)
             raise
 
-    def write(self, place: Place, buffer: memoryview, *, what: str = "") -> Write:
-        """Write all of a place; the buffer must not change, and nothing else be written there, until the write is over."""
+    def write(self, compressed: CompressedExtent, buffer: memoryview, *, what: str = "") -> Write:
+        """Write all of an extent; the buffer must not change, and nothing else be written there, until the write is over."""
         press = next(self._presses)
-        return Write(press.lane.push(lambda: press.write(place, buffer, what), what))
+        return Write(press.lane.push(lambda: press.write(compressed, buffer, what), what))
 
     def close(self) -> None:
         """Nothing is read or written any more. Idempotent."""
         for part in (*self.expanders, *self.presses):
             part.close()
-
-    def _cut(self, segments: tuple[tuple[Segment, int, int], ...]) -> tuple[Piece, ...]:
-        pieces = []
-        for segment, offset, nbytes in segments:
-            itemsize = FLOAT_NBYTES.get(segment.dtype, 0)
-            size = self.piece_nbytes if itemsize else nbytes
-            pieces += [Piece(start, min(size, offset + nbytes - start), itemsize) for start in range(offset, offset + nbytes, size or 1)]
-        return tuple(pieces)
 
 
 class _Press:
@@ -200,28 +189,28 @@ class _Press:
         self._free = buffers
         self._used: deque[tuple[Transfer, memoryview]] = deque()  # that are being written from
 
-    def write(self, place: Place, buffer: memoryview, what: str) -> list[Transfer]:
+    def write(self, compressed: CompressedExtent, buffer: memoryview, what: str) -> list[Transfer]:
         transfers: list[Transfer] = []
         try:
-            for number, piece in enumerate(place.pieces):
-                source = buffer[piece.offset : piece.offset + piece.nbytes]
-                if piece.itemsize:
-                    place.stored[number] = self._write_floats(place.extent, piece, source, what, transfers)
+            for number, section in enumerate(compressed.sections):
+                source = buffer[section.offset : section.offset + section.nbytes]
+                if section.itemsize:
+                    compressed.stored[number] = self._write_floats(compressed.extent, section, source, what, transfers)
                 else:
-                    transfers.append(self.swap.write(place.extent, source, offset=piece.offset, what=what))
+                    transfers.append(self.swap.write(compressed.extent, source, offset=section.offset, what=what))
         except BaseException:  # nobody else would wait until they let the buffer go
             _wait_for(transfers, quietly=True)
             raise
         return transfers
 
-    def _write_floats(self, extent: Extent, piece: Piece, source: memoryview, what: str, transfers: list[Transfer]) -> int:
+    def _write_floats(self, extent: Extent, section: Section, source: memoryview, what: str, transfers: list[Transfer]) -> int:
         """Adds what is under way to transfers; returns how many bytes are stored."""
         target, stored = self._buffer(), 0
         try:
-            stored = _huffman.encode(source, piece.itemsize, target)
+            stored = _huffman.encode(source, section.itemsize, target)
             if stored:
-                chosen = target[:stored] if stored < piece.nbytes else source
-                transfers.append(self.swap.write(extent, chosen, offset=piece.offset, what=what))
+                chosen = target[:stored] if stored < section.nbytes else source
+                transfers.append(self.swap.write(extent, chosen, offset=section.offset, what=what))
                 if chosen is not source:
                     self._used.append((transfers[-1], target))
                     target = None
@@ -245,22 +234,33 @@ class _Press:
 
 
 def buffers_nbytes(records: Iterable[Record]) -> int:
-    """Of host memory, for a rank with these records: no piece is larger than their largest segment of floats."""
+    """Of host memory, for a rank with these records: no section is larger than their largest segment of floats."""
     segments = (segment for record in records for kind in (WEIGHTS, STATES) for segment in record.of(kind))
     largest = max((nbytes for segment, _, nbytes in segments if segment.dtype in FLOAT_NBYTES), default=0)
-    return NUM_LANES * NUM_BUFFERS * min(largest, LARGEST_PIECE_NBYTES)
+    return NUM_LANES * NUM_BUFFERS * min(largest, LARGEST_SECTION_NBYTES)
 
 
-def pays(nbytes_per_s: float, spare_cores: int) -> bool:
-    """Whether a rank with so many cores to spare has time to compress what drives move for it that fast; 0 is not known."""
-    return 0 < nbytes_per_s <= FASTEST_NBYTES_PER_S and spare_cores >= CORES_PER_NBYTES_PER_S * nbytes_per_s
+def pays(nbytes_per_s: float, num_cores: int) -> bool:
+    """Whether a rank with so many cores has time to compress what drives move for it that fast; 0 is not known."""
+    busy = nbytes_per_s * SECONDS_PER_NBYTE
+    return 0 < busy <= min(CORES_SHARE * num_cores, LANES_SHARE * 2 * NUM_LANES)
 
 
 def stored_share(segments: Sequence[tuple[Segment, int, int]]) -> float:
-    """About how many of their bytes are stored. segments: as of `Compressor.place`."""
+    """About how many of their bytes are stored. segments: as of `Compressor.compressed`."""
     nbytes = sum(nbytes for _, _, nbytes in segments)
     saved = sum(nbytes / segment.itemsize * SAVED_BITS / 8 for segment, _, nbytes in segments if segment.dtype in FLOAT_NBYTES)
     return 1 - saved / nbytes if nbytes else 1.0
+
+
+@functools.cache  # extents are many, their layouts few
+def _cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tuple[Section, ...]:
+    sections = []
+    for segment, offset, nbytes in segments:
+        itemsize = FLOAT_NBYTES.get(segment.dtype, 0)
+        size = most_nbytes if itemsize else nbytes
+        sections += [Section(start, min(size, offset + nbytes - start), itemsize) for start in range(offset, offset + nbytes, size or 1)]
+    return tuple(sections)
 
 
 def _wait_for(transfers: Iterable[Transfer | Read | None], *, quietly: bool = False) -> None:

@@ -45,7 +45,7 @@ class Placement:
 
     pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
     device_nbytes: the device budget; of it, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients, and the rest is for
-    spans that come and go; least_nbytes is the least budget that works. num_crowded_out: trainable spans, from the first on, whose records
+    spans that come and go; least_nbytes is the least budget that works. Of host_nbytes, compression_nbytes are for buffers. num_crowded_out: trainable spans, from the first on, whose records
     live on the device because nothing else has room for them. visitors: chunks whose records the device has room for as a rule. With more than under_way_nbytes of gradients on their way
     to the host, the training thread waits.
     """
@@ -60,6 +60,7 @@ class Placement:
     gradient_limit_nbytes: int
     under_way_nbytes: int
     host_nbytes: int
+    compression_nbytes: int
     nvme_nbytes: int
     num_crowded_out: int
     visitors: frozenset[int]
@@ -130,7 +131,7 @@ def place(
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
     visitors: frozenset[int] = frozenset()
     if states == "device":
-        beside = Beside(dict.fromkeys(KINDS, ("device",) * len(chunks)), dict.fromkeys(KINDS, 0), 0, 0)
+        beside = Beside(dict.fromkeys(KINDS, ("device",) * len(chunks)), dict.fromkeys(KINDS, 0), 0, 0, 0)
     else:
 
         def share_out() -> Beside:
@@ -187,6 +188,7 @@ def place(
         gradient_limit_nbytes=gradient_limit,
         under_way_nbytes=gradient_limit - op_gradient_nbytes - buffers_nbytes,
         host_nbytes=beside.host_nbytes,
+        compression_nbytes=beside.compression_nbytes,
         nvme_nbytes=beside.nvme_nbytes,
         num_crowded_out=len(crowded_out),
         visitors=visitors,
@@ -200,6 +202,7 @@ class Beside:
     homes: dict[str, tuple[str, ...]]
     slots: dict[str, int]
     host_nbytes: int
+    compression_nbytes: int
     nvme_nbytes: int
 
 
@@ -277,7 +280,7 @@ def _beside(
                 if homes[kind][index] == "nvme" and sizes[kind][index] <= left:
                     homes[kind][index] = "host"
                     left -= sizes[kind][index]
-    return Beside({kind: tuple(found) for kind, found in homes.items()}, slots(low), host_nbytes(low), nbytes_in("nvme"))
+    return Beside({kind: tuple(found) for kind, found in homes.items()}, slots(low), host_nbytes(low), buffers_nbytes(), nbytes_in("nvme"))
 
 
 def look_ahead(layout: Layout, placement: Placement, *, keep: bool) -> tuple[int, int]:

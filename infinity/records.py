@@ -352,7 +352,7 @@ class Records:
         except BaseException as error:
             cache = self.caches[request.kind]
             entry = cache.entries.pop(request.chunk.index, None)
-            if entry is not None:
-                entry.memory.release()
+            if entry is not None and isinstance(error, Exception):
+                entry.memory.release()  # after an interrupt a read may be on its way there that nobody knows of: it stays lost
             request.refuse(error)
             return True

@@ -314,7 +314,7 @@ PLACEMENTS = [
     {"weights": "device", "states": "host"},
     {"weights": "device", "states": "nvme"},
     {"weights": "device", "states": "device"},
-    {"weights": "nvme", "states": "nvme", "device_memory": "400KiB"},
+    {"weights": "nvme", "states": "nvme", "device_memory": "400KiB", "compression": "on"},
     {"weights": "nvme", "states": "nvme", "host_memory": "700KiB", "update": "backward"},
     {"weights": "nvme", "states": "nvme", "chunk_mib": 1 / 256},
     {"weights": "nvme", "states": "host", "chunk_mib": 1 / 32, "update": "deferred"},
@@ -594,18 +594,31 @@ def accumulated(folder, by_layer, dtype, micros=3):
 
 def test_a_rank_may_hold_nothing_but_padding(worlds, tmp_path):
     """All of a tiny model, or all that is trained of it, lies in the first rank's shards."""
-    for first, second in [worlds(2).run(tiny, tmp_path, frozen) for frozen in (False, True)]:
+    for first, second in [worlds(2).run(tiny, tmp_path, frozen, choice) for frozen in (False, True) for choice in ("off", "on")]:
         assert first == second and first[-1] < first[0]
 
 
-def tiny(folder, frozen):
+def test_ranks_agree_on_buffers_for_compression_before_they_choose_chunks(worlds, tmp_path):
+    assert worlds(2).run(reserved, tmp_path) == [0, 0]
+
+
+def reserved(folder):
+    """On one rank's node cores and drives would have it."""
+    model = nn.Linear(64, 64)
+    with mock.patch("infinity.assembly.may_compress", lambda *_: dist.get_rank() == 0):
+        with infinity.offload(model, settings(folder, weights="nvme", states="nvme")) as engine:
+            infinity.AdamW(model.parameters())
+            return engine.placement.compression_nbytes
+
+
+def tiny(folder, frozen, compression):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 8))
     if frozen:
         model[0].requires_grad_(False)
         model[1].weight.requires_grad_(False)
     losses = []
-    with infinity.offload(model, settings(folder, weights="nvme", states="nvme")):
+    with infinity.offload(model, settings(folder, weights="nvme", states="nvme", compression=compression)):
         adam = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         for _ in range(4):
             loss = model(torch.ones(4, 8)).square().mean()

@@ -373,6 +373,25 @@ def test_a_failed_read_reaches_who_waits_for_its_bytes(bench):
     assert first_byte(b.granted(b.request(4))) == 4  # others go on
 
 
+@pytest.mark.parametrize("error, num_free", [(OSError(errno.ENOMEM, "no memory"), 2), (KeyboardInterrupt(), 1)])
+def test_a_slot_that_an_interrupted_read_may_still_write_to_is_nobodys(bench, monkeypatch, error, num_free):
+    b = bench()
+
+    def submit_and_raise(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(b.swap, "read", submit_and_raise)
+    request = b.request(0)
+    with pytest.raises(type(error)):
+        request.wait()
+    monkeypatch.undo()
+    assert b.caches[WEIGHTS].slots.num_free == num_free
+    for index in (1, 0):
+        entry = b.granted(b.request(index))
+        assert first_byte(entry) == index
+        b.unpin(index, entry)
+
+
 def test_a_failed_read_ahead_reaches_who_waits_for_its_slot(bench):
     b = bench()
     _aio._inject("read", 0, 2, -errno.EIO)

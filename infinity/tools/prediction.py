@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity import compressor, planner
-from infinity.assembly import DEVICE_SHARES, HOST_SHARES, arrange, may_be_compressed
+from infinity.assembly import DEVICE_SHARES, HOST_SHARES, arrange, may_compress
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, Layout, Record
 from infinity.config import Config, format_bytes
 from infinity.errors import BudgetError, ConfigError
@@ -81,7 +81,8 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
         _is_deferred(config),
         config.residency == "auto",
     )
-    compresses = _compresses(model, machine, config)
+    rate, num_cores = machine.drive_gbps("mixed") * 1e9 / machine.devices, machine.cores // machine.devices
+    compresses = placement.compression_nbytes > 0 and (config.compression == "on" or compressor.pays(rate, num_cores))
     simulation = simulate(layout, records, placement, step, machine, on_device=on_device, compresses=compresses)
     return Prediction(layout, records, placement, on_device, workload, simulation, machine)
 
@@ -123,7 +124,7 @@ def arrangement(
         moments=ADAM_MOMENTS,
         deferred=_is_deferred(config),
         accumulating=False,
-        may_compress=_compresses(model, machine, config),
+        compresses=may_compress(config, machine.device, sum(param.numel() for _, param in named) // machine.nodes),
     )
     if machine.device == "cpu" and (needed := (placement.host_nbytes + workload.saved_nbytes) * share) > machine.host_memory:
         raise BudgetError(
@@ -148,14 +149,6 @@ def arrangement(
             taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in found)
             placement = dataclasses.replace(placement, fixed_nbytes=placement.fixed_nbytes + taken)
     return layout, records, placement, on_device
-
-
-def _compresses(model: nn.Module, machine: Machine, config: Config) -> bool:
-    """Whether what is on NVMe takes fewer bytes."""
-    rate, num_cores = machine.drive_gbps("mixed") * 1e9 / machine.devices, machine.cores // machine.devices
-    num_parameters = sum(param.numel() for param in model.parameters()) // machine.nodes
-    may = may_be_compressed(config, machine.device, num_parameters)
-    return may and (config.compression == "on" or compressor.pays(rate, num_cores))
 
 
 def auto_device_nbytes(machine: Machine) -> int:
