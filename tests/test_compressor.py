@@ -13,8 +13,8 @@ from aio_ext import _aio
 from helpers import NVME, assert_same_states, least_host_memory, memory, on_gpu, states_of, training
 from infinity import _huffman, compressor
 from infinity.arena import Arena
-from infinity.assembly import may_compress
-from infinity.chunks import STATES, WEIGHTS, Segment, record_layout
+from infinity.assembly import arrange, may_compress
+from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHTS, Segment, record_layout
 from infinity.compressor import Compressor
 from infinity.lanes import Lane
 from infinity.tiers import Swap
@@ -470,6 +470,26 @@ def test_memory_for_buffers(numel, expected):
 def test_what_may_compress(choice, device, num_parameters, expected):
     """By default what is beside a GPU, on drives that are measured."""
     assert may_compress(infinity.Config(compression=choice), device, num_parameters) == expected
+
+
+@pytest.mark.parametrize("chunk_mib", [None, 1 / 4])
+def test_auto_goes_without_buffers_where_nothing_fits_beside_them(chunk_mib):
+    model = linears(4, 512)
+
+    def placed(choice, host_budget, compresses=True):
+        config = infinity.Config(compression=choice, dtype="fp32", device="cpu", chunk_mib=chunk_mib, **NVME)
+        options = {"world": 1, "rank": 0, "device_budget": 64 * MIB, "nvme_budget": None, "moments": ADAM_MOMENTS}
+        options |= {"deferred": False, "accumulating": False, "host_budget": host_budget, "compresses": compresses}
+        return arrange(model, list(model.named_parameters()), config, **options)[2]
+
+    with pytest.raises(infinity.BudgetError) as caught:
+        placed("off", 1, compresses=False)
+    least = int(str(caught.value).split("needs ")[1].split(" bytes")[0])
+    assert placed("auto", least).compression_nbytes == 0
+    with pytest.raises(infinity.BudgetError, match="; buffers: "):
+        placed("on", least)
+    for choice in ("auto", "on"):
+        assert placed(choice, 64 * MIB).compression_nbytes > 0
 
 
 @pytest.mark.parametrize(
