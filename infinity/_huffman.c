@@ -16,9 +16,10 @@
  * 2.5 to 3.6 of their 8 bits would say which. So bits 14..7 of a half and 30..23 of a float are a symbol with a Huffman code
  * (Huffman 1952) of at most 11 bits, and the others are stored. (Of fp16 that is its exponent and three more bits.)
  *
- *   coded    256 code lengths of 4 bits, then tiles, then zeros up to a multiple of 4096
+ *   coded    256 code lengths of 4 bits, a byte that says whether signs are stored, then tiles, then zeros up to a multiple of 4096
  *   tile     8,192 items, the last one fewer: sizes of its streams (4 uint16); of fp32 the lower halves; sign and mantissa
- *            of the upper halves, a byte each; four streams of codes, each of a quarter of the items
+ *            of the upper halves, a byte each, or 7 bits where no item has a sign, as in a variance; four streams of codes, each of a
+ *            quarter of the items
  *
  * Codes are canonical, shorter ones first, then by symbol; their bits reversed, so that a stream is read from its lowest bit.
  *
@@ -38,7 +39,7 @@
 #define NUM_SYMBOLS 256
 #define MAX_BITS 11
 #define TABLE (1 << MAX_BITS)
-#define HEADER (NUM_SYMBOLS / 2)
+#define HEADER (NUM_SYMBOLS / 2 + 1)
 #define TILE 8192
 #define NUM_STREAMS 4
 #define STREAM (TILE / NUM_STREAMS)
@@ -152,6 +153,24 @@ INLINE uint8_t symbol_of(uint16_t high) { return (uint8_t)(high >> 7); }
 INLINE uint8_t rest_of(uint16_t high) { return (uint8_t)((high >> 8 & 0x80) | (high & 0x7F)); }
 INLINE uint16_t high_of(uint8_t symbol, uint8_t rest) { return (uint16_t)((rest & 0x80) << 8 | symbol << 7 | (rest & 0x7F)); }
 
+/* Eight bytes below 128 as 56 bits, and back. */
+INLINE uint64_t squeeze(uint64_t x)
+{
+    x = (x & 0x007F007F007F007Full) | (x & 0x7F007F007F007F00ull) >> 1;
+    x = (x & 0x00003FFF00003FFFull) | (x & 0x3FFF00003FFF0000ull) >> 2;
+    return (x & 0x000000000FFFFFFFull) | (x & 0x0FFFFFFF00000000ull) >> 4;
+}
+
+INLINE uint64_t widen(uint64_t x)
+{
+    x = (x & 0x000000000FFFFFFFull) | (x & 0x00FFFFFFF0000000ull) << 4;
+    x = (x & 0x00003FFF00003FFFull) | (x & 0x0FFFC0000FFFC000ull) << 2;
+    return (x & 0x007F007F007F007Full) | (x & 0x3F803F803F803F80ull) << 1;
+}
+
+/* What sign and mantissa take of a tile. */
+INLINE size_t rest_nbytes(size_t numel, int is_signed) { return is_signed ? numel : numel / 8 * 7; }
+
 /* Adds to counts; returns all bits that are set somewhere. */
 INLINE uint32_t count(const uint8_t *source, int itemsize, size_t numel, uint32_t *counts)
 {
@@ -169,16 +188,18 @@ INLINE uint32_t count(const uint8_t *source, int itemsize, size_t numel, uint32_
 }
 
 /* Writes a coded tile; returns its size, or 0 if that is more than the tile's or than room. */
-INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, const Code *code, uint8_t *target, size_t room)
+INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, const Code *code, int is_signed, uint8_t *target,
+                          size_t room)
 {
-    uint8_t symbols[TILE], streams[NUM_STREAMS][STREAM_NBYTES], *to[NUM_STREAMS];
+    uint8_t symbols[TILE], rest[TILE], streams[NUM_STREAMS][STREAM_NBYTES], *to[NUM_STREAMS];
     uint16_t sizes[NUM_STREAMS];
     uint64_t waiting[NUM_STREAMS] = {0};
     unsigned num_bits[NUM_STREAMS] = {0};
-    size_t nbytes = sizeof sizes + numel * (itemsize - 1), quarter = numel / NUM_STREAMS;
+    size_t low_nbytes = numel * (itemsize - 2), quarter = numel / NUM_STREAMS;
+    size_t nbytes = sizeof sizes + low_nbytes + rest_nbytes(numel, is_signed);
     if (nbytes > room)
         return 0;
-    uint8_t *low = target + sizeof sizes, *rest = low + numel * (itemsize - 2);
+    uint8_t *low = target + sizeof sizes, *packed = low + low_nbytes;
     if (itemsize == 4)
         for (size_t i = 0; i < numel; i++)
             memcpy(low + 2 * i, source + 4 * i, 2);
@@ -188,6 +209,11 @@ INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, con
         symbols[i] = symbol_of(high);
         rest[i] = rest_of(high);
     }
+    if (is_signed)
+        memcpy(packed, rest, numel);
+    else   /* each store reaches a byte beyond, which the next one, or the streams, write again */
+        for (size_t i = 0; i < numel; i += 8)
+            store64(packed + i / 8 * 7, squeeze(load64(rest + i)));
     for (int s = 0; s < NUM_STREAMS; s++)
         to[s] = streams[s];
     for (size_t i = 0; i < quarter; i += 4)
@@ -217,15 +243,20 @@ INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, con
 }
 
 /* coded has STREAM_NBYTES behind it that may be read. Returns whether each stream was read to its end and no further. */
-INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const uint16_t *table, uint8_t *target)
+INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const uint16_t *table, int is_signed, uint8_t *target)
 {
-    uint8_t symbols[TILE];
+    uint8_t symbols[TILE], wide[TILE];
     uint16_t sizes[NUM_STREAMS];
     const uint8_t *from[NUM_STREAMS];
     size_t place[NUM_STREAMS] = {0}, quarter = numel / NUM_STREAMS;   /* in bits */
-    const uint8_t *low = coded + sizeof sizes, *rest = low + numel * (itemsize - 2);
+    const uint8_t *low = coded + sizeof sizes, *packed = low + numel * (itemsize - 2), *rest = packed;
     memcpy(sizes, coded, sizeof sizes);
-    from[0] = rest + numel;
+    if (!is_signed) {
+        for (size_t i = 0; i < numel; i += 8)
+            store64(wide + i, widen(load64(packed + i / 8 * 7)));
+        rest = wide;
+    }
+    from[0] = packed + rest_nbytes(numel, is_signed);
     for (int s = 1; s < NUM_STREAMS; s++)
         from[s] = from[s - 1] + sizes[s - 1];
     for (size_t i = 0; i < quarter; i += 4)
@@ -265,17 +296,20 @@ INLINE size_t encode(const uint8_t *source, size_t nbytes, int itemsize, uint8_t
     uint8_t lengths[NUM_SYMBOLS];
     Code code;
     size_t numel = nbytes / itemsize, used = HEADER, most = nbytes - PAGE;
-    if (!count(source, itemsize, numel, counts))
+    uint32_t seen = count(source, itemsize, numel, counts);
+    if (!seen)
         return 0;
+    int is_signed = seen >> (8 * itemsize - 1) & 1;
     lengths_of(counts, lengths);
     assign(lengths, &code);
     if (used > most)
         return nbytes;
-    for (int i = 0; i < HEADER; i++)
+    for (int i = 0; i < NUM_SYMBOLS / 2; i++)
         target[i] = (uint8_t)(lengths[2 * i] | lengths[2 * i + 1] << 4);
+    target[HEADER - 1] = (uint8_t)is_signed;
     for (size_t i = 0; i < numel; i += TILE) {
         size_t part = numel - i < TILE ? numel - i : TILE;
-        size_t size = encode_tile(source + i * itemsize, itemsize, part, &code, target + used, most - used);
+        size_t size = encode_tile(source + i * itemsize, itemsize, part, &code, is_signed, target + used, most - used);
         if (!size)
             return nbytes;
         used += size;
@@ -286,10 +320,10 @@ INLINE size_t encode(const uint8_t *source, size_t nbytes, int itemsize, uint8_t
 }
 
 /* Copies the coded tile of numel items that begins at from, before end; returns its size, or 0 if there is none. */
-INLINE size_t take(const uint8_t *from, const uint8_t *end, int itemsize, size_t numel, uint8_t *tile)
+INLINE size_t take(const uint8_t *from, const uint8_t *end, int itemsize, size_t numel, int is_signed, uint8_t *tile)
 {
     uint16_t sizes[NUM_STREAMS];
-    size_t nbytes = sizeof sizes + numel * (itemsize - 1);
+    size_t nbytes = sizeof sizes + numel * (itemsize - 2) + rest_nbytes(numel, is_signed);
     if (end - from < (ptrdiff_t)sizeof sizes)
         return 0;
     memcpy(sizes, from, sizeof sizes);
@@ -310,17 +344,18 @@ INLINE int decode(uint8_t *buffer, size_t nbytes, int itemsize, size_t coded_nby
     size_t numel = nbytes / itemsize, size, part = numel < TILE ? numel : TILE;
     if (coded_nbytes < HEADER)
         return 0;
-    for (int i = 0; i < HEADER; i++) {
+    for (int i = 0; i < NUM_SYMBOLS / 2; i++) {
         lengths[2 * i] = coded[i] & 15;
         lengths[2 * i + 1] = coded[i] >> 4;
         if (lengths[2 * i] > MAX_BITS || lengths[2 * i + 1] > MAX_BITS)
             return 0;
     }
-    if (assign(lengths, &code) > TABLE)
+    int is_signed = coded[HEADER - 1];
+    if (is_signed > 1 || assign(lengths, &code) > TABLE)
         return 0;
     table_of(&code, table);
     coded += HEADER;
-    if (!(size = take(coded, end, itemsize, part, tiles[0])))
+    if (!(size = take(coded, end, itemsize, part, is_signed, tiles[0])))
         return 0;
     coded += size;
     for (size_t i = 0, k = 0; i < numel; i += part, k = 1 - k) {
@@ -328,11 +363,11 @@ INLINE int decode(uint8_t *buffer, size_t nbytes, int itemsize, size_t coded_nby
         size_t behind = numel - i - part;
         if (behind) {
             behind = behind < TILE ? behind : TILE;
-            if (coded < buffer + i * itemsize || !(size = take(coded, end, itemsize, behind, tiles[1 - k])))
+            if (coded < buffer + i * itemsize || !(size = take(coded, end, itemsize, behind, is_signed, tiles[1 - k])))
                 return 0;
             coded += size;
         }
-        if (!decode_tile(tiles[k], itemsize, part, table, buffer + i * itemsize))
+        if (!decode_tile(tiles[k], itemsize, part, table, is_signed, buffer + i * itemsize))
             return 0;
     }
     return end - coded < PAGE;
