@@ -49,7 +49,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "streams are of little
 
 typedef struct { uint16_t bits[NUM_SYMBOLS]; uint8_t length[NUM_SYMBOLS]; } Code;
 
-/* ---- the code of a piece ---- */
+/* ---- the code of a section ---- */
 
 /* Lengths of a Huffman code of at most MAX_BITS: by two queues over the sorted counts, then longer ones are cut and shorter
  * ones grow until the code is one again. */
@@ -288,7 +288,7 @@ INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const u
     return 1;
 }
 
-/* ---- pieces ---- */
+/* ---- sections ---- */
 
 INLINE size_t encode(const uint8_t *source, size_t nbytes, int itemsize, uint8_t *target)
 {
