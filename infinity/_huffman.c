@@ -1,6 +1,7 @@
 /* _huffman: floating-point numbers in fewer bytes, without loss.
  *
  * Knows bytes. Knows no record, tier or file. The GIL is dropped while a function works; any number of threads may call.
+ * One file, though long: coding and decoding share the format, and change together.
  *
  *   encode(source, itemsize, target) -> int
  *       Code source, n bytes, a multiple of 4096, of items of 2 (bf16, fp16) or 4 bytes (fp32), into target, at least n bytes.

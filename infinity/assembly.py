@@ -1,7 +1,7 @@
 """Building an engine's parts: from a model, a configuration and the machine's memory to tiers, lanes and slots.
 
 Knows every part's constructor and nothing of what happens afterwards. Nothing is written before all budgets, directories
-and the space on them have been found sufficient.
+and the space on them have been found sufficient. Over 400 lines because what fits where depends on every part.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def assemble(
     """
     device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
     reclaim(config.nvme)
-    nvme_budget = int(ranks.min_(torch.tensor([room_nbytes(config.nvme) // ranks.num_local])).item())
     compresses = may_compress(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
+    nvme_budget, compresses = ranks.min_(torch.tensor([room_nbytes(config.nvme) // ranks.num_local, int(compresses)])).tolist()
     layout_, records, placement = arrange(
         model,
         named,
@@ -98,7 +98,7 @@ def assemble(
         moments=moments,
         deferred=deferred,
         accumulating=accumulating,
-        compresses=bool(ranks.min_(torch.tensor([int(compresses)])).item()),
+        compresses=bool(compresses),
         most=lambda number: int(ranks.max_(torch.tensor([number])).item()),
     )
     swap, extents = _make_swap(config, ranks, placement)
@@ -145,7 +145,8 @@ def arrange(
     """Where everything of a model goes, which may be on the meta device: its layout, the records of a rank, their placement.
 
     Arguments as of `assemble`; budgets in bytes, of a rank, that of NVMe None where it is not known. compresses:
-    have buffers for what is compressed on NVMe, but for "auto" where nothing else fits beside them. most(number) is the largest of all ranks' numbers. Raises BudgetError.
+    have buffers for what is compressed on NVMe, but for "auto" where nothing else fits beside them. most(number) is the largest of all
+    ranks' numbers. Raises BudgetError.
     """
     written = _written_in_forward(model, named)
     specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]

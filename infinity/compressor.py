@@ -9,7 +9,7 @@ Knows extents and the segments that lie in them. Must not know what a chunk or a
 # section is now is known here alone: a section of zeros takes no bytes at all, as a record's moments before the first step.
 #
 #     in memory   | weight ........................ |     | residual ... | momentum ...................... |
-#     sections      | 2 MiB    | 2 MiB     | 2 MiB    |     | as it is     | 2 MiB    | 2 MiB    | 2 MiB     |
+#     sections    | 2 MiB    | 2 MiB     | 2 MiB    |     | as it is     | 2 MiB    | 2 MiB    | 2 MiB     |
 #     on NVMe     | 1.3 |    | 1.3 |     | 1.3 |    |     | ............ | 1.7   |  | 1.7   |  | 1.7   |   |
 #
 # A write is compressed in one of a few lanes, into a buffer, from which it is written: the copy in host memory stays whole for whoever
@@ -30,7 +30,7 @@ from pathlib import Path
 import aio_ext
 from infinity import _huffman
 from infinity.arena import Arena
-from infinity.chunks import STATES, WEIGHTS, Record, Segment
+from infinity.chunks import STATES, WEIGHT_NBYTES, WEIGHTS, Record, Segment
 from infinity.errors import SwapError
 from infinity.lanes import Job, Lane
 from infinity.tiers import Extent, Swap, Transfer
@@ -38,7 +38,6 @@ from infinity.tiers import Extent, Swap, Transfer
 LARGEST_SECTION_NBYTES = 2 << 20
 NUM_LANES = 4
 NUM_BUFFERS = 2  # of a lane: one is written from while the other is filled
-FLOAT_NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SAVED_BITS = 5.2  # of a float, while a model trains
 SECONDS_PER_NBYTE = 0.75e-9  # that a drive moves, of a thread in the middle of a step
 CORES_SHARE, LANES_SHARE = 1 / 4, 1 / 2  # of their time, at most
@@ -236,7 +235,7 @@ class _Press:
 def buffers_nbytes(records: Iterable[Record]) -> int:
     """Of host memory, for a rank with these records: no section is larger than their largest segment of floats."""
     segments = (segment for record in records for kind in (WEIGHTS, STATES) for segment in record.of(kind))
-    largest = max((nbytes for segment, _, nbytes in segments if segment.dtype in FLOAT_NBYTES), default=0)
+    largest = max((nbytes for segment, _, nbytes in segments if segment.dtype in WEIGHT_NBYTES), default=0)
     return NUM_LANES * NUM_BUFFERS * min(largest, LARGEST_SECTION_NBYTES)
 
 
@@ -249,7 +248,7 @@ def pays(nbytes_per_s: float, num_cores: int) -> bool:
 def stored_share(segments: Sequence[tuple[Segment, int, int]]) -> float:
     """About how many of their bytes are stored. segments: as of `Compressor.compressed`."""
     nbytes = sum(nbytes for _, _, nbytes in segments)
-    saved = sum(nbytes / segment.itemsize * SAVED_BITS / 8 for segment, _, nbytes in segments if segment.dtype in FLOAT_NBYTES)
+    saved = sum(nbytes / segment.itemsize * SAVED_BITS / 8 for segment, _, nbytes in segments if segment.dtype in WEIGHT_NBYTES)
     return 1 - saved / nbytes if nbytes else 1.0
 
 
@@ -257,7 +256,7 @@ def stored_share(segments: Sequence[tuple[Segment, int, int]]) -> float:
 def _cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tuple[Section, ...]:
     sections = []
     for segment, offset, nbytes in segments:
-        itemsize = FLOAT_NBYTES.get(segment.dtype, 0)
+        itemsize = WEIGHT_NBYTES.get(segment.dtype, 0)  # whatever else is stored is no float
         size = most_nbytes if itemsize else nbytes
         sections += [Section(start, min(size, offset + nbytes - start), itemsize) for start in range(offset, offset + nbytes, size or 1)]
     return tuple(sections)

@@ -45,9 +45,10 @@ class Placement:
 
     pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
     device_nbytes: the device budget; of it, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients, and the rest is for
-    spans that come and go; least_nbytes is the least budget that works. Of host_nbytes, compression_nbytes are for buffers. num_crowded_out: trainable spans, from the first on, whose records
-    live on the device because nothing else has room for them. visitors: chunks whose records the device has room for as a rule. With more than under_way_nbytes of gradients on their way
-    to the host, the training thread waits.
+    spans that come and go; least_nbytes is the least budget that works. Of host_nbytes, compression_nbytes are for buffers. num_crowded_out:
+    trainable spans, from the first on, whose records live on the device because nothing else has room for them. visitors: chunks whose
+    records the device has room for as a rule. With more than under_way_nbytes of gradients on their way to the host, the training
+    thread waits.
     """
 
     homes: dict[str, tuple[str, ...]]

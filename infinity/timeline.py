@@ -94,9 +94,7 @@ class CudaTimeline(Timeline):
             elif not last[0].query():
                 return
             self._waiting.popleft()
-            start = self._time(first)
-            if lane == COMPUTE:
-                start = max(start, self._computed)
+            start = max(self._time(first), self._computed if lane == COMPUTE else 0.0)
             end = max(start, self._time(last))
             if lane == COMPUTE:
                 self._computed = end

@@ -1,4 +1,7 @@
-"""Floats in fewer bytes: every bit comes back, whatever the bits, the drive or the moment."""
+"""Floats in fewer bytes: every bit comes back, whatever the bits, the drive or the moment.
+
+Long because the codec, the drive and the engine are asked the same question.
+"""
 
 import errno
 import random
