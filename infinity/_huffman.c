@@ -24,6 +24,11 @@
  *
  * Codes are canonical, shorter ones first, then by symbol; their bits reversed, so that a stream is read from its lowest bit.
  *
+ * [Note: one look at memory]
+ * What costs most is to read items and to write them. So lengths are those of a sample, and no item is read before its tile is coded;
+ * symbols a little beyond the sample's have codes too, and where an item is further away all are counted and it begins anew. While
+ * a tile is coded or decoded, the next one is fetched. Two symbols are coded by one look at a table, up to four decoded.
+ *
  * [Note: in place]
  * No coded tile is larger than the tile; what would have one is not coded. So what is left to read lies behind the tile that is
  * written, but for the zeros at the end, which shift it forward by less than a tile: a tile and the one behind it are copied to the
@@ -37,6 +42,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define PAGE 4096
+#define LINE 64   /* of the cache */
 #define NUM_SYMBOLS 256
 #define MAX_BITS 11
 #define TABLE (1 << MAX_BITS)
@@ -45,6 +51,14 @@
 #define NUM_STREAMS 4
 #define STREAM (TILE / NUM_STREAMS)
 #define STREAM_NBYTES (STREAM * MAX_BITS / 8 + 8)   /* at most, and what a store or load of 8 bytes may reach beyond */
+#define PAIR_SHIFT 24
+#define NUM_LOOKS 5   /* of MAX_BITS each, in the 57 bits that a load has at least */
+#define FOUND (4 * NUM_LOOKS)   /* symbols at most */
+#define SAMPLE 64   /* items of each SAMPLED are counted where there are MANY */
+#define SAMPLED 1024
+#define MANY (1 << 16)
+#define BEYOND 16   /* symbols below and above those of a sample that have codes as well */
+#define UNKNOWN SIZE_MAX
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "streams are of little-endian words");
 
@@ -134,15 +148,42 @@ static uint32_t assign(const uint8_t *lengths, Code *code)
     return place;
 }
 
-/* By the next MAX_BITS of a stream: the symbol and, above it, the length of its code. What is no code takes a bit. */
-static void table_of(const Code *code, uint16_t *table)
+/* By two symbols, the second above the first: the bits of both and, from PAIR_SHIFT on, how many. Only for those that have codes. */
+static void pairs_of(const Code *code, uint32_t *pairs)
 {
-    for (int i = 0; i < TABLE; i++)
-        table[i] = 1 << 8;
+    int coded[NUM_SYMBOLS], n = 0;
     for (int s = 0; s < NUM_SYMBOLS; s++)
         if (code->length[s])
-            for (int i = code->bits[s]; i < TABLE; i += 1 << code->length[s])
-                table[i] = (uint16_t)(code->length[s] << 8 | s);
+            coded[n++] = s;
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k < n; k++) {
+            int second = coded[i], first = coded[k], length = code->length[first];
+            pairs[second << 8 | first] = code->bits[first] | (uint32_t)code->bits[second] << length
+                                         | (uint32_t)(length + code->length[second]) << PAIR_SHIFT;
+        }
+}
+
+/* What the next MAX_BITS of a stream begin with: as many symbols as end in them, 4 at most. What is no code is a symbol of a bit. */
+typedef struct { uint8_t symbols[4], count, num_bits, first_num_bits, unused; } Found;
+
+static void table_of(const Code *code, Found *table)
+{
+    uint8_t symbol[TABLE] = {0}, length[TABLE];
+    memset(length, 1, sizeof length);
+    for (int s = 0; s < NUM_SYMBOLS; s++)
+        if (code->length[s])
+            for (int i = code->bits[s]; i < TABLE; i += 1 << code->length[s]) {
+                symbol[i] = (uint8_t)s;
+                length[i] = code->length[s];
+            }
+    for (int i = 0; i < TABLE; i++) {
+        Found found = {.first_num_bits = length[i]};
+        for (int bits = i; found.count < 4 && found.num_bits + length[bits] <= MAX_BITS; bits = i >> found.num_bits) {
+            found.symbols[found.count++] = symbol[bits];
+            found.num_bits += length[bits];
+        }
+        table[i] = found;
+    }
 }
 
 /* ---- tiles ---- */
@@ -172,63 +213,109 @@ INLINE uint64_t widen(uint64_t x)
 /* What sign and mantissa take of a tile. */
 INLINE size_t rest_nbytes(size_t numel, int is_signed) { return is_signed ? numel : numel / 8 * 7; }
 
-/* Adds to counts; returns all bits that are set somewhere. */
-INLINE uint32_t count(const uint8_t *source, int itemsize, size_t numel, uint32_t *counts)
+/* What some items have: a sign, a largest symbol, and a least one but for 0, less 1. */
+typedef struct { uint8_t sign, most, least; } Range;
+
+/* Counts SAMPLE items of each `every`. Returns whether a bit of them is set. */
+INLINE int count(const uint8_t *source, int itemsize, size_t numel, size_t every, uint32_t *counts, Range *range)
 {
     uint32_t several[4][NUM_SYMBOLS] = {{0}}, seen = 0;   /* neighbours often have the same symbol */
-    for (size_t i = 0; i < numel; i += 4)
-        for (int k = 0; k < 4; k++) {
-            uint32_t x = 0;
-            memcpy(&x, source + (i + k) * itemsize, itemsize);
-            seen |= x;
-            several[k][symbol_of((uint16_t)(itemsize == 4 ? x >> 16 : x))]++;
-        }
-    for (int s = 0; s < NUM_SYMBOLS; s++)
+    for (size_t begin = 0; begin < numel; begin += every) {
+        for (int i = 0; i < SAMPLE * itemsize; i += LINE)   /* a sample a little ahead */
+            __builtin_prefetch(source + (begin + 16 * every) * itemsize + i, 0, 2);
+        for (size_t i = begin; i < begin + SAMPLE; i += 4)
+            for (int k = 0; k < 4; k++) {
+                uint32_t x = 0;
+                memcpy(&x, source + (i + k) * itemsize, itemsize);
+                seen |= x;
+                several[k][symbol_of((uint16_t)(itemsize == 4 ? x >> 16 : x))]++;
+            }
+    }
+    *range = (Range){(uint8_t)(seen >> (8 * itemsize - 8) & 0x80), 0, NUM_SYMBOLS - 1};
+    for (int s = NUM_SYMBOLS - 1; s >= 0; s--) {
         counts[s] = several[0][s] + several[1][s] + several[2][s] + several[3][s];
-    return seen;
+        if (counts[s] && !range->most)
+            range->most = (uint8_t)s;
+        if (counts[s] && s)
+            range->least = (uint8_t)(s - 1);
+    }
+    return seen != 0;
 }
 
-/* Writes a coded tile; returns its size, or 0 if that is more than the tile's or than room. */
-INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, const Code *code, int is_signed, uint8_t *target,
+/* Parts of items: the lower halves of fp32, symbols, the rest. Loops are as long as vectors, which compilers then make of them. */
+INLINE Range split(const uint8_t *restrict source, int itemsize, size_t numel, uint8_t *restrict low, uint8_t *restrict symbols,
+                   uint8_t *restrict rest)
+{
+    uint8_t sign = 0, most = 0, least = NUM_SYMBOLS - 1;
+    for (size_t i = 0; i < numel; i += 32) {
+        uint16_t high[32], half;
+        const uint8_t *halves = itemsize == 2 ? source + 2 * i : (const uint8_t *)high;
+        if (itemsize == 4)
+            for (int k = 0; k < 32; k++) {
+                uint32_t x;
+                memcpy(&x, source + 4 * (i + k), 4);
+                half = (uint16_t)x;
+                memcpy(low + 2 * (i + k), &half, 2);
+                high[k] = (uint16_t)(x >> 16);
+            }
+        for (int k = 0; k < 32; k++) {
+            memcpy(&half, halves + 2 * k, 2);
+            symbols[i + k] = symbol_of(half);
+        }
+        for (int k = 0; k < 32; k++) {
+            memcpy(&half, halves + 2 * k, 2);
+            rest[i + k] = rest_of(half);
+        }
+    }
+    for (size_t i = 0; i < numel; i++) {
+        uint8_t less = (uint8_t)(symbols[i] - 1);
+        sign |= rest[i];
+        most = symbols[i] > most ? symbols[i] : most;
+        least = less < least ? less : least;
+    }
+    return (Range){sign & 0x80, most, least};
+}
+
+/* Writes a coded tile; returns its size, 0 if that is more than the tile's or than room, UNKNOWN if an item is not in the range. */
+INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, const uint32_t *pairs, Range range, uint8_t *target,
                           size_t room)
 {
-    uint8_t symbols[TILE], rest[TILE], streams[NUM_STREAMS][STREAM_NBYTES], *to[NUM_STREAMS];
+    uint8_t symbols[TILE], bytes[TILE], streams[NUM_STREAMS][STREAM_NBYTES], *to[NUM_STREAMS];
     uint16_t sizes[NUM_STREAMS];
     uint64_t waiting[NUM_STREAMS] = {0};
     unsigned num_bits[NUM_STREAMS] = {0};
     size_t low_nbytes = numel * (itemsize - 2), quarter = numel / NUM_STREAMS;
-    size_t nbytes = sizeof sizes + low_nbytes + rest_nbytes(numel, is_signed);
+    size_t nbytes = sizeof sizes + low_nbytes + rest_nbytes(numel, range.sign);
     if (nbytes > room)
         return 0;
-    uint8_t *low = target + sizeof sizes, *packed = low + low_nbytes;
-    if (itemsize == 4)
-        for (size_t i = 0; i < numel; i++)
-            memcpy(low + 2 * i, source + 4 * i, 2);
-    for (size_t i = 0; i < numel; i++) {
-        uint16_t high;
-        memcpy(&high, source + itemsize * i + itemsize - 2, 2);
-        symbols[i] = symbol_of(high);
-        rest[i] = rest_of(high);
-    }
-    if (is_signed)
-        memcpy(packed, rest, numel);
-    else   /* each store reaches a byte beyond, which the next one, or the streams, write again */
+    uint8_t *low = target + sizeof sizes, *packed = low + low_nbytes, *rest = range.sign ? packed : bytes;
+    Range found = split(source, itemsize, numel, low, symbols, rest);
+    if (found.sign > range.sign || found.most > range.most || found.least < range.least)
+        return UNKNOWN;
+    if (!range.sign) {
         for (size_t i = 0; i < numel; i += 8)
-            store64(packed + i / 8 * 7, squeeze(load64(rest + i)));
+            store64(bytes + i, squeeze(load64(bytes + i)));
+        for (size_t i = 0; i < numel; i += 8)   /* a byte beyond each is written again, by the next or by the streams */
+            memcpy(packed + i / 8 * 7, bytes + i, 8);
+    }
     for (int s = 0; s < NUM_STREAMS; s++)
         to[s] = streams[s];
-    for (size_t i = 0; i < quarter; i += 4)
+    for (size_t i = 0; i < quarter; i += 4) {
+        __builtin_prefetch(source + numel * itemsize + i * NUM_STREAMS * itemsize, 0, 2);   /* the next tile */
         for (int s = 0; s < NUM_STREAMS; s++) {
-            const uint8_t *from = symbols + s * quarter + i;
-            for (int k = 0; k < 4; k++) {   /* 7 bits wait at most, and 44 come */
-                waiting[s] |= (uint64_t)code->bits[from[k]] << num_bits[s];
-                num_bits[s] += code->length[from[k]];
+            for (int k = 0; k < 4; k += 2) {   /* 7 bits wait at most, and 44 come */
+                uint16_t pair;
+                memcpy(&pair, symbols + s * quarter + i + k, 2);
+                uint32_t code = pairs[pair];
+                waiting[s] |= (uint64_t)(code & ((1 << PAIR_SHIFT) - 1)) << num_bits[s];
+                num_bits[s] += code >> PAIR_SHIFT;
             }
             store64(to[s], waiting[s]);
             to[s] += num_bits[s] >> 3;
             waiting[s] >>= num_bits[s] & 56;
             num_bits[s] &= 7;
         }
+    }
     for (int s = 0; s < NUM_STREAMS; s++) {
         if (num_bits[s])
             *to[s]++ = (uint8_t)waiting[s];
@@ -243,10 +330,28 @@ INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, con
     return nbytes <= numel * itemsize ? nbytes : 0;
 }
 
-/* coded has STREAM_NBYTES behind it that may be read. Returns whether each stream was read to its end and no further. */
-INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const uint16_t *table, int is_signed, uint8_t *target)
+/* Decodes what NUM_LOOKS at the table find, to where FOUND symbols have room; returns where they end. */
+INLINE uint8_t *find(const uint8_t *from, size_t *place, const Found *table, uint8_t *to)
 {
-    uint8_t symbols[TILE], wide[TILE];
+    uint64_t bits = load64(from + (*place >> 3)) >> (*place & 7);
+    for (int k = 0; k < NUM_LOOKS; k++) {
+        uint64_t found;
+        memcpy(&found, table + (bits & (TABLE - 1)), 8);
+        memcpy(to, &found, 4);
+        to += found >> 32 & 0xFF;
+        found = found >> 40 & 0xFF;
+        bits >>= found;
+        *place += found;
+    }
+    return to;
+}
+
+/* coded has STREAM_NBYTES behind it that may be read; next: where the next coded tile is. Returns whether each stream was read to
+ * its end and no further. */
+INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const Found *table, int is_signed, uint8_t *target,
+                       const uint8_t *next)
+{
+    uint8_t symbols[TILE], wide[TILE], *to[NUM_STREAMS], *end[NUM_STREAMS];
     uint16_t sizes[NUM_STREAMS];
     const uint8_t *from[NUM_STREAMS];
     size_t place[NUM_STREAMS] = {0}, quarter = numel / NUM_STREAMS;   /* in bits */
@@ -260,17 +365,24 @@ INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const u
     from[0] = packed + rest_nbytes(numel, is_signed);
     for (int s = 1; s < NUM_STREAMS; s++)
         from[s] = from[s - 1] + sizes[s - 1];
-    for (size_t i = 0; i < quarter; i += 4)
-        for (int s = 0; s < NUM_STREAMS; s++) {
-            uint64_t bits = load64(from[s] + (place[s] >> 3)) >> (place[s] & 7);
-            uint8_t *to = symbols + s * quarter + i;
-            for (int k = 0; k < 4; k++) {
-                uint16_t found = table[bits & (TABLE - 1)];
-                to[k] = (uint8_t)found;
-                bits >>= found >> 8;
-                place[s] += found >> 8;
-            }
+    for (int s = 0; s < NUM_STREAMS; s++) {
+        to[s] = symbols + s * quarter;
+        end[s] = to[s] + quarter;
+    }
+    while (end[0] - to[0] >= FOUND && end[1] - to[1] >= FOUND && end[2] - to[2] >= FOUND && end[3] - to[3] >= FOUND)
+        for (int s = 0; s < NUM_STREAMS; s++, next += LINE * itemsize / NUM_STREAMS) {
+            __builtin_prefetch(next, 0, 2);
+            to[s] = find(from[s], &place[s], table, to[s]);
         }
+    for (int s = 0; s < NUM_STREAMS; s++) {
+        while (end[s] - to[s] >= FOUND)
+            to[s] = find(from[s], &place[s], table, to[s]);
+        for (; to[s] < end[s]; to[s]++) {
+            const Found *found = table + (load64(from[s] + (place[s] >> 3)) >> (place[s] & 7) & (TABLE - 1));
+            *to[s] = found->symbols[0];
+            place[s] += found->first_num_bits;
+        }
+    }
     if (itemsize == 4)
         for (size_t i = 0; i < numel; i++) {
             uint16_t half;
@@ -291,33 +403,46 @@ INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const u
 
 /* ---- sections ---- */
 
-INLINE size_t encode(const uint8_t *source, size_t nbytes, int itemsize, uint8_t *target)
+/* As `encode`, with a code by SAMPLE items of each `every`; UNKNOWN if others are beyond what is likely by these. */
+INLINE size_t encode_by(const uint8_t *source, size_t nbytes, int itemsize, uint8_t *target, size_t every)
 {
-    uint32_t counts[NUM_SYMBOLS];
+    uint32_t counts[NUM_SYMBOLS], pairs[NUM_SYMBOLS * NUM_SYMBOLS];
     uint8_t lengths[NUM_SYMBOLS];
     Code code;
+    Range range;
     size_t numel = nbytes / itemsize, used = HEADER, most = nbytes - PAGE;
-    uint32_t seen = count(source, itemsize, numel, counts);
-    if (!seen)
-        return 0;
-    int is_signed = seen >> (8 * itemsize - 1) & 1;
-    lengths_of(counts, lengths);
-    assign(lengths, &code);
+    if (!count(source, itemsize, numel, every, counts, &range))
+        return every > SAMPLE ? UNKNOWN : 0;
     if (used > most)
         return nbytes;
+    if (every > SAMPLE) {
+        range.least = range.least > BEYOND ? range.least - BEYOND : 0;
+        range.most = range.most < NUM_SYMBOLS - BEYOND ? range.most + BEYOND : NUM_SYMBOLS - 1;
+        for (int s = 0; s < NUM_SYMBOLS; s++)
+            counts[s] += s == 0 || (s > range.least && s <= range.most);
+    }
+    lengths_of(counts, lengths);
+    assign(lengths, &code);
+    pairs_of(&code, pairs);
     for (int i = 0; i < NUM_SYMBOLS / 2; i++)
         target[i] = (uint8_t)(lengths[2 * i] | lengths[2 * i + 1] << 4);
-    target[HEADER - 1] = (uint8_t)is_signed;
+    target[HEADER - 1] = range.sign >> 7;
     for (size_t i = 0; i < numel; i += TILE) {
         size_t part = numel - i < TILE ? numel - i : TILE;
-        size_t size = encode_tile(source + i * itemsize, itemsize, part, &code, is_signed, target + used, most - used);
-        if (!size)
-            return nbytes;
+        size_t size = encode_tile(source + i * itemsize, itemsize, part, pairs, range, target + used, most - used);
+        if (!size || size == UNKNOWN)
+            return size ? UNKNOWN : nbytes;
         used += size;
     }
     size_t whole = (used + PAGE - 1) / PAGE * PAGE;
     memset(target + used, 0, whole - used);
     return whole;
+}
+
+INLINE size_t encode(const uint8_t *source, size_t nbytes, int itemsize, uint8_t *target)
+{
+    size_t size = nbytes / itemsize < MANY ? UNKNOWN : encode_by(source, nbytes, itemsize, target, SAMPLED);
+    return size == UNKNOWN ? encode_by(source, nbytes, itemsize, target, SAMPLE) : size;
 }
 
 /* Copies the coded tile of numel items that begins at from, before end; returns its size, or 0 if there is none. */
@@ -339,7 +464,7 @@ INLINE size_t take(const uint8_t *from, const uint8_t *end, int itemsize, size_t
 INLINE int decode(uint8_t *buffer, size_t nbytes, int itemsize, size_t coded_nbytes)
 {
     uint8_t lengths[NUM_SYMBOLS], tiles[2][TILE * 4 + STREAM_NBYTES];
-    uint16_t table[TABLE];
+    Found table[TABLE];
     Code code;
     const uint8_t *coded = buffer + nbytes - coded_nbytes, *end = buffer + nbytes;
     size_t numel = nbytes / itemsize, size, part = numel < TILE ? numel : TILE;
@@ -368,7 +493,7 @@ INLINE int decode(uint8_t *buffer, size_t nbytes, int itemsize, size_t coded_nby
                 return 0;
             coded += size;
         }
-        if (!decode_tile(tiles[k], itemsize, part, table, is_signed, buffer + i * itemsize))
+        if (!decode_tile(tiles[k], itemsize, part, table, is_signed, buffer + i * itemsize, coded))
             return 0;
     }
     return end - coded < PAGE;

@@ -265,10 +265,9 @@ def _connect(
     undo.callback(arena.close)
     num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
     compressor_ = None
-    if placement.compression_nbytes:
-        if config.compression == "on" or compressor.pays(swap.nbytes_per_s / ranks.num_local, num_cores):
-            compressor_ = Compressor(swap, arena, placement.compression_nbytes)
-            undo.callback(compressor_.close)
+    if placement.compression_nbytes and compressor.pays(config.compression, swap.nbytes_per_s / ranks.num_local, num_cores):
+        compressor_ = Compressor(swap, arena, placement.compression_nbytes)
+        undo.callback(compressor_.close)
     for index, chunk in enumerate(chunks):
         chunk.extents = {kind: extents[kind][index] for kind in KINDS}
         if compressor_ is not None:

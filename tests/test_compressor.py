@@ -128,6 +128,26 @@ def test_zeros_take_nothing_and_noise_takes_all_of_its_bytes(itemsize):
     assert expanded(coded, nbytes, itemsize, MIB) == one
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [-0.0, -1e-3, 0.0, 1e-40, 1e-30, 1e-12, 1e12, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("base", ["square", "zeros"])
+def test_an_item_unlike_the_others_keeps_its_bits(base, value, dtype):
+    """Wherever it is: the code is made by a sample of the items. It costs a tenth at most, a bit of bf16's ten if it has a sign."""
+    values = normal(1 << 18, torch.float32).square().to(dtype) if base == "square" else torch.zeros(1 << 18, dtype=dtype)
+    undisturbed = compressed(bytes_of(values), dtype.itemsize)[1]
+    for place in (0, 63, 64, 1023, 12345, (1 << 18) - 1):
+        changed = values.clone()
+        changed[place] = value
+        data = bytes_of(changed)
+        coded, nbytes = compressed(data, dtype.itemsize)
+        if any(data):
+            least = len(data) * (9 / 16 if dtype == torch.bfloat16 else 25 / 32)
+            assert 0 < nbytes < 1.1 * max(undisturbed, least) + 4096
+            assert expanded(coded, nbytes, dtype.itemsize, len(data)) == data
+        else:
+            assert nbytes == 0
+
+
 def test_nans_infinities_and_denormals_keep_their_bits():
     words = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).repeat_interleave(3).repeat(2)
     words = torch.cat([words, torch.zeros(1 << 20, dtype=torch.int16)])
@@ -498,7 +518,8 @@ def test_auto_goes_without_buffers_where_nothing_fits_beside_them(chunk_mib):
 
 @pytest.mark.parametrize(
     "nbytes_per_s, num_cores, expected",
-    [(0, 64, False), (2.3e9, 16, True), (2.3e9, 2, False), (0.2e9, 2, True), (5e9, 16, True), (5e9, 8, False), (14e9, 128, False)],
+    [(0, 64, False), (2.3e9, 16, True), (2.3e9, 2, False), (0.2e9, 2, True), (9e9, 16, True), (9e9, 8, False), (11e9, 128, False)],
 )
 def test_where_it_pays(nbytes_per_s, num_cores, expected):
-    assert compressor.pays(nbytes_per_s, num_cores) == expected
+    assert compressor.pays("auto", nbytes_per_s, num_cores) == expected
+    assert compressor.pays("on", nbytes_per_s, num_cores)

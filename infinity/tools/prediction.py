@@ -82,7 +82,7 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
         config.residency == "auto",
     )
     rate, num_cores = machine.drive_gbps("mixed") * 1e9 / machine.devices, machine.cores // machine.devices
-    compresses = placement.compression_nbytes > 0 and (config.compression == "on" or compressor.pays(rate, num_cores))
+    compresses = placement.compression_nbytes > 0 and compressor.pays(config.compression, rate, num_cores)
     simulation = simulate(layout, records, placement, step, machine, on_device=on_device, compresses=compresses)
     return Prediction(layout, records, placement, on_device, workload, simulation, machine)
 
