@@ -130,9 +130,8 @@ class Engine:
         """Whether the parameter is whole on the device now, as inside `gathered` or its module's forward."""
         if not self._started:
             return False
-        self.pipeline.drain_dropped()
         span = self.registry.span_of(self.registry.params[self._indices[id(param)]])
-        return span.attached and span.holds > 0
+        return self.pipeline.is_held(span) and span.attached
 
     def read_weight(self, param: torch.Tensor) -> torch.Tensor:
         """A parameter's value, whole, on the CPU, in the dtype that the model computes in. Every rank must call it."""
@@ -168,8 +167,7 @@ class Engine:
             return
         self.cycle.refuse_half_updated("new weights")
         state = self.registry.params[index]
-        self.pipeline.drain_dropped()
-        if self.registry.span_of(state).holds:
+        if self.pipeline.is_held(self.registry.span_of(state)):
             raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
         self.values.write_weight(state, value)
         for chunk in self.registry.chunks_of(state):
@@ -359,8 +357,7 @@ class Engine:
         if optimizer is not None and optimizer is not self.optimizer:
             raise UsageError(f"{what}: the optimizer is not that of this model")
         self._start()
-        self.pipeline.drain_dropped()
-        if self.hooks.frames or self.cycle.in_backward() or any(span.holds for span in self.registry.spans):
+        if self.hooks.frames or self.cycle.in_backward() or any(map(self.pipeline.is_held, self.registry.spans)):
             raise UsageError(f"{what} while the model runs or inside infinity.gathered")
 
     # The end.

@@ -187,6 +187,11 @@ class Pipeline:
         if not span.holds:
             self._held.pop(span.index, None)
 
+    def is_held(self, span: SpanState) -> bool:
+        """Whether anybody needs it on the device. What a dropped graph needed, nobody does."""
+        self.drain_dropped()
+        return span.holds > 0
+
     def drain_dropped(self) -> None:
         """Carry out the releases of finalizers, and the evictions that waited for a release."""
         while self.dropped:
