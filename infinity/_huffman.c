@@ -25,9 +25,9 @@
  * Codes are canonical, shorter ones first, then by symbol; their bits reversed, so that a stream is read from its lowest bit.
  *
  * [Note: one look at memory]
- * What costs most is to read items and to write them. So lengths are those of a sample, and no item is read before its tile is coded;
- * symbols a little beyond the sample's have codes too, and where an item is further away all are counted and it begins anew. While
- * a tile is coded or decoded, the next one is fetched. Two symbols are coded by one look at a table, up to four decoded.
+ * What costs most is to read items and to write them. So the code of a large section is made by a sample of its items, and has symbols
+ * a little beyond the sample's; where another comes up, or a tile does not fit, all items are counted and it begins anew. While a tile
+ * is coded or decoded, the next one is fetched. Two symbols are coded by one look at a table, up to four decoded.
  *
  * [Note: in place]
  * No coded tile is larger than the tile; what would have one is not coded. So what is left to read lies behind the tile that is
@@ -52,22 +52,23 @@
 #define STREAM (TILE / NUM_STREAMS)
 #define STREAM_NBYTES (STREAM * MAX_BITS / 8 + 8)   /* at most, and what a store or load of 8 bytes may reach beyond */
 #define PAIR_SHIFT 24
-#define NUM_LOOKS 5   /* of MAX_BITS each, in the 57 bits that a load has at least */
-#define FOUND (4 * NUM_LOOKS)   /* symbols at most */
+#define NUM_LOOKS 5   /* into one load of 8 bytes, which has 57 bits at least */
+#define MOST_FOUND (4 * NUM_LOOKS)   /* symbols */
 #define SAMPLE 64   /* items of each SAMPLED are counted where there are MANY */
 #define SAMPLED 1024
 #define MANY (1 << 16)
 #define BEYOND 16   /* symbols below and above those of a sample that have codes as well */
-#define UNKNOWN SIZE_MAX
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "streams are of little-endian words");
+_Static_assert(NUM_LOOKS * MAX_BITS <= 57 && 2 * MAX_BITS <= PAIR_SHIFT, "a look, and a pair, has its bits");
+_Static_assert(PAGE / 4 % SAMPLED == 0 && SAMPLED % SAMPLE == 0, "a section has whole samples");
 
 typedef struct { uint16_t bits[NUM_SYMBOLS]; uint8_t length[NUM_SYMBOLS]; } Code;
 
 /* ---- the code of a section ---- */
 
-/* Lengths of a Huffman code of at most MAX_BITS: by two queues over the sorted counts, then longer ones are cut and shorter
- * ones grow until the code is one again. */
+/* Lengths of a Huffman code of at most MAX_BITS, which takes all of TABLE: by two queues over the sorted counts, then longer ones are
+ * cut and shorter ones grow until the code is one again. */
 static void lengths_of(const uint32_t *counts, uint8_t *lengths)
 {
     uint16_t order[NUM_SYMBOLS];
@@ -85,8 +86,8 @@ static void lengths_of(const uint32_t *counts, uint8_t *lengths)
         order[at] = (uint16_t)s;
     }
     if (n < 2) {
-        if (n)
-            lengths[order[0]] = 1;
+        if (n)   /* a code of two, of which one is never used */
+            lengths[order[0]] = lengths[order[0] ^ 1] = 1;
         return;
     }
     for (int i = 0; i < n; i++)
@@ -131,7 +132,7 @@ static uint16_t reversed(uint32_t bits, int length)
     return (uint16_t)r;
 }
 
-/* The canonical code of some lengths. Returns how many of TABLE places it takes: more than TABLE is no code. */
+/* The canonical code of some lengths. Returns how many places it takes: TABLE, or it is none of `lengths_of`. */
 static uint32_t assign(const uint8_t *lengths, Code *code)
 {
     uint32_t place = 0;
@@ -163,13 +164,13 @@ static void pairs_of(const Code *code, uint32_t *pairs)
         }
 }
 
-/* What the next MAX_BITS of a stream begin with: as many symbols as end in them, 4 at most. What is no code is a symbol of a bit. */
+/* What the next MAX_BITS of a stream begin with: as many symbols as end in them, 4 at most. Of 8 bytes, since `find` loads it at once. */
 typedef struct { uint8_t symbols[4], count, num_bits, first_num_bits, unused; } Found;
+_Static_assert(sizeof(Found) == 8 && offsetof(Found, count) == 4 && offsetof(Found, num_bits) == 5, "as `find` takes it apart");
 
 static void table_of(const Code *code, Found *table)
 {
-    uint8_t symbol[TABLE] = {0}, length[TABLE];
-    memset(length, 1, sizeof length);
+    uint8_t symbol[TABLE], length[TABLE];
     for (int s = 0; s < NUM_SYMBOLS; s++)
         if (code->length[s])
             for (int i = code->bits[s]; i < TABLE; i += 1 << code->length[s]) {
@@ -213,16 +214,23 @@ INLINE uint64_t widen(uint64_t x)
 /* What sign and mantissa take of a tile. */
 INLINE size_t rest_nbytes(size_t numel, int is_signed) { return is_signed ? numel : numel / 8 * 7; }
 
-/* What some items have: a sign, a largest symbol, and a least one but for 0, less 1. */
+/* What some items have: a sign, the largest symbol, and the least one, less 1, so that 0, which every range has, is 255 there. */
 typedef struct { uint8_t sign, most, least; } Range;
+
+/* Where the sample of some `every` items begins: elsewhere in each, since rows of a matrix are often as long. */
+INLINE size_t sample_of(size_t number, size_t every)
+{
+    return number * every + (uint32_t)(number * 2654435761u) / 4096 % (every / SAMPLE) * SAMPLE;
+}
 
 /* Counts SAMPLE items of each `every`. Returns whether a bit of them is set. */
 INLINE int count(const uint8_t *source, int itemsize, size_t numel, size_t every, uint32_t *counts, Range *range)
 {
     uint32_t several[4][NUM_SYMBOLS] = {{0}}, seen = 0;   /* neighbours often have the same symbol */
-    for (size_t begin = 0; begin < numel; begin += every) {
-        for (int i = 0; i < SAMPLE * itemsize; i += LINE)   /* a sample a little ahead */
-            __builtin_prefetch(source + (begin + 16 * every) * itemsize + i, 0, 2);
+    for (size_t number = 0; number < numel / every; number++) {
+        size_t begin = sample_of(number, every), ahead = sample_of(number + 16, every);
+        for (int i = 0; i < SAMPLE * itemsize; i += LINE)
+            __builtin_prefetch(source + ahead * itemsize + i, 0, 2);
         for (size_t i = begin; i < begin + SAMPLE; i += 4)
             for (int k = 0; k < 4; k++) {
                 uint32_t x = 0;
@@ -242,7 +250,7 @@ INLINE int count(const uint8_t *source, int itemsize, size_t numel, size_t every
     return seen != 0;
 }
 
-/* Parts of items: the lower halves of fp32, symbols, the rest. Loops are as long as vectors, which compilers then make of them. */
+/* Parts of items: the lower halves of fp32, symbols, the rest. Loops as long as vectors, which compilers make of them. */
 INLINE Range split(const uint8_t *restrict source, int itemsize, size_t numel, uint8_t *restrict low, uint8_t *restrict symbols,
                    uint8_t *restrict rest)
 {
@@ -276,11 +284,11 @@ INLINE Range split(const uint8_t *restrict source, int itemsize, size_t numel, u
     return (Range){sign & 0x80, most, least};
 }
 
-/* Writes a coded tile; returns its size, 0 if that is more than the tile's or than room, UNKNOWN if an item is not in the range. */
+/* Writes a coded tile; returns its size, or 0 if that is more than the tile's or than room, or an item is not in the range. */
 INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, const uint32_t *pairs, Range range, uint8_t *target,
                           size_t room)
 {
-    uint8_t symbols[TILE], bytes[TILE], streams[NUM_STREAMS][STREAM_NBYTES], *to[NUM_STREAMS];
+    uint8_t symbols[TILE], wide[TILE], streams[NUM_STREAMS][STREAM_NBYTES], *to[NUM_STREAMS];
     uint16_t sizes[NUM_STREAMS];
     uint64_t waiting[NUM_STREAMS] = {0};
     unsigned num_bits[NUM_STREAMS] = {0};
@@ -288,15 +296,15 @@ INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, con
     size_t nbytes = sizeof sizes + low_nbytes + rest_nbytes(numel, range.sign);
     if (nbytes > room)
         return 0;
-    uint8_t *low = target + sizeof sizes, *packed = low + low_nbytes, *rest = range.sign ? packed : bytes;
+    uint8_t *low = target + sizeof sizes, *packed = low + low_nbytes, *rest = range.sign ? packed : wide;
     Range found = split(source, itemsize, numel, low, symbols, rest);
     if (found.sign > range.sign || found.most > range.most || found.least < range.least)
-        return UNKNOWN;
+        return 0;
     if (!range.sign) {
         for (size_t i = 0; i < numel; i += 8)
-            store64(bytes + i, squeeze(load64(bytes + i)));
+            store64(wide + i, squeeze(load64(wide + i)));
         for (size_t i = 0; i < numel; i += 8)   /* a byte beyond each is written again, by the next or by the streams */
-            memcpy(packed + i / 8 * 7, bytes + i, 8);
+            memcpy(packed + i / 8 * 7, wide + i, 8);
     }
     for (int s = 0; s < NUM_STREAMS; s++)
         to[s] = streams[s];
@@ -330,18 +338,18 @@ INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, con
     return nbytes <= numel * itemsize ? nbytes : 0;
 }
 
-/* Decodes what NUM_LOOKS at the table find, to where FOUND symbols have room; returns where they end. */
+/* Decodes what NUM_LOOKS at the table find, to where MOST_FOUND symbols have room; returns where they end. */
 INLINE uint8_t *find(const uint8_t *from, size_t *place, const Found *table, uint8_t *to)
 {
     uint64_t bits = load64(from + (*place >> 3)) >> (*place & 7);
     for (int k = 0; k < NUM_LOOKS; k++) {
-        uint64_t found;
+        uint64_t found, num_bits;
         memcpy(&found, table + (bits & (TABLE - 1)), 8);
         memcpy(to, &found, 4);
         to += found >> 32 & 0xFF;
-        found = found >> 40 & 0xFF;
-        bits >>= found;
-        *place += found;
+        num_bits = found >> 40 & 0xFF;
+        bits >>= num_bits;
+        *place += num_bits;
     }
     return to;
 }
@@ -369,13 +377,14 @@ INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const F
         to[s] = symbols + s * quarter;
         end[s] = to[s] + quarter;
     }
-    while (end[0] - to[0] >= FOUND && end[1] - to[1] >= FOUND && end[2] - to[2] >= FOUND && end[3] - to[3] >= FOUND)
+    while (end[0] - to[0] >= MOST_FOUND && end[1] - to[1] >= MOST_FOUND && end[2] - to[2] >= MOST_FOUND
+           && end[3] - to[3] >= MOST_FOUND)
         for (int s = 0; s < NUM_STREAMS; s++, next += LINE * itemsize / NUM_STREAMS) {
             __builtin_prefetch(next, 0, 2);
             to[s] = find(from[s], &place[s], table, to[s]);
         }
     for (int s = 0; s < NUM_STREAMS; s++) {
-        while (end[s] - to[s] >= FOUND)
+        while (end[s] - to[s] >= MOST_FOUND)
             to[s] = find(from[s], &place[s], table, to[s]);
         for (; to[s] < end[s]; to[s]++) {
             const Found *found = table + (load64(from[s] + (place[s] >> 3)) >> (place[s] & 7) & (TABLE - 1));
@@ -403,7 +412,7 @@ INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const F
 
 /* ---- sections ---- */
 
-/* As `encode`, with a code by SAMPLE items of each `every`; UNKNOWN if others are beyond what is likely by these. */
+/* As `encode`, with a code by SAMPLE items of each `every`; also n if others are not like them. */
 INLINE size_t encode_by(const uint8_t *source, size_t nbytes, int itemsize, uint8_t *target, size_t every)
 {
     uint32_t counts[NUM_SYMBOLS], pairs[NUM_SYMBOLS * NUM_SYMBOLS];
@@ -411,16 +420,17 @@ INLINE size_t encode_by(const uint8_t *source, size_t nbytes, int itemsize, uint
     Code code;
     Range range;
     size_t numel = nbytes / itemsize, used = HEADER, most = nbytes - PAGE;
+    int is_sample = every > SAMPLE;
     if (!count(source, itemsize, numel, every, counts, &range))
-        return every > SAMPLE ? UNKNOWN : 0;
+        return is_sample ? nbytes : 0;
     if (used > most)
         return nbytes;
-    if (every > SAMPLE) {
+    if (is_sample) {
         range.least = range.least > BEYOND ? range.least - BEYOND : 0;
         range.most = range.most < NUM_SYMBOLS - BEYOND ? range.most + BEYOND : NUM_SYMBOLS - 1;
-        for (int s = 0; s < NUM_SYMBOLS; s++)
-            counts[s] += s == 0 || (s > range.least && s <= range.most);
     }
+    for (int s = 0; s < NUM_SYMBOLS; s++)   /* all that a tile may have has a code */
+        counts[s] += s == 0 || (s > range.least && s <= range.most);
     lengths_of(counts, lengths);
     assign(lengths, &code);
     pairs_of(&code, pairs);
@@ -430,8 +440,8 @@ INLINE size_t encode_by(const uint8_t *source, size_t nbytes, int itemsize, uint
     for (size_t i = 0; i < numel; i += TILE) {
         size_t part = numel - i < TILE ? numel - i : TILE;
         size_t size = encode_tile(source + i * itemsize, itemsize, part, pairs, range, target + used, most - used);
-        if (!size || size == UNKNOWN)
-            return size ? UNKNOWN : nbytes;
+        if (!size)
+            return nbytes;
         used += size;
     }
     size_t whole = (used + PAGE - 1) / PAGE * PAGE;
@@ -441,8 +451,8 @@ INLINE size_t encode_by(const uint8_t *source, size_t nbytes, int itemsize, uint
 
 INLINE size_t encode(const uint8_t *source, size_t nbytes, int itemsize, uint8_t *target)
 {
-    size_t size = nbytes / itemsize < MANY ? UNKNOWN : encode_by(source, nbytes, itemsize, target, SAMPLED);
-    return size == UNKNOWN ? encode_by(source, nbytes, itemsize, target, SAMPLE) : size;
+    size_t size = nbytes / itemsize < MANY ? nbytes : encode_by(source, nbytes, itemsize, target, SAMPLED);
+    return size < nbytes ? size : encode_by(source, nbytes, itemsize, target, SAMPLE);
 }
 
 /* Copies the coded tile of numel items that begins at from, before end; returns its size, or 0 if there is none. */
@@ -477,7 +487,7 @@ INLINE int decode(uint8_t *buffer, size_t nbytes, int itemsize, size_t coded_nby
             return 0;
     }
     int is_signed = coded[HEADER - 1];
-    if (is_signed > 1 || assign(lengths, &code) > TABLE)
+    if (is_signed > 1 || assign(lengths, &code) != TABLE)
         return 0;
     table_of(&code, table);
     coded += HEADER;

@@ -62,13 +62,14 @@ def entropy(data, itemsize):
     return -(shares * np.log2(shares)).sum()
 
 
-@pytest.mark.parametrize("kind", ["normal", "square", "mixed scales", "skewed"])
+@pytest.mark.parametrize("kind", ["normal", "square", "mixed scales", "columns", "skewed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_floats_take_little_more_than_their_entropy(kind, dtype):
     values = {
         "normal": lambda: normal(1 << 19, torch.float32),
         "square": lambda: normal(1 << 19, torch.float32).square(),
         "mixed scales": lambda: normal(1 << 19, torch.float32) * torch.logspace(-3, 3, 512).repeat(1024),
+        "columns": lambda: normal(1 << 19, torch.float32) * torch.tensor([2.0**-8] * 64 + [1.0] * 960).repeat(512),
         "skewed": lambda: torch.exp2(-torch.empty(1 << 19).exponential_(0.7, generator=torch.Generator().manual_seed(0)).floor()),
     }[kind]()
     data = bytes_of(values.to(dtype))
