@@ -1,7 +1,8 @@
 """What a user may ask of the engine: one frozen value, validated once, and where each setting came from.
 
 Knows names, ranges and units, and in which order files and options count. Must not know torch, ranks or how anything is
-done: what depends on the machine (is there a GPU, how much memory is free, does the model fit) is answered by the engine.
+done: what depends on the machine (is there a GPU, how much memory is free, does the model fit) is answered by the engine. Over 400
+lines because each setting has its check, and each mistake an answer of its own.
 """
 
 import dataclasses

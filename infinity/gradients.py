@@ -3,7 +3,8 @@
 A gradient that autograd has accumulated leaves the device at once, a small one together with what follows: on one rank straight
 into the host memory of its chunk's shard; on several into a flat buffer of the chunk, which is reduce-scattered when all its gradients
 are there. What belongs to a record on the device stays there.
-Knows chunks and when they are complete. Must not know when or how they are used.
+Knows chunks and when they are complete. Must not know when or how they are used. Over 400 lines because a gradient's way differs
+with the ranks and with the home of its record, and all ways end in one place.
 """
 
 # [Note: which parameters were used]
