@@ -67,8 +67,8 @@ typedef struct { uint16_t bits[NUM_SYMBOLS]; uint8_t length[NUM_SYMBOLS]; } Code
 
 /* ---- the code of a section ---- */
 
-/* Lengths of a Huffman code of at most MAX_BITS, which takes all of TABLE: by two queues over the sorted counts, then longer ones are
- * cut and shorter ones grow until the code is one again. */
+/* Lengths of a Huffman code of at most MAX_BITS, which takes all of TABLE, for one symbol or more: by two queues over the sorted counts,
+ * then longer ones are cut and shorter ones grow until the code is one again. */
 static void lengths_of(const uint32_t *counts, uint8_t *lengths)
 {
     uint16_t order[NUM_SYMBOLS];
@@ -85,9 +85,8 @@ static void lengths_of(const uint32_t *counts, uint8_t *lengths)
             order[at] = order[at - 1];
         order[at] = (uint16_t)s;
     }
-    if (n < 2) {
-        if (n)   /* a code of two, of which one is never used */
-            lengths[order[0]] = lengths[order[0] ^ 1] = 1;
+    if (n == 1) {   /* a code of two, of which one is never used */
+        lengths[order[0]] = lengths[order[0] ^ 1] = 1;
         return;
     }
     for (int i = 0; i < n; i++)
@@ -229,7 +228,7 @@ INLINE int count(const uint8_t *source, int itemsize, size_t numel, size_t every
     uint32_t several[4][NUM_SYMBOLS] = {{0}}, seen = 0;   /* neighbours often have the same symbol */
     for (size_t number = 0; number < numel / every; number++) {
         size_t begin = sample_of(number, every), ahead = sample_of(number + 16, every);
-        for (int i = 0; i < SAMPLE * itemsize; i += LINE)
+        for (int i = 0; i < SAMPLE * itemsize; i += LINE)   /* which is long enough before it is counted */
             __builtin_prefetch(source + ahead * itemsize + i, 0, 2);
         for (size_t i = begin; i < begin + SAMPLE; i += 4)
             for (int k = 0; k < 4; k++) {
@@ -239,7 +238,7 @@ INLINE int count(const uint8_t *source, int itemsize, size_t numel, size_t every
                 several[k][symbol_of((uint16_t)(itemsize == 4 ? x >> 16 : x))]++;
             }
     }
-    *range = (Range){(uint8_t)(seen >> (8 * itemsize - 8) & 0x80), 0, NUM_SYMBOLS - 1};
+    *range = (Range){(uint8_t)(seen >> (8 * itemsize - 1) & 1), 0, NUM_SYMBOLS - 1};
     for (int s = NUM_SYMBOLS - 1; s >= 0; s--) {
         counts[s] = several[0][s] + several[1][s] + several[2][s] + several[3][s];
         if (counts[s] && !range->most)
@@ -281,7 +280,7 @@ INLINE Range split(const uint8_t *restrict source, int itemsize, size_t numel, u
         most = symbols[i] > most ? symbols[i] : most;
         least = less < least ? less : least;
     }
-    return (Range){sign & 0x80, most, least};
+    return (Range){sign >> 7, most, least};
 }
 
 /* Writes a coded tile; returns its size, or 0 if that is more than the tile's or than room, or an item is not in the range. */
@@ -436,7 +435,7 @@ INLINE size_t encode_by(const uint8_t *source, size_t nbytes, int itemsize, uint
     pairs_of(&code, pairs);
     for (int i = 0; i < NUM_SYMBOLS / 2; i++)
         target[i] = (uint8_t)(lengths[2 * i] | lengths[2 * i + 1] << 4);
-    target[HEADER - 1] = range.sign >> 7;
+    target[HEADER - 1] = range.sign;
     for (size_t i = 0; i < numel; i += TILE) {
         size_t part = numel - i < TILE ? numel - i : TILE;
         size_t size = encode_tile(source + i * itemsize, itemsize, part, pairs, range, target + used, most - used);

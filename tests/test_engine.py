@@ -485,9 +485,8 @@ def traffic(make, directory, num_steps=4, **config):
     Backward waits for updates: behind a drive that others keep busy these fall back, and weights that leave meanwhile are read again."""
     with training(make, directory, dtype="bf16", chunk_mib=1 / 8, **NVME | config) as (model, engine, optimizer):
         assert len(engine.registry.chunks) >= 80
-        for block in model.blocks:
-            for module in block.modules():
-                module.register_full_backward_pre_hook(lambda module, grads: engine.updater.drain())
+        for module in model.blocks.modules():
+            module.register_full_backward_pre_hook(lambda module, grads: engine.updater.drain())
 
         def steps(first, count):
             for step in range(first, first + count):
