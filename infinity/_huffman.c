@@ -191,6 +191,9 @@ static void table_of(const Code *code, Found *table)
 INLINE uint64_t load64(const uint8_t *at) { uint64_t x; memcpy(&x, at, 8); return x; }
 INLINE void store64(uint8_t *at, uint64_t x) { memcpy(at, &x, 8); }
 
+/* Into the cache, whatever is there: beyond the end of a section, too. */
+INLINE void fetch(const uint8_t *from, size_t offset) { __builtin_prefetch((const void *)((uintptr_t)from + offset), 0, 2); }
+
 INLINE uint8_t symbol_of(uint16_t high) { return (uint8_t)(high >> 7); }
 INLINE uint8_t rest_of(uint16_t high) { return (uint8_t)((high >> 8 & 0x80) | (high & 0x7F)); }
 INLINE uint16_t high_of(uint8_t symbol, uint8_t rest) { return (uint16_t)((rest & 0x80) << 8 | symbol << 7 | (rest & 0x7F)); }
@@ -229,7 +232,7 @@ INLINE int count(const uint8_t *source, int itemsize, size_t numel, size_t every
     for (size_t number = 0; number < numel / every; number++) {
         size_t begin = sample_of(number, every), ahead = sample_of(number + 16, every);
         for (int i = 0; i < SAMPLE * itemsize; i += LINE)   /* which is long enough before it is counted */
-            __builtin_prefetch(source + ahead * itemsize + i, 0, 2);
+            fetch(source, ahead * itemsize + i);
         for (size_t i = begin; i < begin + SAMPLE; i += 4)
             for (int k = 0; k < 4; k++) {
                 uint32_t x = 0;
@@ -308,7 +311,7 @@ INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, con
     for (int s = 0; s < NUM_STREAMS; s++)
         to[s] = streams[s];
     for (size_t i = 0; i < quarter; i += 4) {
-        __builtin_prefetch(source + numel * itemsize + i * NUM_STREAMS * itemsize, 0, 2);   /* the next tile */
+        fetch(source, (numel + i * NUM_STREAMS) * itemsize);   /* the next tile */
         for (int s = 0; s < NUM_STREAMS; s++) {
             for (int k = 0; k < 4; k += 2) {   /* 7 bits wait at most, and 44 come */
                 uint16_t pair;
@@ -362,6 +365,7 @@ INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const F
     uint16_t sizes[NUM_STREAMS];
     const uint8_t *from[NUM_STREAMS];
     size_t place[NUM_STREAMS] = {0}, quarter = numel / NUM_STREAMS;   /* in bits */
+    size_t ahead = 0;   /* of next */
     const uint8_t *low = coded + sizeof sizes, *packed = low + numel * (itemsize - 2), *rest = packed;
     memcpy(sizes, coded, sizeof sizes);
     if (!is_signed) {
@@ -378,8 +382,8 @@ INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const F
     }
     while (end[0] - to[0] >= MOST_FOUND && end[1] - to[1] >= MOST_FOUND && end[2] - to[2] >= MOST_FOUND
            && end[3] - to[3] >= MOST_FOUND)
-        for (int s = 0; s < NUM_STREAMS; s++, next += LINE * itemsize / NUM_STREAMS) {
-            __builtin_prefetch(next, 0, 2);
+        for (int s = 0; s < NUM_STREAMS; s++, ahead += LINE * itemsize / NUM_STREAMS) {
+            fetch(next, ahead);
             to[s] = find(from[s], &place[s], table, to[s]);
         }
     for (int s = 0; s < NUM_STREAMS; s++) {

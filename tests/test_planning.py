@@ -75,6 +75,18 @@ def test_bytes_of_a_plan_are_those_of_the_design(node, capsys):
     assert report["endurance_days"] == pytest.approx(2 * 7e15 / per_day)
 
 
+def test_a_plan_counts_the_bytes_of_compressed_records_and_says_so(node, capsys):
+    on_nvme = [*SMALL, "--set", "weights=nvme", "--set", "states=nvme", "--set", "residency=none"]
+    _, report = report_of(capsys, node, *on_nvme, "--set", "compression=on")
+    _, whole = report_of(capsys, node, *on_nvme, "--set", "compression=off")
+    assert (report["compresses_nvme"], whole["compresses_nvme"]) == (True, False)
+    for link in ("nc", "cn"):  # a residual of 2 bytes is not compressed, 10 bytes are
+        assert 0.7 < report["links"][link]["bytes_per_step"] / whole["links"][link]["bytes_per_step"] < 0.9
+    for choice, says in (("on", True), ("off", False)):
+        _, out, _ = run(capsys, *on_nvme, "--set", f"compression={choice}")
+        assert ("compressed on NVMe" in out) is says
+
+
 def test_a_model_that_fits_needs_no_drive(node, capsys):
     status, report = report_of(capsys, node, *SMALL)
     assert status == 0

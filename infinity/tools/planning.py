@@ -243,6 +243,7 @@ def _report(prediction: Prediction, largest: int | None) -> dict:
         "num_chunks": len(prediction.layout.chunks),
         "chunk_bytes": max(span.numel for span in prediction.layout.chunks) * TORCH_DTYPES[prediction.layout.spans[0].dtype].itemsize,
         "world": machine.world,
+        "compresses_nvme": prediction.compresses_nvme,
         "memory": {
             "device": {"needed": prediction.device_nbytes, "there": machine.device_memory, "activations": prediction.workload.saved_nbytes},
             "host": {"needed": placement.host_nbytes * machine.devices, "there": machine.host_memory},
@@ -297,7 +298,8 @@ def _text(subject: Subject, prediction: Prediction, report: dict) -> str:
     lines = [
         f"model     {subject.title}",
         f"machine   {_title(machine)}",
-        f"chunks    {report['num_chunks']:,} of at most {format_bytes(report['chunk_bytes'])}, each cut over {machine.world} rank(s)",
+        f"chunks    {report['num_chunks']:,} of at most {format_bytes(report['chunk_bytes'])}, each cut over {machine.world} rank(s)"
+        f"{', compressed on NVMe' if report['compresses_nvme'] else ''}",
         "",
         table(["memory", "needed", "there"], memory),
         "",

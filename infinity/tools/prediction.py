@@ -25,7 +25,7 @@ from infinity.tools.workload import Workload
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one rank. spans_on_device: whose records are on the device."""
+    """Of one rank. spans_on_device: whose records are on the device. compresses_nvme: what is on NVMe takes fewer bytes."""
 
     layout: Layout
     records: Sequence[Record]
@@ -34,6 +34,7 @@ class Prediction:
     workload: Workload
     simulation: Simulation
     machine: Machine
+    compresses_nvme: bool
 
     @property
     def step_seconds(self) -> float:
@@ -82,9 +83,9 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
         config.residency == "auto",
     )
     rate, num_cores = machine.drive_gbps("mixed") * 1e9 / machine.devices, machine.cores // machine.devices
-    compresses = placement.compression_nbytes > 0 and compressor.pays(config.compression, rate, num_cores)
-    simulation = simulate(layout, records, placement, step, machine, on_device=on_device, compresses=compresses)
-    return Prediction(layout, records, placement, on_device, workload, simulation, machine)
+    compresses_nvme = placement.compression_nbytes > 0 and compressor.pays(config.compression, rate, num_cores)
+    simulation = simulate(layout, records, placement, step, machine, on_device=on_device, compresses=compresses_nvme)
+    return Prediction(layout, records, placement, on_device, workload, simulation, machine, compresses_nvme)
 
 
 def arrangement(
