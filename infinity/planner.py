@@ -8,7 +8,8 @@ Pure arithmetic over the layout's sizes and the budgets. Must not know torch, fi
 # with which a record can be read, updated and written. A budget below that is refused with the number that it needs. Then
 # slots that let stages overlap. What is then left of the host keeps weights (each byte saves three of NVMe traffic: read
 # forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two); those of
-# records that will visit the device ([Note: the device margin] in margin.py) come after all others, since they seldom move.
+# records that will visit the device ([Note: the device margin] in margin.py) come after all others, since they seldom move. The last
+# ones of a kind cost nothing: they take the place of the slots that they would have shared.
 # Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. Where NVMe is
 # too small for what is left, the first records are crowded out: they live on the device, where nothing else could hide their update.
 
@@ -275,12 +276,18 @@ def _beside(
         order.append(GRADIENTS)
     left = host_budget - host_nbytes(low)
     stays = [index for index in reversed(range(num_chunks)) if index not in visitors]
+    sharing = {kind: homes[kind].count("nvme") for kind in order}
+    most = dict(zip(homes, low))
     for indices in (stays, sorted(visitors, reverse=True)):
         for kind in order:
             for index in indices:
-                if homes[kind][index] == "nvme" and sizes[kind][index] <= left:
+                if homes[kind][index] != "nvme":
+                    continue
+                slot = max(sizes[kind]) if sharing[kind] <= most[kind] else 0  # that nobody shares any more
+                if sizes[kind][index] - slot <= left:
                     homes[kind][index] = "host"
-                    left -= sizes[kind][index]
+                    left -= sizes[kind][index] - slot
+                    sharing[kind] -= 1
     return Beside({kind: tuple(found) for kind, found in homes.items()}, slots(low), host_nbytes(low), buffers_nbytes(), nbytes_in("nvme"))
 
 

@@ -42,6 +42,13 @@ def needed(error) -> int:
     return int(re.search(r"needs (\d+) bytes", str(error.value))[1])
 
 
+@pytest.fixture
+def few_slots(monkeypatch):
+    """Fewer than there are chunks, as where a model is large."""
+    for name in ("WEIGHT_SLOTS", "STATE_SLOTS", "GRADIENT_SLOTS"):
+        monkeypatch.setattr(planner, name, 2)
+
+
 # ---- the order of residency ----
 
 
@@ -61,16 +68,35 @@ def slots_nbytes(found):
     return found.slots[WEIGHTS] * WEIGHT + found.slots[STATES] * STATE + found.slots[GRADIENTS] * GRADIENT
 
 
-def test_host_memory_left_over_keeps_weights_before_states_and_last_chunks_first():
+def test_host_memory_left_over_keeps_weights_before_states_and_last_chunks_first(few_slots):
+    """The last two of a kind take the place of the two slots, which nobody shares any more."""
     full = slots_nbytes(placed(device_budget=100 << 10, keep=False))
     homes = []
-    for spare in (0, WEIGHT, 3 * WEIGHT, NUM * WEIGHT, NUM * WEIGHT + STATE, NUM * WEIGHT + 3 * STATE):
+    for spare in (0, WEIGHT, 3 * WEIGHT, 6 * WEIGHT, 6 * WEIGHT + STATE, 6 * WEIGHT + 3 * STATE, 6 * WEIGHT + 6 * STATE - 1, 6 * WEIGHT + 6 * STATE):
         found = placed(device_budget=100 << 10, host_budget=full + spare)
         homes.append((found.homes[WEIGHTS].count("host"), found.homes[STATES].count("host")))
         assert found.homes[WEIGHTS] == ("nvme",) * found.homes[WEIGHTS].count("nvme") + ("host",) * found.homes[WEIGHTS].count("host")
         assert found.homes[STATES] == ("nvme",) * found.homes[STATES].count("nvme") + ("host",) * found.homes[STATES].count("host")
         assert found.host_nbytes <= full + spare
-    assert homes == [(0, 0), (1, 0), (3, 0), (8, 0), (8, 1), (8, 3)]
+    assert homes == [(0, 0), (1, 0), (3, 0), (8, 0), (8, 1), (8, 3), (8, 5), (8, 8)]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("num", [3, NUM, 20, 100])
+def test_host_memory_that_could_hold_more_is_not_left_over(num, deferred):
+    for host in range(2 * (WEIGHT + STATE + GRADIENT), num * (WEIGHT + STATE + GRADIENT) + 100_000, 10_000):
+        found = placed(num=num, device_budget=100 << 10, host_budget=host, deferred=deferred)
+        left = host - found.host_nbytes
+        assert left >= 0
+        for kind, nbytes in ((WEIGHTS, WEIGHT), (STATES, STATE), (GRADIENTS, GRADIENT)):
+            assert left < nbytes or found.homes[kind].count("nvme") == 0, (host, kind)
+
+
+def test_a_model_whose_chunks_all_have_slots_needs_no_drive():
+    on_nvme = placed(device_budget=100 << 10, keep=False)
+    found = placed(device_budget=100 << 10, host_budget=slots_nbytes(on_nvme))
+    assert (on_nvme.nvme_nbytes > 0, found.nvme_nbytes) == (True, 0)
+    assert found.host_nbytes <= slots_nbytes(on_nvme)
 
 
 def test_residency_none_keeps_nothing():
@@ -223,10 +249,10 @@ def test_what_neither_host_nor_nvme_holds_lives_on_the_device(deferred, monkeypa
     assert counts == sorted(counts) and counts[0] == 0 < counts[-1] < NUM
 
 
-def test_as_many_as_have_room_live_on_the_device():
+def test_as_many_as_have_room_live_on_the_device(few_slots):
     least = 3 * WEIGHT
     for count in range(4):
-        found = crowded(0, device_budget=least + count * (WEIGHT + STATE + GRADIENT) + 4096, host_budget=300 << 10)
+        found = crowded(0, device_budget=least + count * (WEIGHT + STATE + GRADIENT) + 4096, host_budget=200 << 10)
         assert found.homes[STATES].count("device") == count
         assert found.nvme_nbytes > 0  # the swap refuses it, and names the bytes that are missing
 
@@ -267,11 +293,11 @@ def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(worl
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(deferred):
+def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(deferred, few_slots):
     """Three spans' records fit there beside all weights; the five others come first, weights before states."""
     device = 2 * WEIGHT + NUM * WEIGHT + 3 * (STATE + GRADIENT)
     seen = set()
-    for host in range(250 << 10, 1000 << 10, 4096):
+    for host in range(150 << 10, 600 << 10, 4096):
         found = placed(device_budget=device, host_budget=host, deferred=deferred)
         assert found.visitors == {0, 1, 2}
         by_kind = {kind: [home == "host" for home in found.homes[kind]] for kind in (WEIGHTS, STATES)}
