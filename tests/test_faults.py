@@ -287,9 +287,9 @@ def the_volume_is_too_small(volume):
     needed, expected_losses, expected_states = on_ample_room(swap)
     fill(volume, needed // 2)
     homes = []
-    places = {"weights": "auto", "states": "auto", "residency": "auto", "host_memory": "9MiB", "device_memory": "16MiB"}
+    places = {"weights": "auto", "states": "auto", "residency": "auto", "host_memory": "7MiB", "device_memory": "16MiB"}
     losses, states = train_on(swap, lambda engine: homes.extend(engine.placement.homes[STATES]), **places)
-    assert set(homes) == {"device", "nvme"}, homes
+    assert {"device", "nvme"} <= set(homes), homes
     assert losses == expected_losses
     assert_same_states(states, expected_states, "too small")
 
