@@ -71,7 +71,7 @@ typedef struct { uint16_t bits[NUM_SYMBOLS]; uint8_t length[NUM_SYMBOLS]; } Code
  * then longer ones are cut and shorter ones grow until the code is one again. */
 static void lengths_of(const uint32_t *counts, uint8_t *lengths)
 {
-    uint16_t order[NUM_SYMBOLS];
+    uint16_t order[NUM_SYMBOLS] = {0};
     uint32_t weight[2 * NUM_SYMBOLS];
     uint16_t parent[2 * NUM_SYMBOLS];
     uint8_t depth[2 * NUM_SYMBOLS];
@@ -85,7 +85,7 @@ static void lengths_of(const uint32_t *counts, uint8_t *lengths)
             order[at] = order[at - 1];
         order[at] = (uint16_t)s;
     }
-    if (n == 1) {   /* a code of two, of which one is never used */
+    if (n < 2) {   /* a code of two, of which one is never used */
         lengths[order[0]] = lengths[order[0] ^ 1] = 1;
         return;
     }
