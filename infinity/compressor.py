@@ -39,7 +39,7 @@ LARGEST_SECTION_NBYTES = 2 << 20
 NUM_LANES = 4
 NUM_BUFFERS = 2  # of a lane: one is written from while the other is filled
 SAVED_BITS = 5.2  # of a float, while a model trains
-SECONDS_PER_NBYTE = 0.4e-9  # that a drive moves, of a thread: twice what was measured, as cores beside a GPU may be slower
+SECONDS_PER_NBYTE = 0.4e-9  # that a drive moves, of a thread: a quarter more than by the codec's rates beside a GPU
 CORES_SHARE, LANES_SHARE = 1 / 4, 1 / 2  # of their time, at most
 
 

@@ -277,13 +277,13 @@ def _beside(
     left = host_budget - host_nbytes(low)
     stays = [index for index in reversed(range(num_chunks)) if index not in visitors]
     sharing = {kind: homes[kind].count("nvme") for kind in order}
-    most = dict(zip(homes, low))
+    shared = slots(low)
     for indices in (stays, sorted(visitors, reverse=True)):
         for kind in order:
             for index in indices:
                 if homes[kind][index] != "nvme":
                     continue
-                slot = max(sizes[kind]) if sharing[kind] <= most[kind] else 0  # that nobody shares any more
+                slot = max(sizes[kind]) if sharing[kind] <= shared[kind] else 0  # that nobody shares any more
                 if sizes[kind][index] - slot <= left:
                     homes[kind][index] = "host"
                     left -= sizes[kind][index] - slot

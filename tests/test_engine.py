@@ -494,20 +494,21 @@ def traffic(make, directory, num_steps=4, **config):
                 optimizer.step()
                 optimizer.zero_grad()
 
+        def look():
+            with engine.records.lock:  # no read begins
+                stats = engine.stats()
+                return [stats["nvme_read_nbytes"], stats["nvme_write_nbytes"], *kernel_bytes()]
+
         def counters():
             for chunk in engine.registry.chunks:
                 if chunk.updating is not None:
                     chunk.updating.wait()
             engine.records.flush()
-            found = None
-            while found != (found := look()):  # the kernel counts what is begun, the engine what is over
+            last, found = None, look()
+            while found != last:  # the kernel counts what is begun, the engine what is over
                 engine.records._settler.drain()
+                last, found = found, look()
             return found
-
-        def look():
-            with engine.records.lock:  # no read begins
-                stats = engine.stats()
-                return [stats["nvme_read_nbytes"], stats["nvme_write_nbytes"], *kernel_bytes()]
 
         steps(0, 3)
         before = counters()

@@ -174,7 +174,7 @@ def test_what_nvme_has_no_room_for_lives_on_the_device_with_the_same_bits(number
     assert counts[0] == 0 and counts == sorted(set(counts)), counts
 
 
-class Beside(nn.Module):
+class WithMoreLayers(nn.Module):
     """A model and layers that have the same input, so that there are more chunks than the fewest slots."""
 
     def __init__(self, model):
@@ -189,7 +189,7 @@ class Beside(nn.Module):
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
 def test_odd_models_that_live_on_the_device_in_part(name, dtype, update, small_drive, tmp_path):
-    make = lambda: Beside(TRAITS[name]())
+    make = lambda: WithMoreLayers(TRAITS[name]())
     reference_model, reference = plain(make, dtype=dtype)
     least, records = budgets(make, tmp_path, dtype=dtype)
     on_nvme = {"dtype": dtype, "update": update, "device_memory": least}
