@@ -20,7 +20,7 @@ from torch import nn
 from infinity import compressor, planner
 from infinity.activations import Activations
 from infinity.arena import PAGE_NBYTES, Arena, Slots
-from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
+from infinity.chunks import ADAM_MOMENTS, GRADIENTS, KINDS, STATES, WEIGHTS, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
 from infinity.compressor import Compressor
 from infinity.config import Config
 from infinity.errors import BudgetError
@@ -101,7 +101,8 @@ def assemble(
         compresses=bool(compresses),
         most=lambda number: int(ranks.max_(torch.tensor([number])).item()),
     )
-    swap, extents = _make_swap(config, ranks, placement)
+    num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
+    swap, extents, compresses = _make_swap(config, ranks, placement, num_cores)
     with contextlib.ExitStack() as undo:  # what is made is closed again if something after it cannot be made
         if swap is not None:
             undo.callback(swap.close)
@@ -120,6 +121,8 @@ def assemble(
             int(host_budget * ACTIVATION_SHARE) // PAGE_NBYTES * PAGE_NBYTES,  # a region has whole pages
             swap,
             extents,
+            bool(compresses),
+            num_cores,
             undo,
         )
         undo.pop_all()
@@ -167,6 +170,7 @@ def arrange(
             host_budget=host_budget,
             host_share=1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0,
             compression_nbytes=compressor.buffers_nbytes(records) if compresses else 0,
+            late_moments=late,
             nvme_budget=nvme_budget,
             least_crowded_out=least_crowded_out,
             held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
@@ -187,18 +191,26 @@ def arrange(
             return numel
         return _best_chunk_numel(at, planner.chunk_numels(sum(spec.numel for spec in specs), world=world), nvme_budget)
 
-    try:
-        numel = chunk_numel()
-    except BudgetError:
-        if not compresses or config.compression == "on":
-            raise
-        compresses = False
-        numel = chunk_numel()
+    may_be_late = compresses and (config.dtype, config.moments, moments) == ("bf16", "fp32", ADAM_MOMENTS) and not accumulating
+    ways = [(True, True)] * may_be_late + [(True, False)] * compresses + [(False, False)] * (config.compression != "on" or not compresses)
+    for compresses, late in ways:
+        try:
+            numel = chunk_numel()
+        except BudgetError:
+            if (compresses, late) == ways[-1]:
+                raise
+            continue
+        if not late or _has_room(at(numel, 0)[2], nvme_budget):
+            break
     found, agreed = at(numel, rank), 0
     while (number := most(found[2].num_crowded_out)) > agreed:  # the same spans on all ranks, whose shards differ a little
         agreed = number
         found = at(numel, rank, agreed)
     return found
+
+
+def _has_room(placement: planner.Placement, nvme_budget: int | None) -> bool:
+    return nvme_budget is None or (placement.nvme_nbytes <= nvme_budget and not placement.num_crowded_out)
 
 
 def _best_chunk_numel(arrange, candidates: list[int], nvme_budget: int | None) -> int:
@@ -235,6 +247,8 @@ def _connect(
     activation_nbytes: int,
     swap: Swap | None,
     extents: dict[str, list],
+    compresses: bool,
+    num_cores: int,
     undo: contextlib.ExitStack,
 ) -> Assembly:
     cuda, keep = device.type == "cuda", config.residency == "auto"
@@ -263,15 +277,20 @@ def _connect(
 
     arena, lock = Arena(pin=cuda), threading.Condition()
     undo.callback(arena.close)
-    num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
     compressor_ = None
-    if placement.compression_nbytes and compressor.pays(config.compression, swap.nbytes_per_s / ranks.num_local, num_cores):
+    if compresses:
         compressor_ = Compressor(swap, arena, placement.compression_nbytes)
         undo.callback(compressor_.close)
+    turns = [0, 0]  # bytes of gradients that are written in the second step, the fourth, ..., and in the others
     for index, chunk in enumerate(chunks):
         chunk.extents = {kind: extents[kind][index] for kind in KINDS}
-        if compressor_ is not None:
-            chunk.extents = {kind: extent and compressor_.compressed(extent, chunk.record.of(kind)) for kind, extent in chunk.extents.items()}
+        for kind, extent in chunk.extents.items():
+            if compresses and extent is not None:
+                gradient_nbytes = placement.away[kind][index] - placement.sizes[kind][index]
+                chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind), gradient_nbytes)
+                if gradient_nbytes:
+                    chunk.late_next = turns[True] <= turns[False]
+                    turns[chunk.late_next] += gradient_nbytes
     caches: dict[str, HostCache] = {}
     who = f"{ranks.name}, " if ranks.world > 1 else ""
     records_ = Records(compressor_ or swap, caches, lock, events, keep, who)
@@ -281,7 +300,7 @@ def _connect(
     next_uses = (pipeline.next_weights_use, pipeline.next_states_use, pipeline.next_gradient_use)
     for kind, next_use in zip(KINDS, next_uses):
         sizes, count = placement.sizes[kind], placement.slots[kind]
-        caches[kind] = HostCache(kind, Slots(arena, kind, max(sizes), count) if count else None, lock, next_use)
+        caches[kind] = HostCache(kind, Slots(arena, kind, max(placement.away[kind]), count) if count else None, lock, next_use)
         resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index] == "host"}
         for index, area in _areas(arena, resident).items():
             caches[kind].add_resident(chunks[index], area)
@@ -316,11 +335,13 @@ def _connect(
     return Assembly(layout_, placement, swap, compressor_, arena, registry, tier, records_, pipeline, gradients, updater, activations)
 
 
-def _make_swap(config: Config, ranks: Ranks, placement: planner.Placement) -> tuple[Swap | None, dict[str, list]]:
-    """The swap, at its full size, and the extents by kind and chunk; None where there are no bytes."""
+def _make_swap(
+    config: Config, ranks: Ranks, placement: planner.Placement, num_cores: int
+) -> tuple[Swap | None, dict[str, list], bool]:
+    """The swap, at its full size, the extents by kind and chunk, None where there are no bytes, and whether records are compressed."""
     total = int(ranks.max_(torch.tensor([placement.nvme_nbytes])).item())
     if not total and config.activations not in ("host", "nvme"):
-        return None, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
+        return None, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}, False
     if config.creates_nvme:
         for path in config.nvme:
             path.mkdir(exist_ok=True)
@@ -332,10 +353,13 @@ def _make_swap(config: Config, ranks: Ranks, placement: planner.Placement) -> tu
         run = bytes(ranks.broadcast_(token).tolist()).hex()
     # Activations make their room on NVMe when it is known how large they are.
     swap = Swap(config.nvme, rank=local_rank, world=local_world, run=run, expected_nbytes=total * local_world)
+    rate = swap.nbytes_per_s / local_world
+    compresses = placement.compression_nbytes > 0 and compressor.pays(config.compression, rate, num_cores)
+    sizes = placement.away if compresses else placement.sizes
     extents: dict[str, list] = {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
     for index in range(len(placement.homes[WEIGHTS])):  # what is read together lies together
         for kind in KINDS:
-            nbytes = placement.sizes[kind][index]
+            nbytes = sizes[kind][index]
             if placement.homes[kind][index] == "nvme" and nbytes:
                 extents[kind][index] = swap.allocate(nbytes)
     try:
@@ -343,7 +367,7 @@ def _make_swap(config: Config, ranks: Ranks, placement: planner.Placement) -> tu
     except BaseException:
         swap.close()
         raise
-    return swap, extents
+    return swap, extents, compresses
 
 
 def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Resident]:

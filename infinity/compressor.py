@@ -15,22 +15,30 @@ Knows extents and the segments that lie in them. Must not know what a chunk or a
 # A write is compressed in one of a few lanes, into a buffer, from which it is written: the copy in host memory stays whole for whoever
 # asks for it meanwhile. A read comes to the end of each section's place in host memory and becomes, in place, what it was: in one of
 # a few lanes, or by whoever cannot wait for its turn there.
+#
+# [Note: late moments]
+# What an update does to Adam's moments can be done again with its gradient. So every second update of a record writes the gradient
+# instead of the moments, a fifth of their bytes: these are one update late on NVMe, and whoever reads them brings them up to date.
+# Half of the chunks are late after one step, the others after the next, so that steps move the same. Bytes a parameter of the states:
+#
+#     whole     residual 2.0 | momentum 3.3 | variance 3.3                      8.6 are written, and read for the next update
+#     late      residual 2.0 |              |              | gradient 1.3       3.3 are written, 9.9 read
 
 from __future__ import annotations
 
+import collections
 import errno
 import functools
 import itertools
 import threading
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aio_ext
 from infinity import _huffman
 from infinity.arena import Arena
-from infinity.chunks import STATES, WEIGHT_NBYTES, WEIGHTS, Record, Segment
+from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, WEIGHTS, Record, Segment
 from infinity.errors import SwapError
 from infinity.lanes import Job, Lane
 from infinity.tiers import Extent, Swap, Transfer
@@ -41,24 +49,31 @@ NUM_BUFFERS = 2  # of a lane: one is written from while the other is filled
 SAVED_BITS = 5.2  # of a float, while a model trains
 SECONDS_PER_NBYTE = 0.4e-9  # that a drive moves, of a thread: a quarter more than by the codec's rates beside a GPU
 CORES_SHARE, LANES_SHARE = 1 / 4, 1 / 2  # of their time, at most
+LATE_GRADIENT = Segment("gradient", "bf16", 2)  # behind a record's moments, for when these are late
 
 
 @dataclass(frozen=True)
 class Section:
-    """Bytes of an extent; itemsize of its floats, 0 where they are stored as they are."""
+    """Bytes of an extent; itemsize of its floats, 0 where they are stored as they are. late: whether it is written where moments are late,
+    or where they are not; None: always."""
 
     offset: int
     nbytes: int
     itemsize: int
+    late: bool | None = None
 
 
 @dataclass
 class CompressedExtent:
-    """An extent, its sections, and how many bytes of each are on NVMe: all, until they are first written, and as many as each write left."""
+    """An extent, its sections, and how many bytes of each are on NVMe: all, until they are first written, and as many as each write left.
+
+    catch_up: brings moments that are late there up to date, see [Note: late moments].
+    """
 
     extent: Extent
     sections: tuple[Section, ...]
     stored: list[int]
+    catch_up: Callable[[memoryview], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -85,15 +100,25 @@ class Read:
     """A read under way; whoever waits brings the sections, as they come, back to what they were.
 
     left: memory of each section, the itemsize of its floats and how many bytes are read, as `_huffman.decode_last` takes them; what is not
-    compressed has itemsize 0. transfers: of each, None where there is nothing to read. what, path: of errors.
+    compressed has itemsize 0. transfers: of each, None where there is nothing to read. catch_up: what is then done, once, or None: not
+    by the main thread, where an interrupt may come half-way, but by the job, in a lane, that waits for this, too. what, path: of errors.
     """
 
-    __slots__ = ("_failure", "_left", "_lock", "_path", "_transfers", "_what", "nbytes")
+    __slots__ = ("_catch_up", "_failure", "_left", "_lock", "_path", "_transfers", "_what", "job", "nbytes")
 
-    def __init__(self, left: list[tuple[memoryview, int, int]], transfers: list[Transfer | None], what: str, path: Path):
+    def __init__(
+        self,
+        left: list[tuple[memoryview, int, int]],
+        transfers: list[Transfer | None],
+        catch_up: Callable[[], None] | None,
+        what: str,
+        path: Path,
+    ):
         self.nbytes = sum(nbytes for _, _, nbytes in left)
+        self.job: Job | None = None
         self._left = left
         self._transfers = transfers
+        self._catch_up = catch_up
         self._what = what
         self._path = path
         self._lock = threading.Lock()
@@ -115,13 +140,28 @@ class Read:
                     _wait_for(self._transfers, quietly=True)
                     text = f"{self._what}the drive returned other bytes than were written; see dmesg, and use another directory"
                     self._failure = (errno.EIO, text, str(self._path))
+            if self._failure is None and self._catch_up is not None and threading.current_thread() is not threading.main_thread():
+                try:
+                    self._catch_up()
+                except BaseException as error:  # moments are neither what was read nor what they should be
+                    text = f"{self._what}late moments were not brought up to date ({error!r})"
+                    self._failure = (errno.EIO, text, str(self._path))
+                self._catch_up = None
         if self._failure is not None:
             raise SwapError(*self._failure)
+        if self._catch_up is not None:
+            self.job.wait()
+
+    def give_up(self) -> None:
+        """Nothing comes to the memory any more; what it holds is of no use."""
+        with self._lock:
+            self._catch_up = None
+        _wait_for([self], quietly=True)
 
     @property
     def done(self) -> bool:
         """Finished, well or not."""
-        return not self._left or self._failure is not None
+        return self._failure is not None or not (self._left or self._catch_up)
 
     def promote(self, priority: int = aio_ext.DEMAND) -> None:
         """As `Transfer.promote`."""
@@ -142,16 +182,22 @@ class Compressor:
         self.expanders = [Lane("expand") for _ in range(NUM_LANES)]
         self._presses, self._expanders = itertools.cycle(self.presses), itertools.cycle(self.expanders)
 
-    def compressed(self, extent: Extent, segments: Sequence[tuple[Segment, int, int]]) -> CompressedExtent:
-        """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is."""
-        sections = _cut(tuple(segments), self.section_nbytes) if segments else (Section(0, extent.nbytes, 0),)
+    def compressed(
+        self, extent: Extent, segments: Sequence[tuple[Segment, int, int]], gradient_nbytes: int = 0
+    ) -> CompressedExtent:
+        """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is.
+        gradient_nbytes: of room behind them, for a gradient where moments may be late."""
+        laid_out = _laid_out(segments, gradient_nbytes)
+        sections = _cut(laid_out, self.section_nbytes) if laid_out else (Section(0, extent.nbytes, 0),)
         return CompressedExtent(extent, sections, [section.nbytes for section in sections])
 
     def read(self, compressed: CompressedExtent, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
-        """Read all of an extent, once what was written to it is over. As `Swap.read` otherwise."""
-        left, transfers, read = [], [], None
+        """Read all of an extent, once what was written to it is over, but for a gradient of no use. As `Swap.read` otherwise."""
+        left, transfers, read, catch_up = [], [], None, compressed.catch_up
         try:
             for section, stored in zip(compressed.sections, compressed.stored):
+                if section.late and catch_up is None:
+                    continue
                 memory = buffer[section.offset : section.offset + section.nbytes]
                 left.append((memory, section.itemsize if stored < section.nbytes else 0, stored))
                 transfer = None
@@ -159,19 +205,31 @@ class Compressor:
                     target = memory[section.nbytes - stored :]
                     transfer = self.swap.read(compressed.extent, target, offset=section.offset, priority=priority, what=what)
                 transfers.append(transfer)
-            read = Read(left[::-1], transfers[::-1], what, self.swap.path_of(compressed.extent))
-            next(self._expanders).push(read.wait)
+            finish = catch_up and functools.partial(catch_up, buffer)
+            read = Read(left[::-1], transfers[::-1], finish, what, self.swap.path_of(compressed.extent))
+            read.job = next(self._expanders).push(read.wait)
             return read
         except BaseException:  # nobody else would wait until they let the memory go
             _wait_for(transfers, quietly=True)
             if read is not None:
-                _wait_for([read], quietly=True)
+                read.give_up()
             raise
 
-    def write(self, compressed: CompressedExtent, buffer: memoryview, *, what: str = "") -> Write:
-        """Write all of an extent; the buffer must not change, and nothing else be written there, until the write is over."""
+    def write(
+        self,
+        compressed: CompressedExtent,
+        buffer: memoryview,
+        *,
+        catch_up: Callable[[memoryview], None] | None = None,
+        what: str = "",
+    ) -> Write:
+        """Write all of an extent; the buffer must not change, and nothing else be written there, until the write is over.
+
+        catch_up: where moments may be late and NVMe holds those from before the last update, all but them is written; it is given what is
+        read from there, and makes of these what the buffer holds.
+        """
         press = next(self._presses)
-        return Write(press.lane.push(lambda: press.write(compressed, buffer, what), what))
+        return Write(press.lane.push(lambda: press.write(compressed, buffer, catch_up, what), what))
 
     def close(self) -> None:
         """Nothing is read or written any more. Idempotent."""
@@ -186,12 +244,18 @@ class _Press:
         self.swap = swap
         self.lane = Lane("compress")
         self._free = buffers
-        self._used: deque[tuple[Transfer, memoryview]] = deque()  # that are being written from
+        self._used: collections.deque[tuple[Transfer, memoryview]] = collections.deque()  # that are being written from
 
-    def write(self, compressed: CompressedExtent, buffer: memoryview, what: str) -> list[Transfer]:
+    def write(
+        self, compressed: CompressedExtent, buffer: memoryview, catch_up: Callable[[memoryview], None] | None, what: str
+    ) -> list[Transfer]:
+        assert catch_up is None or compressed.catch_up is None, "what is on NVMe is late already"
         transfers: list[Transfer] = []
+        left_out = catch_up is None
         try:
             for number, section in enumerate(compressed.sections):
+                if section.late is left_out:
+                    continue
                 source = buffer[section.offset : section.offset + section.nbytes]
                 if section.itemsize:
                     compressed.stored[number] = self._write_floats(compressed.extent, section, source, what, transfers)
@@ -200,6 +264,7 @@ class _Press:
         except BaseException:  # nobody else would wait until they let the buffer go
             _wait_for(transfers, quietly=True)
             raise
+        compressed.catch_up = catch_up
         return transfers
 
     def _write_floats(self, extent: Extent, section: Section, source: memoryview, what: str, transfers: list[Transfer]) -> int:
@@ -246,20 +311,31 @@ def pays(choice: str, nbytes_per_s: float, num_cores: int) -> bool:
     return choice == "on" or 0 < busy <= min(CORES_SHARE * num_cores, LANES_SHARE * 2 * NUM_LANES)
 
 
-def stored_share(segments: Sequence[tuple[Segment, int, int]]) -> float:
-    """About how many of their bytes are stored. segments: as of `Compressor.compressed`."""
-    nbytes = sum(nbytes for _, _, nbytes in segments)
-    saved = sum(nbytes / segment.itemsize * SAVED_BITS / 8 for segment, _, nbytes in segments if segment.dtype in WEIGHT_NBYTES)
-    return 1 - saved / nbytes if nbytes else 1.0
+def moved_nbytes(segments: Sequence[tuple[Segment, int, int]], gradient_nbytes: int = 0) -> tuple[int, int]:
+    """About how many bytes are read and written of an extent, in the mean of two updates. Arguments as of `Compressor.compressed`."""
+    stored: collections.Counter[bool | None] = collections.Counter()
+    for section in _cut(_laid_out(segments, gradient_nbytes), LARGEST_SECTION_NBYTES):
+        stored[section.late] += section.nbytes * (1 - SAVED_BITS / 8 / section.itemsize if section.itemsize else 1)
+    always, whole, late = stored[None], stored[False], stored[True]
+    return int(always + whole + late / 2), int(always + (whole + late) / 2)
+
+
+def _laid_out(segments: Sequence[tuple[Segment, int, int]], gradient_nbytes: int) -> tuple[tuple[Segment, int, int], ...]:
+    if not gradient_nbytes:
+        return tuple(segments)
+    _, offset, nbytes = segments[-1]
+    return (*segments, (LATE_GRADIENT, offset + nbytes, gradient_nbytes))
 
 
 @functools.cache  # extents are many, their layouts few
 def _cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tuple[Section, ...]:
     sections = []
+    late = dict.fromkeys(ADAM_MOMENTS, False) | {LATE_GRADIENT.name: True} if segments[-1][0] is LATE_GRADIENT else {}
     for segment, offset, nbytes in segments:
         itemsize = WEIGHT_NBYTES.get(segment.dtype, 0)  # whatever else is stored is no float
         size = most_nbytes if itemsize else nbytes
-        sections += [Section(start, min(size, offset + nbytes - start), itemsize) for start in range(offset, offset + nbytes, size or 1)]
+        for start in range(offset, offset + nbytes, size or 1):
+            sections.append(Section(start, min(size, offset + nbytes - start), itemsize, late.get(segment.name)))
     return tuple(sections)
 
 

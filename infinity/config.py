@@ -105,9 +105,9 @@ class Config:
     instead of 12."""
 
     compression: str = "auto"
-    """Whether weights and optimizer states take fewer bytes on NVMe, without loss, about 5/6 of theirs, 3/4 with bf16 moments: on,
-    off, or auto, on beside a CUDA device if a quarter of the host's cores keeps up with the drives. Their speed is known where 1 GiB of
-    swap a drive was once laid out."""
+    """Whether weights and optimizer states move to and from NVMe in fewer bytes, without loss, about 3/4 of theirs: on, off, or auto, on
+    beside a CUDA device if a quarter of the host's cores keeps up with the drives. Their speed is known where 1 GiB of swap a drive was
+    once laid out."""
 
     chunk_mib: float | None = None
     """Size of a chunk, in MiB of 16-bit weights; None chooses one."""

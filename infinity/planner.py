@@ -41,8 +41,8 @@ UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes a kind and chunk ("device", "host" or "nvme"), the bytes of each copy, the slots that those without a home in
-    memory share, and the bytes that all this takes.
+    """Homes a kind and chunk ("device", "host" or "nvme"), the bytes of each copy there, and of one away from a home in memory, in a slot
+    and on NVMe; the slots that these share; and the bytes that all this takes.
 
     pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
     device_nbytes: the device budget; of it, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients, and the rest is for
@@ -54,6 +54,7 @@ class Placement:
 
     homes: dict[str, tuple[str, ...]]
     sizes: dict[str, tuple[int, ...]]
+    away: dict[str, tuple[int, ...]]
     slots: dict[str, int]
     pinned: bool
     device_nbytes: int
@@ -81,6 +82,7 @@ def place(
     host_budget: int,
     host_share: float = 1.0,
     compression_nbytes: int = 0,
+    late_moments: bool = False,
     nvme_budget: int | None = None,
     least_crowded_out: int = 0,
     held_nbytes: int,
@@ -96,8 +98,9 @@ def place(
     held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient; buffers_nbytes: the
     most that gradients take before they are reduced, on several ranks;
     snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in residency.py. host_share:
-    of the host budget that is for records, and for the compression_nbytes that these need if some are on NVMe. Raises BudgetError
-    where the device or host budget is below the least that works.
+    of the host budget that is for records, and for the compression_nbytes that these need if some are on NVMe. late_moments: states have
+    room for a gradient behind them there, see [Note: late moments] in compressor.py. Raises BudgetError where the device or host budget is
+    below the least that works.
     """
     chunks = layout.chunks
     span_nbytes = sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
@@ -130,6 +133,9 @@ def place(
             for chunk, record in zip(chunks, records)
         ),
     }
+    away = sizes
+    if late_moments:
+        away = sizes | {STATES: tuple(n and n + _page(2 * record.numel) for n, record in zip(sizes[STATES], records))}
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
     visitors: frozenset[int] = frozenset()
     if states == "device":
@@ -139,6 +145,7 @@ def place(
         def share_out() -> Beside:
             return _beside(
                 sizes,
+                away,
                 {index for span, _ in crowded_out for index in layout.spans[span].chunks},
                 visitors,
                 weights=weights,
@@ -167,7 +174,7 @@ def place(
                 while left and left[0][1] <= room and (lacking > 0 or len(crowded_out) < least_crowded_out):
                     span, nbytes = left.popleft()
                     room -= nbytes
-                    lacking -= sum(sizes[kind][index] for kind in KINDS for index in layout.spans[span].chunks)
+                    lacking -= sum(away[kind][index] for kind in KINDS for index in layout.spans[span].chunks)
                     crowded_out.append((span, nbytes))
                 beside = share_out()
                 if not left or left[0][1] > room:
@@ -182,6 +189,7 @@ def place(
     return Placement(
         homes=beside.homes,
         sizes=sizes,
+        away=away,
         slots=beside.slots,
         pinned=bool(pinned),
         device_nbytes=device_budget,
@@ -210,6 +218,7 @@ class Beside:
 
 def _beside(
     sizes: dict[str, tuple[int, ...]],
+    away: dict[str, tuple[int, ...]],
     crowded_out: Collection[int],
     visitors: Collection[int],
     *,
@@ -222,7 +231,7 @@ def _beside(
     compression_nbytes: int,
 ) -> Beside:
     """Share out host memory, the rest goes to NVMe. Chunks that are crowded out need no place; visitors of the device seldom need theirs, so
-    they come last. Arguments as of `place`."""
+    they come last. sizes, away: see Placement; other arguments as of `place`."""
     num_chunks = len(sizes[WEIGHTS])
     homes = {
         WEIGHTS: ["host" if weights == "host" else "nvme"] * num_chunks,
@@ -241,13 +250,14 @@ def _beside(
         return {kind: min(count, homes[kind].count("nvme")) for kind, count in zip(homes, counts)}
 
     def nbytes_in(tier: str) -> int:
-        return sum(nbytes for kind in homes for nbytes, home in zip(sizes[kind], homes[kind]) if home == tier)
+        there = away if tier == "nvme" else sizes
+        return sum(nbytes for kind in homes for nbytes, home in zip(there[kind], homes[kind]) if home == tier)
 
     def buffers_nbytes() -> int:
         return compression_nbytes if "nvme" in (*homes[WEIGHTS], *homes[STATES]) else 0
 
     def host_nbytes(counts: Sequence[int]) -> int:
-        return buffers_nbytes() + nbytes_in("host") + sum(count * max(sizes[kind]) for kind, count in slots(counts).items())
+        return buffers_nbytes() + nbytes_in("host") + sum(count * max(away[kind]) for kind, count in slots(counts).items())
 
     fewest = (MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS)
     least = host_nbytes(fewest)
@@ -283,7 +293,7 @@ def _beside(
             for index in indices:
                 if homes[kind][index] != "nvme":
                     continue
-                slot = max(sizes[kind]) if sharing[kind] <= shared[kind] else 0  # that nobody shares any more
+                slot = max(away[kind]) if sharing[kind] <= shared[kind] else 0  # that nobody shares any more
                 if sizes[kind][index] - slot <= left:
                     homes[kind][index] = "host"
                     left -= sizes[kind][index] - slot

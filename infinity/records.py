@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 
 import aio_ext
 
-from infinity.chunks import GRADIENTS, KINDS, WEIGHTS
+from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.errors import UsageError
 from infinity.events import Events, now
 from infinity.lanes import Job, Lane
@@ -154,20 +154,26 @@ class Records:
             self.settle(entry)
         return entries
 
-    def begin_update(self, chunk: ChunkState, entries: dict[str, Entry]) -> None:
-        """Entries of a chunk, by kind, pinned by the caller, are about to change: its gradient, or all of its record."""
+    def begin_update(self, chunk: ChunkState, entries: dict[str, Entry]) -> bool:
+        """Entries of a chunk, by kind, pinned by the caller, are about to change: its gradient, or all of its record. Returns whether all were
+        clean."""
         if WEIGHTS in entries:
             chunk.begin_change(entries)
+        clean = True
         with self.lock:
             for entry in entries.values():
                 while entry.state is HostState.WRITING:
                     self._raise_failure()
                     self.lock.wait()
-                if entry.state is not HostState.DIRTY:
+                if entry.state is HostState.DIRTY:
+                    clean = False
+                else:
                     entry.become(HostState.DIRTY)
+        return clean
 
-    def write_back(self, chunk: ChunkState, entries: dict[str, Entry]) -> None:
-        """Send dirty entries to NVMe and drop the caller's pins once they are there; resident ones stay."""
+    def write_back(self, chunk: ChunkState, entries: dict[str, Entry], catch_up: Callable[[memoryview], None] | None = None) -> None:
+        """Send dirty entries to NVMe and drop the caller's pins once they are there; resident ones stay. catch_up: moments may be late
+        there, see `Compressor.write`."""
         started = []
         for kind, entry in entries.items():
             with self.lock:
@@ -177,7 +183,8 @@ class Records:
                     continue
                 entry.become(HostState.WRITING)
             try:
-                transfer = self.swap.write(*self._place(chunk, kind, entry), what=self._name(chunk, kind))
+                how = {"catch_up": catch_up} if catch_up is not None and kind == STATES else {}
+                transfer = self.swap.write(*self._place(chunk, kind, entry), what=self._name(chunk, kind), **how)
             except BaseException as error:
                 self.fail(error)
                 raise

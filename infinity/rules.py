@@ -29,6 +29,15 @@ class Rule:
 
     moments: tuple[str, ...] = ()
 
+    @property
+    def can_advance(self) -> bool:
+        """Whether moments follow from those before and the gradient alone, by `advance`."""
+        return False
+
+    def advance(self, shard: dict[str, torch.Tensor], grad: torch.Tensor, scalars: Any, grad_scale: float) -> None:
+        """Do to a shard's moments, in place, what `apply` does; all else is left alone. Arguments as there, in memory."""
+        raise NotImplementedError
+
     def check(self, group: dict) -> list[str]:
         """What is wrong with a parameter group's hyper-parameters, each as "lr=-1.0: expected 0 or more"."""
         return []
@@ -124,6 +133,18 @@ class AdamRule(Rule):
             master = shard["master"][part]
             adam_step(master, None, *(m[part] for m in moments), grad[part].float(), scalars, threads=threads)
             shard["weight"][part].copy_(master)
+
+    @property
+    def can_advance(self):
+        return self.decoupled and type(self).apply is AdamRule.apply  # a subclass may do otherwise
+
+    def advance(self, shard, grad, scalars, grad_scale):
+        scalars = scalars.scaled(grad_scale)
+        nobodys = torch.zeros(min(_BLOCK_NUMEL, grad.numel()))  # weights
+        for begin in range(0, grad.numel(), _BLOCK_NUMEL):
+            part = slice(begin, begin + _BLOCK_NUMEL)
+            moments = shard["momentum"][part], shard["variance"][part]
+            adam_step(nobodys[: moments[0].numel()], None, *moments, grad[part], scalars, threads=1)
 
 
 class SGDRule(Rule):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.adam import Dither, NormAccumulator
-from infinity.chunks import GRADIENTS, STATES, WEIGHTS
+from infinity.chunks import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, Record
 from infinity.events import Events, now
 from infinity.gradients import Gradients
 from infinity.lanes import Job, Lane
@@ -152,12 +152,18 @@ class Updater:
                 event = copy_job.wait()
                 if event is not None:
                     event.synchronize()
-            self.records.begin_update(chunk, entries)
-            self._compute(chunk, segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory), gradient, hyper)
+            clean = self.records.begin_update(chunk, entries)
+            found = self._compute(chunk, segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory), gradient, hyper)
+            catch_up = None
+            if chunk.late_next and clean and hyper.rule.can_advance:
+                late_gradient(chunk.record, entries[STATES].memory.buffer).copy_(gradient)
+                catch_up = CatchUp(chunk.record, found, hyper)
+            if chunk.late_next is not None:
+                chunk.late_next = not chunk.late_next
         self.gradients.release(chunk)
         if chunk.after_update is not None:
             chunk.after_update(chunk, entries)
-        self.records.write_back(chunk, entries)
+        self.records.write_back(chunk, entries, catch_up)
 
     def device_state(self, chunk: ChunkState) -> dict[str, torch.Tensor]:
         return {"weight": chunk.span.flat[self._shard(chunk)], **chunk.device_states}
@@ -171,12 +177,13 @@ class Updater:
         begin = chunk.chunk.offset + self.rank * chunk.chunk.shard_numel
         return slice(begin, begin + chunk.record.numel)
 
-    def _compute(self, chunk: ChunkState, state: dict[str, torch.Tensor], gradient: torch.Tensor, hyper: Hyper) -> None:
+    def _compute(self, chunk: ChunkState, state: dict[str, torch.Tensor], gradient: torch.Tensor, hyper: Hyper) -> list[Run]:
         start, on_device = now(), gradient.is_cuda
         first = self.events.device_mark() if on_device else None
-        update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=self.seed)
+        found = update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=self.seed)
         marks = (first, self.events.device_mark()) if on_device else None
         self.events.moved("update", chunk.index, chunk.record.nbytes, start, now(), marks)
+        return found
 
 
 @dataclass(slots=True)
@@ -238,13 +245,41 @@ def update(
     *,
     threads: int,
     seed: int | None,
-) -> None:
-    """Update a shard in place. state: its segments; gradient: 1-D [shard_used], bf16, fp16 or fp32."""
-    for run in runs(chunk, params, merge=seed is None):
+) -> list[Run]:
+    """Update a shard in place. state: its segments; gradient: 1-D [shard_used], bf16, fp16 or fp32. Returns what was updated."""
+    found = runs(chunk, params, merge=seed is None)
+    for run in found:
         for start, end, dither in _dithered(run, params, seed):
             shard = {name: segment[start:end] for name, segment in state.items()}
             scalars = hyper.scalars(run.group, run.step)
             hyper.rule.apply(shard, gradient[start:end], scalars, hyper.grad_scale, dither=dither, threads=threads)
+    return found
+
+
+def late_gradient(record: Record, buffer: memoryview) -> torch.Tensor:
+    """bf16 [shard_used]: the gradient behind a record's states, where these have room for one."""
+    return torch.frombuffer(buffer, dtype=torch.bfloat16, count=record.numel, offset=record.states_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """Brings moments that are one update late up to date, in memory that holds a record's states and its gradient behind them."""
+
+    record: Record
+    runs: list[Run]
+    hyper: Hyper
+
+    def __call__(self, buffer: memoryview) -> None:
+        gradient = late_gradient(self.record, buffer)
+        moments = {
+            segment.name: torch.frombuffer(buffer, dtype=torch.float32, count=self.record.numel, offset=offset)
+            for segment, offset, _ in self.record.of(STATES)
+            if segment.name in ADAM_MOMENTS
+        }
+        for run in self.runs:
+            part = slice(run.start, run.end)
+            shard = {name: segment[part] for name, segment in moments.items()}
+            self.hyper.rule.advance(shard, gradient[part], self.hyper.scalars(run.group, run.step), self.hyper.grad_scale)
 
 
 def _dithered(run: Run, params: list[ParameterState], seed: int | None) -> Iterator[tuple[int, int, Dither | None]]:

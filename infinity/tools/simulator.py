@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from infinity import schedule
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Layout, Record
-from infinity.compressor import stored_share
+from infinity.compressor import moved_nbytes
 from infinity.planner import Placement, look_ahead
 from infinity.schedule import NEVER, NextUse, Use
 from infinity.tools.machine import Machine
@@ -689,8 +689,9 @@ class _Rank:
 
     def _transfer(self, link: str, chunk: _Chunk, kind: str):
         nbytes = self.placement.sizes[kind][chunk.index]
-        if self.compresses:
-            nbytes = int(nbytes * stored_share(chunk.record.of(kind)))
+        if self.compresses and kind != GRADIENTS:
+            gradient_nbytes = self.placement.away[kind][chunk.index] - nbytes
+            nbytes = moved_nbytes(chunk.record.of(kind), gradient_nbytes)[link == "cn"]
         rate = self.read if link == "nc" else self.write
         yield (link, nbytes / rate, (chunk.index, kind), nbytes)
 

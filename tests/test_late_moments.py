@@ -1,0 +1,327 @@
+"""Moments that are one update late on NVMe: brought up to date, once, by whoever reads them. [Note: late moments] in compressor.py."""
+
+import errno
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from helpers import NVME, assert_same_bits, assert_same_states, memory, states_of, training
+from infinity import compressor
+from infinity.arena import Arena
+from infinity.assembly import arrange
+from infinity.chunks import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
+from infinity.compressor import Compressor
+from infinity.lanes import Lane
+from infinity.rules import AdamRule, LionRule, SGDRule
+from infinity.tiers import Swap
+from infinity.updater import CatchUp, late_gradient
+
+MIB = 1 << 20
+NUMEL = 500_000
+RECORD = record_layout(NUMEL, "bf16", True)
+GRADIENT_NBYTES = -(-2 * NUMEL // 4096) * 4096
+COMPRESSED = NVME | {"dtype": "bf16", "compression": "on", "chunk_mib": 0.5, "host_memory": "32MiB"}
+
+
+def linears(depth, width):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+def normal(numel, dtype, seed=0, std=1e-3):
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * std).to(dtype)
+
+
+# ---- the arithmetic ----
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+@pytest.mark.parametrize("grad_scale", [1.0, 0.37])
+def test_moments_advance_to_the_bits_of_an_update(master, grad_scale):
+    """Also of infinities, NaNs, denormals and zeros with a sign."""
+    rule, group = AdamRule(True), {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    odd = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-39, -1e-40, 3e38]).bfloat16()
+    grad = torch.cat([normal(70_001, torch.bfloat16), odd.repeat(len(odd))])
+    moments = {"momentum": normal(len(grad), torch.float32, 1), "variance": normal(len(grad), torch.float32, 2).square()}
+    for number, name in enumerate(moments):
+        moments[name][-len(odd) ** 2 :] = odd.float().abs().pow(1 + number).repeat_interleave(len(odd))
+    whole = {name: tensor.clone() for name, tensor in moments.items()}
+    weights = {"weight": normal(len(grad), torch.bfloat16, 3), "residual": torch.zeros(len(grad), dtype=torch.int16)}
+    if master == "fp32":
+        weights = {"weight": normal(len(grad), torch.float32, 3)}
+    rule.apply(weights | whole, grad, rule.scalars(group, 7), grad_scale)
+    rule.advance(moments, grad, rule.scalars(group, 7), grad_scale)
+    for name in moments:
+        assert_same_bits(moments[name], whole[name], name)
+        assert not moments[name].isfinite().all()
+
+
+def test_only_a_rule_whose_moments_need_no_weight_may_be_late():
+    class Own(AdamRule):
+        def apply(self, *arguments, **options):
+            super().apply(*arguments, **options)
+
+    assert AdamRule(True).can_advance
+    assert not any(rule.can_advance for rule in (AdamRule(False), Own(True), SGDRule(True), LionRule()))
+
+
+# ---- on a drive ----
+
+
+class OnDrive:
+    """One record's states with room for a gradient, in sections of 256 KiB, and moments on NVMe as of before the last update."""
+
+    def __init__(self, path):
+        self.arena, self.swap = Arena(), Swap([path])
+        extent = self.swap.allocate(RECORD.states_nbytes + GRADIENT_NBYTES)
+        self.swap.reserve()
+        self.compressor = Compressor(self.swap, self.arena, compressor.NUM_LANES * compressor.NUM_BUFFERS * (256 << 10))
+        self.place = self.compressor.compressed(extent, RECORD.of(STATES), GRADIENT_NBYTES)
+        self.threads = []
+
+    def states(self, seed):
+        """Memory with states, and what is meant for nobody behind them."""
+        data = memory(self.place.nbytes, fill=0)
+        late_gradient(RECORD, data).copy_(normal(NUMEL, torch.bfloat16, seed))
+        for segment, offset, _ in RECORD.of(STATES)[1:]:
+            torch.frombuffer(data, dtype=torch.float32, count=NUMEL, offset=offset).copy_(normal(NUMEL, torch.float32, seed + len(segment.name)))
+        return data
+
+    def catch_up(self, buffer):
+        """An update of its own, which is done again wherever it is done twice."""
+        self.threads.append(threading.current_thread())
+        for segment, offset, _ in RECORD.of(STATES)[1:]:
+            torch.frombuffer(buffer, dtype=torch.float32, count=NUMEL, offset=offset).add_(late_gradient(RECORD, buffer))
+
+    def write_late(self, catch_up=None):
+        """Write states whole, then late; returns what they are then."""
+        data = self.states(1)
+        self.compressor.write(self.place, data).wait()
+        self.catch_up(data)
+        self.threads.clear()
+        self.compressor.write(self.place, data, catch_up=catch_up or self.catch_up).wait()
+        return data[: RECORD.states_nbytes]
+
+    def read(self):
+        buffer = memory(self.place.nbytes, fill=0xEE)
+        return self.compressor.read(self.place, buffer, what="chunk 3: "), buffer
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.compressor.close()
+        self.swap.close()
+        self.arena.close()
+
+
+def test_late_moments_are_brought_up_to_date_once_a_read(tmp_path):
+    with OnDrive(tmp_path) as drive:
+        for _ in range(3):
+            expected = drive.write_late()
+            reads = [drive.read() for _ in range(4)]
+            for read, buffer in reads * 2:
+                read.wait()
+                assert read.done and buffer[: RECORD.states_nbytes] == expected
+            assert len(drive.threads) == len(reads)
+
+
+def test_late_moments_are_not_written_and_gradients_only_with_them(tmp_path):
+    with OnDrive(tmp_path) as drive:
+
+        def moved(catch_up):
+            before = drive.swap.write_nbytes, drive.swap.read_nbytes
+            (write := drive.compressor.write(drive.place, drive.states(2), catch_up=catch_up)).wait()
+            (read := drive.read()[0]).wait()
+            written, got = drive.swap.write_nbytes - before[0], drive.swap.read_nbytes - before[1]
+            assert (written, got) == (write.nbytes, read.nbytes)
+            return written / NUMEL, got / NUMEL
+
+        assert moved(None) == pytest.approx((2 + 2 * 3.33, 2 + 2 * 3.33), abs=0.2)
+        assert moved(drive.catch_up) == pytest.approx((2 + 1.33, 2 + 2 * 3.33 + 1.33), abs=0.2)
+        assert moved(None) == pytest.approx((2 + 2 * 3.33, 2 + 2 * 3.33), abs=0.2)
+        whole, late = compressor.moved_nbytes(RECORD.of(STATES)), compressor.moved_nbytes(RECORD.of(STATES), GRADIENT_NBYTES)
+        assert [n / NUMEL for n in whole] == pytest.approx([8.7, 8.7], abs=0.1)
+        assert [n / NUMEL for n in late] == pytest.approx([9.4, 6.0], abs=0.1)
+
+
+def test_the_main_thread_leaves_it_to_a_lane(tmp_path):
+    """An interrupt comes to the main thread, where it could leave an update half done."""
+    with OnDrive(tmp_path) as drive:
+        expected = drive.write_late()
+        for _ in range(5):
+            read, buffer = drive.read()
+            read.wait()
+            assert buffer[: RECORD.states_nbytes] == expected
+        assert len(drive.threads) == 5 and threading.main_thread() not in drive.threads
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_at_the_end_of_a_read_leaves_memory_alone(tmp_path, monkeypatch, when):
+    with OnDrive(tmp_path) as drive:
+        drive.write_late()
+        push = Lane.push
+
+        def interrupted(lane, *arguments, **options):
+            if when == "after":
+                push(lane, *arguments, **options)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Lane, "push", interrupted)
+        buffer = memory(drive.place.nbytes, fill=0xEE)
+        with pytest.raises(KeyboardInterrupt):
+            drive.compressor.read(drive.place, buffer)
+        monkeypatch.undo()
+        buffer[:] = bytes(len(buffer))  # it is somebody else's now
+        for lane in drive.compressor.expanders:
+            lane.drain()
+        assert not any(buffer)
+
+
+def test_what_cannot_be_brought_up_to_date_is_an_error_each_time(tmp_path):
+    def fail(buffer):
+        raise MemoryError("none")
+
+    with OnDrive(tmp_path) as drive:
+        drive.write_late(catch_up=fail)
+        read, _ = drive.read()
+        for _ in range(3):
+            with pytest.raises(infinity.SwapError, match="chunk 3: late moments .*MemoryError") as caught:
+                read.wait()
+            assert caught.value.errno == errno.EIO
+        assert read.done
+
+
+def test_what_is_late_is_not_left_later(tmp_path):
+    with OnDrive(tmp_path) as drive:
+        drive.write_late()
+        with pytest.raises(AssertionError, match="late already"):
+            drive.compressor.write(drive.place, drive.states(1), catch_up=drive.catch_up).wait()
+
+
+# ---- in an engine ----
+
+
+def gradients_of(model, step, unused):
+    """One pass; `unused` layers get no gradient."""
+    x = torch.full((2, 512), 0.1 + 0.01 * step, dtype=torch.bfloat16)
+    for index, layer in enumerate(model):
+        x = x if index in unused else layer(x)
+    x.float().square().mean().backward()
+
+
+def test_a_step_writes_the_moments_of_half_the_chunks(tmp_path):
+    """Each step the same number of bytes, whole ones less a third of moments' bytes."""
+    with training(lambda: linears(8, 512), tmp_path, **COMPRESSED) as (model, engine, optimizer):
+        written = []
+        for step in range(7):
+            gradients_of(model, step, ())
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+            written.append(engine.stats()["nvme_write_nbytes"] / engine.layout.num_parameters)
+        steps = [after - before for before, after in zip(written[2:], written[3:])]
+        assert max(steps) < 1.05 * min(steps)
+        assert steps == pytest.approx([1.33 + 2 + (2 * 3.33 + 1.33) / 2] * 4, rel=0.05)
+
+
+@pytest.mark.parametrize("residency, host_memory", [("none", "32MiB"), ("auto", "24MiB")])
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+def test_training_with_all_that_moments_depend_on_has_the_same_bits(tmp_path, residency, host_memory, update, one_thread):
+    """Hyper-parameters that change with each step, groups, clipping, layers without a gradient, states that are looked at, a checkpoint."""
+
+    def groups(model):
+        params = list(model.parameters())
+        return [{"params": params[0::3]}, {"params": params[1::3], "betas": (0.8, 0.9)}, {"params": params[2::3], "weight_decay": 0.3}]
+
+    found = {}
+    clip = {"max_grad_norm": 1e-3} if update == "deferred" else {}
+    config = COMPRESSED | {"update": update, "residency": residency, "host_memory": host_memory}
+    for choice in ("off", "on"):
+        with training(
+            lambda: linears(6, 512), tmp_path, groups=groups, options=clip, **config | {"compression": choice}
+        ) as (model, engine, optimizer):
+            seen = []
+            for step in range(9):
+                for number, group in enumerate(optimizer.param_groups):
+                    group["lr"] = 1e-2 / (1 + step + number)
+                    group["betas"] = (0.9 - 0.05 * (step % 3), 0.95)
+                gradients_of(model, step, {step % 6} if step % 2 else ())
+                optimizer.step()
+                optimizer.zero_grad()
+                if step in (2, 5):
+                    seen.append(states_of(engine, model))
+                if step == 3:
+                    infinity.save(tmp_path / "checkpoint", model, optimizer)
+                if step == 6:
+                    infinity.load(tmp_path / "checkpoint", model, optimizer)
+            found[choice] = [*seen, states_of(engine, model)]
+            if choice == "on":
+                late = [chunk.extents[STATES] for chunk in engine.registry.chunks if getattr(chunk.extents[STATES], "catch_up", None)]
+                assert late and all(isinstance(extent.catch_up, CatchUp) for extent in late)
+    for on, off in zip(found["on"], found["off"], strict=True):
+        assert_same_states(on, off)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": "fp32"}, {"moments": "bf16"}, {"compression": "off"}], ids=lambda changes: next(iter(changes.values()))
+)
+def test_other_records_have_no_room_for_a_gradient(tmp_path, changes):
+    with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | changes) as (_, engine, _):
+        assert engine.placement.away == engine.placement.sizes
+        assert all(chunk.late_next is None for chunk in engine.registry.chunks)
+
+
+@pytest.mark.parametrize("make, options", [(infinity.Adam, {"weight_decay": 0.1}), (infinity.SGD, {"momentum": 0.9})])
+def test_other_optimizers_write_whole_records(tmp_path, make, options, one_thread):
+    found = {}
+    for choice in ("off", "on"):
+        config = COMPRESSED | {"compression": choice}
+        with training(lambda: linears(4, 512), tmp_path, optimizer=make, options=options, **config) as (model, engine, optimizer):
+            for step in range(4):
+                gradients_of(model, step, ())
+                optimizer.step()
+                optimizer.zero_grad()
+            assert not any(getattr(chunk.extents[STATES], "catch_up", None) for chunk in engine.registry.chunks)
+            found[choice] = states_of(engine, model)
+    assert_same_states(found["on"], found["off"])
+
+
+# ---- where it is placed ----
+
+
+def placed(model, *, host_budget=64 * MIB, nvme_budget=None, accumulating=False, **config):
+    config = infinity.Config(device="cpu", **COMPRESSED | {"chunk_mib": None} | config)
+    options = {"world": 1, "rank": 0, "device_budget": 64 * MIB, "moments": ADAM_MOMENTS, "compresses": True}
+    options |= {"deferred": False, "accumulating": accumulating, "host_budget": host_budget, "nvme_budget": nvme_budget}
+    return arrange(model, list(model.named_parameters()), config, **options)[2]
+
+
+def test_room_for_gradients_is_counted_in_slots_and_on_nvme():
+    model = linears(6, 512)
+    late, whole = placed(model), placed(model, accumulating=True)
+    assert all(away == size + size // 5 for away, size in zip(late.away[STATES], late.sizes[STATES]) if size % 20480 == 0)
+    assert late.away[WEIGHTS] == late.sizes[WEIGHTS] and late.away[GRADIENTS] == late.sizes[GRADIENTS]
+    assert whole.away == whole.sizes
+    taken = late.compression_nbytes + sum(late.slots[kind] * max(late.away[kind]) for kind in late.slots if late.slots[kind])
+    resident = sum(n for kind in late.homes for n, home in zip(late.sizes[kind], late.homes[kind]) if home == "host")
+    assert late.host_nbytes == taken + resident
+    assert late.nvme_nbytes == sum(n for kind in late.homes for n, home in zip(late.away[kind], late.homes[kind]) if home == "nvme")
+
+
+def test_where_room_is_short_records_are_written_whole():
+    """Compressed nevertheless."""
+    model = linears(6, 512)
+    needed = placed(model).nvme_nbytes
+    assert placed(model, nvme_budget=needed).nvme_nbytes == needed
+    short = placed(model, nvme_budget=needed - 1)
+    assert short.nvme_nbytes < needed and short.away == short.sizes and short.compression_nbytes
+    chunks = {"chunk_mib": 0.5}
+    with pytest.raises(infinity.BudgetError) as caught:
+        placed(model, host_budget=1, **chunks)
+    least = int(str(caught.value).split("needs ")[1].split(" bytes")[0])
+    tight = placed(model, host_budget=least, **chunks)
+    assert tight.away == tight.sizes and tight.compression_nbytes
+    assert placed(model, host_budget=2 * least, **chunks).away != tight.sizes
