@@ -20,7 +20,7 @@ from torch import nn
 from infinity import compressor, planner
 from infinity.activations import Activations
 from infinity.arena import PAGE_NBYTES, Arena, Slots
-from infinity.chunks import ADAM_MOMENTS, GRADIENTS, KINDS, STATES, WEIGHTS, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
+from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS, Layout, ParameterSpec, Record, default_chunk_numel, layout, record_layout
 from infinity.compressor import Compressor
 from infinity.config import Config
 from infinity.errors import BudgetError
@@ -74,10 +74,11 @@ def assemble(
     events: Events,
     *,
     moments: tuple[str, ...],
+    can_advance: bool,
     deferred: bool,
     accumulating: bool,
 ) -> Assembly:
-    """named: the parameters to manage, in registration order. moments: of the optimizer, by name. deferred, accumulating:
+    """named: the parameters to manage, in registration order. moments, can_advance: of the optimizer's rule. deferred, accumulating:
     what their gradients' memory must do.
 
     Raises BudgetError, ConfigError or SwapError where something does not fit.
@@ -96,6 +97,7 @@ def assemble(
         host_budget=host_budget,
         nvme_budget=nvme_budget,
         moments=moments,
+        can_advance=can_advance,
         deferred=deferred,
         accumulating=accumulating,
         compresses=bool(compresses),
@@ -142,6 +144,7 @@ def arrange(
     moments: tuple[str, ...],
     deferred: bool,
     accumulating: bool,
+    can_advance: bool = False,
     compresses: bool = False,
     most: Callable[[int], int] = lambda number: number,
 ) -> tuple[Layout, list[Record], planner.Placement]:
@@ -191,7 +194,7 @@ def arrange(
             return numel
         return _best_chunk_numel(at, planner.chunk_numels(sum(spec.numel for spec in specs), world=world), nvme_budget)
 
-    may_be_late = compresses and (config.dtype, config.moments, moments) == ("bf16", "fp32", ADAM_MOMENTS) and not accumulating
+    may_be_late = compresses and can_advance and not accumulating and (config.dtype, config.moments) == ("bf16", "fp32")
     ways = [(True, True)] * may_be_late + [(True, False)] * compresses + [(False, False)] * (config.compression != "on" or not compresses)
     for compresses, late in ways:
         try:
@@ -281,16 +284,18 @@ def _connect(
     if compresses:
         compressor_ = Compressor(swap, arena, placement.compression_nbytes)
         undo.callback(compressor_.close)
-    turns = [0, 0]  # bytes of gradients that are written in the second step, the fourth, ..., and in the others
+    odd_nbytes = even_nbytes = 0  # of gradients that are written in the first step, the third, ..., and in the others
     for index, chunk in enumerate(chunks):
         chunk.extents = {kind: extents[kind][index] for kind in KINDS}
         for kind, extent in chunk.extents.items():
             if compresses and extent is not None:
-                gradient_nbytes = placement.away[kind][index] - placement.sizes[kind][index]
-                chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind), gradient_nbytes)
-                if gradient_nbytes:
-                    chunk.late_next = turns[True] <= turns[False]
-                    turns[chunk.late_next] += gradient_nbytes
+                late_nbytes = placement.away[kind][index] - placement.sizes[kind][index]
+                behind = [chunk.record.late_gradient] if late_nbytes else []
+                chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind) + behind)
+                if behind:
+                    chunk.late_next = odd_nbytes <= even_nbytes
+                    odd_nbytes += late_nbytes * chunk.late_next
+                    even_nbytes += late_nbytes * (not chunk.late_next)
     caches: dict[str, HostCache] = {}
     who = f"{ranks.name}, " if ranks.world > 1 else ""
     records_ = Records(compressor_ or swap, caches, lock, events, keep, who)

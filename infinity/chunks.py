@@ -294,6 +294,8 @@ FORMATS = {
 """Segments of a trainable record before its moments, in the order in which they lie. A frozen record has only the first."""
 
 ADAM_MOMENTS = ("momentum", "variance")
+LATE_GRADIENT = Segment("gradient", "bf16", 2)
+"""What lies behind a record's states where their moments may be late: [Note: late moments] in compressor.py."""
 
 
 @dataclass(frozen=True)
@@ -321,6 +323,11 @@ class Record:
     @property
     def states_nbytes(self) -> int:
         return self.nbytes - self.states_offset
+
+    @property
+    def late_gradient(self) -> tuple[Segment, int, int]:
+        """LATE_GRADIENT, its offset behind the states and its bytes, padding included."""
+        return LATE_GRADIENT, self.states_nbytes, _round_up(self.numel * LATE_GRADIENT.itemsize, SEGMENT_ALIGNMENT_NBYTES)
 
     def of(self, kind: str) -> list[tuple[Segment, int, int]]:
         """The segments that a kind of copy holds, each with its offset there and its bytes, padding included; none of a gradient's."""

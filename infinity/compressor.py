@@ -1,6 +1,6 @@
 """Records on NVMe in fewer bytes, without loss: between the records and the swap.
 
-Knows extents and the segments that lie in them. Must not know what a chunk or a step is, devices, or when anything is due.
+Knows extents, the segments that lie in them, and which of these can be done again. Must not know chunks, devices, or when anything is due.
 """
 
 # [Note: compressed extents]
@@ -19,10 +19,12 @@ Knows extents and the segments that lie in them. Must not know what a chunk or a
 # [Note: late moments]
 # What an update does to Adam's moments can be done again with its gradient. So every second update of a record writes the gradient
 # instead of the moments, a fifth of their bytes: these are one update late on NVMe, and whoever reads them brings them up to date.
-# Half of the chunks are late after one step, the others after the next, so that steps move the same. Bytes a parameter of the states:
+# Half of the records are late after one step, the others after the next, so that steps move the same. Bytes a parameter of the states:
 #
 #     whole     residual 2.0 | momentum 3.3 | variance 3.3                      8.6 are written, and read for the next update
 #     late      residual 2.0 |              |              | gradient 1.3       3.3 are written, 9.9 read
+#
+# That is done in a lane of its own: never in the main thread, where an interrupt could leave it half done, and never twice.
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ from pathlib import Path
 import aio_ext
 from infinity import _huffman
 from infinity.arena import Arena
-from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, WEIGHTS, Record, Segment
+from infinity.chunks import ADAM_MOMENTS, LATE_GRADIENT, STATES, WEIGHT_NBYTES, WEIGHTS, Record, Segment
 from infinity.errors import SwapError
 from infinity.lanes import Job, Lane
 from infinity.tiers import Extent, Swap, Transfer
@@ -49,7 +51,6 @@ NUM_BUFFERS = 2  # of a lane: one is written from while the other is filled
 SAVED_BITS = 5.2  # of a float, while a model trains
 SECONDS_PER_NBYTE = 0.4e-9  # that a drive moves, of a thread: a quarter more than by the codec's rates beside a GPU
 CORES_SHARE, LANES_SHARE = 1 / 4, 1 / 2  # of their time, at most
-LATE_GRADIENT = Segment("gradient", "bf16", 2)  # behind a record's moments, for when these are late
 
 
 @dataclass(frozen=True)
@@ -100,32 +101,34 @@ class Read:
     """A read under way; whoever waits brings the sections, as they come, back to what they were.
 
     left: memory of each section, the itemsize of its floats and how many bytes are read, as `_huffman.decode_last` takes them; what is not
-    compressed has itemsize 0. transfers: of each, None where there is nothing to read. catch_up: what is then done, once, or None: not
-    by the main thread, where an interrupt may come half-way, but by the job, in a lane, that waits for this, too. what, path: of errors.
+    compressed has itemsize 0. transfers: of each, None where there is nothing to read. catch_up: what is then done, once, in the lane, or
+    None. what, path: of errors.
     """
 
-    __slots__ = ("_catch_up", "_failure", "_left", "_lock", "_path", "_transfers", "_what", "job", "nbytes")
+    __slots__ = ("_catch_up", "_error", "_failure", "_lane", "_left", "_lock", "_path", "_transfers", "_what", "nbytes")
 
     def __init__(
         self,
         left: list[tuple[memoryview, int, int]],
         transfers: list[Transfer | None],
         catch_up: Callable[[], None] | None,
+        lane: Lane,
         what: str,
         path: Path,
     ):
         self.nbytes = sum(nbytes for _, _, nbytes in left)
-        self.job: Job | None = None
         self._left = left
         self._transfers = transfers
         self._catch_up = catch_up
+        self._lane = lane
         self._what = what
         self._path = path
         self._lock = threading.Lock()
         self._failure: tuple[int, str, str] | None = None
+        self._error: BaseException | None = None  # of catch_up
 
     def wait(self) -> None:
-        """Raises SwapError, each time, if a part failed or is not what was written; no part is in flight then."""
+        """Raises, each time, SwapError if a part failed or is not what was written, or what catch_up raised; no part is in flight then."""
         with self._lock:
             while self._left and self._failure is None:
                 transfer = self._transfers[len(self._left) - 1]
@@ -140,23 +143,26 @@ class Read:
                     _wait_for(self._transfers, quietly=True)
                     text = f"{self._what}the drive returned other bytes than were written; see dmesg, and use another directory"
                     self._failure = (errno.EIO, text, str(self._path))
-            if self._failure is None and self._catch_up is not None and threading.current_thread() is not threading.main_thread():
-                try:
-                    self._catch_up()
-                except BaseException as error:  # moments are neither what was read nor what they should be
-                    text = f"{self._what}late moments were not brought up to date ({error!r})"
-                    self._failure = (errno.EIO, text, str(self._path))
-                self._catch_up = None
+            if self._failure is None and self._catch_up is not None:
+                self._lane.push(self._bring_up_to_date).wait()
         if self._failure is not None:
             raise SwapError(*self._failure)
-        if self._catch_up is not None:
-            self.job.wait()
+        if self._error is not None:
+            raise self._error
 
     def give_up(self) -> None:
         """Nothing comes to the memory any more; what it holds is of no use."""
         with self._lock:
             self._catch_up = None
         _wait_for([self], quietly=True)
+
+    def _bring_up_to_date(self) -> None:
+        if self._catch_up is not None:  # else an interrupt let somebody ask twice
+            try:
+                self._catch_up()
+            except BaseException as error:  # what the memory holds is neither what was read nor what it should be
+                self._error = error
+            self._catch_up = None
 
     @property
     def done(self) -> bool:
@@ -181,14 +187,12 @@ class Compressor:
         self.presses = [_Press(swap, buffers[number::NUM_LANES]) for number in range(NUM_LANES)]
         self.expanders = [Lane("expand") for _ in range(NUM_LANES)]
         self._presses, self._expanders = itertools.cycle(self.presses), itertools.cycle(self.expanders)
+        self._late = Lane("catch-up")
 
-    def compressed(
-        self, extent: Extent, segments: Sequence[tuple[Segment, int, int]], gradient_nbytes: int = 0
-    ) -> CompressedExtent:
-        """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is.
-        gradient_nbytes: of room behind them, for a gradient where moments may be late."""
-        laid_out = _laid_out(segments, gradient_nbytes)
-        sections = _cut(laid_out, self.section_nbytes) if laid_out else (Section(0, extent.nbytes, 0),)
+    def compressed(self, extent: Extent, segments: Sequence[tuple[Segment, int, int]]) -> CompressedExtent:
+        """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is. With
+        LATE_GRADIENT among them, moments may be late."""
+        sections = _cut(tuple(segments), self.section_nbytes) if segments else (Section(0, extent.nbytes, 0),)
         return CompressedExtent(extent, sections, [section.nbytes for section in sections])
 
     def read(self, compressed: CompressedExtent, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
@@ -206,8 +210,8 @@ class Compressor:
                     transfer = self.swap.read(compressed.extent, target, offset=section.offset, priority=priority, what=what)
                 transfers.append(transfer)
             finish = catch_up and functools.partial(catch_up, buffer)
-            read = Read(left[::-1], transfers[::-1], finish, what, self.swap.path_of(compressed.extent))
-            read.job = next(self._expanders).push(read.wait)
+            read = Read(left[::-1], transfers[::-1], finish, self._late, what, self.swap.path_of(compressed.extent))
+            next(self._expanders).push(read.wait)
             return read
         except BaseException:  # nobody else would wait until they let the memory go
             _wait_for(transfers, quietly=True)
@@ -225,15 +229,15 @@ class Compressor:
     ) -> Write:
         """Write all of an extent; the buffer must not change, and nothing else be written there, until the write is over.
 
-        catch_up: where moments may be late and NVMe holds those from before the last update, all but them is written; it is given what is
-        read from there, and makes of these what the buffer holds.
+        catch_up: given where moments may be late and NVMe holds those from before the last update, so that they need not be written. It is
+        called with what is read from there, and makes of these what the buffer holds. Those that are late already are written.
         """
         press = next(self._presses)
         return Write(press.lane.push(lambda: press.write(compressed, buffer, catch_up, what), what))
 
     def close(self) -> None:
         """Nothing is read or written any more. Idempotent."""
-        for part in (*self.expanders, *self.presses):
+        for part in (*self.expanders, *self.presses, self._late):
             part.close()
 
 
@@ -249,7 +253,8 @@ class _Press:
     def write(
         self, compressed: CompressedExtent, buffer: memoryview, catch_up: Callable[[memoryview], None] | None, what: str
     ) -> list[Transfer]:
-        assert catch_up is None or compressed.catch_up is None, "what is on NVMe is late already"
+        if compressed.catch_up is not None:
+            catch_up = None
         transfers: list[Transfer] = []
         left_out = catch_up is None
         try:
@@ -311,31 +316,26 @@ def pays(choice: str, nbytes_per_s: float, num_cores: int) -> bool:
     return choice == "on" or 0 < busy <= min(CORES_SHARE * num_cores, LANES_SHARE * 2 * NUM_LANES)
 
 
-def moved_nbytes(segments: Sequence[tuple[Segment, int, int]], gradient_nbytes: int = 0) -> tuple[int, int]:
+def moved_nbytes(segments: Sequence[tuple[Segment, int, int]]) -> tuple[int, int]:
     """About how many bytes are read and written of an extent, in the mean of two updates. Arguments as of `Compressor.compressed`."""
     stored: collections.Counter[bool | None] = collections.Counter()
-    for section in _cut(_laid_out(segments, gradient_nbytes), LARGEST_SECTION_NBYTES):
+    for section in _cut(tuple(segments), LARGEST_SECTION_NBYTES):
         stored[section.late] += section.nbytes * (1 - SAVED_BITS / 8 / section.itemsize if section.itemsize else 1)
     always, whole, late = stored[None], stored[False], stored[True]
     return int(always + whole + late / 2), int(always + (whole + late) / 2)
 
 
-def _laid_out(segments: Sequence[tuple[Segment, int, int]], gradient_nbytes: int) -> tuple[tuple[Segment, int, int], ...]:
-    if not gradient_nbytes:
-        return tuple(segments)
-    _, offset, nbytes = segments[-1]
-    return (*segments, (LATE_GRADIENT, offset + nbytes, gradient_nbytes))
-
-
 @functools.cache  # extents are many, their layouts few
 def _cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tuple[Section, ...]:
     sections = []
-    late = dict.fromkeys(ADAM_MOMENTS, False) | {LATE_GRADIENT.name: True} if segments[-1][0] is LATE_GRADIENT else {}
+    late: dict[Segment, bool] = {}
+    if any(segment is LATE_GRADIENT for segment, _, _ in segments):
+        late = {segment: segment is LATE_GRADIENT for segment, _, _ in segments if segment.name in (*ADAM_MOMENTS, LATE_GRADIENT.name)}
     for segment, offset, nbytes in segments:
         itemsize = WEIGHT_NBYTES.get(segment.dtype, 0)  # whatever else is stored is no float
         size = most_nbytes if itemsize else nbytes
         for start in range(offset, offset + nbytes, size or 1):
-            sections.append(Section(start, min(size, offset + nbytes - start), itemsize, late.get(segment.name)))
+            sections.append(Section(start, min(size, offset + nbytes - start), itemsize, late.get(segment)))
     return tuple(sections)
 
 

@@ -421,6 +421,7 @@ class Engine:
             self.ranks,
             self.events,
             moments=self.moments,
+            can_advance=self.optimizer is None or self.optimizer.rule.can_advance,
             deferred=deferred,
             accumulating=self.accumulating,
         )

@@ -1,6 +1,7 @@
 """Sizes: what goes to which tier, and how much memory the pipeline's own slots take.
 
-Pure arithmetic over the layout's sizes and the budgets. Must not know torch, files or threads.
+Pure arithmetic over the layout's sizes and the budgets. Must not know torch, files or threads. Over 400 lines because every tier's
+share depends on the others'.
 """
 
 # [Note: how budgets are spent]
@@ -135,7 +136,7 @@ def place(
     }
     away = sizes
     if late_moments:
-        away = sizes | {STATES: tuple(n and n + _page(2 * record.numel) for n, record in zip(sizes[STATES], records))}
+        away = sizes | {STATES: tuple(n and n + record.late_gradient[2] for n, record in zip(sizes[STATES], records))}
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
     visitors: frozenset[int] = frozenset()
     if states == "device":

@@ -140,7 +140,7 @@ class AdamRule(Rule):
 
     def advance(self, shard, grad, scalars, grad_scale):
         scalars = scalars.scaled(grad_scale)
-        nobodys = torch.zeros(min(_BLOCK_NUMEL, grad.numel()))  # weights
+        nobodys = torch.zeros(min(_BLOCK_NUMEL, grad.numel()), dtype=torch.float32, device="cpu")  # weights
         for begin in range(0, grad.numel(), _BLOCK_NUMEL):
             part = slice(begin, begin + _BLOCK_NUMEL)
             moments = shard["momentum"][part], shard["variance"][part]

@@ -258,7 +258,8 @@ def update(
 
 def late_gradient(record: Record, buffer: memoryview) -> torch.Tensor:
     """bf16 [shard_used]: the gradient behind a record's states, where these have room for one."""
-    return torch.frombuffer(buffer, dtype=torch.bfloat16, count=record.numel, offset=record.states_nbytes)
+    _, offset, _ = record.late_gradient
+    return torch.frombuffer(buffer, dtype=torch.bfloat16, count=record.numel, offset=offset)
 
 
 @dataclass(frozen=True, slots=True)

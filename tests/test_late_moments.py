@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import infinity
+from aio_ext import _aio
 from helpers import NVME, assert_same_bits, assert_same_states, memory, states_of, training
 from infinity import compressor
 from infinity.arena import Arena
@@ -17,12 +18,11 @@ from infinity.compressor import Compressor
 from infinity.lanes import Lane
 from infinity.rules import AdamRule, LionRule, SGDRule
 from infinity.tiers import Swap
-from infinity.updater import CatchUp, late_gradient
+from infinity.updater import CatchUp, late_gradient, segments
 
 MIB = 1 << 20
 NUMEL = 500_000
 RECORD = record_layout(NUMEL, "bf16", True)
-GRADIENT_NBYTES = -(-2 * NUMEL // 4096) * 4096
 COMPRESSED = NVME | {"dtype": "bf16", "compression": "on", "chunk_mib": 0.5, "host_memory": "32MiB"}
 
 
@@ -75,10 +75,10 @@ class OnDrive:
 
     def __init__(self, path):
         self.arena, self.swap = Arena(), Swap([path])
-        extent = self.swap.allocate(RECORD.states_nbytes + GRADIENT_NBYTES)
+        extent = self.swap.allocate(RECORD.states_nbytes + RECORD.late_gradient[2])
         self.swap.reserve()
         self.compressor = Compressor(self.swap, self.arena, compressor.NUM_LANES * compressor.NUM_BUFFERS * (256 << 10))
-        self.place = self.compressor.compressed(extent, RECORD.of(STATES), GRADIENT_NBYTES)
+        self.place = self.compressor.compressed(extent, RECORD.of(STATES) + [RECORD.late_gradient])
         self.threads = []
 
     def states(self, seed):
@@ -142,20 +142,23 @@ def test_late_moments_are_not_written_and_gradients_only_with_them(tmp_path):
         assert moved(None) == pytest.approx((2 + 2 * 3.33, 2 + 2 * 3.33), abs=0.2)
         assert moved(drive.catch_up) == pytest.approx((2 + 1.33, 2 + 2 * 3.33 + 1.33), abs=0.2)
         assert moved(None) == pytest.approx((2 + 2 * 3.33, 2 + 2 * 3.33), abs=0.2)
-        whole, late = compressor.moved_nbytes(RECORD.of(STATES)), compressor.moved_nbytes(RECORD.of(STATES), GRADIENT_NBYTES)
-        assert [n / NUMEL for n in whole] == pytest.approx([8.7, 8.7], abs=0.1)
-        assert [n / NUMEL for n in late] == pytest.approx([9.4, 6.0], abs=0.1)
+        for segments, expected in ((RECORD.of(STATES), [8.7, 8.7]), (RECORD.of(STATES) + [RECORD.late_gradient], [9.4, 6.0]), ((), [0, 0])):
+            assert [nbytes / NUMEL for nbytes in compressor.moved_nbytes(segments)] == pytest.approx(expected, abs=0.1)
 
 
-def test_the_main_thread_leaves_it_to_a_lane(tmp_path):
-    """An interrupt comes to the main thread, where it could leave an update half done."""
+def test_who_waits_leaves_it_to_one_lane_and_waits_for_no_other_read(tmp_path):
+    """An interrupt comes to the main thread, where it could leave an update half done, and a program's threads have modes of their own."""
     with OnDrive(tmp_path) as drive:
         expected = drive.write_late()
+        gate = threading.Event()
+        held = [lane.push(gate.wait) for lane in drive.compressor.expanders]
         for _ in range(5):
             read, buffer = drive.read()
             read.wait()
             assert buffer[: RECORD.states_nbytes] == expected
-        assert len(drive.threads) == 5 and threading.main_thread() not in drive.threads
+        assert not any(job.done for job in held)
+        gate.set()
+        assert {thread.name for thread in drive.threads} == {"infinity-catch-up"} and len(drive.threads) == 5
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -182,23 +185,39 @@ def test_an_interrupt_at_the_end_of_a_read_leaves_memory_alone(tmp_path, monkeyp
 
 def test_what_cannot_be_brought_up_to_date_is_an_error_each_time(tmp_path):
     def fail(buffer):
-        raise MemoryError("none")
+        raise MemoryError("no room")
 
     with OnDrive(tmp_path) as drive:
         drive.write_late(catch_up=fail)
         read, _ = drive.read()
         for _ in range(3):
-            with pytest.raises(infinity.SwapError, match="chunk 3: late moments .*MemoryError") as caught:
+            with pytest.raises(MemoryError, match="no room"):
                 read.wait()
-            assert caught.value.errno == errno.EIO
         assert read.done
 
 
-def test_what_is_late_is_not_left_later(tmp_path):
+def test_a_part_that_cannot_be_read_is_an_error_and_nothing_is_done_to_the_others(tmp_path):
+    with OnDrive(tmp_path) as drive:
+        expected = drive.write_late()
+        _aio._inject("read", 3, 1, -errno.EIO)
+        read, _ = drive.read()
+        for _ in range(2):
+            with pytest.raises(infinity.SwapError, match="chunk 3: "):
+                read.wait()
+        assert not drive.threads
+        read, buffer = drive.read()
+        read.wait()
+        assert buffer[: RECORD.states_nbytes] == expected
+
+
+def test_what_is_late_already_is_written_whole(tmp_path):
     with OnDrive(tmp_path) as drive:
         drive.write_late()
-        with pytest.raises(AssertionError, match="late already"):
-            drive.compressor.write(drive.place, drive.states(1), catch_up=drive.catch_up).wait()
+        data = drive.states(5)
+        drive.compressor.write(drive.place, data, catch_up=drive.catch_up).wait()
+        read, buffer = drive.read()
+        read.wait()
+        assert not drive.threads and buffer[: RECORD.states_nbytes] == data[: RECORD.states_nbytes]
 
 
 # ---- in an engine ----
@@ -265,6 +284,69 @@ def test_training_with_all_that_moments_depend_on_has_the_same_bits(tmp_path, re
         assert_same_states(on, off)
 
 
+def trained(directory, choice, *, change=lambda engine, step: None, **config):
+    """States after eight steps; change(engine, step) follows each."""
+    with training(lambda: linears(4, 512), directory, **COMPRESSED | config | {"compression": choice}) as (model, engine, optimizer):
+        for step in range(8):
+            gradients_of(model, step, ())
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+            change(engine, step)
+        return states_of(engine, model), [getattr(chunk.extents[STATES], "catch_up", None) for chunk in engine.registry.chunks]
+
+
+def test_what_was_changed_since_it_was_read_is_written_whole(tmp_path, one_thread):
+    """As an interrupt leaves it: changed in its slot, and nothing of that on NVMe."""
+
+    def change(engine, step):
+        for chunk in engine.registry.chunks[: 4 if step in (2, 3, 5) else 0]:
+            entries = engine.records.obtain_all(chunk, (WEIGHTS, STATES))
+            assert engine.records.begin_update(chunk, entries)
+            segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory)["momentum"].mul_(2)
+            for kind, entry in entries.items():
+                engine.records.unpin(chunk, kind, entry)
+
+    off, _ = trained(tmp_path, "off", change=change)
+    on, late = trained(tmp_path, "on", change=change)
+    assert any(late)
+    assert_same_states(on, off)
+
+
+@pytest.mark.parametrize("name", ["default dtype", "thread", "drives"])
+def test_a_program_may_have_modes_threads_and_drives(tmp_path, name, one_thread):
+    """The default dtype; a thread in which tensors are made on another device; bytes that are striped."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    expected, _ = trained(tmp_path / "a", "off")
+    found = []
+    if name == "default dtype":
+        default = torch.get_default_dtype()
+
+        def change(engine, step):
+            torch.set_default_dtype(torch.float64)
+
+        try:
+            found.append(trained(tmp_path / "a", "on", change=change))
+        finally:
+            torch.set_default_dtype(default)
+    elif name == "thread":
+
+        def change(engine, step):
+            with torch.device("meta"):
+                for chunk in engine.registry.chunks:
+                    engine.records.unpin(chunk, STATES, engine.records.obtain(chunk, STATES))
+
+        thread = threading.Thread(target=lambda: found.append(trained(tmp_path / "a", "on", change=change)))
+        thread.start()
+        thread.join()
+    else:
+        found.append(trained(tmp_path / "a", "on", nvme=[tmp_path / "a", tmp_path / "b"]))
+    (states, late), = found
+    assert any(late)
+    assert_same_states(states, expected)
+
+
 @pytest.mark.parametrize(
     "changes", [{"dtype": "fp32"}, {"moments": "bf16"}, {"compression": "off"}], ids=lambda changes: next(iter(changes.values()))
 )
@@ -284,7 +366,7 @@ def test_other_optimizers_write_whole_records(tmp_path, make, options, one_threa
                 gradients_of(model, step, ())
                 optimizer.step()
                 optimizer.zero_grad()
-            assert not any(getattr(chunk.extents[STATES], "catch_up", None) for chunk in engine.registry.chunks)
+            assert engine.placement.away == engine.placement.sizes
             found[choice] = states_of(engine, model)
     assert_same_states(found["on"], found["off"])
 
@@ -295,7 +377,7 @@ def test_other_optimizers_write_whole_records(tmp_path, make, options, one_threa
 def placed(model, *, host_budget=64 * MIB, nvme_budget=None, accumulating=False, **config):
     config = infinity.Config(device="cpu", **COMPRESSED | {"chunk_mib": None} | config)
     options = {"world": 1, "rank": 0, "device_budget": 64 * MIB, "moments": ADAM_MOMENTS, "compresses": True}
-    options |= {"deferred": False, "accumulating": accumulating, "host_budget": host_budget, "nvme_budget": nvme_budget}
+    options |= {"can_advance": True, "deferred": False, "accumulating": accumulating, "host_budget": host_budget, "nvme_budget": nvme_budget}
     return arrange(model, list(model.named_parameters()), config, **options)[2]
 
 

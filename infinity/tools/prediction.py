@@ -82,10 +82,15 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
         _is_deferred(config),
         config.residency == "auto",
     )
-    rate, num_cores = machine.drive_gbps("mixed") * 1e9 / machine.devices, machine.cores // machine.devices
-    compresses_nvme = placement.compression_nbytes > 0 and compressor.pays(config.compression, rate, num_cores)
+    compresses_nvme = placement.compression_nbytes > 0
     simulation = simulate(layout, records, placement, step, machine, on_device=on_device, compresses=compresses_nvme)
     return Prediction(layout, records, placement, on_device, workload, simulation, machine, compresses_nvme)
+
+
+def _compresses(config: Config, machine: Machine, num_parameters: int) -> bool:
+    """Whether a node with so many parameters compresses what is on NVMe."""
+    rate, num_cores = machine.drive_gbps("mixed") * 1e9 / machine.devices, machine.cores // machine.devices
+    return may_compress(config, machine.device, num_parameters) and compressor.pays(config.compression, rate, num_cores)
 
 
 def arrangement(
@@ -125,7 +130,8 @@ def arrangement(
         moments=ADAM_MOMENTS,
         deferred=_is_deferred(config),
         accumulating=False,
-        compresses=may_compress(config, machine.device, sum(param.numel() for _, param in named) // machine.nodes),
+        can_advance=True,
+        compresses=_compresses(config, machine, sum(param.numel() for _, param in named) // machine.nodes),
     )
     if machine.device == "cpu" and (needed := (placement.host_nbytes + workload.saved_nbytes) * share) > machine.host_memory:
         raise BudgetError(
