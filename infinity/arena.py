@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from infinity.errors import BudgetError, UsageError
+from infinity.lanes import Monitor
 
 PAGE_NBYTES = 4096
 HUGE_NBYTES = 2 << 20
@@ -132,7 +133,7 @@ class Slots:
         self.peak = 0
         self._region = arena.region(self.slot_nbytes * count)
         self._free = list(range(count))[::-1]
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._closed = False
 
     @property

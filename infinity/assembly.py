@@ -10,7 +10,6 @@ import collections
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from infinity.errors import BudgetError
 from infinity.events import Events
 from infinity.gauge import gauge_of, host_free_nbytes
 from infinity.gradients import Gradients
+from infinity.lanes import Monitor
 from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
 from infinity.records import Records
@@ -278,7 +278,7 @@ def _connect(
             tier.book(span.nbytes)
             tier.allocate(span)
 
-    arena, lock = Arena(pin=cuda), threading.Condition()
+    arena, lock = Arena(pin=cuda), Monitor()
     undo.callback(arena.close)
     compressor_ = None
     if compresses:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import threading
 from collections.abc import Callable
 
 import torch
@@ -32,7 +31,7 @@ import torch
 from infinity.adam import accumulate_
 from infinity.chunks import GRADIENTS, Piece
 from infinity.events import Events, now
-from infinity.lanes import Job, Lane, waits
+from infinity.lanes import Job, Lane, Monitor, waits
 from infinity.partition import Ranks
 from infinity.records import Records
 from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
@@ -93,7 +92,7 @@ class Gradients:
         self.stream = torch.cuda.Stream(device) if self.cuda else None
         self.raise_failure: Callable[[], None] = lambda: None
         self.failure: BaseException | None = None  # of a transfer in the gc lane; an update would miss its bytes
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._under_way_nbytes = 0
         self._num_arrivals = 0
         self._batch: Batch | None = None  # the last one that the gc lane was given, until it begins with it

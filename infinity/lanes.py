@@ -26,6 +26,17 @@ def waits():
         waiting.discard(threading.get_ident())
 
 
+class Monitor(type(threading.RLock())):
+    """A threading.Condition that an interrupt cannot leave locked: entering and leaving it is C code, into which none comes."""
+
+    def __init__(self):
+        self._condition = threading.Condition(self)
+        self.wait = self._condition.wait
+        self.wait_for = self._condition.wait_for
+        self.notify = self._condition.notify
+        self.notify_all = self._condition.notify_all
+
+
 class Job:
     """A piece of work handed to a lane. `wait` returns once it is over and raises what it raised, every time."""
 
@@ -95,8 +106,7 @@ class Lane:
         self._ended = False
         self._line: dict[Job, Callable[[], bool]] = {}  # jobs in their order, and whether they are ready
         self._hurried: list[Job] = []  # of the line, in the order in which they were hurried
-        self._mutex = threading.RLock()  # which an interrupt leaves as it was, entering and leaving; a Condition's own methods do not
-        self._changed = threading.Condition(self._mutex)  # over the line and whether the lane has ended
+        self._changed = Monitor()  # over the line and whether the lane has ended
         self._thread = threading.Thread(target=self._loop, name=f"{THREADS}{name}", daemon=True)
         self._thread.start()
 
@@ -109,7 +119,7 @@ class Lane:
             raise RuntimeError(f"nothing can be given to lane {self.name} any more: the engine is closed")
         job = Job(work)
         job.lane, job.what = self, what
-        with self._mutex:
+        with self._changed:
             self._line[job] = ready
             if not quiet:
                 self._changed.notify()
@@ -117,12 +127,12 @@ class Lane:
 
     def wake(self) -> None:
         """Let what was pushed quietly run now."""
-        with self._mutex:
+        with self._changed:
             self._changed.notify()
 
     def hurry(self, job: Job) -> None:
         """Let a job run before those pushed earlier, as soon as it is ready; after those hurried earlier that are ready, too."""
-        with self._mutex:
+        with self._changed:
             if job in self._line and job not in self._hurried:
                 self._hurried.append(job)
 
@@ -142,7 +152,7 @@ class Lane:
     def close(self) -> None:
         """Finish what was pushed and end the thread; idempotent."""
         if not self._ended:
-            with self._mutex:
+            with self._changed:
                 self._ended = True
                 self._changed.notify()
             self._thread.join(_GLANCE_S)
@@ -161,13 +171,13 @@ class Lane:
 
     def _has_more(self) -> bool:
         """Wait for a job; false once the lane has ended and there is none."""
-        with self._mutex:
+        with self._changed:
             while not self._line and not self._ended:
                 self._changed.wait(_GLANCE_S)  # an interrupt in who pushes may come before its notice
             return bool(self._line)
 
     def _next(self) -> Job:
-        with self._mutex:
+        with self._changed:
             job = next((job for job in self._hurried if self._line[job]()), None) or next(iter(self._line))
             del self._line[job]
             if job in self._hurried:

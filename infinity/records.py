@@ -119,11 +119,7 @@ class Records:
 
     def obtain(self, chunk: ChunkState, kind: str) -> Entry:
         """The copy, pinned, once its bytes are there."""
-        request = self.request(chunk, kind, urgent=True)
-        self.hurry(request)
-        entry = request.wait()
-        self.settle(entry)
-        return entry
+        return self.obtain_all(chunk, (kind,))[kind]
 
     def fresh(self, chunk: ChunkState, kind: str) -> Entry:
         """A pinned, clean entry to be filled by the caller; nothing is read."""
@@ -145,14 +141,30 @@ class Records:
 
     def obtain_all(self, chunk: ChunkState, kinds: Iterable[str]) -> dict[str, Entry]:
         """Copies of several kinds, pinned. Asked for at once: two who ask for the same kinds are granted them in one order."""
+        requests: list[Request] = []
+        try:
+            with self.lock:
+                for kind in kinds:
+                    requests.append(self.request(chunk, kind, urgent=True))
+            for request in requests:
+                self.hurry(request)
+            entries = {request.kind: request.wait() for request in requests}
+            for entry in entries.values():
+                self.settle(entry)
+            return entries
+        except BaseException:  # after an interrupt others go on
+            for request in requests:
+                self._withdraw(request)
+            raise
+
+    def _withdraw(self, request: Request) -> None:
+        """Nobody waits for a pinned request any more, nor for what it was granted."""
         with self.lock:
-            requests = {kind: self.request(chunk, kind, urgent=True) for kind in kinds}
-        for request in requests.values():
-            self.hurry(request)
-        entries = {kind: request.wait() for kind, request in requests.items()}
-        for entry in entries.values():
-            self.settle(entry)
-        return entries
+            if request.result is not None:
+                self.unpin(request.chunk, request.kind, request.result)
+            elif request in self._pinned[request.kind]:
+                self._pinned[request.kind].remove(request)
+                self.lock.notify_all()
 
     def begin_update(self, chunk: ChunkState, entries: dict[str, Entry]) -> bool:
         """Entries of a chunk, by kind, pinned by the caller, are about to change: its gradient, or all of its record. Returns whether all were

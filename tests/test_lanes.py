@@ -48,9 +48,9 @@ def fall_asleep(lane) -> None:
     """Have the lane do all that it has, and wait for more."""
     lane.drain()
     end = time.monotonic() + SECONDS
-    while not lane._changed._waiters and time.monotonic() < end:
+    while not lane._changed._condition._waiters and time.monotonic() < end:
         time.sleep(0.001)
-    assert lane._changed._waiters
+    assert lane._changed._condition._waiters
 
 
 def sleeps_on(lane) -> bool:

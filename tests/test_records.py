@@ -15,7 +15,7 @@ from infinity.arena import Arena, Slots
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.errors import SwapError, UsageError
 from infinity.events import Events
-from infinity.records import Records
+from infinity.records import Records, Request
 from infinity.residency import HostCache, HostState
 from infinity.tiers import Swap
 
@@ -390,6 +390,33 @@ def test_a_slot_that_an_interrupted_read_may_still_write_to_is_nobodys(bench, mo
         entry = b.granted(b.request(index))
         assert first_byte(entry) == index
         b.unpin(index, entry)
+
+
+@pytest.mark.parametrize("where", ["settle", "hurry", "grant"])
+def test_who_is_interrupted_while_it_waits_holds_nothing(bench, monkeypatch, where):
+    b = bench(num_slots=2)
+    held = []
+    if where == "grant":  # it waits for a slot when the interrupt comes
+        held = [(index, b.granted(b.request(index))) for index in (1, 2)]
+        monkeypatch.setattr(Request, "wait", lambda request: interrupt())
+    else:
+        monkeypatch.setattr(b.records, where, lambda thing: interrupt())
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            b.records.obtain_all(b.chunks[0], (STATES, WEIGHTS))
+    monkeypatch.undo()
+    for index, entry in held:
+        b.unpin(index, entry)
+    for index in range(5):
+        entries = b.records.obtain_all(b.chunks[index], (STATES, WEIGHTS))
+        assert first_byte(entries[WEIGHTS]) == index and first_byte(entries[STATES]) == 100 + index
+        assert all(entry.pins == 1 for entry in entries.values())
+        for kind, entry in entries.items():
+            b.unpin(index, entry, kind)
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 def test_a_failed_read_ahead_reaches_who_waits_for_its_slot(bench):
