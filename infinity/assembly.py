@@ -123,7 +123,7 @@ def assemble(
             int(host_budget * ACTIVATION_SHARE) // PAGE_NBYTES * PAGE_NBYTES,  # a region has whole pages
             swap,
             extents,
-            bool(compresses),
+            compresses,
             num_cores,
             undo,
         )
@@ -195,7 +195,9 @@ def arrange(
         return _best_chunk_numel(at, planner.chunk_numels(sum(spec.numel for spec in specs), world=world), nvme_budget)
 
     may_be_late = compresses and can_advance and not accumulating and (config.dtype, config.moments) == ("bf16", "fp32")
-    ways = [(True, True)] * may_be_late + [(True, False)] * compresses + [(False, False)] * (config.compression != "on" or not compresses)
+    ways = [(compresses, True), (compresses, False)] if may_be_late else [(compresses, False)]
+    if compresses and config.compression != "on":
+        ways.append((False, False))
     for compresses, late in ways:
         try:
             numel = chunk_numel()
@@ -284,18 +286,19 @@ def _connect(
     if compresses:
         compressor_ = Compressor(swap, arena, placement.compression_nbytes)
         undo.callback(compressor_.close)
-    odd_nbytes = even_nbytes = 0  # of gradients that are written in the first step, the third, ..., and in the others
+    odd_nbytes = even_nbytes = 0  # of gradients instead of moments, in the first step, the third, ..., and in the others
     for index, chunk in enumerate(chunks):
         chunk.extents = {kind: extents[kind][index] for kind in KINDS}
         for kind, extent in chunk.extents.items():
             if compresses and extent is not None:
                 late_nbytes = placement.away[kind][index] - placement.sizes[kind][index]
-                behind = [chunk.record.late_gradient] if late_nbytes else []
-                chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind) + behind)
-                if behind:
-                    chunk.late_next = odd_nbytes <= even_nbytes
-                    odd_nbytes += late_nbytes * chunk.late_next
-                    even_nbytes += late_nbytes * (not chunk.late_next)
+                chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind, late=late_nbytes > 0))
+                if late_nbytes and odd_nbytes <= even_nbytes:
+                    chunk.late_next = True
+                    odd_nbytes += late_nbytes
+                elif late_nbytes:
+                    chunk.late_next = False
+                    even_nbytes += late_nbytes
     caches: dict[str, HostCache] = {}
     who = f"{ranks.name}, " if ranks.world > 1 else ""
     records_ = Records(compressor_ or swap, caches, lock, events, keep, who)

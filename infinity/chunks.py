@@ -329,12 +329,14 @@ class Record:
         """LATE_GRADIENT, its offset behind the states and its bytes, padding included."""
         return LATE_GRADIENT, self.states_nbytes, _round_up(self.numel * LATE_GRADIENT.itemsize, SEGMENT_ALIGNMENT_NBYTES)
 
-    def of(self, kind: str) -> list[tuple[Segment, int, int]]:
-        """The segments that a kind of copy holds, each with its offset there and its bytes, padding included; none of a gradient's."""
+    def of(self, kind: str, *, late: bool = False) -> list[tuple[Segment, int, int]]:
+        """The segments that a kind of copy holds, each with its offset there and its bytes, padding included; none of a gradient's. late:
+        with what lies behind them where moments may be late."""
         ends = (*self.offsets[1:], self.nbytes)
         found = [(segment, offset, end - offset) for segment, offset, end in zip(self.segments, self.offsets, ends)]
         if kind == STATES:
-            return [(segment, offset - self.states_offset, nbytes) for segment, offset, nbytes in found[1:]]
+            states = [(segment, offset - self.states_offset, nbytes) for segment, offset, nbytes in found[1:]]
+            return [*states, self.late_gradient] if late else states
         return found[:1] if kind == WEIGHTS else []
 
     def offset_of(self, name: str) -> int:

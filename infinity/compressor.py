@@ -328,14 +328,14 @@ def moved_nbytes(segments: Sequence[tuple[Segment, int, int]]) -> tuple[int, int
 @functools.cache  # extents are many, their layouts few
 def _cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tuple[Section, ...]:
     sections = []
-    late: dict[Segment, bool] = {}
-    if any(segment is LATE_GRADIENT for segment, _, _ in segments):
-        late = {segment: segment is LATE_GRADIENT for segment, _, _ in segments if segment.name in (*ADAM_MOMENTS, LATE_GRADIENT.name)}
+    late: dict[str, bool] = {}
+    if any(segment == LATE_GRADIENT for segment, _, _ in segments):
+        late = dict.fromkeys(ADAM_MOMENTS, False) | {LATE_GRADIENT.name: True}
     for segment, offset, nbytes in segments:
         itemsize = WEIGHT_NBYTES.get(segment.dtype, 0)  # whatever else is stored is no float
         size = most_nbytes if itemsize else nbytes
         for start in range(offset, offset + nbytes, size or 1):
-            sections.append(Section(start, min(size, offset + nbytes - start), itemsize, late.get(segment)))
+            sections.append(Section(start, min(size, offset + nbytes - start), itemsize, late.get(segment.name)))
     return tuple(sections)
 
 

@@ -29,15 +29,6 @@ class Rule:
 
     moments: tuple[str, ...] = ()
 
-    @property
-    def can_advance(self) -> bool:
-        """Whether moments follow from those before and the gradient alone, by `advance`."""
-        return False
-
-    def advance(self, shard: dict[str, torch.Tensor], grad: torch.Tensor, scalars: Any, grad_scale: float) -> None:
-        """Do to a shard's moments, in place, what `apply` does; all else is left alone. Arguments as there, in memory."""
-        raise NotImplementedError
-
     def check(self, group: dict) -> list[str]:
         """What is wrong with a parameter group's hyper-parameters, each as "lr=-1.0: expected 0 or more"."""
         return []
@@ -52,6 +43,15 @@ class Rule:
         raise NotImplementedError
 
     # What the engine calls.
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether moments follow from those before and the gradient alone, by `advance`, which is called only then."""
+        return False
+
+    def advance(self, shard: dict[str, torch.Tensor], grad: torch.Tensor, scalars: Any, grad_scale: float) -> None:
+        """Do to a shard's moments, in place, what `apply` does; all else is left alone. Arguments as there, in memory."""
+        raise NotImplementedError
 
     def apply(
         self,

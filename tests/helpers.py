@@ -14,6 +14,9 @@ import pytest
 import torch
 
 import infinity
+from infinity.arena import Arena
+from infinity.compressor import NUM_BUFFERS, NUM_LANES, Compressor
+from infinity.tiers import Swap
 
 NVME = {"weights": "nvme", "states": "nvme", "residency": "none"}
 
@@ -242,3 +245,21 @@ def run_micro_batches(model, segments, batches, loss_of, by_layer):
         loss.backward()
         losses.append(loss.item())
     return losses
+
+
+class OnDrive:
+    """A compressor with small sections over a swap with extents of these sizes."""
+
+    def __init__(self, paths, sizes, section_nbytes):
+        self.arena, self.swap = Arena(), Swap(paths)
+        self.extents = [self.swap.allocate(nbytes) for nbytes in sizes]
+        self.swap.reserve()
+        self.compressor = Compressor(self.swap, self.arena, NUM_LANES * NUM_BUFFERS * section_nbytes)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.compressor.close()
+        self.swap.close()
+        self.arena.close()

@@ -13,14 +13,11 @@ from torch import nn
 
 import infinity
 from aio_ext import _aio
-from helpers import NVME, assert_same_states, least_host_memory, memory, on_gpu, states_of, training
+from helpers import NVME, OnDrive, assert_same_states, least_host_memory, memory, on_gpu, states_of, training
 from infinity import _huffman, compressor
-from infinity.arena import Arena
 from infinity.assembly import arrange, may_compress
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHTS, Segment, record_layout
-from infinity.compressor import Compressor
 from infinity.lanes import Lane
-from infinity.tiers import Swap
 
 MIB = 1 << 20
 
@@ -204,17 +201,13 @@ def test_what_cannot_be_encoded_is_refused(source, itemsize, target):
 # ---- on a drive ----
 
 
-class OnDrive:
+class PlacesOnDrive(OnDrive):
     """Places with a bf16 weight, or with residual and momentum, on a swap; small sections."""
 
     def __init__(self, paths, numel, count, section_nbytes=64 << 10):
-        self.arena = Arena()
-        self.swap = Swap(paths)
-        extents = [(self.swap.allocate(2 * numel), self.swap.allocate(6 * numel)) for _ in range(count)]
-        self.swap.reserve()
-        self.compressor = Compressor(self.swap, self.arena, compressor.NUM_LANES * compressor.NUM_BUFFERS * section_nbytes)
+        super().__init__(paths, [2 * numel, 6 * numel] * count, section_nbytes)
         self.places = []
-        for weights, states in extents:
+        for weights, states in zip(self.extents[::2], self.extents[1::2]):
             self.places.append(self.compressor.compressed(weights, [(BF16, 0, 2 * numel)]))
             self.places.append(self.compressor.compressed(states, [(INT16, 0, 2 * numel), (FP32, 2 * numel, 4 * numel)]))
 
@@ -234,20 +227,11 @@ class OnDrive:
         self.compressor.read(place, buffer).wait()
         return buffer
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.compressor.close()
-        self.swap.close()
-        self.arena.close()
-
-
 @pytest.mark.parametrize("num_paths", [1, 3])
 def test_what_was_written_is_read(paths, num_paths):
     """Over and over, with more and with fewer bytes than before, many under way at once."""
     random.seed(num_paths)
-    with OnDrive(paths[:num_paths], 256 << 10, 6) as drive:
+    with PlacesOnDrive(paths[:num_paths], 256 << 10, 6) as drive:
         held, reads, writes = {}, {}, {}
         for number in range(120):
             index = random.randrange(len(drive.places))
@@ -269,7 +253,7 @@ def test_what_was_written_is_read(paths, num_paths):
 
 
 def test_the_swap_moves_what_is_stored(paths):
-    with OnDrive(paths[:1], MIB, 1, section_nbytes=256 << 10) as drive:
+    with PlacesOnDrive(paths[:1], MIB, 1, section_nbytes=256 << 10) as drive:
         weights, states = drive.places
         noise = memory(6 * MIB)
         half = memory(6 * MIB, fill=0)
@@ -289,7 +273,7 @@ def test_the_swap_moves_what_is_stored(paths):
 
 
 def test_drives_keep_their_shares(paths):
-    with OnDrive(paths, 4 * MIB, 2) as drive:
+    with PlacesOnDrive(paths, 4 * MIB, 2) as drive:
         for place in drive.places:
             drive.compressor.write(place, drive.values(place, 1)).wait()
         written = [stats["write_nbytes"] for stats in drive.swap.stats().values()]
@@ -297,7 +281,7 @@ def test_drives_keep_their_shares(paths):
 
 
 def test_a_write_that_fails_says_so_and_the_lane_goes_on(paths):
-    with OnDrive(paths[:1], MIB, 4) as drive:
+    with PlacesOnDrive(paths[:1], MIB, 4) as drive:
         values = [drive.values(place, 1) for place in drive.places]
         _aio._inject("write", 3, 1, -errno.ENOSPC)
         writes = [drive.compressor.write(place, data, what="chunk 7: ") for place, data in zip(drive.places, values)]
@@ -314,7 +298,7 @@ def test_a_write_that_fails_says_so_and_the_lane_goes_on(paths):
 
 
 def test_submits_that_fail_leave_buffers_and_memory_to_others(paths, monkeypatch):
-    with OnDrive(paths[:1], MIB, 1) as drive:
+    with PlacesOnDrive(paths[:1], MIB, 1) as drive:
         place = drive.places[1]
         drive.compressor.write(place, data := drive.values(place, 1)).wait()
         for op in ("read", "write"):
@@ -345,7 +329,7 @@ def test_submits_that_fail_leave_buffers_and_memory_to_others(paths, monkeypatch
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_at_the_end_of_a_read_waits_for_it(paths, monkeypatch, when):
-    with OnDrive(paths[:1], MIB, 1) as drive:
+    with PlacesOnDrive(paths[:1], MIB, 1) as drive:
         place = drive.places[1]
         drive.compressor.write(place, data := drive.values(place, 1)).wait()
         push = Lane.push
@@ -368,7 +352,7 @@ def test_an_interrupt_at_the_end_of_a_read_waits_for_it(paths, monkeypatch, when
 
 
 def test_a_read_that_fails_says_so_each_time(paths):
-    with OnDrive(paths[:1], MIB, 1) as drive:
+    with PlacesOnDrive(paths[:1], MIB, 1) as drive:
         place = drive.places[1]
         drive.compressor.write(place, data := drive.values(place, 1)).wait()
         _aio._inject("read", 5, 1, -errno.EIO)
@@ -382,7 +366,7 @@ def test_a_read_that_fails_says_so_each_time(paths):
 
 
 def test_other_bytes_than_were_written_are_an_error(paths):
-    with OnDrive(paths[:1], MIB, 1) as drive:
+    with PlacesOnDrive(paths[:1], MIB, 1) as drive:
         place = drive.places[0]
         drive.compressor.write(place, drive.values(place, 1)).wait()
         drive.swap.write(place.extent, memory(4096, fill=0xFF), offset=place.sections[2].offset).wait()

@@ -9,15 +9,12 @@ from torch import nn
 
 import infinity
 from aio_ext import _aio
-from helpers import NVME, assert_same_bits, assert_same_states, memory, states_of, training
+from helpers import NVME, OnDrive, assert_same_bits, assert_same_states, memory, states_of, training
 from infinity import compressor
-from infinity.arena import Arena
 from infinity.assembly import arrange
 from infinity.chunks import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
-from infinity.compressor import Compressor
 from infinity.lanes import Lane
 from infinity.rules import AdamRule, LionRule, SGDRule
-from infinity.tiers import Swap
 from infinity.updater import CatchUp, late_gradient, segments
 
 MIB = 1 << 20
@@ -70,15 +67,12 @@ def test_only_a_rule_whose_moments_need_no_weight_may_be_late():
 # ---- on a drive ----
 
 
-class OnDrive:
+class LateOnDrive(OnDrive):
     """One record's states with room for a gradient, in sections of 256 KiB, and moments on NVMe as of before the last update."""
 
     def __init__(self, path):
-        self.arena, self.swap = Arena(), Swap([path])
-        extent = self.swap.allocate(RECORD.states_nbytes + RECORD.late_gradient[2])
-        self.swap.reserve()
-        self.compressor = Compressor(self.swap, self.arena, compressor.NUM_LANES * compressor.NUM_BUFFERS * (256 << 10))
-        self.place = self.compressor.compressed(extent, RECORD.of(STATES) + [RECORD.late_gradient])
+        super().__init__([path], [RECORD.states_nbytes + RECORD.late_gradient[2]], 256 << 10)
+        self.place = self.compressor.compressed(self.extents[0], RECORD.of(STATES, late=True))
         self.threads = []
 
     def states(self, seed):
@@ -108,17 +102,8 @@ class OnDrive:
         buffer = memory(self.place.nbytes, fill=0xEE)
         return self.compressor.read(self.place, buffer, what="chunk 3: "), buffer
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.compressor.close()
-        self.swap.close()
-        self.arena.close()
-
-
 def test_late_moments_are_brought_up_to_date_once_a_read(tmp_path):
-    with OnDrive(tmp_path) as drive:
+    with LateOnDrive(tmp_path) as drive:
         for _ in range(3):
             expected = drive.write_late()
             reads = [drive.read() for _ in range(4)]
@@ -129,7 +114,7 @@ def test_late_moments_are_brought_up_to_date_once_a_read(tmp_path):
 
 
 def test_late_moments_are_not_written_and_gradients_only_with_them(tmp_path):
-    with OnDrive(tmp_path) as drive:
+    with LateOnDrive(tmp_path) as drive:
 
         def moved(catch_up):
             before = drive.swap.write_nbytes, drive.swap.read_nbytes
@@ -142,13 +127,13 @@ def test_late_moments_are_not_written_and_gradients_only_with_them(tmp_path):
         assert moved(None) == pytest.approx((2 + 2 * 3.33, 2 + 2 * 3.33), abs=0.2)
         assert moved(drive.catch_up) == pytest.approx((2 + 1.33, 2 + 2 * 3.33 + 1.33), abs=0.2)
         assert moved(None) == pytest.approx((2 + 2 * 3.33, 2 + 2 * 3.33), abs=0.2)
-        for segments, expected in ((RECORD.of(STATES), [8.7, 8.7]), (RECORD.of(STATES) + [RECORD.late_gradient], [9.4, 6.0]), ((), [0, 0])):
+        for segments, expected in ((RECORD.of(STATES), [8.7, 8.7]), (RECORD.of(STATES, late=True), [9.4, 6.0]), ((), [0, 0])):
             assert [nbytes / NUMEL for nbytes in compressor.moved_nbytes(segments)] == pytest.approx(expected, abs=0.1)
 
 
 def test_who_waits_leaves_it_to_one_lane_and_waits_for_no_other_read(tmp_path):
     """An interrupt comes to the main thread, where it could leave an update half done, and a program's threads have modes of their own."""
-    with OnDrive(tmp_path) as drive:
+    with LateOnDrive(tmp_path) as drive:
         expected = drive.write_late()
         gate = threading.Event()
         held = [lane.push(gate.wait) for lane in drive.compressor.expanders]
@@ -163,7 +148,7 @@ def test_who_waits_leaves_it_to_one_lane_and_waits_for_no_other_read(tmp_path):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_at_the_end_of_a_read_leaves_memory_alone(tmp_path, monkeypatch, when):
-    with OnDrive(tmp_path) as drive:
+    with LateOnDrive(tmp_path) as drive:
         drive.write_late()
         push = Lane.push
 
@@ -189,7 +174,7 @@ def test_what_cannot_be_brought_up_to_date_is_an_error_each_time(tmp_path):
     def fail(buffer):
         raise MemoryError("no room")
 
-    with OnDrive(tmp_path) as drive:
+    with LateOnDrive(tmp_path) as drive:
         drive.write_late(catch_up=fail)
         read, _ = drive.read()
         for _ in range(3):
@@ -199,7 +184,7 @@ def test_what_cannot_be_brought_up_to_date_is_an_error_each_time(tmp_path):
 
 
 def test_a_part_that_cannot_be_read_is_an_error_and_nothing_is_done_to_the_others(tmp_path):
-    with OnDrive(tmp_path) as drive:
+    with LateOnDrive(tmp_path) as drive:
         expected = drive.write_late()
         _aio._inject("read", 3, 1, -errno.EIO)
         read, _ = drive.read()
@@ -213,7 +198,7 @@ def test_a_part_that_cannot_be_read_is_an_error_and_nothing_is_done_to_the_other
 
 
 def test_what_is_late_already_is_written_whole(tmp_path):
-    with OnDrive(tmp_path) as drive:
+    with LateOnDrive(tmp_path) as drive:
         drive.write_late()
         data = drive.states(5)
         drive.compressor.write(drive.place, data, catch_up=drive.catch_up).wait()

@@ -690,8 +690,8 @@ class _Rank:
     def _transfer(self, link: str, chunk: _Chunk, kind: str):
         nbytes = self.placement.sizes[kind][chunk.index]
         if self.compresses and kind != GRADIENTS:
-            behind = [chunk.record.late_gradient] if self.placement.away[kind][chunk.index] > nbytes else []
-            nbytes = moved_nbytes(chunk.record.of(kind) + behind)[link == "cn"]
+            read, written = moved_nbytes(chunk.record.of(kind, late=self.placement.away[kind][chunk.index] > nbytes))
+            nbytes = read if link == "nc" else written
         rate = self.read if link == "nc" else self.write
         yield (link, nbytes / rate, (chunk.index, kind), nbytes)
 
