@@ -31,7 +31,6 @@ import bisect
 import contextlib
 import ctypes
 import enum
-import threading
 from collections import deque
 from collections.abc import Iterable
 
@@ -41,7 +40,7 @@ import torch
 from infinity.arena import PAGE_NBYTES, Area, Arena, Heap
 from infinity.config import format_bytes
 from infinity.errors import BudgetError, SwapError, UsageError
-from infinity.lanes import Job, Lane
+from infinity.lanes import Job, Lane, Monitor
 
 MIN_NBYTES = 64 << 10  # smaller storages stay: a copy would cost more than it frees
 MIN_PART = 1 / 4  # of its storage that a tensor must be to move it
@@ -189,7 +188,7 @@ class Activations:
         self.copies = Lane("activations")  # does on the CPU what the stream does on CUDA
         self.writer = Lane("activations-cn")
         self.failure: BaseException | None = None
-        self._changed = threading.Condition()  # guards what the writer changes: places, their memory and the counts
+        self._changed = Monitor()  # guards what the writer changes: places, their memory and the counts
         self._kept: dict[int, Kept] = {}  # by number
         self._by_storage: dict[tuple[int, int], Kept] = {}  # by address and version
         self._staying: dict[int, torch.UntypedStorage] = {}  # by number, oldest first

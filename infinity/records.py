@@ -28,7 +28,7 @@ import aio_ext
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.errors import UsageError
 from infinity.events import Events, now
-from infinity.lanes import Job, Lane
+from infinity.lanes import Job, Lane, Monitor
 from infinity.residency import ChunkState, Entry, HostCache, HostState
 
 
@@ -56,7 +56,7 @@ class Request(Job):
 class Records:
     """Moves records between the swap and host memory. `keep` leaves clean copies in their slots until these are needed."""
 
-    def __init__(self, swap, caches: dict[str, HostCache], lock: threading.Condition, events: Events, keep: bool, who: str = ""):
+    def __init__(self, swap, caches: dict[str, HostCache], lock: Monitor, events: Events, keep: bool, who: str = ""):
         self.swap = swap  # or what compresses for it; None if nothing lives on NVMe
         self.caches = caches
         self.lock = lock

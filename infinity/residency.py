@@ -43,6 +43,7 @@ from infinity.chunks import Chunk, Layout, Piece, Record, Span
 from infinity.errors import BudgetError, UsageError
 from infinity.facade import DepartedGradient
 from infinity.config import format_bytes
+from infinity.lanes import Monitor
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
 
@@ -316,7 +317,7 @@ class Resident(Area):
 class HostCache:
     """The host copies of one kind, weights, states or gradients. Every method is called with `lock` held."""
 
-    def __init__(self, kind: str, slots, lock: threading.Condition, next_use: Callable[[ChunkState], float]):
+    def __init__(self, kind: str, slots, lock: Monitor, next_use: Callable[[ChunkState], float]):
         self.kind = kind
         self.slots = slots  # a pool, or None if all is resident
         self.lock = lock

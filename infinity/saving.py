@@ -44,7 +44,7 @@ from infinity.config import parse_bytes
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError, SwapError
 from infinity.inventory import generators, loose_tensors, parameters_of, with_extra_state
-from infinity.lanes import THREADS
+from infinity.lanes import THREADS, Monitor
 from infinity.manifest import Manifest, Place
 from infinity.residency import ChunkState
 from infinity.store import Directory, Linked, Progress, Tensors, Writer, lay_out
@@ -103,7 +103,7 @@ class Saving:
         self._pid = os.getpid()
         self._engine = engine
         self._ranks = engine.ranks
-        self._lock = threading.Condition()
+        self._lock = Monitor()
         self._left: set[int] = set()  # chunks whose record is still to be taken
         self._busy: set[int] = set()  # being taken
         self._crcs: dict[int, tuple[int, ...]] = {}
