@@ -270,7 +270,7 @@ class Hooks:
         if op.spans:
             if phase == FORWARD and self.recording:
                 for state in op.params:
-                    state.touched += 1
+                    state.touched += state.param.requires_grad
             self.pipeline.acquire((phase, op.index), op.spans, record=self.recording)
             frame.spans.extend(op.spans)
         if self.timeline is not None:
@@ -415,7 +415,7 @@ class Hooks:
                 f"weights in backward."
             )
         if not in_backward and self.recording and _current_graph_task_id() == -1:
-            state.touched += 1
+            state.touched += param.requires_grad
         self.pipeline.acquire((ATTRIBUTE, span.index), (span,), record=self.recording)
         (self._loose if in_backward else self.frames[-1].spans).append(span)
 

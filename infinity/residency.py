@@ -105,7 +105,7 @@ class ParameterState:
         self.arrivals = 0  # gradients in this backward pass
         self.arrived_last: dict[int, int] = {}  # in those of the step before, by number
         self.expected: float = 1  # gradients that this backward pass brings, as far as is known, else infinite
-        self.touched = 0  # uses by ops in this step's forward passes
+        self.touched = 0  # uses by ops in this step's forward passes, while it trains
         self.touched_last: dict[int, int] = {}  # in the step before, by backward pass
         self.written_in_forward = False
         self.departed = DepartedGradient(placeholder)

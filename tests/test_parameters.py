@@ -432,13 +432,18 @@ def test_a_change_after_the_start_is_that_of_plain_pytorch(change, tmp_path):
     train_both(mlp, tmp_path, edit=at(2, change), device_memory="auto")
 
 
+@pytest.mark.parametrize("chunk_mib", [1 / 512, 1])
+@pytest.mark.parametrize("part", ["layers.0", "layers.1", "layers.1.bias"])
 @pytest.mark.parametrize("update", ["backward", "deferred"])
-def test_parameters_are_frozen_for_some_steps(update, tmp_path):
+def test_parameters_are_frozen_for_some_steps(update, part, chunk_mib, tmp_path):
     def edit(model, step, gathered):
         if step in (2, 4):
-            model.layers[1].requires_grad_(step == 4)
+            found = [param for name, param in model.named_parameters() if name.startswith(part)]
+            assert found
+            for param in found:
+                param.requires_grad_(step == 4)
 
-    train_both(mlp, tmp_path, steps=6, edit=edit, update=update)
+    train_both(mlp, tmp_path, steps=6, edit=edit, update=update, chunk_mib=chunk_mib)
 
 
 def test_a_tie_made_between_offload_and_the_optimizer(tmp_path):

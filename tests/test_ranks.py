@@ -491,10 +491,23 @@ def test_two_ranks_with_the_same_data_have_the_bits_of_one(worlds, tmp_path, mom
             assert found == expected, number
 
 
-def twins(folder, **changes):
+@pytest.mark.parametrize("part", ["blocks.0", "bias"])
+def test_parameters_are_frozen_for_some_steps(worlds, tmp_path, part, one_thread):
+    """Also those in one chunk with others that train on."""
+    expected = twins(tmp_path, frozen=part, update="deferred")
+    for number, places in enumerate((ON_NVME, {"chunk_mib": 1 / 16}, {"weights": "nvme", "states": "nvme"})):
+        for found in worlds(2).run(twins, tmp_path, frozen=part, **places):
+            assert found == expected, number
+
+
+def twins(folder, frozen=None, **changes):
+    """States after six steps; parameters whose names have `frozen` in them train only in the first two and the last two."""
     model, adam = made(folder, **changes)
+    for_some = [param for name, param in model.named_parameters() if frozen is not None and frozen in name]
     with infinity.engine_of(model) as engine:
         for step in range(6):
+            for param in for_some:
+                param.requires_grad_(step not in (2, 3))
             model(*tokens(step, 0)).backward()
             adam.step()
             adam.zero_grad()
