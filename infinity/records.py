@@ -44,10 +44,6 @@ class Request(Job):
         self.number = number  # in order of asking
         self.pin = pin
 
-    def grant(self, entry: Entry) -> None:
-        self.result = entry
-        self.finish()
-
     def refuse(self, error: BaseException) -> None:
         self._error = error
         self.finish()
@@ -86,11 +82,15 @@ class Records:
             if pin and urgent:
                 self._urgent_until[kind] = request.number
             entry = self.caches[kind].find(chunk)
-            if entry is not None and entry.resident:  # takes nobody's slot
-                self._grant(request)
-            elif self._ahead or any(self._pinned.values()) or self.on_read is not None or not self._try(request):
-                (self._pinned[kind] if pin else self._ahead).append(request)
-                self.lock.notify_all()
+            try:
+                if entry is not None and entry.resident:  # takes nobody's slot
+                    self._grant(request)
+                elif self._ahead or any(self._pinned.values()) or self.on_read is not None or not self._try(request):
+                    (self._pinned[kind] if pin else self._ahead).append(request)
+                    self.lock.notify_all()
+            except BaseException:
+                self._withdraw(request)
+                raise
         return request
 
     def hurry(self, request: Request) -> None:
@@ -158,9 +158,9 @@ class Records:
             raise
 
     def _withdraw(self, request: Request) -> None:
-        """Nobody waits for a pinned request any more, nor for what it was granted."""
+        """Nobody waits for a request any more, nor, if it is pinned, for what it was granted."""
         with self.lock:
-            if request.result is not None:
+            if request.pin and request.result is not None:
                 self.unpin(request.chunk, request.kind, request.result)
             elif request in self._pinned[request.kind]:
                 self._pinned[request.kind].remove(request)
@@ -300,19 +300,30 @@ class Records:
 
     def _grant(self, request: Request) -> bool:
         """Give the request its entry if one is there or a slot can be had. Called with the lock held."""
-        cache = self.caches[request.kind]
-        entry = cache.find(request.chunk)
+        entry = self.caches[request.kind].find(request.chunk) or self._begin_read(request)
         if entry is None:
-            entry = cache.claim(request.chunk, urgent=self._is_urgent(request))
-            if entry is None:
-                if request.pin:
-                    self._make_clean(request.kind)
-                return False
-            self._submit(request, entry)
+            return False
         if request.pin:
             entry.pins += 1
-        request.grant(entry)
+        request.result = entry  # right behind: an interrupt finds both or none, and `_withdraw` takes both back
+        request.finish()
         return True
+
+    def _begin_read(self, request: Request) -> Entry | None:
+        """Into a slot, if one can be had; what fails leaves no entry."""
+        cache, chunk = self.caches[request.kind], request.chunk
+        try:
+            entry = cache.claim(chunk, urgent=self._is_urgent(request))
+            if entry is not None:
+                self._submit(request, entry)
+            elif request.pin:
+                self._make_clean(request.kind)
+            return entry
+        except BaseException as error:
+            entry = cache.entries.pop(chunk.index, None)
+            if entry is not None and isinstance(error, Exception):
+                entry.memory.release()  # after an interrupt a read may be on its way there that nobody knows of: it stays lost
+            raise
 
     def _submit(self, request: Request, entry: Entry) -> None:
         if self.on_read is not None:
@@ -366,12 +377,9 @@ class Records:
         return sorted(waiting, key=lambda request: (not self._is_urgent(request), request.number))
 
     def _try(self, request: Request) -> bool:
+        """As `_grant`, but an error goes to who waits for the request; an interrupt does not, it is the caller's."""
         try:
             return self._grant(request)
-        except BaseException as error:
-            cache = self.caches[request.kind]
-            entry = cache.entries.pop(request.chunk.index, None)
-            if entry is not None and isinstance(error, Exception):
-                entry.memory.release()  # after an interrupt a read may be on its way there that nobody knows of: it stays lost
+        except Exception as error:
             request.refuse(error)
             return True

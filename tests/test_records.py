@@ -171,7 +171,7 @@ def test_hurry_lets_those_before_it_pass_as_well(bench):
     b = bench()
     b.next_use = {0: 1, 1: 2, 2: 50, 3: 60, 4: 70}
     for index in (0, 1):
-        b.unpin(index, b.granted(b.request(index)))
+        b.unpin(index, b.granted(b.request(index, urgent=True)))
     first, second, third = (b.request(i) for i in (2, 3, 4))
     assert len(b.settled()) == 3
     b.records.hurry(second)
@@ -213,7 +213,7 @@ def test_nothing_that_is_needed_sooner_makes_room_unless_it_is_urgent(bench):
     b = bench()
     b.next_use = {0: 1, 1: 2, 5: 3}
     for index in (0, 1):
-        b.unpin(index, b.granted(b.request(index)))
+        b.unpin(index, b.granted(b.request(index, urgent=True)))
     patient = b.request(5, pin=False)
     assert b.settled() == [(5, WEIGHTS)] and not patient.done
     b.granted(b.request(5, urgent=True))
@@ -381,15 +381,33 @@ def test_a_slot_that_an_interrupted_read_may_still_write_to_is_nobodys(bench, mo
         raise error
 
     monkeypatch.setattr(b.swap, "read", submit_and_raise)
-    request = b.request(0)
     with pytest.raises(type(error)):
-        request.wait()
+        b.request(0).wait()
     monkeypatch.undo()
     assert b.caches[WEIGHTS].slots.num_free == num_free
     for index in (1, 0):
         entry = b.granted(b.request(index))
         assert first_byte(entry) == index
         b.unpin(index, entry)
+
+
+@pytest.mark.parametrize("where", ["finish", "_try"])
+def test_an_interrupted_request_leaves_others_their_copy(bench, monkeypatch, where):
+    b = bench()
+    held = b.granted(b.request(3))
+    held.memory.buffer[0] = 77
+    b.records.begin_update(b.chunks[3], {WEIGHTS: held})
+    monkeypatch.setattr(*((Request, "finish") if where == "finish" else (b.records, "_try")), lambda thing: interrupt())
+    for pin in (True, False):
+        with pytest.raises(KeyboardInterrupt):
+            b.request(3, pin=pin)
+    monkeypatch.undo()
+    assert b.caches[WEIGHTS].find(b.chunks[3]) is held and held.pins == 1
+    b.records.write_back(b.chunks[3], {WEIGHTS: held})
+    b.records.flush()
+    for index in (1, 2, 3):
+        b.unpin(index, b.granted(b.request(index, urgent=True)))
+    assert first_byte(b.granted(b.request(3))) == 77
 
 
 @pytest.mark.parametrize("where", ["settle", "hurry", "grant"])
