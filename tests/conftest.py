@@ -1,9 +1,14 @@
 """Fixtures that several test files use."""
 
+import signal
+
 import pytest
 import torch
 
 from aio_ext import _aio
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what runs in a shell's background, whose processes would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

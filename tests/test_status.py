@@ -256,8 +256,7 @@ def test_a_training_run_is_seen_followed_and_forgotten(tmp_path, place, capsys):
     command = [sys.executable, "-m", "infinity", "train", *options]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    heeds = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in a shell's background ignores interrupts
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=heeds, **quiet) as process:
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **quiet) as process:
         try:
             path = place / f"{process.pid}.json"
             told = wait_for(lambda: path.exists() and (found := read_status(path)).step > 0 and found)
