@@ -40,7 +40,7 @@ import torch
 from infinity.arena import PAGE_NBYTES, Area, Arena, Heap
 from infinity.config import format_bytes
 from infinity.errors import BudgetError, SwapError, UsageError
-from infinity.lanes import Job, Lane, Monitor
+from infinity.lanes import Job, Lane, Monitor, Need
 
 MIN_NBYTES = 64 << 10  # smaller storages stay: a copy would cost more than it frees
 MIN_PART = 1 / 4  # of its storage that a tensor must be to move it
@@ -112,7 +112,7 @@ class Kept:
         self.copy: Copy | None = None  # the last one
         self.read = None  # the transfer from NVMe
         self.home: torch.UntypedStorage | None = None
-        self.num_saved = 0  # saved tensors that look into it
+        self.looks: set[Look] = set()  # of saved tensors
         self.saved_until = 0  # bytes that were saved when it was, all storages together
         self.wanted = False  # again, while it is being written
         self.was_cut = False  # before it left the device
@@ -143,18 +143,25 @@ class Kept:
         return f"Kept({self.number}, {format_bytes(self.nbytes)}, {self.place.value})"
 
 
+class Look(Need):
+    """What a saved tensor needs."""
+
+    __slots__ = ("kept",)
+
+
 class Saved:
     """A tensor that autograd saved: a view of what is kept."""
 
-    __slots__ = ("_dropped", "_dtype", "_layout", "_version", "kept")
+    __slots__ = ("__weakref__", "_dtype", "_layout", "_version", "kept")
 
-    def __init__(self, kept: Kept, tensor: torch.Tensor, dropped: deque[Kept]):
+    def __init__(self, kept: Kept, tensor: torch.Tensor, dropped: deque[Look]):
         self.kept = kept
-        self._dropped = dropped
         self._layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         self._version = tensor._version
         self._dtype = tensor.dtype
-        kept.num_saved += 1
+        look = Look(self, dropped.append)
+        look.kept = kept
+        kept.looks.add(look)
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -167,10 +174,6 @@ class Saved:
 
     def look_into(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._layout)
-
-    def __del__(self):
-        self._dropped.append(self.kept)
-
 
 class Activations:
     """Keeps saved activations in host memory, at most budget_nbytes of it, and what does not fit there on NVMe.
@@ -195,7 +198,7 @@ class Activations:
         self._leaving: dict[int, torch.UntypedStorage] = {}  # whose copies are under way
         self._coming: dict[int, Kept] = {}  # fetched ahead
         self._cooling: deque = deque()  # (transfer, memory that is free when it is over)
-        self._dropped: deque[Kept] = deque()  # by finalizers, in whatever thread
+        self._dropped: deque[Look] = deque()  # in whatever thread
         self._extents: list = []  # that nothing is in, smallest first
         self._fixed: set[int] = set()  # addresses of buffers
         self._num_kept = self._largest_nbytes = self._saved_nbytes = self._moved_nbytes = self._nvme_nbytes = 0
@@ -460,10 +463,10 @@ class Activations:
     def drain(self) -> None:
         """Forget what no saved tensor needs any more."""
         while self._dropped:
-            kept = self._dropped.popleft()
-            kept.num_saved -= 1
-            if not kept.num_saved:
-                self._forget(kept)
+            look = self._dropped.popleft()
+            look.kept.looks.discard(look)
+            if not look.kept.looks:
+                self._forget(look.kept)
 
     def _forget(self, kept: Kept) -> None:
         del self._kept[kept.number]

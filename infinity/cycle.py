@@ -106,8 +106,7 @@ class Cycle:
                 'infinity.Config(dtype="bf16") instead, which keeps fp32 masters.'
             )
         self.raise_failure()
-        if self.backward_task not in (None, _MANY_GRAPHS) and not self.in_backward():
-            self.abandon_backward()
+        self.end_interrupted()
         self.refuse_half_updated("a forward pass")
         if not self.in_backward():
             self._awaits_end = False  # of a backward pass that failed
@@ -377,6 +376,7 @@ class Cycle:
 
     def zero_grad(self) -> None:
         self._gradients_wait = False
+        self.hooks.end_interrupted()
         self._clear_gradients()
         if self.backward_task is not None:
             self.abandon_backward()
@@ -617,6 +617,12 @@ class Cycle:
                     position = max(position, last_uses.get(self.registry.chunks[chunk].span.index, 0))
                     found.append((backward, position if position + 1 < end else len(trace), chunk))
         return sorted(found, key=lambda entry: entry[1])
+
+    def end_interrupted(self) -> None:
+        """Calls of modules and backward passes that an interrupt or an error has ended, in this thread, are over."""
+        self.hooks.end_interrupted()
+        if self.backward_task not in (None, _MANY_GRAPHS) and not self.in_backward():
+            self.abandon_backward()
 
     def abandon_backward(self) -> None:
         """The last backward pass raised."""

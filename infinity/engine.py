@@ -8,6 +8,7 @@ right before its start, between two steps and after its end.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterable
 
@@ -380,6 +381,8 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the engine is closed")
+        if self._started and self.hooks.thread == threading.get_ident():
+            self.cycle.end_interrupted()
 
     # Start.
 

@@ -19,7 +19,8 @@ longer does, and passes gradients on. Over 400 lines because what forward holds,
 #
 # Saved-tensor hooks switch off autograd's check for in-place changes; ours make it, for weights and activations.
 #
-# Post-hooks are called also when a forward raises or a recomputation stops early: nothing stays held. (Not after an interrupt.)
+# Post-hooks are called also when a forward raises or a recomputation stops early: nothing stays held. They are not after an interrupt:
+# whoever next asks something of the engine looks whether the calls under way still are (`end_interrupted`).
 #
 # A model of one rank that lives on the device whole has nothing to fetch: the first op after a step brings all its parameters home, until
 # the next step, and autograd saves them itself. Then an op's hooks only look whether an outermost module runs.
@@ -30,7 +31,11 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
+import sys
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
@@ -46,6 +51,7 @@ from torch.autograd.function import BackwardCFunction
 from infinity.activations import Saved
 from infinity.errors import UsageError
 from infinity.facade import NO_COPY
+from infinity.lanes import Need
 from infinity.pipeline import Pipeline
 from infinity.residency import ParameterState, Registry, SpanState, inside_leaves, is_leaf
 
@@ -78,24 +84,31 @@ class Frame:
         self.pushed = False
 
 
+class Hold(Need):
+    """What a handle needs of its span, which keeps it: that nothing changes there and, while it is `holding`, that it is home."""
+
+    __slots__ = ("holding", "node", "span")
+
+    def __init__(self, handle: Handle, callback: Callable[[Hold], None]):
+        super().__init__(handle, callback)
+        self.holding = False
+        self.node: tuple[int, int] | None = None  # (backward pass, node of the graph) that unpacked it last
+
+
 class Handle:
     """A view of an engine storage that autograd saved."""
 
-    __slots__ = ("__weakref__", "holding", "hooks", "leaf", "node", "op", "span", "tensor", "version")
+    __slots__ = ("__weakref__", "hold", "leaf", "op", "span", "tensor", "version")
 
-    def __init__(self, hooks: Hooks, op: int, span: SpanState, tensor: torch.Tensor, leaf: Op | None):
-        self.hooks = hooks
+    def __init__(self, dropped: deque[Hold], op: int, span: SpanState, tensor: torch.Tensor, leaf: Op | None):
         self.op = op
         self.leaf = leaf  # that it is fetched with
         self.span = span
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self.holding = False
-        self.node: tuple[int, int] | None = None  # (backward pass, node of the graph) that unpacked it last
-        span.handles += 1
-
-    def __del__(self):
-        self.hooks.pipeline.dropped.append((self.span, self.holding))
+        self.hold = Hold(self, dropped.append)
+        self.hold.span = span
+        span.handles.add(self.hold)
 
 
 class SavedTensors:
@@ -172,9 +185,10 @@ class Hooks:
         self.pipeline = pipeline
         self.frames: list[Frame] = []
         self.kept: dict[int, SpanState] | None = None  # held until the segment under way ends, if there is one
+        self.thread: int | None = None  # that called the model last
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
-        self._holding: list[weakref.ref[Handle]] = []  # of those that hold, and of some that did
-        self._aside: list[weakref.ref[Handle]] = []  # of those that held, and will again when what is recomputed for their node is there
+        self._holding: list[Hold] = []  # those, and some that did
+        self._aside: list[Hold] = []  # those that held, and will again when what is recomputed for their node is there
         self._loose: list[SpanState] = []  # held for a custom function's or a leaf's backward, until the next event
         self._loose_leaf: Op | None = None  # for whose backward they are
         self._escaped: list[SpanState] = []  # of views that the outermost module returned, until backward ends
@@ -245,9 +259,12 @@ class Hooks:
             self.cycle.await_end()  # now: what a reentrant checkpoint starts inside is no backward pass of its own
         if self.pipeline.all_home and (phase == RECOMPUTE or (self.frames and self.frames[-1].module is not module)):
             return None
+        if self.frames and self.frames[0].module is module:  # calls itself, or was interrupted
+            self.end_interrupted(besides=1)
         op = self.ops[module]
         outermost = not self.frames and phase == FORWARD
         if outermost:
+            self.thread = threading.get_ident()
             self.recording = torch.is_grad_enabled() or self.kept is not None
             self.release_escaped()
             self.cycle.begin_forward(self._model(), (args, kwargs))
@@ -339,6 +356,12 @@ class Hooks:
                 anchored = self._anchored(frame.op, args, output)
             self._watch(frame, anchored)
         return anchored if whole or anchored is not output else None
+
+    def end_interrupted(self, besides: int = 0) -> None:
+        """End the calls of modules that an interrupt has ended. besides: so many more of the outermost one are under way."""
+        if self.frames and self.thread == threading.get_ident() and _num_calls(self.frames[0].module) <= besides:
+            while self.frames:
+                self._after(self.frames[0].module, (), None)
 
     def _goes_on(self, op: Op) -> None:
         """For the trace: what the device works for after a call of the op."""
@@ -434,7 +457,7 @@ class Hooks:
         if frame is not None:
             frame.packed.add(span.index)
         leaf = frame.op if frame is not None and frame.op.whole and span in frame.op.spans else None
-        return Handle(self, frame.op.index if frame else -1, span, tensor, leaf)
+        return Handle(self.pipeline.dropped, frame.op.index if frame else -1, span, tensor, leaf)
 
     def save_activation(self, tensor: torch.Tensor) -> Saved | None:
         """None: it stays where it is, such as what a backward pass, or a segment that goes backward next, computes anew."""
@@ -451,13 +474,14 @@ class Hooks:
                 self._before_custom_backward(handle.leaf)
             return handle.tensor
         node = (_current_graph_task_id(), _current_node())
-        if not handle.holding:
+        hold = handle.hold
+        if not hold.holding:
             self.release_loose()
             self._release_earlier(*node)
             self._acquire_for_backward(handle.op, handle.span.index, (handle.span,))
-            handle.holding = True
-            self._holding.append(weakref.ref(handle))
-        handle.node = node
+            hold.holding = True
+            self._holding.append(hold)
+        hold.node = node
         return handle.tensor
 
     def release_all(self) -> None:
@@ -466,25 +490,24 @@ class Hooks:
             self.timeline.end()
         self.release_loose()
         self.release_escaped()
-        self._release_where(lambda handle: True)
+        self._release_where(lambda hold: True)
         self._aside = []
 
     def _release_earlier(self, task: int, node: int) -> None:
         """What earlier nodes of this backward pass unpacked and a retained graph keeps alive is needed no longer."""
         if self._holding:
-            self._release_where(lambda handle: handle.node[0] == task and handle.node[1] != node)
+            self._release_where(lambda hold: hold.node[0] == task and hold.node[1] != node)
 
-    def _release_where(self, is_due: Callable[[Handle], bool]) -> None:
-        references, self._holding = self._holding, []
-        for reference in references:
-            handle = reference()
-            if handle is None or not handle.holding:
+    def _release_where(self, is_due: Callable[[Hold], bool]) -> None:
+        holds, self._holding = self._holding, []
+        for hold in holds:
+            if hold() is None or not hold.holding:
                 continue
-            if is_due(handle):
-                handle.holding = False
-                self.pipeline.release(handle.span)
+            if is_due(hold):
+                hold.holding = False
+                self.pipeline.release(hold.span)
             else:
-                self._holding.append(reference)
+                self._holding.append(hold)
 
     def _make_way(self) -> bool:
         """An op that is recomputed finds no room: give up what backward holds until it is over. Whether there was any.
@@ -493,19 +516,19 @@ class Hooks:
         """
         if not self.frames or _current_graph_task_id() == -1:
             return False
-        held = [reference for reference in self._holding if (handle := reference()) is not None and handle.holding]
-        self._release_where(lambda handle: True)
+        held = [hold for hold in self._holding if hold() is not None and hold.holding]
+        self._release_where(lambda hold: True)
         self._aside += held
         return bool(held)
 
     def _hold_again(self) -> None:
         aside, self._aside = self._aside, []
-        for reference in aside:
-            handle = reference()
-            if handle is not None and not handle.holding and handle.node == (_current_graph_task_id(), _current_node()):
-                self._acquire_for_backward(handle.op, handle.span.index, (handle.span,))
-                handle.holding = True
-                self._holding.append(reference)
+        for hold in aside:
+            handle = hold()
+            if handle is not None and not hold.holding and hold.node == (_current_graph_task_id(), _current_node()):
+                self._acquire_for_backward(handle.op, hold.span.index, (hold.span,))
+                hold.holding = True
+                self._holding.append(hold)
 
     def release_escaped(self) -> None:
         while self._escaped:
@@ -590,6 +613,17 @@ def map_tensors(value, function):
     if isinstance(value, (tuple, list)):
         return type(value)(map_tensors(item, function) for item in value)
     return value
+
+
+def _num_calls(module: nn.Module) -> float:
+    """How many calls of it are under way in this thread; infinite where a compiled one does not say of what it is."""
+    num, frame = 0, sys._getframe()
+    while frame is not None:
+        if "_call_impl" in frame.f_code.co_name:
+            called = frame.f_locals.get("self")
+            num += math.inf if called is None else called is module
+        frame = frame.f_back
+    return num
 
 
 def _current_node() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 
 THREADS = "infinity-"  # begins the names of the engine's own
@@ -35,6 +36,15 @@ class Monitor(type(threading.RLock())):
         self.wait_for = self._condition.wait_for
         self.notify = self._condition.notify
         self.notify_all = self._condition.notify_all
+
+
+class Need(weakref.ref):
+    """What an object needs while it lives: `Need(object, line.append)` lies in that line once the object is gone.
+
+    C code puts it there: an interrupt that comes inside of a `__del__` is lost, and what that was to do. Somebody must keep it until then.
+    """
+
+    __slots__ = ()
 
 
 class Job:

@@ -122,6 +122,11 @@ class Elementwise(torch.optim.Optimizer):
     @staticmethod
     def _engine_of(param):
         engine = owner_of(param)
+        if engine is None and param.is_complex():
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is of {param.dtype}, which is not supported. Make it one of real numbers with a "
+                f"last dimension of 2, and use torch.view_as_complex(parameter) in forward."
+            )
         if engine is None:
             raise ConfigError(
                 f"a parameter of shape {tuple(param.shape)} is in no engine. Build the model inside `with "

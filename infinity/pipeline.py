@@ -112,7 +112,7 @@ class Pipeline:
         self.num_ahead = self.num_late = 0  # fetches issued before an op needed them, and those it had to ask for itself
         self.num_updates_begun = 0  # in this step
         self.in_backward: Callable[[], bool] = lambda: False
-        self.dropped: deque[tuple[SpanState, bool]] = deque()  # handles that died, in whatever thread; did they hold?
+        self.dropped: deque = deque()  # the holds of handles that died, in whatever thread
         self._routes: list[Route] = []  # the one that was taken last comes last
         self._route: Route | None = None  # of the step under way, as far as is known
         self._pointer = 0  # in its actions
@@ -195,10 +195,10 @@ class Pipeline:
     def drain_dropped(self) -> None:
         """Carry out the releases of finalizers, and the evictions that waited for a release."""
         while self.dropped:
-            span, held = self.dropped.popleft()
-            span.handles -= 1
-            if held:
-                self.release(span)
+            hold = self.dropped.popleft()
+            hold.span.handles.discard(hold)
+            if hold.holding:
+                self.release(hold.span)
         if self._postponed:
             postponed, self._postponed = self._postponed, []
             for span in postponed:

@@ -130,7 +130,7 @@ class ParameterState:
 
 
 class SpanState:
-    """One span on the device. `holds` counts the ops that need it now, `handles` the views that autograd saved."""
+    """One span on the device. `holds` counts the ops that need it now, `handles` has a Hold for each view that autograd saved."""
 
     def __init__(self, span: Span, params: list[ParameterState], device: torch.device, nbytes: int):
         self.span = span
@@ -145,7 +145,7 @@ class SpanState:
         self.allocated = False
         self.evict_pending = False  # evicted by the plan while an op still held it
         self.holds = 0
-        self.handles = 0
+        self.handles: set = set()
         self.attached = False  # parameters point into the storage
         self.snapshot: torch.Tensor | None = None  # of `flat` after the last update, see [Note: weights written in forward]
         self.fetch: object | None = None  # of the pipeline, while FETCHING

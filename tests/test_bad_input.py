@@ -223,6 +223,14 @@ def test_an_optimizer_over_parameters_that_no_engine_owns():
         infinity.AdamW(make_model().parameters())
 
 
+def test_a_complex_parameter(tmp_path):
+    model = make_model()
+    model.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    with infinity.offload(model, settings(tmp_path)):
+        with pytest.raises(ConfigError, match=r"shape \(4,\) is of torch.complex64.*view_as_complex"):
+            infinity.AdamW(model.parameters())
+
+
 def test_an_optimizer_over_parameters_some_of_which_no_engine_owns(tmp_path):
     model, other = make_model(), make_model()
     with infinity.offload(model, settings(tmp_path)):

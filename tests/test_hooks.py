@@ -3,6 +3,8 @@
 Long because each order of passes, and what interrupts it, is tried wherever the model may live.
 """
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -669,3 +671,82 @@ def test_rows_written_in_forward_lose_their_residual_wherever_they_live(places, 
                 opt.step()
                 opt.zero_grad()
         assert_equals_reference(engine, model, reference_model, reference)
+
+
+class Interruptible(nn.Module):
+    """A chain of five layers, called layer by layer or by its outermost module alone; an interrupt comes where it is told to."""
+
+    def __init__(self, recursive=False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(5))
+        self.recursive = recursive
+        self.interrupt = False
+
+    def forward(self, x, depth=1):
+        if self.recursive and depth:
+            x = self(x, depth - 1)
+        for index, layer in enumerate(self.layers):
+            x = torch.relu(layer(x))
+            if index == 2 and self.interrupt and depth == 0:
+                raise KeyboardInterrupt
+        return x
+
+
+@pytest.mark.parametrize("recursive", [False, True])
+@pytest.mark.parametrize("then", ["train", "zero_grad", "save", "read", "evaluate"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_an_interrupt_in_a_forward_pass_leaves_nothing_under_way(setting, then, recursive, tmp_path):
+    def make():
+        return Interruptible(recursive)
+
+    def backward(model, step):
+        model(torch.full((3, H), 1.0 + step), int(recursive)).square().mean().backward()
+
+    reference_model, reference = plain(make)
+    with training(make, tmp_path / "nvme", **SETTINGS[setting]) as (model, engine, optimizer):
+        for step in range(6):
+            if step in (2, 5):
+                model.interrupt = True
+                with pytest.raises(KeyboardInterrupt):
+                    backward(model, step)
+                model.interrupt = False
+                if then == "zero_grad":
+                    optimizer.zero_grad()
+                elif then == "save":
+                    infinity.save(tmp_path / f"saved{step}", model, optimizer)
+                elif then == "read":
+                    engine.read_state(model.layers[0].weight)
+                elif then == "evaluate":
+                    with torch.no_grad():
+                        model(torch.ones(3, H))
+            backward(model, step)
+            backward(reference_model, step)
+            for each in (optimizer, reference):
+                each.step()
+                each.zero_grad()
+            assert_nothing_held(engine)
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+@pytest.mark.parametrize("what", ["weights", "activations"])
+def test_what_a_graph_held_is_given_back_without_a_line_of_python(what, tmp_path):
+    """An interrupt is raised at a line of Python; inside of a finalizer it is lost, and with it what that was to do."""
+    config = NVME if what == "weights" else {"activations": "host"}
+    called = []
+
+    def note(frame, event, _):
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    def make():
+        return nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+
+    with training(make, tmp_path, **config) as (model, engine, _):
+        graphs = [model(torch.ones(256, 256)).sum()]
+        dropped = engine.pipeline.dropped if what == "weights" else engine.activations._dropped
+        engine.pipeline.drain_dropped()
+        before = len(dropped)
+        sys.setprofile(note)
+        graphs.clear()
+        sys.setprofile(None)
+        assert called == [] and len(dropped) > before
