@@ -6,7 +6,8 @@
  *     class Queue(*, block_nbytes=1 << 20, inflight_nbytes=8 << 20, inflight_write_nbytes=None, depth=64):
  *         """One io context and one I/O thread. Requests are cut into blocks of block_nbytes (a multiple of 4096); at
  *         most inflight_nbytes of them, but at least one, are with the kernel, and of writes at most inflight_write_nbytes;
- *         the rest waits by priority, and inside a priority in order of submission."""
+ *         the rest waits by priority, and inside a priority in order of submission. Beside reads, writes of priority WRITE get up to
+ *         half of the kernel's room all the same, so that the drive has both kinds at once."""
  *         def read(fd, buffer, offset, *, priority=PREFETCH) -> Ticket     # buffer: contiguous, writable
  *         def write(fd, buffer, offset, *, priority=WRITE) -> Ticket       # buffer: contiguous
  *         def close()                     # finishes all that was submitted; idempotent; also a context manager
@@ -350,12 +351,13 @@ static PyObject *Queue_stats(Queue *self, PyObject *Py_UNUSED(ignored))
         return NULL;
     reap(self->shared);
     Stats stats = core_stats(self->shared->core);
-    return Py_BuildValue("{sK sK sK sK sK sK sK sK sK sn sn sn sd sd}", "read_nbytes", stats.read_nbytes, "write_nbytes",
+    return Py_BuildValue("{sK sK sK sK sK sK sK sK sK sn sn sn sn sd sd}", "read_nbytes", stats.read_nbytes, "write_nbytes",
                          stats.write_nbytes, "num_reads", stats.num_reads, "num_writes", stats.num_writes, "num_blocks",
                          stats.num_blocks, "num_repeats", stats.num_repeats, "num_errors", stats.num_errors, "num_wakeups",
                          stats.num_wakeups, "num_submits", stats.num_submits, "queued_nbytes", stats.queued_nbytes,
-                         "inflight_nbytes", stats.inflight_nbytes, "peak_inflight_nbytes", stats.peak_inflight_nbytes,
-                         "submit_seconds", (double)stats.submit_ns / 1e9, "cpu_seconds", (double)stats.cpu_ns / 1e9);
+                         "inflight_nbytes", stats.inflight_nbytes, "inflight_write_nbytes", stats.inflight_write_nbytes,
+                         "peak_inflight_nbytes", stats.peak_inflight_nbytes, "submit_seconds", (double)stats.submit_ns / 1e9,
+                         "cpu_seconds", (double)stats.cpu_ns / 1e9);
 }
 
 static PyObject *Queue_repr(Queue *self)

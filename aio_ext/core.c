@@ -236,7 +236,8 @@ static void block_done(Core *core, Block *block, long long result)
 {
     Request *request = block->request;
     core->stats.inflight_nbytes -= block->nbytes;
-    core->inflight_write_nbytes -= request->is_write ? block->nbytes : 0;
+    core->stats.inflight_write_nbytes -= request->is_write ? block->nbytes : 0;
+    core->num_inflight_writes -= request->is_write;
     if (result == -EAGAIN || result == -EINTR) {
         int64_t now = aio_now_ns();
         if (!block->pause_ns)
@@ -281,7 +282,8 @@ static int fits(const Core *core, size_t nbytes, int is_write)
 {
     if (core->stats.inflight_nbytes && core->stats.inflight_nbytes + nbytes > core->inflight_limit)
         return 0;
-    return !is_write || !core->inflight_write_nbytes || core->inflight_write_nbytes + nbytes <= core->inflight_write_limit;
+    return !is_write || !core->stats.inflight_write_nbytes ||
+           core->stats.inflight_write_nbytes + nbytes <= core->inflight_write_limit;
 }
 
 static void batch_add(Core *core, int position, Block *block)
@@ -293,17 +295,32 @@ static void batch_add(Core *core, int position, Block *block)
     iocb->data = (void *)(intptr_t)(block - core->blocks);
     core->batch[position] = iocb;
     core->stats.inflight_nbytes += block->nbytes;
-    core->inflight_write_nbytes += block->request->is_write ? block->nbytes : 0;
+    core->stats.inflight_write_nbytes += block->request->is_write ? block->nbytes : 0;
+    core->num_inflight_writes += block->request->is_write;
     if (core->stats.inflight_nbytes > core->stats.peak_inflight_nbytes)
         core->stats.peak_inflight_nbytes = core->stats.inflight_nbytes;
 }
 
-static Request *most_urgent(const Core *core)
+static size_t next_nbytes(const Core *core, const Request *request)
 {
-    for (int priority = 0; priority < NUM_PRIORITIES; priority++)
-        if (core->first[priority])
-            return core->first[priority];
-    return NULL;
+    size_t left = request->nbytes - request->issued_nbytes;
+    return left < core->block_nbytes ? left : core->block_nbytes;
+}
+
+/* Whose next block goes to the kernel: the most urgent request's. But where that reads, a write of the last priority goes first while
+ * writes have less than half of the kernel's room, in bytes and in blocks, and leave room for the read: reads would else overtake them
+ * all, and the drive have nothing but reads, then nothing but writes; it moves more if it has both. */
+static Request *next_request(const Core *core)
+{
+    Request *urgent = NULL, *write = core->first[NUM_PRIORITIES - 1];
+    for (int priority = 0; priority < NUM_PRIORITIES && !urgent; priority++)
+        urgent = core->first[priority];
+    if (!urgent || urgent->is_write || !write || !write->is_write)
+        return urgent;
+    size_t nbytes = next_nbytes(core, write), writes_nbytes = core->stats.inflight_write_nbytes + nbytes;
+    int has_share = 2 * writes_nbytes <= core->inflight_limit && 2 * (core->num_inflight_writes + 1) <= core->depth &&
+                    writes_nbytes + next_nbytes(core, urgent) <= core->inflight_limit;
+    return has_share && fits(core, nbytes, 1) ? write : urgent;
 }
 
 /* Fills `batch` with what may go to the kernel now and returns how many; *sleep_ns is how long the thread may sleep if
@@ -330,9 +347,8 @@ static int gather(Core *core, int64_t *sleep_ns)
         }
     }
     Request *request;
-    while (!waiting && core->free_block >= 0 && (request = most_urgent(core))) {
-        size_t left = request->nbytes - request->issued_nbytes;
-        size_t nbytes = left < core->block_nbytes ? left : core->block_nbytes;
+    while (!waiting && core->free_block >= 0 && (request = next_request(core))) {
+        size_t nbytes = next_nbytes(core, request);
         if (!fits(core, nbytes, request->is_write))
             break;
         Block *block = &core->blocks[core->free_block];
@@ -397,7 +413,8 @@ static void submit_batch(Core *core, int count)
 /* After an error of the context itself: io_destroy has waited for the kernel, so all can fail. */
 static void fail_all(Core *core, int code)
 {
-    core->stats.inflight_nbytes = core->inflight_write_nbytes = 0;
+    core->stats.inflight_nbytes = core->stats.inflight_write_nbytes = 0;
+    core->num_inflight_writes = 0;
     while (core->oldest) {
         Request *request = core->oldest;
         request->error.code = code;

@@ -46,7 +46,7 @@ struct request {
 
 typedef struct {
     uint64_t read_nbytes, write_nbytes, num_reads, num_writes, num_blocks, num_repeats, num_errors, num_wakeups, num_submits;
-    size_t queued_nbytes, inflight_nbytes, peak_inflight_nbytes;
+    size_t queued_nbytes, inflight_nbytes, inflight_write_nbytes, peak_inflight_nbytes;
     int64_t submit_ns, cpu_ns;
 } Stats;
 
@@ -66,7 +66,7 @@ typedef struct {
     uint64_t num_submitted;
     int asleep, closing, exited, joined;
     int broken; /* the errno after which the context cannot be used */
-    size_t inflight_write_nbytes;
+    int num_inflight_writes; /* blocks */
     Stats stats;
 
     struct block *blocks; /* depth of them */

@@ -7,8 +7,9 @@ Knows file descriptors, queues, seconds, and shares in proportion to bandwidth. 
 # [Note: how much goes to the kernel]
 # What the kernel holds cannot be overtaken: a read that an op waits for comes behind it. More keeps the drive busier. Writes, which
 # nobody waits for, are about as fast with little: of them the kernel gets the most with which such a read takes no more than 2.5
-# times its lone time. On the two drives at hand (2-3 GB/s, 0.7 ms a block) that is 2-6 MiB; with 8 MiB it takes 5 to 8 times.
-# Reads and writes together were 8 and 12 % faster with 8 MiB than with 2, in one run on each; they have the larger bound.
+# times its lone time, and half of all at most while reads wait. On the two drives at hand (2-3 GB/s, 0.7 ms a block) that is 2-6 MiB;
+# with 8 MiB it takes 5 to 8 times. Reads and writes together were 8 and 12 % faster with 8 MiB than with 2, in one run on each; they
+# have the larger bound.
 """
 
 from __future__ import annotations
@@ -201,8 +202,8 @@ class Probe:
         return max(patient, default=_WRITES_NBYTES[0])
 
     def rate(self, mix: str, drive: Drive, *, least: int = _NUM_REQUESTS) -> float:
-        """Bytes a second, from the first request to the end of the last, of `least` or more: reads go first, so that with few the last
-        ones are all writes."""
+        """Bytes a second, from the first request to the end of the last, of `least` or more: with few, the last ones may be all of one
+        kind."""
         tickets: list[aio_ext.Ticket] = []
         read: dict[int, int] = {}  # of a buffer, by number: the source that it must equal
         with contextlib.ExitStack() as stack:

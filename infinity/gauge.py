@@ -27,10 +27,12 @@ class CudaGauge:
         self.device = device
 
     def capacity_nbytes(self) -> int:
-        """All that this process may allocate, with what it has."""
+        """All that this process may allocate, with what it has, but for the remains of blocks that are partly in use: these take only what
+        is as small, and cannot be given back for anything larger."""
         free, total = torch.cuda.mem_get_info(self.device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device))
-        return min(free + torch.cuda.memory_reserved(self.device), allowed)
+        remains = torch.cuda.memory_stats(self.device).get("inactive_split_bytes.all.current", 0)
+        return min(free + torch.cuda.memory_reserved(self.device), allowed) - remains
 
     def free_nbytes(self) -> int:
         """What of it no tensor takes."""

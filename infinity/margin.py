@@ -30,7 +30,7 @@ from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
 from infinity.planner import Placement
 from infinity.records import Records
-from infinity.residency import ChunkState, DeviceTier, Registry, SpanState
+from infinity.residency import TORCH_DTYPES, ChunkState, DeviceTier, Registry, SpanState
 from infinity.updater import Updater, segments
 from infinity.values import Values
 
@@ -191,8 +191,11 @@ class Margin:
             self.tier.pin(span)
         for chunk in self.registry.chunks_in(span):
             entry = self.records.obtain(chunk, STATES)
-            states = segments(chunk, None, entry.memory)
-            chunk.device_states = {name: tensor.to(span.flat.device, copy=True) for name, tensor in states.items()}
+            states = entry.memory.tensor(torch.uint8, 0, chunk.record.states_nbytes).to(span.flat.device, copy=True)  # in one block
+            chunk.device_states = {
+                segment.name: states[offset : offset + chunk.record.numel * segment.itemsize].view(TORCH_DTYPES[segment.dtype])
+                for segment, offset, _ in chunk.record.of(STATES)
+            }
             self.records.unpin(chunk, STATES, entry)
             self.tier.book(chunk.record.states_nbytes)
             chunk.weights_home = chunk.states_home = "device"

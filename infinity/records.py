@@ -187,22 +187,22 @@ class Records:
         """Send dirty entries to NVMe and drop the caller's pins once they are there; resident ones stay. catch_up: moments may be late
         there, see `Compressor.write`."""
         started = []
-        for kind, entry in entries.items():
-            with self.lock:
-                if entry.resident:
-                    entry.become(HostState.CLEAN)
-                    self.caches[kind].unpin(entry, keep=True)
-                    continue
-                entry.become(HostState.WRITING)
-            try:
+        try:
+            for kind, entry in entries.items():
+                with self.lock:
+                    if entry.resident:
+                        entry.become(HostState.CLEAN)
+                        self.caches[kind].unpin(entry, keep=True)
+                        continue
+                    entry.become(HostState.WRITING)
                 how = {"catch_up": catch_up} if catch_up is not None and kind == STATES else {}
                 transfer = self.swap.write(*self._place(chunk, kind, entry), what=self._name(chunk, kind), **how)
-            except BaseException as error:
-                self.fail(error)
-                raise
-            started.append((kind, entry, transfer, now()))
-        if started:
-            self._writer.push(lambda: self._finish_writes(chunk, started))
+                started.append((kind, entry, transfer, now()))
+            if started:
+                self._writer.push(lambda: self._finish_writes(chunk, started))
+        except BaseException as error:  # an interrupt, too: else who wants such an entry would wait for a write that nobody ends
+            self.fail(error)
+            raise
 
     def clean_ahead(self, kind: str) -> None:
         """Have a dirty copy written before its slot is wanted, if none can be had otherwise."""

@@ -592,6 +592,64 @@ def test_priorities_go_first_and_fifo_inside(direct):
             _aio._inject()
 
 
+def full(queue, nbytes):
+    """What of `nbytes` with the kernel belongs to writes, once it has so many and reads and writes wait."""
+    stop = time.monotonic() + SECONDS
+    while (stats := queue.stats())["inflight_nbytes"] < nbytes and time.monotonic() < stop:
+        time.sleep(0.002)
+    assert stats["inflight_nbytes"] == nbytes
+    return stats["inflight_write_nbytes"]
+
+
+@pytest.mark.parametrize(
+    "room, num_writes",
+    [({"inflight_nbytes": 4 * BLOCK}, 2), ({"inflight_nbytes": 4 * BLOCK, "inflight_write_nbytes": BLOCK}, 1), ({"depth": 4}, 2)],
+    ids=["bytes", "bound", "blocks"],
+)
+def test_reads_and_writes_that_wait_share_the_kernel(direct, room, num_writes):
+    fd, _ = direct(64 * BLOCK)
+    for op in ("read", "write"):
+        _aio._inject(op, 0, -1, None, delay=0.2)
+    with aio_ext.Queue(block_nbytes=BLOCK, **room) as queue:
+        first = queue.read(fd, memory(4 * BLOCK), 0)
+        tickets = [
+            queue.read(fd, memory(30 * BLOCK), 4 * BLOCK, priority=aio_ext.DEMAND),
+            queue.write(fd, memory(30 * BLOCK), 34 * BLOCK),
+        ]
+        assert first.wait()
+        assert full(queue, 4 * BLOCK) == num_writes * BLOCK
+        _aio._inject()
+        assert all(ticket.wait() for ticket in tickets)
+
+
+def test_a_write_that_a_read_waits_for_goes_before_the_others(direct):
+    fd, _ = direct(64 * BLOCK)
+    with aio_ext.Queue(block_nbytes=BLOCK, inflight_nbytes=4 * BLOCK) as queue:
+        _aio._inject("read", 0, 4, None, delay=1.0)
+        _aio._inject("write", 0, 1, -errno.EIO)
+        queue.read(fd, memory(4 * BLOCK), 0)
+        writes = [queue.write(fd, memory(BLOCK, i), (4 + i) * BLOCK) for i in range(20)]
+        queue.read(fd, memory(BLOCK), (4 + 15) * BLOCK, priority=aio_ext.DEMAND)
+        with pytest.raises(OSError):
+            writes[15].wait()
+
+
+def test_small_writes_leave_room_for_a_block_that_fills_the_kernel(direct):
+    fd, _ = direct(64 * BLOCK)
+    with aio_ext.Queue(block_nbytes=BLOCK, inflight_nbytes=BLOCK) as queue:
+        for op in ("read", "write"):
+            _aio._inject(op, 0, -1, None, delay=0.1)
+        queue.read(fd, memory(BLOCK), 0)
+        tickets = [queue.write(fd, memory(4096), 2 * BLOCK + 4096 * i) for i in range(64)]
+        read = queue.read(fd, memory(BLOCK), BLOCK, priority=aio_ext.DEMAND)
+        while not read.done:
+            stats = queue.stats()
+            assert read.done or not stats["inflight_write_nbytes"]
+            time.sleep(0.002)
+        _aio._inject()
+        assert all(ticket.wait() for ticket in tickets)
+
+
 def test_promote_never_lowers(direct):
     fd, _ = direct(64 * 4096)
     with aio_ext.Queue(block_nbytes=4096, inflight_nbytes=1) as queue:

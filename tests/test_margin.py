@@ -441,9 +441,11 @@ def test_every_split_on_a_gpu_has_the_same_bits(deterministic, tmp_path):
 
 
 @on_gpu
+@pytest.mark.parametrize("remains", [False, True], ids=["", "remains"])
 @pytest.mark.parametrize("home", [{"host_memory": "8GiB"}, {"host_memory": "400MiB"}], ids=["host", "nvme"])
-def test_a_gpu_that_is_almost_full_takes_twice_the_batch(home, deterministic, tmp_path):
-    """3.5 GiB may be used: too little for all records beside a batch of 4, and for most of them beside one of 8."""
+def test_a_gpu_that_is_almost_full_takes_twice_the_batch(home, remains, deterministic, tmp_path):
+    """3.5 GiB may be used: too little for all records beside a batch of 4, and for most of them beside one of 8. With `remains`, 400 MiB
+    of them lie in a block of which the program still uses a part."""
 
     def run(**config):
         found = []
@@ -458,6 +460,9 @@ def test_a_gpu_that_is_almost_full_takes_twice_the_batch(home, deterministic, tm
     expected, *_ = run(weights="host", states="host", host_memory="8GiB")
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(3.5 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    if remains:
+        torch.empty(450 << 20, dtype=torch.uint8, device="cuda")  # is kept by the allocator
+        used = torch.empty(50 << 20, dtype=torch.uint8, device="cuda")  # noqa: F841, from the same block
     try:
         losses, plans, counts = run(**home)
     finally:

@@ -433,6 +433,18 @@ def test_who_is_interrupted_while_it_waits_holds_nothing(bench, monkeypatch, whe
             b.unpin(index, entry, kind)
 
 
+def test_an_interrupt_while_a_write_is_handed_over_reaches_who_wants_these_bytes(bench, monkeypatch):
+    b = bench()
+    held = b.granted(b.request(3))
+    b.records.begin_update(b.chunks[3], {WEIGHTS: held})
+    monkeypatch.setattr(b.records._writer, "push", lambda work: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        b.records.write_back(b.chunks[3], {WEIGHTS: held})
+    monkeypatch.undo()
+    error = in_thread(lambda: b.records.begin_update(b.chunks[3], {WEIGHTS: held}))()
+    assert isinstance(error, KeyboardInterrupt)
+
+
 def interrupt():
     raise KeyboardInterrupt
 
