@@ -40,6 +40,7 @@ import torch
 from infinity.arena import PAGE_NBYTES, Area, Arena, Heap
 from infinity.config import format_bytes
 from infinity.errors import BudgetError, SwapError, UsageError
+from infinity.interrupts import uninterrupted
 from infinity.lanes import Job, Lane, Monitor, Need
 
 MIN_NBYTES = 64 << 10  # smaller storages stay: a copy would cost more than it frees
@@ -210,6 +211,7 @@ class Activations:
         self.drain()
         self._fixed = {buffer.untyped_storage()._cdata for buffer in buffers}
 
+    @uninterrupted
     def save(self, tensor: torch.Tensor) -> Saved | None:
         """Keep a tensor's bytes; None if it is to stay. Raises BudgetError if no memory can hold them, SwapError."""
         if type(tensor) is not torch.Tensor or tensor.device != self.device or tensor.layout is not torch.strided:
@@ -228,6 +230,7 @@ class Activations:
             kept = self._by_storage[key] = self._keep(tensor, storage, key)
         return Saved(kept, tensor, self._dropped)
 
+    @uninterrupted
     def restore(self, saved: Saved) -> torch.Tensor:
         """The tensor, on the device; what was saved before it is fetched ahead. Raises SwapError."""
         self.drain()

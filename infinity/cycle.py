@@ -27,6 +27,7 @@ import math
 import torch
 from torch import nn
 
+from infinity import interrupts
 from infinity.adam import NormAccumulator
 from infinity.assembly import Assembly
 from infinity.chunks import STATES, WEIGHTS
@@ -34,6 +35,7 @@ from infinity.config import Config
 from infinity.errors import NonFiniteError, UsageError
 from infinity.events import Events
 from infinity.hooks import Hooks, map_tensors, tensors_in
+from infinity.interrupts import uninterrupted
 from infinity.margin import Margin
 from infinity.partition import Ranks
 from infinity.residency import ChunkState, ParameterState, Presence
@@ -92,9 +94,11 @@ class Cycle:
 
     # What the hooks call.
 
+    @uninterrupted
     def begin_forward(self, model: nn.Module, inputs: object) -> None:
         """An outermost module of the model is called; inputs: whatever it is called with."""
         self._check_open()
+        interrupts.guard()
         if torch._C._are_functorch_transforms_active():
             raise UsageError(
                 "torch.func transforms (grad, vjp, vmap, ...) do not see when weights come and go. Use loss.backward() or "
@@ -222,6 +226,7 @@ class Cycle:
         self._update_waiting()
         self.gradients.wait_for_room()
 
+    @uninterrupted
     def end_backward(self) -> None:
         """The backward pass has succeeded."""
         self._awaits_end = False
@@ -248,6 +253,7 @@ class Cycle:
         self._gradients_wait = True
         self._update_waiting()
 
+    @uninterrupted
     def reduce_all(self) -> list[ChunkState]:
         """Reduce whatever gradients any rank has gathered since the last reduction; every rank must call it."""
         if self.ranks.world == 1:
@@ -296,6 +302,7 @@ class Cycle:
 
     # What the optimizer calls.
 
+    @uninterrupted
     def step(self) -> None:
         """Ends a step; called without gradients."""
         self.check_gradients()
@@ -374,9 +381,10 @@ class Cycle:
                         return f"the first is of {self.registry.params[piece.param].name}"
         return "they lie in the shards of other ranks"
 
+    @uninterrupted
     def zero_grad(self) -> None:
         self._gradients_wait = False
-        self.hooks.end_interrupted()
+        self.hooks.end_interrupted_calls()
         self._clear_gradients()
         if self.backward_task is not None:
             self.abandon_backward()
@@ -620,14 +628,18 @@ class Cycle:
 
     def end_interrupted(self) -> None:
         """Calls of modules and backward passes that an interrupt or an error has ended, in this thread, are over."""
-        self.hooks.end_interrupted()
+        self.hooks.end_interrupted_calls()
         if self.backward_task not in (None, _MANY_GRAPHS) and not self.in_backward():
             self.abandon_backward()
 
+    @uninterrupted
     def abandon_backward(self) -> None:
         """The last backward pass raised."""
         self.backward_task, self._awaits_end = None, False
         self.failed = True
+        for state in self.registry.params:
+            if state.trainable and state.param.grad is not state.departed:
+                state.param.grad = None  # it came, but its hook did not
         self.gradients.hurry()
         self.hooks.release_all()
         self.torn = self.torn or any(chunk.updated for chunk in self.registry.chunks)

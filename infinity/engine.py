@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from infinity import planner
+from infinity import interrupts, planner
 from infinity.assembly import assemble, budgets
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, WEIGHTS
 from infinity.config import Config
@@ -25,10 +25,11 @@ from infinity.events import Events
 from infinity.facade import NO_COPY, Facade
 from infinity.gauge import device_of, gauge_of
 from infinity.hooks import Hooks
+from infinity.interrupts import uninterrupted
 from infinity.lanes import Lane
 from infinity.margin import Margin
 from infinity.partition import Ranks
-from infinity.residency import TORCH_DTYPES, ChunkState, ParameterState, owner_of, set_owner
+from infinity.residency import TORCH_DTYPES, ChunkState, ParameterState, SpanState, owner_of, set_owner
 from infinity.scaling import LossScale, Scaler
 from infinity.tiling import tile_to_fit
 from infinity.timeline import timeline_of
@@ -99,6 +100,7 @@ class Engine:
             "links": links,
         }
 
+    @uninterrupted
     def flush(self) -> None:
         """Begin and finish every update that step() has announced, and its writes."""
         self._check_open()
@@ -110,6 +112,7 @@ class Engine:
             self.cycle.finish_announced(chunk)
         self.records.flush()
 
+    @uninterrupted
     def read_state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """A parameter's segments by name (weight, residual, momentum, variance), whole, on the CPU, as they are stored.
 
@@ -134,6 +137,7 @@ class Engine:
         span = self.registry.span_of(self.registry.params[self._indices[id(param)]])
         return self.pipeline.is_held(span) and span.attached
 
+    @uninterrupted
     def read_weight(self, param: torch.Tensor) -> torch.Tensor:
         """A parameter's value, whole, on the CPU, in the dtype that the model computes in. Every rank must call it."""
         self._check_open()
@@ -149,12 +153,14 @@ class Engine:
         self.cycle.refuse_half_updated("state_dict()")
         return self.values.read(self.registry.params[index], weight_only=True)["weight"]
 
+    @uninterrupted
     def write_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
         """Give a parameter a value, of its shape; moments stay. Every rank must call it; rank 0's value counts."""
         value = value.detach().reshape(-1).to("cpu", copy=True)
         self.ranks.broadcast_(value.view(torch.uint8))
         self.give(param, value)
 
+    @uninterrupted
     def give(self, param: torch.Tensor, value) -> None:
         """As `write_weight`, of what is the same on every rank: anything whose slices are 1-D tensors on the CPU."""
         self._check_open()
@@ -185,21 +191,30 @@ class Engine:
         states = [self.registry.find(param) for param in params if param.numel() and param.is_floating_point()]
         if None in states:
             raise ConfigError("infinity.gathered: a parameter is not one of this engine's")
-        spans = list(dict.fromkeys(self.registry.span_of(state) for state in states))
-        self.pipeline.acquire_aside(spans)
-        for span in spans:
-            self.values.keep_written(span)
-        before = {span: span.flat.clone() for span in spans}
+        before: dict[SpanState, torch.Tensor] = {}
         try:
+            self._gather(dict.fromkeys(self.registry.span_of(state) for state in states), before)
             with self.hooks.saved_tensors():
                 yield
         finally:
-            for span in spans:
-                span.take_replaced()
-                for state in span.params:
-                    state.version = state.param._version
-                self.values.adopt(span, (), before[span])
-                self.pipeline.release(span)
+            self._adopt(before)
+
+    @uninterrupted
+    def _gather(self, spans: Iterable[SpanState], before: dict[SpanState, torch.Tensor]) -> None:
+        """Hold them, and note what they are before the program changes them."""
+        self.pipeline.acquire_aside(list(spans))
+        for span in spans:
+            self.values.keep_written(span)
+        before.update({span: span.flat.clone() for span in spans})
+
+    @uninterrupted
+    def _adopt(self, before: dict[SpanState, torch.Tensor]) -> None:
+        for span, value in before.items():
+            span.take_replaced()
+            for state in span.params:
+                state.version = state.param._version
+            self.values.adopt(span, (), value)
+            self.pipeline.release(span)
 
     def close(self) -> None:
         """Finish what is under way, end the threads and give back memory and swap files. Idempotent.
@@ -215,6 +230,7 @@ class Engine:
             return
         self.cycle.close()
         with contextlib.ExitStack() as parts:  # from the last to the first, also where one of them raises
+            parts.callback(interrupts.unguard)
             parts.callback(_guard_after_close, self._model(), self.registry.params)
             parts.callback(self._facade.close, {state.placeholder.data_ptr(): state.name for state in self.registry.params})
             parts.callback(self.ranks.leave)
@@ -287,13 +303,16 @@ class Engine:
                 if (state := self.registry.find(param)) is not None:
                     state.group = index
 
+    @uninterrupted
     @torch.no_grad()
     def step(self) -> None:
         self._check_open()
+        interrupts.guard()
         if self.saving is not None:
             self.saving.pass_step()
         self.cycle.step()
 
+    @uninterrupted
     def zero_grad(self) -> None:
         if self._started and not self._closed:
             self.cycle.zero_grad()

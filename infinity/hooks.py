@@ -20,7 +20,7 @@ longer does, and passes gradients on. Over 400 lines because what forward holds,
 # Saved-tensor hooks switch off autograd's check for in-place changes; ours make it, for weights and activations.
 #
 # Post-hooks are called also when a forward raises or a recomputation stops early: nothing stays held. They are not after an interrupt:
-# whoever next asks something of the engine looks whether the calls under way still are (`end_interrupted`).
+# whoever next asks something of the engine looks whether the calls under way still are (`end_interrupted_calls`).
 #
 # A model of one rank that lives on the device whole has nothing to fetch: the first op after a step brings all its parameters home, until
 # the next step, and autograd saves them itself. Then an op's hooks only look whether an outermost module runs.
@@ -35,7 +35,7 @@ import math
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 import torch
@@ -48,9 +48,11 @@ from torch._C._autograd import (
 )
 from torch.autograd.function import BackwardCFunction
 
+from infinity import interrupts
 from infinity.activations import Saved
 from infinity.errors import UsageError
 from infinity.facade import NO_COPY
+from infinity.interrupts import uninterrupted
 from infinity.lanes import Need
 from infinity.pipeline import Pipeline
 from infinity.residency import ParameterState, Registry, SpanState, inside_leaves, is_leaf
@@ -72,7 +74,7 @@ class Op:
 class Frame:
     """One call of an op under way. `spans` are held for it, `packed` were saved by autograd."""
 
-    __slots__ = ("module", "op", "outermost", "packed", "pushed", "scales", "spans")
+    __slots__ = ("module", "op", "outermost", "packed", "pushed", "scales", "spans", "task")
 
     def __init__(self, module: nn.Module, op: Op, outermost: bool, scales: bool):
         self.module = module
@@ -81,7 +83,8 @@ class Frame:
         self.scales = scales  # its outputs are an fp16 model's
         self.spans: list[SpanState] = []
         self.packed: set[int] = set()
-        self.pushed = False
+        self.pushed = False  # our saved-tensor hooks, in the graph task `task`, with whose end autograd takes them back by itself
+        self.task = _current_graph_task_id()
 
 
 class Hold(Need):
@@ -188,6 +191,7 @@ class Hooks:
         self.thread: int | None = None  # that called the model last
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
         self._holding: list[Hold] = []  # those, and some that did
+        self._num_interrupts = 0  # after which the calls under way were looked at
         self._aside: list[Hold] = []  # those that held, and will again when what is recomputed for their node is there
         self._loose: list[SpanState] = []  # held for a custom function's or a leaf's backward, until the next event
         self._loose_leaf: Op | None = None  # for whose backward they are
@@ -253,14 +257,15 @@ class Hooks:
     # Forward and recomputed forward.
 
     @torch._dynamo.disable
+    @uninterrupted
     def _before(self, module, args, kwargs):
         phase = RECOMPUTE if _current_graph_task_id() != -1 else FORWARD
         if phase == RECOMPUTE:
             self.cycle.await_end()  # now: what a reentrant checkpoint starts inside is no backward pass of its own
+        if self.frames and (self._num_interrupts != interrupts.num_raised or self.frames[0].module is module):
+            self.end_interrupted_calls(begun=module)
         if self.pipeline.all_home and (phase == RECOMPUTE or (self.frames and self.frames[-1].module is not module)):
             return None
-        if self.frames and self.frames[0].module is module:  # calls itself, or was interrupted
-            self.end_interrupted(besides=1)
         op = self.ops[module]
         outermost = not self.frames and phase == FORWARD
         if outermost:
@@ -322,12 +327,13 @@ class Hooks:
         return self.cycle.scaler.unapply(value) if value.is_floating_point() and value.requires_grad else value
 
     @torch._dynamo.disable
+    @uninterrupted
     def _after(self, module, args, output):
         if not self.frames or (self.frames[-1].module is not module and all(frame.module is not module for frame in self.frames)):
             return
         while True:
             frame = self.frames.pop()
-            if frame.pushed:
+            if frame.pushed and frame.task == _current_graph_task_id():
                 _pop_saved_tensors_default_hooks()
             if frame.op.whole and frame.spans and self.kept is None and _current_graph_task_id() != -1:
                 self._keep_loose(frame.op)  # its backward follows, on each rank with what it has chosen
@@ -357,11 +363,17 @@ class Hooks:
             self._watch(frame, anchored)
         return anchored if whole or anchored is not output else None
 
-    def end_interrupted(self, besides: int = 0) -> None:
-        """End the calls of modules that an interrupt has ended. besides: so many more of the outermost one are under way."""
-        if self.frames and self.thread == threading.get_ident() and _num_calls(self.frames[0].module) <= besides:
-            while self.frames:
-                self._after(self.frames[0].module, (), None)
+    def end_interrupted_calls(self, begun: nn.Module | None = None) -> None:
+        """End the calls of modules that an interrupt has ended, in this thread. begun: one of it is under way that has no frame yet."""
+        if not self.frames or self.thread != threading.get_ident():
+            return
+        self._num_interrupts = interrupts.num_raised
+        under_way = _calls()
+        if under_way is None:
+            return
+        under_way[begun] -= 1
+        while self.frames and under_way[module := self.frames[-1].module] < sum(frame.module is module for frame in self.frames):
+            self._after(module, (), None)
 
     def _goes_on(self, op: Op) -> None:
         """For the trace: what the device works for after a call of the op."""
@@ -407,6 +419,7 @@ class Hooks:
             elif unseen and isinstance(tensor.grad_fn, BackwardCFunction):
                 tensor.register_hook(lambda grad, op=frame.op: self._before_custom_backward(op))
 
+    @uninterrupted
     def _before_leaf_backward(self, op: Op, seen: set[int]) -> None:
         """Once a pass, whichever of its outputs is first: which of them have gradients depends on what it computed."""
         if (task := _current_graph_task_id()) not in seen:
@@ -421,6 +434,7 @@ class Hooks:
         self._loose_leaf = leaf
 
     @torch._dynamo.disable
+    @uninterrupted
     def touch(self, param: torch.Tensor) -> None:
         """A parameter was read by name."""
         in_backward = not self.frames and _current_graph_task_id() != -1
@@ -445,6 +459,7 @@ class Hooks:
     def begin_segment(self) -> None:
         self.kept = {}
 
+    @uninterrupted
     def end_segment(self) -> None:
         for span in self.kept.values():
             self.pipeline.release(span)
@@ -452,6 +467,7 @@ class Hooks:
 
     # Backward.
 
+    @uninterrupted
     def save(self, span: SpanState, tensor: torch.Tensor) -> Handle:
         frame = self.frames[-1] if self.frames else None
         if frame is not None:
@@ -466,6 +482,7 @@ class Hooks:
             return None
         return activations.save(tensor)
 
+    @uninterrupted
     def restore(self, handle: Handle) -> torch.Tensor:
         if handle.tensor._version != handle.version:
             raise _modified(f"a weight of {handle.span.params[0].name}'s span", handle.version, handle.tensor._version)
@@ -539,6 +556,7 @@ class Hooks:
         while self._loose:
             self.pipeline.release(self._loose.pop())
 
+    @uninterrupted
     def _before_custom_backward(self, op: Op) -> None:
         self.release_loose()
         self._acquire_for_backward(op.index, -1, op.spans)
@@ -552,6 +570,7 @@ class Hooks:
         if self.timeline is not None:
             self.timeline.begin(BACKWARD, self.names.get(op, "outside of all modules"))
 
+    @uninterrupted
     def _backward_begins(self, grad) -> None:
         if torch.is_grad_enabled():
             raise UsageError(
@@ -563,10 +582,12 @@ class Hooks:
             self.timeline.begin(BACKWARD, self.names[0])
 
     @torch._dynamo.disable
+    @uninterrupted
     def _expect_gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
         self.cycle.expect_gradient(state)
 
     @torch._dynamo.disable
+    @uninterrupted
     def _gradient(self, state: ParameterState, param: torch.Tensor) -> None:
         grad, param.grad = param.grad, None
         if grad is None:  # somebody's hook was first, and dropped it
@@ -615,15 +636,19 @@ def map_tensors(value, function):
     return value
 
 
-def _num_calls(module: nn.Module) -> float:
-    """How many calls of it are under way in this thread; infinite where a compiled one does not say of what it is."""
-    num, frame = 0, sys._getframe()
+def _calls() -> Counter[nn.Module] | None:
+    """How many calls of each module are under way in this thread; None where a compiled one does not say of what it is."""
+    found: Counter[nn.Module] = Counter()
+    frame = sys._getframe()
     while frame is not None:
-        if "_call_impl" in frame.f_code.co_name:
+        name = frame.f_code.co_name
+        if "_call_impl" in name and "_wrapped_call_impl" not in name:  # which calls it
             called = frame.f_locals.get("self")
-            num += math.inf if called is None else called is module
+            if called is None:
+                return None
+            found[called] += 1
         frame = frame.f_back
-    return num
+    return found
 
 
 def _current_node() -> int:

@@ -69,7 +69,6 @@ class Elementwise(torch.optim.Optimizer):
         (self._engine,) = engines.values()
         self._engine.attach(self)
 
-    @torch.no_grad()
     def step(self, closure=None):
         """Update every parameter that has a gradient. Raises UsageError without a backward pass since the last step."""
         loss = None

@@ -193,7 +193,7 @@ class Pipeline:
         return span.holds > 0
 
     def drain_dropped(self) -> None:
-        """Carry out the releases of finalizers, and the evictions that waited for a release."""
+        """Give back what dropped graphs held, and carry out the evictions that waited for a release."""
         while self.dropped:
             hold = self.dropped.popleft()
             hold.span.handles.discard(hold)
@@ -427,19 +427,23 @@ class Pipeline:
         self.num_late += needed
         self.num_ahead += not needed
         ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
-        span.become(Presence.FETCHING)
         span.fetch = []
-        for chunk in self.registry.chunks_in(span):
-            if chunk.pending is not None:
-                self.begin_update(chunk)
-            self.hurry_update(chunk)
-            update, request = chunk.updating, None
-            if chunk.weights_home != "device":
-                request = self.records.request(chunk, WEIGHTS, urgent=needed)
-            chunk.copy_expected = self._copied_again(span)
-            job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready), chunk.title)
-            chunk.copy_job = job
-            span.fetch.append(Part(chunk, request, update, job))
+        span.become(Presence.FETCHING)
+        try:
+            for chunk in self.registry.chunks_in(span):
+                if chunk.pending is not None:
+                    self.begin_update(chunk)
+                self.hurry_update(chunk)
+                update, request = chunk.updating, None
+                if chunk.weights_home != "device":
+                    request = self.records.request(chunk, WEIGHTS, urgent=needed)
+                chunk.copy_expected = self._copied_again(span)
+                job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready), chunk.title)
+                chunk.copy_job = job
+                span.fetch.append(Part(chunk, request, update, job))
+        except BaseException:
+            self._abandon(span)
+            raise
 
     def _copied_again(self, span: SpanState) -> bool:
         """Whether this backward pass will want the span once more after the use that it is copied for."""
@@ -533,19 +537,22 @@ class Pipeline:
                         torch.cuda.current_stream(self.device).wait_event(event)
                         self.events.device_waited("gg" if part.gather else "cg", part.chunk.index, since)
         except BaseException:
-            jobs = [job for part in span.fetch for job in (part.copy, part.gather) if job is not None]
-            for job in jobs:
-                with contextlib.suppress(Exception):  # the first error is the one to tell; no job may outlive the storage
-                    job.wait()
-            if not all(job.done for job in jobs):  # the lane was abandoned: what it still writes to stays
-                raise
+            self._abandon(span)
+            raise
+        span.fetch = None
+        span.become(Presence.HOME)
+
+    def _abandon(self, span: SpanState) -> None:
+        """An error has ended its fetch."""
+        jobs = [job for part in span.fetch for job in (part.copy, part.gather) if job is not None]
+        for job in jobs:
+            with contextlib.suppress(Exception):  # the first error is the one to tell; no job may outlive the storage
+                job.wait()
+        if all(job.done for job in jobs):  # else the lane was abandoned: what it still writes to stays
             span.fetch = None
             span.become(Presence.AWAY)
             if not span.pinned:
                 self.tier.free(span)
-            raise
-        span.fetch = None
-        span.become(Presence.HOME)
 
     # What the lanes run.
 
