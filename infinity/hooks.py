@@ -31,7 +31,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import math
 import sys
 import threading
 import weakref
