@@ -250,7 +250,7 @@ def test_following_needs_a_run(capsys):
     assert "--follow needs a run" in capsys.readouterr().err
 
 
-def test_a_training_run_is_seen_followed_and_forgotten(tmp_path, place, capsys):
+def test_a_training_run_is_seen_followed_and_forgotten(tmp_path, place, capsys, monkeypatch):
     (tmp_path / "text").write_bytes(bytes(i * i % 251 % 97 for i in range(20_000)))
     options = "--hidden 32 --layers 1 --heads 2 --seq 16 --batch 2 --steps 1000000 --device cpu --dtype fp32 --data text".split()
     command = [sys.executable, "-m", "infinity", "train", *options]
@@ -267,7 +267,13 @@ def test_a_training_run_is_seen_followed_and_forgotten(tmp_path, place, capsys):
             assert told.device_nbytes > 0 and told.host_nbytes >= 0
             assert main(["status"]) == 0
             assert re.match(rf" *{process.pid}  step \d+/1000000  loss", capsys.readouterr().out)
-            threading.Timer(0.5, process.send_signal, [signal.SIGINT]).start()
+
+            def interrupt(seconds, sleep=time.sleep):
+                monkeypatch.setattr(status.time, "sleep", sleep)
+                process.send_signal(signal.SIGINT)
+                sleep(seconds)
+
+            monkeypatch.setattr(status.time, "sleep", interrupt)
             assert main(["status", str(process.pid), "--follow"]) == 0
             lines = capsys.readouterr().out.splitlines()
             assert re.match(r"step \d+/1000000  loss", lines[0]) and lines[-1] == f"process {process.pid} has ended"
