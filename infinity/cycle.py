@@ -94,7 +94,6 @@ class Cycle:
 
     # What the hooks call.
 
-    @uninterrupted
     def begin_forward(self, model: nn.Module, inputs: object) -> None:
         """An outermost module of the model is called; inputs: whatever it is called with."""
         self._check_open()
@@ -302,7 +301,6 @@ class Cycle:
 
     # What the optimizer calls.
 
-    @uninterrupted
     def step(self) -> None:
         """Ends a step; called without gradients."""
         self.check_gradients()
@@ -381,7 +379,6 @@ class Cycle:
                         return f"the first is of {self.registry.params[piece.param].name}"
         return "they lie in the shards of other ranks"
 
-    @uninterrupted
     def zero_grad(self) -> None:
         self._gradients_wait = False
         self.hooks.end_interrupted_calls()
