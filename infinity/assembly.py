@@ -173,7 +173,8 @@ def arrange(
             host_budget=host_budget,
             host_share=1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0,
             compression_nbytes=compressor.buffers_nbytes(records) if compresses else 0,
-            late_moments=late,
+            late_nbytes=[compressor.held_nbytes(record) for record in records] if late else None,
+            late_on_nvme=config.moments == "fp32",  # of bf16 moments a gradient is half, and is read once more
             nvme_budget=nvme_budget,
             least_crowded_out=least_crowded_out,
             held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
@@ -194,7 +195,7 @@ def arrange(
             return numel
         return _best_chunk_numel(at, planner.chunk_numels(sum(spec.numel for spec in specs), world=world), nvme_budget)
 
-    may_be_late = compresses and can_advance and not accumulating and (config.dtype, config.moments) == ("bf16", "fp32")
+    may_be_late = compresses and can_advance and not accumulating and config.dtype == "bf16"
     ways = [(compresses, True), (compresses, False)] if may_be_late else [(compresses, False)]
     if compresses and config.compression != "on":
         ways.append((False, False))
@@ -205,7 +206,7 @@ def arrange(
             if (compresses, late) == ways[-1]:
                 raise
             continue
-        if not late or _has_room(at(numel, 0)[2], nvme_budget):
+        if not late or _pays_to_be_late(at(numel, 0)[2], nvme_budget):
             break
     found, agreed = at(numel, rank), 0
     while (number := most(found[2].num_crowded_out)) > agreed:  # the same spans on all ranks, whose shards differ a little
@@ -214,8 +215,9 @@ def arrange(
     return found
 
 
-def _has_room(placement: planner.Placement, nvme_budget: int | None) -> bool:
-    return nvme_budget is None or (placement.nvme_nbytes <= nvme_budget and not placement.num_crowded_out)
+def _pays_to_be_late(placement: planner.Placement, nvme_budget: int | None) -> bool:
+    has_room = nvme_budget is None or (placement.nvme_nbytes <= nvme_budget and not placement.num_crowded_out)
+    return placement.num_late > 0 and has_room
 
 
 def _best_chunk_numel(arrange, candidates: list[int], nvme_budget: int | None) -> int:
@@ -284,21 +286,18 @@ def _connect(
     undo.callback(arena.close)
     compressor_ = None
     if compresses:
-        compressor_ = Compressor(swap, arena, placement.compression_nbytes)
+        compressor_ = Compressor(swap, arena, placement.compression_nbytes, placement.pool_nbytes)
         undo.callback(compressor_.close)
-    odd_nbytes = even_nbytes = 0  # of gradients instead of moments, in the first step, the third, ..., and in the others
+    turns_nbytes = [0] * (placement.num_late + 1)  # of moments that are written in the first step, the second, ..., and again in turn
     for index, chunk in enumerate(chunks):
         chunk.extents = {kind: extents[kind][index] for kind in KINDS}
         for kind, extent in chunk.extents.items():
             if compresses and extent is not None:
-                late_nbytes = placement.away[kind][index] - placement.sizes[kind][index]
+                late_nbytes = placement.in_slots[kind][index] - placement.sizes[kind][index]
                 chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind, late=late_nbytes > 0))
-                if late_nbytes and odd_nbytes <= even_nbytes:
-                    chunk.late_next = True
-                    odd_nbytes += late_nbytes
-                elif late_nbytes:
-                    chunk.late_next = False
-                    even_nbytes += late_nbytes
+                if late_nbytes:
+                    chunk.late_left = turns_nbytes.index(min(turns_nbytes))
+                    turns_nbytes[chunk.late_left] += late_nbytes
     caches: dict[str, HostCache] = {}
     who = f"{ranks.name}, " if ranks.world > 1 else ""
     records_ = Records(compressor_ or swap, caches, lock, events, keep, who)
@@ -308,7 +307,7 @@ def _connect(
     next_uses = (pipeline.next_weights_use, pipeline.next_states_use, pipeline.next_gradient_use)
     for kind, next_use in zip(KINDS, next_uses):
         sizes, count = placement.sizes[kind], placement.slots[kind]
-        caches[kind] = HostCache(kind, Slots(arena, kind, max(placement.away[kind]), count) if count else None, lock, next_use)
+        caches[kind] = HostCache(kind, Slots(arena, kind, max(placement.in_slots[kind]), count) if count else None, lock, next_use)
         resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index] == "host"}
         for index, area in _areas(arena, resident).items():
             caches[kind].add_resident(chunks[index], area)
@@ -335,7 +334,7 @@ def _connect(
     undo.callback(gradients.close)
     threads = num_cores - (num_cores // 8 if cuda else 0)  # these are for whoever gives the device its work
     seed = config.seed if config.moments == "bf16" else None
-    updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed)
+    updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed, num_late=placement.num_late)
     caches[GRADIENTS].frees_soon = updater.frees_gradient_soon
     activations = None
     if config.activations in ("host", "nvme"):
@@ -363,7 +362,7 @@ def _make_swap(
     swap = Swap(config.nvme, rank=local_rank, world=local_world, run=run, expected_nbytes=total * local_world)
     rate = swap.nbytes_per_s / local_world
     compresses = placement.compression_nbytes > 0 and compressor.pays(config.compression, rate, num_cores)
-    sizes = placement.away if compresses else placement.sizes
+    sizes = placement.on_nvme if compresses else placement.sizes
     extents: dict[str, list] = {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
     for index in range(len(placement.homes[WEIGHTS])):  # what is read together lies together
         for kind in KINDS:

@@ -235,7 +235,7 @@ def _runs(specs, params, chunk_numel):
             fresh = _Run(limit=chunk_numel, largest=chunk_numel)
         else:
             tail = chunk_numel // TAIL_FRACTION
-            fresh = _Run(limit=max(_round_up(numel, chunk_numel), numel + tail), largest=tail)
+            fresh = _Run(limit=max(round_up(numel, chunk_numel), numel + tail), largest=tail)
         if run is not None:
             yield run
         run = fresh
@@ -246,16 +246,16 @@ def _runs(specs, params, chunk_numel):
 
 def _place(used, spec):
     """The first offset from `used` on at which the parameter may start."""
-    aligned = _round_up(used, ALIGNMENT_NBYTES // WEIGHT_NBYTES[spec.dtype])
-    border = _round_up(used, BLOCK_NUMEL)
+    aligned = round_up(used, ALIGNMENT_NBYTES // WEIGHT_NBYTES[spec.dtype])
+    border = round_up(used, BLOCK_NUMEL)
     return aligned if aligned + spec.numel <= border else border
 
 
 def _chunk_sizes(used, chunk_numel, unit):
     """Cut `used` elements into the fewest equal chunks; the last one is trimmed."""
     num = math.ceil(used / chunk_numel)
-    size = _round_up(math.ceil(used / num), unit)
-    return [size] * (num - 1) + [_round_up(used - (num - 1) * size, unit)]
+    size = round_up(math.ceil(used / num), unit)
+    return [size] * (num - 1) + [round_up(used - (num - 1) * size, unit)]
 
 
 def _cut(pieces, begin, end):
@@ -270,7 +270,7 @@ def _cut(pieces, begin, end):
             yield Piece(piece.param, start - begin, piece.param_start + start - piece.start, stop - start)
 
 
-def _round_up(value, multiple):
+def round_up(value, multiple):
     return -(-value // multiple) * multiple
 
 
@@ -295,7 +295,7 @@ FORMATS = {
 
 ADAM_MOMENTS = ("momentum", "variance")
 LATE_GRADIENT = Segment("gradient", "bf16", 2)
-"""What lies behind a record's states where their moments may be late: [Note: late moments] in compressor.py."""
+"""What lies behind a record's states where their moments may be late: [Note: late moments] in late.py."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class Record:
     @property
     def late_gradient(self) -> tuple[Segment, int, int]:
         """LATE_GRADIENT, its offset behind the states and its bytes, padding included."""
-        return LATE_GRADIENT, self.states_nbytes, _round_up(self.numel * LATE_GRADIENT.itemsize, SEGMENT_ALIGNMENT_NBYTES)
+        return LATE_GRADIENT, self.states_nbytes, round_up(self.numel * LATE_GRADIENT.itemsize, SEGMENT_ALIGNMENT_NBYTES)
 
     def of(self, kind: str, *, late: bool = False) -> list[tuple[Segment, int, int]]:
         """The segments that a kind of copy holds, each with its offset there and its bytes, padding included; none of a gradient's. late:
@@ -360,5 +360,5 @@ def record_layout(
     offsets, nbytes = [], 0
     for segment in segments:
         offsets.append(nbytes)
-        nbytes += _round_up(shard_used * segment.itemsize, SEGMENT_ALIGNMENT_NBYTES)
+        nbytes += round_up(shard_used * segment.itemsize, SEGMENT_ALIGNMENT_NBYTES)
     return Record(shard_used, segments, tuple(offsets), nbytes)

@@ -15,16 +15,6 @@ Knows extents, the segments that lie in them, and which of these can be done aga
 # A write is compressed in one of a few lanes, into a buffer, from which it is written: the copy in host memory stays whole for whoever
 # asks for it meanwhile. A read comes to the end of each section's place in host memory and becomes, in place, what it was: in one of
 # a few lanes, or by whoever cannot wait for its turn there.
-#
-# [Note: late moments]
-# What an update does to Adam's moments can be done again with its gradient. So every second update of a record writes the gradient
-# instead of the moments, a fifth of their bytes: these are one update late on NVMe, and whoever reads them brings them up to date.
-# Half of the records are late after one step, the others after the next, so that steps move the same. Bytes a parameter of the states:
-#
-#     whole     residual 2.0 | momentum 3.3 | variance 3.3                      8.6 are written, and read for the next update
-#     late      residual 2.0 |              |              | gradient 1.3       3.3 are written, 9.9 read
-#
-# That is done in a lane of its own: never in the main thread, where an interrupt could leave it half done, and never twice.
 
 from __future__ import annotations
 
@@ -40,9 +30,10 @@ from pathlib import Path
 import aio_ext
 from infinity import _huffman
 from infinity.arena import Arena
-from infinity.chunks import ADAM_MOMENTS, LATE_GRADIENT, STATES, WEIGHT_NBYTES, WEIGHTS, Record, Segment
+from infinity.chunks import ADAM_MOMENTS, LATE_GRADIENT, STATES, WEIGHT_NBYTES, WEIGHTS, Record, Segment, round_up
 from infinity.errors import SwapError
 from infinity.lanes import Job, Lane
+from infinity.late import BLOCK_NBYTES, Held, Late, Pool
 from infinity.tiers import Extent, Swap, Transfer
 
 LARGEST_SECTION_NBYTES = 2 << 20
@@ -55,8 +46,8 @@ CORES_SHARE, LANES_SHARE = 1 / 4, 1 / 2  # of their time, at most
 
 @dataclass(frozen=True)
 class Section:
-    """Bytes of an extent; itemsize of its floats, 0 where they are stored as they are. late: whether it is written where moments are late,
-    or where they are not; None: always."""
+    """Bytes of an extent; itemsize of its floats, 0 where they are stored as they are. late: whether it is written where moments are late
+    (the gradient), or where they are not (the moments); None: always."""
 
     offset: int
     nbytes: int
@@ -68,17 +59,24 @@ class Section:
 class CompressedExtent:
     """An extent, its sections, and how many bytes of each are on NVMe: all, until they are first written, and as many as each write left.
 
-    catch_up: brings moments that are late there up to date, see [Note: late moments].
+    late: updates that moments there lack, in their order, see [Note: late moments] in late.py. holds: their gradients wait in host memory.
     """
 
     extent: Extent
     sections: tuple[Section, ...]
     stored: list[int]
-    catch_up: Callable[[memoryview], None] | None = None
+    holds: bool = False
+    late: tuple[Late, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return self.extent.nbytes
+        """Of memory, with room for a gradient where moments may be late."""
+        return max(section.offset + section.nbytes for section in self.sections)
+
+    @property
+    def gradient(self) -> list[Section]:
+        """The sections of a gradient."""
+        return [section for section in self.sections if section.late]
 
 
 class Write:
@@ -177,30 +175,32 @@ class Read:
 
 
 class Compressor:
-    """Reads and writes the floats of a swap's extents in fewer bytes. arena: gives nbytes for buffers, see `buffers_nbytes`."""
+    """Reads and writes the floats of a swap's extents in fewer bytes. arena: gives nbytes for buffers, see `buffers_nbytes`, and pool_nbytes
+    for gradients of late moments."""
 
-    def __init__(self, swap: Swap, arena: Arena, nbytes: int):
+    def __init__(self, swap: Swap, arena: Arena, nbytes: int, pool_nbytes: int = 0):
         self.swap = swap
+        self.pool = Pool(arena, pool_nbytes) if pool_nbytes else None
         self.section_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
         buffer = arena.region(nbytes).buffer
         buffers = [buffer[start : start + self.section_nbytes] for start in range(0, nbytes, self.section_nbytes)]
-        self.presses = [_Press(swap, buffers[number::NUM_LANES]) for number in range(NUM_LANES)]
+        self.presses = [_Press(swap, self.pool, buffers[number::NUM_LANES]) for number in range(NUM_LANES)]
         self.expanders = [Lane("expand") for _ in range(NUM_LANES)]
-        self._presses, self._expanders = itertools.cycle(self.presses), itertools.cycle(self.expanders)
-        self._late = Lane("catch-up")
+        self.late = [Lane("catch-up") for _ in range(NUM_LANES)]
+        self._presses, self._expanders, self._late = map(itertools.cycle, (self.presses, self.expanders, self.late))
 
     def compressed(self, extent: Extent, segments: Sequence[tuple[Segment, int, int]]) -> CompressedExtent:
         """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is. With
-        LATE_GRADIENT among them, moments may be late."""
+        LATE_GRADIENT among them, moments may be late; with a pool, the extent has no room for it."""
         sections = _cut(tuple(segments), self.section_nbytes) if segments else (Section(0, extent.nbytes, 0),)
-        return CompressedExtent(extent, sections, [section.nbytes for section in sections])
+        return CompressedExtent(extent, sections, [section.nbytes for section in sections], holds=self.pool is not None)
 
     def read(self, compressed: CompressedExtent, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
         """Read all of an extent, once what was written to it is over, but for a gradient of no use. As `Swap.read` otherwise."""
-        left, transfers, read, catch_up = [], [], None, compressed.catch_up
+        left, transfers, read = [], [], None
         try:
             for section, stored in zip(compressed.sections, compressed.stored):
-                if section.late and catch_up is None:
+                if section.late and (compressed.holds or not compressed.late):
                     continue
                 memory = buffer[section.offset : section.offset + section.nbytes]
                 left.append((memory, section.itemsize if stored < section.nbytes else 0, stored))
@@ -209,8 +209,8 @@ class Compressor:
                     target = memory[section.nbytes - stored :]
                     transfer = self.swap.read(compressed.extent, target, offset=section.offset, priority=priority, what=what)
                 transfers.append(transfer)
-            finish = catch_up and functools.partial(catch_up, buffer)
-            read = Read(left[::-1], transfers[::-1], finish, self._late, what, self.swap.path_of(compressed.extent))
+            finish = functools.partial(self._bring_up_to_date, compressed.gradient, compressed.late, buffer) if compressed.late else None
+            read = Read(left[::-1], transfers[::-1], finish, next(self._late), what, self.swap.path_of(compressed.extent))
             next(self._expanders).push(read.wait)
             return read
         except BaseException:  # nobody else would wait until they let the memory go
@@ -230,22 +230,33 @@ class Compressor:
         """Write all of an extent; the buffer must not change, and nothing else be written there, until the write is over.
 
         catch_up: given where moments may be late and NVMe holds those from before the last update, so that they need not be written. It is
-        called with what is read from there, and makes of these what the buffer holds. Those that are late already are written.
+        called with what is read from there, and makes of these what the buffer holds. They are written all the same where there is no room
+        for the gradient.
         """
         press = next(self._presses)
         return Write(press.lane.push(lambda: press.write(compressed, buffer, catch_up, what), what))
 
+    def _bring_up_to_date(self, gradient: Sequence[Section], late: Sequence[Late], buffer: memoryview) -> None:
+        """Do to the moments in a buffer the updates that they lack; the gradient's sections are one's after the other's."""
+        for update in late:
+            for section, held in zip(gradient, update.held or ()):
+                memory = buffer[section.offset : section.offset + section.nbytes]
+                self.pool.copy(held, memory[section.nbytes - held.nbytes :])
+                _huffman.decode_last([(memory, section.itemsize if held.nbytes < section.nbytes else 0, held.nbytes)])
+            update.catch_up(buffer)
+
     def close(self) -> None:
         """Nothing is read or written any more. Idempotent."""
-        for part in (*self.expanders, *self.presses, self._late):
+        for part in (*self.expanders, *self.presses, *self.late):
             part.close()
 
 
 class _Press:
     """A lane that compresses writes, into buffers of its own, and submits them."""
 
-    def __init__(self, swap: Swap, buffers: list[memoryview]):
+    def __init__(self, swap: Swap, pool: Pool | None, buffers: list[memoryview]):
         self.swap = swap
+        self.pool = pool
         self.lane = Lane("compress")
         self._free = buffers
         self._used: collections.deque[tuple[Transfer, memoryview]] = collections.deque()  # that are being written from
@@ -253,13 +264,12 @@ class _Press:
     def write(
         self, compressed: CompressedExtent, buffer: memoryview, catch_up: Callable[[memoryview], None] | None, what: str
     ) -> list[Transfer]:
-        if compressed.catch_up is not None:
-            catch_up = None
+        held = self._hold(compressed, buffer) if catch_up is not None and compressed.holds else None
+        is_late = catch_up is not None and (held is not None if compressed.holds else not compressed.late)
         transfers: list[Transfer] = []
-        left_out = catch_up is None
         try:
             for number, section in enumerate(compressed.sections):
-                if section.late is left_out:
+                if section.late is not None and (section.late != is_late or section.late and compressed.holds):
                     continue
                 source = buffer[section.offset : section.offset + section.nbytes]
                 if section.itemsize:
@@ -269,8 +279,31 @@ class _Press:
         except BaseException:  # nobody else would wait until they let the buffer go
             _wait_for(transfers, quietly=True)
             raise
-        compressed.catch_up = catch_up
+        if is_late:
+            compressed.late += (Late(catch_up, held),)
+        else:
+            for update in compressed.late:
+                self._let_go(update.held or ())
+            compressed.late = ()
         return transfers
+
+    def _hold(self, compressed: CompressedExtent, buffer: memoryview) -> list[Held] | None:
+        """The gradient behind the states, compressed, in the pool; None where that has no room."""
+        found: list[Held] = []
+        for section in compressed.gradient:
+            source, target = buffer[section.offset : section.offset + section.nbytes], self._buffer()
+            stored = _huffman.encode(source, section.itemsize, target)
+            held = self.pool.put(target[:stored] if stored < section.nbytes else source)
+            self._free.append(target)
+            if held is None:
+                self._let_go(found)
+                return None
+            found.append(held)
+        return found
+
+    def _let_go(self, held: Iterable[Held]) -> None:
+        for section in held:
+            self.pool.release(section)
 
     def _write_floats(self, extent: Extent, section: Section, source: memoryview, what: str, transfers: list[Transfer]) -> int:
         """Adds what is under way to transfers; returns how many bytes are stored."""
@@ -316,13 +349,25 @@ def pays(choice: str, nbytes_per_s: float, num_cores: int) -> bool:
     return choice == "on" or 0 < busy <= min(CORES_SHARE * num_cores, LANES_SHARE * 2 * NUM_LANES)
 
 
-def moved_nbytes(segments: Sequence[tuple[Segment, int, int]]) -> tuple[int, int]:
-    """About how many bytes are read and written of an extent, in the mean of two updates. Arguments as of `Compressor.compressed`."""
+def held_nbytes(record: Record) -> int:
+    """About what a gradient of a record takes in a pool."""
+    segment, offset, nbytes = record.late_gradient
+    return sum(round_up(_about(section), BLOCK_NBYTES) for section in _cut(((segment, offset, nbytes),), LARGEST_SECTION_NBYTES))
+
+
+def moved_nbytes(segments: Sequence[tuple[Segment, int, int]], num_late: int = 0, *, holds: bool = False) -> tuple[int, int]:
+    """About how many bytes are read and written of an extent, in the mean of some updates, of which num_late in a row are late. Other
+    arguments as of `Compressor.compressed`. holds: whether gradients wait in host memory."""
     stored: collections.Counter[bool | None] = collections.Counter()
     for section in _cut(tuple(segments), LARGEST_SECTION_NBYTES):
-        stored[section.late] += section.nbytes * (1 - SAVED_BITS / 8 / section.itemsize if section.itemsize else 1)
-    always, whole, late = stored[None], stored[False], stored[True]
-    return int(always + whole + late / 2), int(always + (whole + late) / 2)
+        stored[section.late] += _about(section)
+    always, whole, late = stored[None], stored[False], 0 if holds else stored[True]
+    return int(always + whole + late / 2), int(always + (whole + num_late * late) / (num_late + 1))
+
+
+def _about(section: Section) -> int:
+    """How many bytes it takes compressed."""
+    return int(section.nbytes * (1 - SAVED_BITS / 8 / section.itemsize)) if section.itemsize else section.nbytes
 
 
 @functools.cache  # extents are many, their layouts few

@@ -11,7 +11,8 @@ share depends on the others'.
 # forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two); those of
 # records that will visit the device ([Note: the device margin] in margin.py) come after all others, since they seldom move. The last
 # ones of a kind cost nothing: they take the place of the slots that they would have shared.
-# Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. Where NVMe is
+# Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. What weights, states and
+# gradients that wait leave over is for those of late moments ([Note: late moments] in late.py), if it holds all of them. Where NVMe is
 # too small for what is left, the first records are crowded out: they live on the device, where nothing else could hide their update.
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from infinity.chunks import BLOCK_NUMEL, GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Chunk, Layout, Record, Span
 from infinity.config import format_bytes
 from infinity.errors import BudgetError
+from infinity.late import pool_nbytes
 
 # [Note: what a chunk's size costs]
 # Small chunks cost time of the engine's threads, some CHUNK_SECONDS each a step, and padding. Large ones leave room for fewer
@@ -42,20 +44,21 @@ UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes a kind and chunk ("device", "host" or "nvme"), the bytes of each copy there, and of one away from a home in memory, in a slot
-    and on NVMe; the slots that these share; and the bytes that all this takes.
+    """Homes a kind and chunk ("device", "host" or "nvme"), the bytes of each copy there, of one in a slot, and on NVMe; the slots that
+    these share; and the bytes that all this takes.
 
     pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
     device_nbytes: the device budget; of it, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients, and the rest is for
-    spans that come and go; least_nbytes is the least budget that works. Of host_nbytes, compression_nbytes are for buffers. num_crowded_out:
-    trainable spans, from the first on, whose records live on the device because nothing else has room for them. visitors: chunks whose
-    records the device has room for as a rule. With more than under_way_nbytes of gradients on their way to the host, the training
-    thread waits.
+    spans that come and go; least_nbytes is the least budget that works. Of host_nbytes, compression_nbytes are for buffers, and pool_nbytes
+    for gradients of late moments, of which there are num_late updates in a row. num_crowded_out: trainable spans, from the first on, whose
+    records live on the device because nothing else has room for them. visitors: chunks whose records the device has room for as a rule.
+    With more than under_way_nbytes of gradients on their way to the host, the training thread waits.
     """
 
     homes: dict[str, tuple[str, ...]]
     sizes: dict[str, tuple[int, ...]]
-    away: dict[str, tuple[int, ...]]
+    in_slots: dict[str, tuple[int, ...]]
+    on_nvme: dict[str, tuple[int, ...]]
     slots: dict[str, int]
     pinned: bool
     device_nbytes: int
@@ -65,6 +68,8 @@ class Placement:
     under_way_nbytes: int
     host_nbytes: int
     compression_nbytes: int
+    pool_nbytes: int
+    num_late: int
     nvme_nbytes: int
     num_crowded_out: int
     visitors: frozenset[int]
@@ -83,7 +88,8 @@ def place(
     host_budget: int,
     host_share: float = 1.0,
     compression_nbytes: int = 0,
-    late_moments: bool = False,
+    late_nbytes: Sequence[int] | None = None,
+    late_on_nvme: bool = False,
     nvme_budget: int | None = None,
     least_crowded_out: int = 0,
     held_nbytes: int,
@@ -99,9 +105,9 @@ def place(
     held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient; buffers_nbytes: the
     most that gradients take before they are reduced, on several ranks;
     snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in residency.py. host_share:
-    of the host budget that is for records, and for the compression_nbytes that these need if some are on NVMe. late_moments: states have
-    room for a gradient behind them there, see [Note: late moments] in compressor.py. Raises BudgetError where the device or host budget is
-    below the least that works.
+    of the host budget that is for records, and for the compression_nbytes that these need if some are on NVMe. late_nbytes: of
+    each record, about what a gradient takes in a pool, where moments may be late: slots of states have room for one then; late_on_nvme: so
+    has NVMe, where there is no pool. Raises BudgetError where the device or host budget is below the least that works.
     """
     chunks = layout.chunks
     span_nbytes = sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
@@ -134,19 +140,19 @@ def place(
             for chunk, record in zip(chunks, records)
         ),
     }
-    away = sizes
-    if late_moments:
-        away = sizes | {STATES: tuple(n and n + record.late_gradient[2] for n, record in zip(sizes[STATES], records))}
+    in_slots = sizes
+    if late_nbytes is not None:
+        in_slots = sizes | {STATES: tuple(n and n + record.late_gradient[2] for n, record in zip(sizes[STATES], records))}
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
     visitors: frozenset[int] = frozenset()
     if states == "device":
-        beside = Beside(dict.fromkeys(KINDS, ("device",) * len(chunks)), dict.fromkeys(KINDS, 0), 0, 0, 0)
+        beside = Beside(dict.fromkeys(KINDS, ("device",) * len(chunks)), sizes, dict.fromkeys(KINDS, 0), 0, 0, 0, 0, 0)
     else:
 
         def share_out() -> Beside:
             return _beside(
                 sizes,
-                away,
+                in_slots,
                 {index for span, _ in crowded_out for index in layout.spans[span].chunks},
                 visitors,
                 weights=weights,
@@ -156,6 +162,8 @@ def place(
                 host_budget=host_budget,
                 host_share=host_share,
                 compression_nbytes=compression_nbytes,
+                late_nbytes=late_nbytes,
+                late_on_nvme=late_on_nvme,
             )
 
         if records_may_visit(weights=weights, states=states, keep=keep):
@@ -175,7 +183,7 @@ def place(
                 while left and left[0][1] <= room and (lacking > 0 or len(crowded_out) < least_crowded_out):
                     span, nbytes = left.popleft()
                     room -= nbytes
-                    lacking -= sum(away[kind][index] for kind in KINDS for index in layout.spans[span].chunks)
+                    lacking -= sum(beside.on_nvme[kind][index] for kind in KINDS for index in layout.spans[span].chunks)
                     crowded_out.append((span, nbytes))
                 beside = share_out()
                 if not left or left[0][1] > room:
@@ -190,7 +198,8 @@ def place(
     return Placement(
         homes=beside.homes,
         sizes=sizes,
-        away=away,
+        in_slots=in_slots,
+        on_nvme=beside.on_nvme,
         slots=beside.slots,
         pinned=bool(pinned),
         device_nbytes=device_budget,
@@ -200,6 +209,8 @@ def place(
         under_way_nbytes=gradient_limit - op_gradient_nbytes - buffers_nbytes,
         host_nbytes=beside.host_nbytes,
         compression_nbytes=beside.compression_nbytes,
+        pool_nbytes=beside.pool_nbytes,
+        num_late=beside.num_late,
         nvme_nbytes=beside.nvme_nbytes,
         num_crowded_out=len(crowded_out),
         visitors=visitors,
@@ -211,15 +222,18 @@ class Beside:
     """What a placement says of host memory and NVMe."""
 
     homes: dict[str, tuple[str, ...]]
+    on_nvme: dict[str, tuple[int, ...]]
     slots: dict[str, int]
     host_nbytes: int
     compression_nbytes: int
+    pool_nbytes: int
+    num_late: int
     nvme_nbytes: int
 
 
 def _beside(
     sizes: dict[str, tuple[int, ...]],
-    away: dict[str, tuple[int, ...]],
+    in_slots: dict[str, tuple[int, ...]],
     crowded_out: Collection[int],
     visitors: Collection[int],
     *,
@@ -230,9 +244,11 @@ def _beside(
     host_budget: int,
     host_share: float,
     compression_nbytes: int,
+    late_nbytes: Sequence[int] | None,
+    late_on_nvme: bool,
 ) -> Beside:
     """Share out host memory, the rest goes to NVMe. Chunks that are crowded out need no place; visitors of the device seldom need theirs, so
-    they come last. sizes, away: see Placement; other arguments as of `place`."""
+    they come last. sizes, in_slots: see Placement; other arguments as of `place`."""
     num_chunks = len(sizes[WEIGHTS])
     homes = {
         WEIGHTS: ["host" if weights == "host" else "nvme"] * num_chunks,
@@ -250,15 +266,15 @@ def _beside(
         """Slots of each kind: at most the counts given, and no more than there are chunks to share them."""
         return {kind: min(count, homes[kind].count("nvme")) for kind, count in zip(homes, counts)}
 
-    def nbytes_in(tier: str) -> int:
-        there = away if tier == "nvme" else sizes
+    def nbytes_in(tier: str, there: dict[str, tuple[int, ...]]) -> int:
         return sum(nbytes for kind in homes for nbytes, home in zip(there[kind], homes[kind]) if home == tier)
 
     def buffers_nbytes() -> int:
         return compression_nbytes if "nvme" in (*homes[WEIGHTS], *homes[STATES]) else 0
 
     def host_nbytes(counts: Sequence[int]) -> int:
-        return buffers_nbytes() + nbytes_in("host") + sum(count * max(away[kind]) for kind, count in slots(counts).items())
+        shared = sum(count * max(in_slots[kind]) for kind, count in slots(counts).items())
+        return buffers_nbytes() + nbytes_in("host", sizes) + shared
 
     fewest = (MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS)
     least = host_nbytes(fewest)
@@ -267,7 +283,7 @@ def _beside(
         held = ", ".join(f"{count} for {kind}" for kind, count in slots(fewest).items() if count)
         raise BudgetError(
             f"host_memory={format_bytes(given)} is too small: this model needs {_exact(math.ceil(least / host_share))} to make "
-            f"progress (slots: {held or 'none'}; resident: {format_bytes(nbytes_in('host'))}"
+            f"progress (slots: {held or 'none'}; resident: {format_bytes(nbytes_in('host', sizes))}"
             f"{'; buffers: ' + format_bytes(buffers_nbytes()) if buffers_nbytes() else ''}"
             f"{f'; for activations: {1 - host_share:.0%}' if host_share < 1 else ''}). Raise host_memory or lower chunk_mib."
         )
@@ -279,27 +295,48 @@ def _beside(
         if host_nbytes(wanted) > host_budget:
             break
         low = wanted
-    on_nvme = any("nvme" in homes[kind] for kind in (WEIGHTS, STATES))
+    some_on_nvme = any("nvme" in homes[kind] for kind in (WEIGHTS, STATES))
     order = [kind for kind, choice in ((WEIGHTS, weights), (STATES, states)) if keep and choice == "auto"]
     if deferred:
         order.insert(order.count(WEIGHTS), GRADIENTS)
-    elif keep or not on_nvme:
+    elif keep or not some_on_nvme:
         order.append(GRADIENTS)
     left = host_budget - host_nbytes(low)
     stays = [index for index in reversed(range(num_chunks)) if index not in visitors]
     sharing = {kind: homes[kind].count("nvme") for kind in order}
     shared = slots(low)
+    pool: tuple[int, int] | None = None
+
+    def take_pool() -> tuple[int, int]:
+        return pool_nbytes([late_nbytes[i] for i in stays if late_nbytes is not None and homes[STATES][i] == "nvme"], left)
+
     for indices in (stays, sorted(visitors, reverse=True)):
         for kind in order:
+            if kind == GRADIENTS and not deferred and pool is None:  # of which few are away for long
+                pool = take_pool()
+                left -= pool[0]
             for index in indices:
                 if homes[kind][index] != "nvme":
                     continue
-                slot = max(away[kind]) if sharing[kind] <= shared[kind] else 0  # that nobody shares any more
+                slot = max(in_slots[kind]) if sharing[kind] <= shared[kind] else 0  # that nobody shares any more
                 if sizes[kind][index] - slot <= left:
                     homes[kind][index] = "host"
                     left -= sizes[kind][index] - slot
                     sharing[kind] -= 1
-    return Beside({kind: tuple(found) for kind, found in homes.items()}, slots(low), host_nbytes(low), buffers_nbytes(), nbytes_in("nvme"))
+    taken, num_late = pool or take_pool()
+    on_nvme = sizes
+    if not num_late and late_on_nvme and late_nbytes is not None:
+        on_nvme, num_late = in_slots, 1
+    return Beside(
+        {kind: tuple(found) for kind, found in homes.items()},
+        on_nvme,
+        slots(low),
+        host_nbytes(low) + taken,
+        buffers_nbytes(),
+        taken,
+        num_late,
+        nbytes_in("nvme", on_nvme),
+    )
 
 
 def look_ahead(layout: Layout, placement: Placement, *, keep: bool) -> tuple[int, int]:
@@ -375,7 +412,12 @@ def step_seconds(layout: Layout, placement: Placement) -> float:
         return sum(placement.sizes[kind][index] for index in moving if placement.homes[kind][index] == "nvme")
 
     record = max(w + s for w, s in zip(weights, states))
-    drive = (3 * on_nvme(WEIGHTS) + 2 * on_nvme(STATES)) / NVME_RATE
+    moved = 3 * on_nvme(WEIGHTS) + 2 * on_nvme(STATES)
+    if late := placement.num_late:
+        moments = sum(states[i] - weights[i] for i in moving if placement.homes[STATES][i] == "nvme")  # all but the residual
+        gradients = sum(placement.on_nvme[STATES][i] - states[i] for i in moving)  # written, and read, if not in memory
+        moved -= (moments * late - 2 * gradients) / (late + 1)
+    drive = moved / NVME_RATE
     if slots := placement.slots[STATES]:
         drive *= 1 + 1 / slots  # the fewer records are under way, the more often the drive waits for one
     host = 2 * sum(weights[index] + states[index] for index in moving) / HOST_RATE

@@ -390,7 +390,7 @@ class ChunkState:
         self.span = span
         self.weights_home = self.states_home = "nvme"  # or "host", "device"
         self.extents: dict[str, object] = {}  # on NVMe, by kind; None where there are no bytes
-        self.late_next: bool | None = None  # whether the next update may leave moments on NVMe late; None: none may
+        self.late_left: int | None = None  # updates that may leave moments on NVMe late, before one writes them; None: each does
         self.device_states: dict[str, torch.Tensor] | None = None
         self.steps: dict[int, int] = {piece.param: 0 for piece in chunk.pieces}
         self.has_gradient = False  # from the first arrival until the update

@@ -49,7 +49,9 @@ class Rule:
         """Whether moments follow from those before and the gradient alone, by `advance`, which is called only then."""
         return False
 
-    def advance(self, shard: dict[str, torch.Tensor], grad: torch.Tensor, scalars: Any, grad_scale: float) -> None:
+    def advance(
+        self, shard: dict[str, torch.Tensor], grad: torch.Tensor, scalars: Any, grad_scale: float, *, dither: Dither | None = None
+    ) -> None:
         """Do to a shard's moments, in place, what `apply` does; all else is left alone. Arguments as there, in memory."""
         raise NotImplementedError
 
@@ -138,13 +140,16 @@ class AdamRule(Rule):
     def can_advance(self):
         return self.decoupled and type(self).apply is AdamRule.apply  # a subclass may do otherwise
 
-    def advance(self, shard, grad, scalars, grad_scale):
+    def advance(self, shard, grad, scalars, grad_scale, *, dither=None):
         scalars = scalars.scaled(grad_scale)
-        nobodys = torch.zeros(min(_BLOCK_NUMEL, grad.numel()), dtype=torch.float32, device="cpu")  # weights
+        numel = min(_BLOCK_NUMEL, grad.numel())
+        weight = torch.zeros(numel, dtype=torch.float32 if dither is None else torch.bfloat16, device="cpu")  # nobody's
+        residual = None if dither is None else torch.zeros(numel, dtype=torch.int16, device="cpu")
         for begin in range(0, grad.numel(), _BLOCK_NUMEL):
             part = slice(begin, begin + _BLOCK_NUMEL)
-            moments = shard["momentum"][part], shard["variance"][part]
-            adam_step(nobodys[: moments[0].numel()], None, *moments, grad[part], scalars, threads=1)
+            momentum, variance, g = shard["momentum"][part], shard["variance"][part], grad[part]
+            masters = weight[: g.numel()], None if residual is None else residual[: g.numel()]
+            adam_step(*masters, momentum, variance, g, scalars, dither=None if dither is None else dither.after(begin), threads=1)
 
 
 class SGDRule(Rule):

@@ -51,7 +51,8 @@ class Hyper:
 class Updater:
     """Updates chunks in one lane, in the order in which they are begun, but for those that are hurried.
 
-    threads: of the host kernel. seed: of the random bits that round bf16 moments; None where moments are fp32.
+    threads: of the host kernel. seed: of the random bits that round bf16 moments; None where moments are fp32. num_late: updates of a
+    record in a row that may leave its moments on NVMe late.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Updater:
         *,
         threads: int,
         seed: int | None,
+        num_late: int = 0,
     ):
         self.records = records
         self.gradients = gradients
@@ -72,6 +74,7 @@ class Updater:
         self.events = events
         self.threads = threads
         self.seed = seed
+        self.num_late = num_late
         self.lane = Lane("update")
         self._begun: deque[Job] = deque()  # the last gradient job of each update in the lane, in the order of their beginning
         self.failure: BaseException | None = None
@@ -155,11 +158,11 @@ class Updater:
             clean = self.records.begin_update(chunk, entries)
             found = self._compute(chunk, segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory), gradient, hyper)
             catch_up = None
-            if chunk.late_next and clean and hyper.rule.can_advance:
+            if chunk.late_left and clean and hyper.rule.can_advance:
                 late_gradient(chunk.record, entries[STATES].memory.buffer).copy_(gradient)
-                catch_up = CatchUp(chunk.record, found, hyper)
-            if chunk.late_next is not None:
-                chunk.late_next = not chunk.late_next
+                catch_up = CatchUp(chunk.record, found, hyper, self.params, self.seed)
+            if chunk.late_left is not None:
+                chunk.late_left = chunk.late_left - 1 if chunk.late_left else self.num_late
         self.gradients.release(chunk)
         if chunk.after_update is not None:
             chunk.after_update(chunk, entries)
@@ -264,23 +267,26 @@ def late_gradient(record: Record, buffer: memoryview) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Brings moments that are one update late up to date, in memory that holds a record's states and its gradient behind them."""
+    """Does an update to moments that lack it, in memory that holds a record's states and the update's gradient behind them."""
 
     record: Record
     runs: list[Run]
     hyper: Hyper
+    params: list[ParameterState]
+    seed: int | None  # as of Updater
 
     def __call__(self, buffer: memoryview) -> None:
         gradient = late_gradient(self.record, buffer)
         moments = {
-            segment.name: torch.frombuffer(buffer, dtype=torch.float32, count=self.record.numel, offset=offset)
+            segment.name: torch.frombuffer(buffer, dtype=TORCH_DTYPES[segment.dtype], count=self.record.numel, offset=offset)
             for segment, offset, _ in self.record.of(STATES)
             if segment.name in ADAM_MOMENTS
         }
+        rule, grad_scale = self.hyper.rule, self.hyper.grad_scale
         for run in self.runs:
-            part = slice(run.start, run.end)
-            shard = {name: segment[part] for name, segment in moments.items()}
-            self.hyper.rule.advance(shard, gradient[part], self.hyper.scalars(run.group, run.step), self.hyper.grad_scale)
+            for start, end, dither in _dithered(run, self.params, self.seed):
+                shard = {name: segment[start:end] for name, segment in moments.items()}
+                rule.advance(shard, gradient[start:end], self.hyper.scalars(run.group, run.step), grad_scale, dither=dither)
 
 
 def _dithered(run: Run, params: list[ParameterState], seed: int | None) -> Iterator[tuple[int, int, Dither | None]]:

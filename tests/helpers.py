@@ -248,13 +248,13 @@ def run_micro_batches(model, segments, batches, loss_of, by_layer):
 
 
 class OnDrive:
-    """A compressor with small sections over a swap with extents of these sizes."""
+    """A compressor with small sections over a swap with extents of these sizes, maybe with a pool for gradients."""
 
-    def __init__(self, paths, sizes, section_nbytes):
+    def __init__(self, paths, sizes, section_nbytes, pool_nbytes=0):
         self.arena, self.swap = Arena(), Swap(paths)
         self.extents = [self.swap.allocate(nbytes) for nbytes in sizes]
         self.swap.reserve()
-        self.compressor = Compressor(self.swap, self.arena, NUM_LANES * NUM_BUFFERS * section_nbytes)
+        self.compressor = Compressor(self.swap, self.arena, NUM_LANES * NUM_BUFFERS * section_nbytes, pool_nbytes)
 
     def __enter__(self):
         return self

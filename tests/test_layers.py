@@ -14,7 +14,7 @@ LAYERS = [
     {"errors", "events", "interrupts", "lanes", "recompute", "_adam", "_adam_triton", "_huffman", "aio_ext"},
     {"settings", "output", "deepspeed", "timeline", "gauge", "mounts"},
     {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "gpt", "tiling", "facade", "tensorfiles"},
-    {"drives"},
+    {"drives", "late"},
     {"planner", "residency", "rules", "tiers", "activations", "manifest"},
     {"compressor", "records", "optimizer", "store"},
     {"conversion"},

@@ -690,7 +690,9 @@ class _Rank:
     def _transfer(self, link: str, chunk: _Chunk, kind: str):
         nbytes = self.placement.sizes[kind][chunk.index]
         if self.compresses and kind != GRADIENTS:
-            read, written = moved_nbytes(chunk.record.of(kind, late=self.placement.away[kind][chunk.index] > nbytes))
+            late = self.placement.in_slots[kind][chunk.index] > nbytes
+            holds = self.placement.pool_nbytes > 0
+            read, written = moved_nbytes(chunk.record.of(kind, late=late), self.placement.num_late, holds=holds)
             nbytes = read if link == "nc" else written
         rate = self.read if link == "nc" else self.write
         yield (link, nbytes / rate, (chunk.index, kind), nbytes)
