@@ -27,6 +27,7 @@ from infinity.events import Events
 from infinity.gauge import gauge_of, host_free_nbytes
 from infinity.gradients import Gradients
 from infinity.lanes import Monitor
+from infinity.late import num_late as num_late_of
 from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
 from infinity.records import Records
@@ -48,8 +49,8 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass
 class Assembly:
-    """The parts of one engine. swap is None where nothing lives on NVMe, compressor where it takes all its bytes there, activations where
-    they stay on the device."""
+    """The parts of one engine. swap is None where nothing lives on NVMe, compressor where all its bytes are moved each time, activations
+    where they stay on the device."""
 
     layout: Layout
     placement: planner.Placement
@@ -173,8 +174,8 @@ def arrange(
             host_budget=host_budget,
             host_share=1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0,
             compression_nbytes=compressor.buffers_nbytes(records) if compresses else 0,
-            late_nbytes=[compressor.held_nbytes(record) for record in records] if late else None,
-            late_on_nvme=config.moments == "fp32",  # of bf16 moments a gradient is half, and is read once more
+            late_nbytes=[compressor.held_nbytes(record, codes=bool(compresses)) for record in records] if late else None,
+            late_on_nvme=bool(compresses) and config.moments == "fp32",  # else a gradient is too large a part of what it is written for
             nvme_budget=nvme_budget,
             least_crowded_out=least_crowded_out,
             held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
@@ -195,10 +196,9 @@ def arrange(
             return numel
         return _best_chunk_numel(at, planner.chunk_numels(sum(spec.numel for spec in specs), world=world), nvme_budget)
 
-    may_be_late = compresses and can_advance and not accumulating and config.dtype == "bf16"
-    ways = [(compresses, True), (compresses, False)] if may_be_late else [(compresses, False)]
-    if compresses and config.compression != "on":
-        ways.append((False, False))
+    may_be_late = can_advance and not accumulating and config.dtype == "bf16" and config.compression != "off"
+    choices = (True, False) if compresses and config.compression != "on" else (compresses,)
+    ways = [(codes, late) for codes in choices for late in ((True, False) if may_be_late else (False,))]
     for compresses, late in ways:
         try:
             numel = chunk_numel()
@@ -284,16 +284,20 @@ def _connect(
 
     arena, lock = Arena(pin=cuda), Monitor()
     undo.callback(arena.close)
-    compressor_ = None
-    if compresses:
-        compressor_ = Compressor(swap, arena, placement.compression_nbytes, placement.pool_nbytes)
+    compressor_, num_late = None, placement.num_late
+    if not compresses:  # nor is a gradient, whether or not that was planned
+        late = [c for c in chunks if placement.homes[STATES][c.index] == "nvme" and c.index not in placement.visitors]
+        held_nbytes = [compressor.held_nbytes(chunk.record, codes=False) for chunk in late]
+        num_late = num_late_of(held_nbytes, placement.pool_nbytes)
+    if compresses or num_late:
+        compressor_ = Compressor(swap, arena, placement.compression_nbytes if compresses else 0, placement.pool_nbytes)
         undo.callback(compressor_.close)
-    turns_nbytes = [0] * (placement.num_late + 1)  # of moments that are written in the first step, the second, ..., and again in turn
+    turns_nbytes = [0] * (num_late + 1)  # of moments that are written in the first step, the second, ..., and again in turn
     for index, chunk in enumerate(chunks):
         chunk.extents = {kind: extents[kind][index] for kind in KINDS}
         for kind, extent in chunk.extents.items():
-            if compresses and extent is not None:
-                late_nbytes = placement.in_slots[kind][index] - placement.sizes[kind][index]
+            if compressor_ is not None and extent is not None:
+                late_nbytes = placement.in_slots[kind][index] - placement.sizes[kind][index] if num_late else 0
                 chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind, late=late_nbytes > 0))
                 if late_nbytes:
                     chunk.late_left = turns_nbytes.index(min(turns_nbytes))
@@ -334,7 +338,7 @@ def _connect(
     undo.callback(gradients.close)
     threads = num_cores - (num_cores // 8 if cuda else 0)  # these are for whoever gives the device its work
     seed = config.seed if config.moments == "bf16" else None
-    updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed, num_late=placement.num_late)
+    updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed, num_late=num_late)
     caches[GRADIENTS].frees_soon = updater.frees_gradient_soon
     activations = None
     if config.activations in ("host", "nvme"):

@@ -175,19 +175,24 @@ class Read:
 
 
 class Compressor:
-    """Reads and writes the floats of a swap's extents in fewer bytes. arena: gives nbytes for buffers, see `buffers_nbytes`, and pool_nbytes
-    for gradients of late moments."""
+    """Moves fewer bytes of a swap's extents: floats are coded, and moments may be late. arena: gives nbytes for buffers, see
+    `buffers_nbytes`, with 0 nothing is coded; and pool_nbytes for gradients of late moments."""
 
     def __init__(self, swap: Swap, arena: Arena, nbytes: int, pool_nbytes: int = 0):
         self.swap = swap
         self.pool = Pool(arena, pool_nbytes) if pool_nbytes else None
         self.section_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
-        buffer = arena.region(nbytes).buffer
-        buffers = [buffer[start : start + self.section_nbytes] for start in range(0, nbytes, self.section_nbytes)]
+        buffer = arena.region(nbytes).buffer if nbytes else memoryview(b"")
+        buffers = [buffer[start : start + self.section_nbytes] for start in range(0, nbytes, self.section_nbytes or 1)]
         self.presses = [_Press(swap, self.pool, buffers[number::NUM_LANES]) for number in range(NUM_LANES)]
         self.expanders = [Lane("expand") for _ in range(NUM_LANES)]
         self.late = [Lane("catch-up") for _ in range(NUM_LANES)]
         self._presses, self._expanders, self._late = map(itertools.cycle, (self.presses, self.expanders, self.late))
+
+    @property
+    def codes(self) -> bool:
+        """Whether floats take fewer bytes."""
+        return self.section_nbytes > 0
 
     def compressed(self, extent: Extent, segments: Sequence[tuple[Segment, int, int]]) -> CompressedExtent:
         """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is. With
@@ -291,10 +296,14 @@ class _Press:
         """The gradient behind the states, compressed, in the pool; None where that has no room."""
         found: list[Held] = []
         for section in compressed.gradient:
-            source, target = buffer[section.offset : section.offset + section.nbytes], self._buffer()
-            stored = _huffman.encode(source, section.itemsize, target)
-            held = self.pool.put(target[:stored] if stored < section.nbytes else source)
-            self._free.append(target)
+            chosen, target = buffer[section.offset : section.offset + section.nbytes], None
+            if section.itemsize:
+                target = self._buffer()
+                stored = _huffman.encode(chosen, section.itemsize, target)
+                chosen = target[:stored] if stored < section.nbytes else chosen
+            held = self.pool.put(chosen)
+            if target is not None:
+                self._free.append(target)
             if held is None:
                 self._let_go(found)
                 return None
@@ -349,17 +358,19 @@ def pays(choice: str, nbytes_per_s: float, num_cores: int) -> bool:
     return choice == "on" or 0 < busy <= min(CORES_SHARE * num_cores, LANES_SHARE * 2 * NUM_LANES)
 
 
-def held_nbytes(record: Record) -> int:
+def held_nbytes(record: Record, *, codes: bool) -> int:
     """About what a gradient of a record takes in a pool."""
-    segment, offset, nbytes = record.late_gradient
-    return sum(round_up(_about(section), BLOCK_NBYTES) for section in _cut(((segment, offset, nbytes),), LARGEST_SECTION_NBYTES))
+    sections = _cut((record.late_gradient,), LARGEST_SECTION_NBYTES if codes else 0)
+    return sum(round_up(_about(section), BLOCK_NBYTES) for section in sections)
 
 
-def moved_nbytes(segments: Sequence[tuple[Segment, int, int]], num_late: int = 0, *, holds: bool = False) -> tuple[int, int]:
+def moved_nbytes(
+    segments: Sequence[tuple[Segment, int, int]], num_late: int = 0, *, codes: bool = True, holds: bool = False
+) -> tuple[int, int]:
     """About how many bytes are read and written of an extent, in the mean of some updates, of which num_late in a row are late. Other
     arguments as of `Compressor.compressed`. holds: whether gradients wait in host memory."""
     stored: collections.Counter[bool | None] = collections.Counter()
-    for section in _cut(tuple(segments), LARGEST_SECTION_NBYTES):
+    for section in _cut(tuple(segments), LARGEST_SECTION_NBYTES if codes else 0):
         stored[section.late] += _about(section)
     always, whole, late = stored[None], stored[False], 0 if holds else stored[True]
     return int(always + whole + late / 2), int(always + (whole + num_late * late) / (num_late + 1))
@@ -372,12 +383,13 @@ def _about(section: Section) -> int:
 
 @functools.cache  # extents are many, their layouts few
 def _cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tuple[Section, ...]:
+    """most_nbytes: of a section of floats that are coded; 0 where none are."""
     sections = []
     late: dict[str, bool] = {}
     if any(segment == LATE_GRADIENT for segment, _, _ in segments):
         late = dict.fromkeys(ADAM_MOMENTS, False) | {LATE_GRADIENT.name: True}
     for segment, offset, nbytes in segments:
-        itemsize = WEIGHT_NBYTES.get(segment.dtype, 0)  # whatever else is stored is no float
+        itemsize = WEIGHT_NBYTES.get(segment.dtype, 0) if most_nbytes else 0  # whatever else is stored is no float
         size = most_nbytes if itemsize else nbytes
         for start in range(offset, offset + nbytes, size or 1):
             sections.append(Section(start, min(size, offset + nbytes - start), itemsize, late.get(segment.name)))

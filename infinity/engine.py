@@ -90,7 +90,7 @@ class Engine:
             "host_arena_nbytes": self.arena.nbytes,
             "nvme_read_nbytes": self.swap.read_nbytes if self.swap else 0,
             "nvme_write_nbytes": self.swap.write_nbytes if self.swap else 0,
-            "compresses_nvme": self.compressor is not None,
+            "compresses_nvme": self.compressor is not None and self.compressor.codes,
             "num_plans": self.pipeline.num_plans,
             "num_fetches_ahead": self.pipeline.num_ahead,  # to the device, before an op needed them
             "num_fetches_late": self.pipeline.num_late,

@@ -85,10 +85,17 @@ def pool_nbytes(gradients_nbytes: Sequence[int], left_nbytes: int) -> tuple[int,
 
     gradients_nbytes: about what a gradient of each record takes in a pool.
     """
-    total, largest = sum(gradients_nbytes), max(gradients_nbytes, default=0)
-    for num_late in range(MOST_LATE, 0, -1):
-        needed = SLACK * total * num_late / 2  # in the mean over the records' turns
-        needed = round_up(int(needed + num_late * largest), BLOCK_NBYTES)  # who takes one may come before who gives some back
-        if 0 < needed <= left_nbytes:
-            return needed, num_late
-    return 0, 0
+    found = num_late(gradients_nbytes, left_nbytes)
+    return _needed_nbytes(gradients_nbytes, found), found
+
+
+def num_late(gradients_nbytes: Sequence[int], nbytes: int) -> int:
+    """How many updates in a row may be late by a pool of nbytes. gradients_nbytes: as of `pool_nbytes`."""
+    fitting = (number for number in range(MOST_LATE, 0, -1) if 0 < _needed_nbytes(gradients_nbytes, number) <= nbytes)
+    return next(fitting, 0)
+
+
+def _needed_nbytes(gradients_nbytes: Sequence[int], num_late: int) -> int:
+    mean = SLACK * sum(gradients_nbytes) * num_late / 2  # over the records' turns
+    more = num_late * max(gradients_nbytes, default=0)  # who takes may come before who gives back
+    return round_up(int(mean + more), BLOCK_NBYTES)

@@ -689,10 +689,10 @@ class _Rank:
 
     def _transfer(self, link: str, chunk: _Chunk, kind: str):
         nbytes = self.placement.sizes[kind][chunk.index]
-        if self.compresses and kind != GRADIENTS:
+        if (self.compresses or self.placement.pool_nbytes) and kind != GRADIENTS:
             late = self.placement.in_slots[kind][chunk.index] > nbytes
-            holds = self.placement.pool_nbytes > 0
-            read, written = moved_nbytes(chunk.record.of(kind, late=late), self.placement.num_late, holds=holds)
+            how = {"codes": self.compresses, "holds": self.placement.pool_nbytes > 0}
+            read, written = moved_nbytes(chunk.record.of(kind, late=late), self.placement.num_late, **how)
             nbytes = read if link == "nc" else written
         rate = self.read if link == "nc" else self.write
         yield (link, nbytes / rate, (chunk.index, kind), nbytes)
