@@ -105,9 +105,10 @@ class Config:
     instead of 12."""
 
     compression: str = "auto"
-    """Whether weights and optimizer states move to and from NVMe in fewer bytes, without loss, about 3/4 of theirs: on, off, or auto, on
-    beside a CUDA device if a quarter of the host's cores keeps up with the drives. Their speed is known where 1 GiB of swap a drive was
-    once laid out."""
+    """Whether weights and optimizer states move to and from NVMe in fewer bytes, without loss. off: all of them, each time. Else most
+    updates leave AdamW's moments there as they are, of a bf16 model, and keep the gradient in what is left over of host_memory. on: floats
+    are coded, too, in about 3/4 of their bytes; auto: beside a CUDA device, if a quarter of the host's cores keeps up with the drives. Their
+    speed is known where 1 GiB of swap a drive was once laid out."""
 
     chunk_mib: float | None = None
     """Size of a chunk, in MiB of 16-bit weights; None chooses one."""
