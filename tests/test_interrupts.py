@@ -21,7 +21,7 @@ SETTINGS = {
 }
 # Of PyTorch, which an interrupt there leaves switched, and what is called when something dies, where Python drops it.
 LEFT_OUT = (torch.utils.checkpoint.__file__, torch.autograd.graph.__file__, torch.autograd.grad_mode.__file__, torch.utils._contextlib.__file__)
-LEFT_OUT += (weakref.__file__,)
+LEFT_OUT += (torch.autograd.profiler.__file__, weakref.__file__)
 MODELS = {"mlp": mlp, "checkpointed": functools.partial(checkpointed, False), "reentrant": functools.partial(checkpointed, True)}
 
 
@@ -91,6 +91,7 @@ def try_each(make, config, directory, num):
             assert torch.equal(loss, evaluate(reference_model)), f"after an interrupt at line {number} of {num_lines}"
             assert_equals_reference(engine, model, reference_model, reference)
             assert_nothing_held(engine)
+            assert torch._C._is_torch_function_enabled(), f"left switched off at line {number} of {num_lines}"
             train(model, optimizer, step)
             follow()
         assert_equals_reference(engine, model, reference_model, reference)
