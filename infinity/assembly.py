@@ -27,7 +27,7 @@ from infinity.events import Events
 from infinity.gauge import gauge_of, host_free_nbytes
 from infinity.gradients import Gradients
 from infinity.lanes import Monitor
-from infinity.late import num_late as num_late_of
+from infinity.late import most_late
 from infinity.partition import Ranks
 from infinity.pipeline import Pipeline
 from infinity.records import Records
@@ -175,7 +175,8 @@ def arrange(
             host_share=1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0,
             compression_nbytes=compressor.buffers_nbytes(records) if compresses else 0,
             late_nbytes=[compressor.held_nbytes(record, codes=bool(compresses)) for record in records] if late else None,
-            late_on_nvme=bool(compresses) and config.moments == "fp32",  # else a gradient is too large a part of what it is written for
+            late_on_nvme=bool(compresses) and config.moments == "fp32",  # else it saves little or nothing
+            late_first=not compresses and config.moments == "fp32",  # else states save as much
             nvme_budget=nvme_budget,
             least_crowded_out=least_crowded_out,
             held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
@@ -216,8 +217,9 @@ def arrange(
 
 
 def _pays_to_be_late(placement: planner.Placement, nvme_budget: int | None) -> bool:
+    """Or makes no difference."""
     has_room = nvme_budget is None or (placement.nvme_nbytes <= nvme_budget and not placement.num_crowded_out)
-    return placement.num_late > 0 and has_room
+    return (placement.num_late > 0 and has_room) or "nvme" not in placement.homes[STATES]
 
 
 def _best_chunk_numel(arrange, candidates: list[int], nvme_budget: int | None) -> int:
@@ -284,15 +286,16 @@ def _connect(
 
     arena, lock = Arena(pin=cuda), Monitor()
     undo.callback(arena.close)
-    compressor_, num_late = None, placement.num_late
-    if not compresses:  # nor is a gradient, whether or not that was planned
-        late = [c for c in chunks if placement.homes[STATES][c.index] == "nvme" and c.index not in placement.visitors]
-        held_nbytes = [compressor.held_nbytes(chunk.record, codes=False) for chunk in late]
-        num_late = num_late_of(held_nbytes, placement.pool_nbytes)
+    compressor_ = None
+    buffers_nbytes, pool_nbytes, num_late = placement.compression_nbytes, placement.pool_nbytes, placement.num_late
+    if not compresses:  # buffers may have been planned, and a pool for gradients that are coded
+        late = [records[index] for index in planner.late_chunks(placement) if num_late]
+        buffers_nbytes, pool_nbytes = 0, pool_nbytes + buffers_nbytes
+        num_late = most_late([compressor.held_nbytes(record, codes=False) for record in late], pool_nbytes)
     if compresses or num_late:
-        compressor_ = Compressor(swap, arena, placement.compression_nbytes if compresses else 0, placement.pool_nbytes)
+        compressor_ = Compressor(swap, arena, buffers_nbytes, pool_nbytes)
         undo.callback(compressor_.close)
-    turns_nbytes = [0] * (num_late + 1)  # of moments that are written in the first step, the second, ..., and again in turn
+    turns_nbytes = [0] * (num_late + 1)  # whose moments are written in the first step, the second, ..., and again in turn
     for index, chunk in enumerate(chunks):
         chunk.extents = {kind: extents[kind][index] for kind in KINDS}
         for kind, extent in chunk.extents.items():

@@ -1,6 +1,7 @@
 """Records on NVMe in fewer bytes, without loss: between the records and the swap.
 
 Knows extents, the segments that lie in them, and which of these can be done again. Must not know chunks, devices, or when anything is due.
+Over 400 lines because what a write leaves out, its read has to bring back.
 """
 
 # [Note: compressed extents]
@@ -59,24 +60,28 @@ class Section:
 class CompressedExtent:
     """An extent, its sections, and how many bytes of each are on NVMe: all, until they are first written, and as many as each write left.
 
-    late: updates that moments there lack, in their order, see [Note: late moments] in late.py. holds: their gradients wait in host memory.
+    late: updates that moments there lack, in their order, see [Note: late moments] in late.py.
     """
 
     extent: Extent
     sections: tuple[Section, ...]
     stored: list[int]
-    holds: bool = False
     late: tuple[Late, ...] = ()
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Of memory, with room for a gradient where moments may be late."""
         return max(section.offset + section.nbytes for section in self.sections)
 
-    @property
+    @functools.cached_property
     def gradient(self) -> list[Section]:
         """The sections of a gradient."""
         return [section for section in self.sections if section.late]
+
+    def forget_late(self) -> None:
+        """Moments on NVMe lack nothing any more, or are of no use."""
+        late, self.late = self.late, ()
+        _release(held for update in late for held in update.held or ())
 
 
 class Write:
@@ -186,8 +191,8 @@ class Compressor:
         buffers = [buffer[start : start + self.section_nbytes] for start in range(0, nbytes, self.section_nbytes or 1)]
         self.presses = [_Press(swap, self.pool, buffers[number::NUM_LANES]) for number in range(NUM_LANES)]
         self.expanders = [Lane("expand") for _ in range(NUM_LANES)]
-        self.late = [Lane("catch-up") for _ in range(NUM_LANES)]
-        self._presses, self._expanders, self._late = map(itertools.cycle, (self.presses, self.expanders, self.late))
+        self.catchers = [Lane("catch-up") for _ in range(NUM_LANES)]
+        self._presses, self._expanders, self._catchers = map(itertools.cycle, (self.presses, self.expanders, self.catchers))
 
     @property
     def codes(self) -> bool:
@@ -198,14 +203,14 @@ class Compressor:
         """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is. With
         LATE_GRADIENT among them, moments may be late; with a pool, the extent has no room for it."""
         sections = _cut(tuple(segments), self.section_nbytes) if segments else (Section(0, extent.nbytes, 0),)
-        return CompressedExtent(extent, sections, [section.nbytes for section in sections], holds=self.pool is not None)
+        return CompressedExtent(extent, sections, [section.nbytes for section in sections])
 
     def read(self, compressed: CompressedExtent, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
         """Read all of an extent, once what was written to it is over, but for a gradient of no use. As `Swap.read` otherwise."""
         left, transfers, read = [], [], None
         try:
             for section, stored in zip(compressed.sections, compressed.stored):
-                if section.late and (compressed.holds or not compressed.late):
+                if section.late and (self.pool is not None or not compressed.late):
                     continue
                 memory = buffer[section.offset : section.offset + section.nbytes]
                 left.append((memory, section.itemsize if stored < section.nbytes else 0, stored))
@@ -215,7 +220,7 @@ class Compressor:
                     transfer = self.swap.read(compressed.extent, target, offset=section.offset, priority=priority, what=what)
                 transfers.append(transfer)
             finish = functools.partial(self._bring_up_to_date, compressed.gradient, compressed.late, buffer) if compressed.late else None
-            read = Read(left[::-1], transfers[::-1], finish, next(self._late), what, self.swap.path_of(compressed.extent))
+            read = Read(left[::-1], transfers[::-1], finish, next(self._catchers), what, self.swap.path_of(compressed.extent))
             next(self._expanders).push(read.wait)
             return read
         except BaseException:  # nobody else would wait until they let the memory go
@@ -252,7 +257,7 @@ class Compressor:
 
     def close(self) -> None:
         """Nothing is read or written any more. Idempotent."""
-        for part in (*self.expanders, *self.presses, *self.late):
+        for part in (*self.expanders, *self.presses, *self.catchers):
             part.close()
 
 
@@ -269,12 +274,15 @@ class _Press:
     def write(
         self, compressed: CompressedExtent, buffer: memoryview, catch_up: Callable[[memoryview], None] | None, what: str
     ) -> list[Transfer]:
-        held = self._hold(compressed, buffer) if catch_up is not None and compressed.holds else None
-        is_late = catch_up is not None and (held is not None if compressed.holds else not compressed.late)
+        held, is_late = None, catch_up is not None and not compressed.late  # NVMe has room for one gradient
+        if catch_up is not None and self.pool is not None:
+            held = self._hold(compressed, buffer)
+            is_late = held is not None
+        left_out = {not is_late} if self.pool is None else {not is_late, True}  # of what sections' `late` may be
         transfers: list[Transfer] = []
         try:
             for number, section in enumerate(compressed.sections):
-                if section.late is not None and (section.late != is_late or section.late and compressed.holds):
+                if section.late in left_out:
                     continue
                 source = buffer[section.offset : section.offset + section.nbytes]
                 if section.itemsize:
@@ -283,36 +291,34 @@ class _Press:
                     transfers.append(self.swap.write(compressed.extent, source, offset=section.offset, what=what))
         except BaseException:  # nobody else would wait until they let the buffer go
             _wait_for(transfers, quietly=True)
+            _release(held or ())
             raise
         if is_late:
             compressed.late += (Late(catch_up, held),)
         else:
-            for update in compressed.late:
-                self._let_go(update.held or ())
-            compressed.late = ()
+            compressed.forget_late()
         return transfers
 
     def _hold(self, compressed: CompressedExtent, buffer: memoryview) -> list[Held] | None:
         """The gradient behind the states, compressed, in the pool; None where that has no room."""
         found: list[Held] = []
         for section in compressed.gradient:
-            chosen, target = buffer[section.offset : section.offset + section.nbytes], None
-            if section.itemsize:
-                target = self._buffer()
-                stored = _huffman.encode(chosen, section.itemsize, target)
-                chosen = target[:stored] if stored < section.nbytes else chosen
-            held = self.pool.put(chosen)
-            if target is not None:
-                self._free.append(target)
+            held = self._hold_section(section, buffer[section.offset : section.offset + section.nbytes])
             if held is None:
-                self._let_go(found)
+                _release(found)
                 return None
             found.append(held)
         return found
 
-    def _let_go(self, held: Iterable[Held]) -> None:
-        for section in held:
-            self.pool.release(section)
+    def _hold_section(self, section: Section, source: memoryview) -> Held | None:
+        if not section.itemsize:
+            return self.pool.put(source)
+        target = self._buffer()
+        try:
+            stored = _huffman.encode(source, section.itemsize, target)
+            return self.pool.put(target[:stored] if stored < section.nbytes else source)
+        finally:
+            self._free.append(target)
 
     def _write_floats(self, extent: Extent, section: Section, source: memoryview, what: str, transfers: list[Transfer]) -> int:
         """Adds what is under way to transfers; returns how many bytes are stored."""
@@ -373,7 +379,8 @@ def moved_nbytes(
     for section in _cut(tuple(segments), LARGEST_SECTION_NBYTES if codes else 0):
         stored[section.late] += _about(section)
     always, whole, late = stored[None], stored[False], 0 if holds else stored[True]
-    return int(always + whole + late / 2), int(always + (whole + num_late * late) / (num_late + 1))
+    written = (whole + num_late * late) / (num_late + 1)
+    return int(always + whole + late * num_late / (num_late + 1)), int(always + written)
 
 
 def _about(section: Section) -> int:
@@ -394,6 +401,11 @@ def _cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tu
         for start in range(offset, offset + nbytes, size or 1):
             sections.append(Section(start, min(size, offset + nbytes - start), itemsize, late.get(segment.name)))
     return tuple(sections)
+
+
+def _release(held: Iterable[Held]) -> None:
+    for section in held:
+        section.release()
 
 
 def _wait_for(transfers: Iterable[Transfer | Read | None], *, quietly: bool = False) -> None:

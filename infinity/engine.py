@@ -91,6 +91,7 @@ class Engine:
             "nvme_read_nbytes": self.swap.read_nbytes if self.swap else 0,
             "nvme_write_nbytes": self.swap.write_nbytes if self.swap else 0,
             "compresses_nvme": self.compressor is not None and self.compressor.codes,
+            "late_gradients_nbytes": self.compressor.pool.used_nbytes if self.compressor and self.compressor.pool else 0,
             "num_plans": self.pipeline.num_plans,
             "num_fetches_ahead": self.pipeline.num_ahead,  # to the device, before an op needed them
             "num_fetches_late": self.pipeline.num_late,

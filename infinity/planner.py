@@ -11,8 +11,9 @@ share depends on the others'.
 # forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two); those of
 # records that will visit the device ([Note: the device margin] in margin.py) come after all others, since they seldom move. The last
 # ones of a kind cost nothing: they take the place of the slots that they would have shared.
-# Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. What weights, states and
-# gradients that wait leave over is for those of late moments ([Note: late moments] in late.py), if it holds all of them. Where NVMe is
+# Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. A pool for those of late
+# moments ([Note: late moments] in late.py) gets what is left over, if it holds one of each record that stays on NVMe. Where floats are not
+# coded it saves four for the first update in a row, and comes before states, which share what is left with it. Where NVMe is
 # too small for what is left, the first records are crowded out: they live on the device, where nothing else could hide their update.
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from infinity.chunks import BLOCK_NUMEL, GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Chunk, Layout, Record, Span
 from infinity.config import format_bytes
 from infinity.errors import BudgetError
-from infinity.late import pool_nbytes
+from infinity.late import needed_nbytes, pool_for
 
 # [Note: what a chunk's size costs]
 # Small chunks cost time of the engine's threads, some CHUNK_SECONDS each a step, and padding. Large ones leave room for fewer
@@ -90,6 +91,7 @@ def place(
     compression_nbytes: int = 0,
     late_nbytes: Sequence[int] | None = None,
     late_on_nvme: bool = False,
+    late_first: bool = False,
     nvme_budget: int | None = None,
     least_crowded_out: int = 0,
     held_nbytes: int,
@@ -107,7 +109,7 @@ def place(
     snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in residency.py. host_share:
     of the host budget that is for records, and for the compression_nbytes that these need if some are on NVMe. late_nbytes: of
     each record, about what a gradient takes in a pool, where moments may be late: slots of states have room for one then; late_on_nvme: so
-    has NVMe, where there is no pool. Raises BudgetError where the device or host budget is below the least that works.
+    has NVMe, where there is no pool; late_first: a pool comes before states. Raises BudgetError where the device or host budget is below the least that works.
     """
     chunks = layout.chunks
     span_nbytes = sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
@@ -146,7 +148,7 @@ def place(
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
     visitors: frozenset[int] = frozenset()
     if states == "device":
-        beside = Beside(dict.fromkeys(KINDS, ("device",) * len(chunks)), sizes, dict.fromkeys(KINDS, 0), 0, 0, 0, 0, 0)
+        beside = Beside(dict.fromkeys(KINDS, ("device",) * len(chunks)), on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
 
         def share_out() -> Beside:
@@ -164,6 +166,7 @@ def place(
                 compression_nbytes=compression_nbytes,
                 late_nbytes=late_nbytes,
                 late_on_nvme=late_on_nvme,
+                late_first=late_first,
             )
 
         if records_may_visit(weights=weights, states=states, keep=keep):
@@ -224,11 +227,11 @@ class Beside:
     homes: dict[str, tuple[str, ...]]
     on_nvme: dict[str, tuple[int, ...]]
     slots: dict[str, int]
-    host_nbytes: int
-    compression_nbytes: int
-    pool_nbytes: int
-    num_late: int
-    nvme_nbytes: int
+    host_nbytes: int = 0
+    compression_nbytes: int = 0
+    pool_nbytes: int = 0
+    num_late: int = 0
+    nvme_nbytes: int = 0
 
 
 def _beside(
@@ -246,6 +249,7 @@ def _beside(
     compression_nbytes: int,
     late_nbytes: Sequence[int] | None,
     late_on_nvme: bool,
+    late_first: bool,
 ) -> Beside:
     """Share out host memory, the rest goes to NVMe. Chunks that are crowded out need no place; visitors of the device seldom need theirs, so
     they come last. sizes, in_slots: see Placement; other arguments as of `place`."""
@@ -305,16 +309,19 @@ def _beside(
     stays = [index for index in reversed(range(num_chunks)) if index not in visitors]
     sharing = {kind: homes[kind].count("nvme") for kind in order}
     shared = slots(low)
-    pool: tuple[int, int] | None = None
-
-    def take_pool() -> tuple[int, int]:
-        return pool_nbytes([late_nbytes[i] for i in stays if late_nbytes is not None and homes[STATES][i] == "nvme"], left)
-
+    reserved = 0
+    if late_nbytes is not None:
+        first = [kind for kind in order if kind == WEIGHTS or (kind == GRADIENTS and deferred)]
+        room = max(0, left - sum(sizes[kind][index] for kind in first for index in stays if homes[kind][index] == "nvme"))
+        late = [index for index in stays if homes[STATES][index] == "nvme"]
+        gradients = [late_nbytes[index] for index in late]
+        if STATES not in order:
+            reserved, _ = pool_for(gradients, room)
+        elif late_first:
+            reserved = _pool_beside_states(gradients, sum(sizes[STATES][index] for index in late), room)
+        left -= reserved
     for indices in (stays, sorted(visitors, reverse=True)):
         for kind in order:
-            if kind == GRADIENTS and not deferred and pool is None:  # of which few are away for long
-                pool = take_pool()
-                left -= pool[0]
             for index in indices:
                 if homes[kind][index] != "nvme":
                     continue
@@ -323,20 +330,37 @@ def _beside(
                     homes[kind][index] = "host"
                     left -= sizes[kind][index] - slot
                     sharing[kind] -= 1
-    taken, num_late = pool or take_pool()
-    on_nvme = sizes
-    if not num_late and late_on_nvme and late_nbytes is not None:
-        on_nvme, num_late = in_slots, 1
+    pool_nbytes, num_late, on_nvme = 0, 0, sizes
+    if late_nbytes is not None:
+        gradients = [late_nbytes[index] for index in stays if homes[STATES][index] == "nvme"]
+        pool_nbytes, num_late = pool_for(gradients, left + reserved)
+        if not num_late and late_on_nvme and "nvme" in homes[STATES]:
+            on_nvme, num_late = in_slots, 1
     return Beside(
-        {kind: tuple(found) for kind, found in homes.items()},
-        on_nvme,
-        slots(low),
-        host_nbytes(low) + taken,
-        buffers_nbytes(),
-        taken,
-        num_late,
-        nbytes_in("nvme", on_nvme),
+        homes={kind: tuple(found) for kind, found in homes.items()},
+        on_nvme=on_nvme,
+        slots=slots(low),
+        host_nbytes=host_nbytes(low) + pool_nbytes,
+        compression_nbytes=buffers_nbytes(),
+        pool_nbytes=pool_nbytes,
+        num_late=num_late,
+        nvme_nbytes=nbytes_in("nvme", on_nvme),
     )
+
+
+def _pool_beside_states(gradients_nbytes: Sequence[int], states_nbytes: int, room_nbytes: int) -> int:
+    """Of the room, for one update's gradients of the records whose states find none beside them; 0 where it cannot hold these."""
+    needed = needed_nbytes(gradients_nbytes, 1)
+    lacking = states_nbytes - room_nbytes
+    if lacking <= 0 or needed >= states_nbytes:
+        return 0
+    found = math.ceil(needed * lacking / (states_nbytes - needed)) + max(gradients_nbytes)  # the last states may leave a gap
+    return found if found <= room_nbytes else 0
+
+
+def late_chunks(placement: Placement) -> list[int]:
+    """Whose gradients a pool is for: those that stay on NVMe."""
+    return [index for index, home in enumerate(placement.homes[STATES]) if home == "nvme" and index not in placement.visitors]
 
 
 def look_ahead(layout: Layout, placement: Placement, *, keep: bool) -> tuple[int, int]:
@@ -414,8 +438,9 @@ def step_seconds(layout: Layout, placement: Placement) -> float:
     record = max(w + s for w, s in zip(weights, states))
     moved = 3 * on_nvme(WEIGHTS) + 2 * on_nvme(STATES)
     if late := placement.num_late:
-        moments = sum(states[i] - weights[i] for i in moving if placement.homes[STATES][i] == "nvme")  # all but the residual
-        gradients = sum(placement.on_nvme[STATES][i] - states[i] for i in moving)  # written, and read, if not in memory
+        away = [i for i in moving if placement.homes[STATES][i] == "nvme"]
+        moments = sum(states[i] - weights[i] for i in away)  # all but the residual
+        gradients = sum(placement.on_nvme[STATES][i] - states[i] for i in away)  # written, and read, if not in memory
         moved -= (moments * late - 2 * gradients) / (late + 1)
     drive = moved / NVME_RATE
     if slots := placement.slots[STATES]:

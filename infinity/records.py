@@ -219,6 +219,7 @@ class Records:
                 entry.become(HostState.CLEAN)
             if entry is not None:
                 self.caches[kind].drop(entry)
+            self._forget_late(chunk, kind)
 
     def unpin(self, chunk: ChunkState, kind: str, entry: Entry) -> None:
         with self.lock:
@@ -279,9 +280,15 @@ class Records:
                 with self.lock:
                     entry.become(HostState.CLEAN)
                     self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
+                    self._forget_late(chunk, kind)
         except BaseException as error:
             self.fail(error)
             raise
+
+    def _forget_late(self, chunk: ChunkState, kind: str) -> None:
+        """A record that has moved to the device leaves nothing behind. Called once no write of it is under way, or comes here when it ends."""
+        if kind == STATES and chunk.on_device and hasattr(chunk.extents[kind], "forget_late"):
+            chunk.extents[kind].forget_late()
 
     def fail(self, error: BaseException, what: str = "") -> None:
         """A write or an update was lost, its slots with it: who waits for one must learn of it instead of waiting for ever."""

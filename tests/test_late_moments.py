@@ -1,6 +1,8 @@
 """Moments that are some updates late on NVMe: brought up to date, once, by whoever reads them. [Note: late moments] in late.py."""
 
+import dataclasses
 import errno
+import itertools
 import threading
 
 import pytest
@@ -9,14 +11,14 @@ from torch import nn
 
 import infinity
 from aio_ext import _aio
-from helpers import NVME, OnDrive, assert_same_bits, assert_same_states, memory, states_of, training
-from infinity import compressor
+from helpers import NVME, OnDrive, ScriptedGauge, assert_same_bits, assert_same_states, memory, states_of, training
+from infinity import compressor, planner
 from infinity.adam import Dither
+from infinity.arena import Arena
 from infinity.assembly import arrange
 from infinity.chunks import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
-from infinity.arena import Arena
 from infinity.lanes import Lane
-from infinity.late import BLOCK_NBYTES, MOST_LATE, Pool, pool_nbytes
+from infinity.late import BLOCK_NBYTES, MOST_LATE, Pool, pool_for
 from infinity.rules import AdamRule, LionRule, SGDRule
 from infinity.updater import CatchUp, late_gradient, segments
 
@@ -172,6 +174,26 @@ def test_a_gradient_for_which_there_is_no_memory_is_not_kept(tmp_path):
         assert not drive.threads and buffer[: RECORD.states_nbytes] == data[: RECORD.states_nbytes]
 
 
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_write_that_cannot_be_asked_for_gives_its_memory_back(tmp_path, monkeypatch, at):
+    with LateOnDrive(tmp_path, 24) as drive:
+        drive.write_late()
+        write, count = drive.swap.write, itertools.count()
+
+        def fail(*arguments, **options):
+            if next(count) == at:
+                raise OSError(errno.EIO, "no")
+            return write(*arguments, **options)
+
+        monkeypatch.setattr(drive.swap, "write", fail)
+        catch_up = drive.catch_up if at == 0 else None  # a late write asks once
+        with pytest.raises(OSError, match="no"):
+            drive.compressor.write(drive.place, drive.states(5), catch_up=catch_up).wait()
+        assert len(drive.place.late) == 1 and drive.compressor.pool.num_free == 24 - 8
+        drive.place.forget_late()
+        assert drive.place.late == () and drive.compressor.pool.num_free == 24
+
+
 @pytest.mark.parametrize("kind", ["zeros", "noise"])
 def test_gradients_without_a_byte_and_those_that_take_all_of_theirs(tmp_path, kind):
     with LateOnDrive(tmp_path, 16) as drive:
@@ -203,7 +225,7 @@ def test_a_pool_gives_back_what_it_was_given():
             pool.copy(held, memoryview(target))
             assert target == data
             assert pool.put(memoryview(bytes(3 * BLOCK_NBYTES + 1))) is None
-            pool.release(held)
+            held.release()
             assert pool.num_free == 3
     finally:
         arena.close()
@@ -214,13 +236,13 @@ def test_how_many_updates_are_late_by_what_memory_is_left():
     of_records = [BLOCK_NBYTES] * 90 + [10 * BLOCK_NBYTES]
 
     def found(num_blocks):
-        nbytes, num_late = pool_nbytes(of_records, num_blocks * BLOCK_NBYTES + 4096)
+        nbytes, num_late = pool_for(of_records, num_blocks * BLOCK_NBYTES + 4096)
         return nbytes / BLOCK_NBYTES, num_late
 
     assert found(64) == (0, 0)
     assert found(65) == found(129) == (65, 1)
     assert found(130) == found(10**6) == (130, MOST_LATE)
-    assert pool_nbytes([], 1 << 40) == (0, 0)
+    assert pool_for([], 1 << 40) == (0, 0)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -242,7 +264,7 @@ def test_an_interrupt_at_the_end_of_a_read_leaves_memory_alone(tmp_path, monkeyp
             drive.compressor.read(drive.place, buffer)
         monkeypatch.undo()
         buffer[:] = bytes(len(buffer))  # it is somebody else's now
-        for lane in (*drive.compressor.expanders, *drive.compressor.late):
+        for lane in (*drive.compressor.expanders, *drive.compressor.catchers):
             lane.drain()
         assert not any(buffer)
 
@@ -419,7 +441,7 @@ def test_a_program_may_have_modes_threads_and_drives(tmp_path, name, one_thread)
         thread.join()
     else:
         found.append(trained(tmp_path / "a", "on", nvme=[tmp_path / "a", tmp_path / "b"]))
-    (states, late), = found
+    states, late = found[0]
     assert any(late)
     assert_same_states(states, expected)
 
@@ -448,12 +470,46 @@ def test_other_optimizers_write_whole_records(tmp_path, make, options, one_threa
     assert_same_states(found["on"], found["off"])
 
 
+def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch):
+    """They may, in the first step, after which they move there."""
+    gauge = ScriptedGauge(1 << 40)
+    monkeypatch.setattr("infinity.margin.SLACK", 0.0)
+    monkeypatch.setattr("infinity.engine.gauge_of", lambda device: gauge)
+    config = {"weights": "auto", "states": "auto", "residency": "auto", "compression": "auto", "device_memory": "48MiB", "host_memory": "20MiB"}
+    with training(lambda: linears(16, 512), tmp_path, **COMPRESSED | config) as (model, engine, optimizer):
+        gauge.tier, held = engine.tier, []
+        for step in range(6):
+            gradients_of(model, step, ())
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+            chunks = [chunk for chunk in engine.registry.chunks if chunk.extents[STATES] is not None and chunk.extents[STATES].late]
+            assert not any(chunk.on_device for chunk in chunks)
+            held.append(sum(len(held.blocks) for chunk in chunks for late in chunk.extents[STATES].late for held in late.held))
+            assert engine.stats()["late_gradients_nbytes"] == held[-1] * BLOCK_NBYTES
+        assert engine.margin.promoted and any(held)
+
+
+@pytest.mark.parametrize("moments, planned, found", [("fp32", 1, 2), ("bf16", 0, 0)])
+def test_where_coding_was_planned_and_does_not_pay_its_buffers_hold_gradients(tmp_path, monkeypatch, moments, planned, found, one_thread):
+    monkeypatch.setattr("infinity.assembly.may_compress", lambda *arguments: True)
+    monkeypatch.setattr("infinity.compressor.pays", lambda *arguments: False)
+    config = {"moments": moments, "host_memory": "16MiB"}
+    with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | config | {"compression": "auto"}) as (_, engine, _):
+        assert (engine.placement.num_late, engine.placement.pool_nbytes) == (planned, 0)
+        assert engine.updater.num_late == found and not engine.stats()["compresses_nvme"]
+        assert (engine.compressor is not None) == (found > 0) and engine.arena.nbytes <= engine.placement.host_nbytes
+    (on, late), (off, _) = (trained(tmp_path, choice, **config) for choice in ("auto", "off"))
+    assert any(late) == (found > 0)
+    assert_same_states(on, off)
+
+
 # ---- where it is placed ----
 
 
-def placed(model, *, host_budget=64 * MIB, device_budget=64 * MIB, nvme_budget=None, accumulating=False, **config):
+def placed(model, *, host_budget=64 * MIB, device_budget=64 * MIB, nvme_budget=None, accumulating=False, compresses=True, **config):
     config = infinity.Config(device="cpu", **COMPRESSED | {"chunk_mib": None} | config)
-    options = {"world": 1, "rank": 0, "device_budget": device_budget, "moments": ADAM_MOMENTS, "compresses": True}
+    options = {"world": 1, "rank": 0, "device_budget": device_budget, "moments": ADAM_MOMENTS, "compresses": compresses}
     options |= {"can_advance": True, "deferred": False, "accumulating": accumulating, "host_budget": host_budget, "nvme_budget": nvme_budget}
     return arrange(model, list(model.named_parameters()), config, **options)[2]
 
@@ -483,6 +539,48 @@ def test_what_is_left_of_memory_is_for_gradients_of_late_moments_last():
     assert found["short"].homes[STATES].count("host") and not found["short"].pool_nbytes
     states = placed(model, host_budget=64 * MIB, residency="auto", **chunks)
     assert states.pool_nbytes and set(states.homes[STATES]) == {"nvme"} and "host" in states.homes[GRADIENTS]
+
+
+def test_where_nothing_is_coded_gradients_of_late_moments_come_before_states():
+    """From some budget on: as many states stay in memory as leave room for the gradients of the others, and nothing is left over."""
+    model = linears(40, 512)
+    options = {"weights": "auto", "states": "auto", "residency": "auto", "device_budget": 4 * MIB, "chunk_mib": 0.5, "compression": "auto"}
+    seen = []
+    for host_budget in range(80 * MIB, 160 * MIB, 5 * MIB):
+        found = placed(model, host_budget=host_budget, compresses=False, **options)
+        away = [nbytes for home, nbytes in zip(found.homes[STATES], found.sizes[STATES]) if home == "nvme"]
+        assert found.host_nbytes <= host_budget
+        if away:
+            seen.append(found.num_late > 0)
+            assert host_budget - found.host_nbytes < 3 * max(found.in_slots[STATES])
+        if found.num_late:
+            blocks = [max(nbytes // 5 // BLOCK_NBYTES, 1) for nbytes in away]  # 2 bytes of 10, and of a bias a block
+            needed = (1.1 * sum(blocks) / 2 + max(blocks)) * found.num_late
+            assert found.pool_nbytes / BLOCK_NBYTES == pytest.approx(needed, abs=1)
+    assert seen == sorted(seen) and sum(seen) > 8
+    bf16 = placed(model, host_budget=80 * MIB, compresses=False, moments="bf16", **options)
+    assert "nvme" in bf16.homes[STATES] and not bf16.pool_nbytes  # a gradient saves no more than states
+
+
+@pytest.mark.parametrize("host_budget", [16 * MIB, 18 * MIB, 20 * MIB])
+def test_the_choice_of_a_chunk_counts_what_late_moments_do_not_move(host_budget):
+    """By bytes that are not coded, of records on NVMe: with some in memory, too."""
+    model = linears(6, 512)
+    config = infinity.Config(device="cpu", **COMPRESSED | {"residency": "auto", "weights": "auto", "states": "auto"})
+    options = {"world": 1, "rank": 0, "device_budget": 4 * MIB, "nvme_budget": None, "moments": ADAM_MOMENTS, "host_budget": host_budget}
+    options |= {"can_advance": True, "deferred": False, "accumulating": False, "compresses": True}
+    layout, records, found = arrange(model, list(model.named_parameters()), config, **options)
+    on_nvme = {kind: [index for index, home in enumerate(found.homes[kind]) if home == "nvme"] for kind in (WEIGHTS, STATES)}
+    weights, states = (sum(found.sizes[kind][index] for index in on_nvme[kind]) for kind in (WEIGHTS, STATES))
+    moved = 3 * weights
+    for index in on_nvme[STATES]:
+        segments = records[index].of(STATES, late=True)
+        moved += sum(compressor.moved_nbytes(segments, found.num_late, codes=False, holds=found.pool_nbytes > 0))
+    assert found.num_late and states
+    whole = dataclasses.replace(found, num_late=0, on_nvme=found.sizes)
+    saved = planner.step_seconds(layout, whole) - planner.step_seconds(layout, found)
+    expected = (3 * weights + 2 * states - moved) * (1 + 1 / found.slots[STATES]) / planner.NVME_RATE
+    assert saved == pytest.approx(expected, rel=0.01)
 
 
 def test_where_room_is_short_records_are_written_whole():
