@@ -33,6 +33,7 @@ class Bench:
                 index=index,
                 extents={kind: self.swap.allocate(NBYTES) for kind in KINDS},
                 keep_weights=False,
+                on_device=False,
                 begin_change=lambda entries: None,
             )
             for index in range(num)
