@@ -8,8 +8,8 @@
 Over 400 lines because each engine is made ready in its own way, and all are measured in one.
 
 Every state lives in one place: on NVMe, in host memory, or on the device. On NVMe infinity holds no more than is in use or on its way,
-for which it takes as much of --host-memory as helps; with --residency weights it keeps the weights in host memory, with auto all that the
-device, of which it takes --device-memory, and host memory hold. Each round runs each engine that can do that, in turn, in processes of
+and gradients of up to two updates that moments there still lack, for which it takes as much of --host-memory as helps; with --residency
+weights it keeps the weights in host memory, with auto all that the device, of which it takes --device-memory, and host memory hold. Each round runs each engine that can do that, in turn, in processes of
 its own: the same first weights (what bf16 holds exactly, where that is the dtype), tokens, AdamW, and checkpointing a block unless told not to; fp32 master
 weights where weights are bf16. Times are those of the steps after the second; "start" is from the first module's construction until the
 engine could train and its records were where they live. Losses, means over the ranks, must agree within --tolerance of the first
