@@ -25,7 +25,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aio_ext
@@ -67,6 +67,7 @@ class CompressedExtent:
     sections: tuple[Section, ...]
     stored: list[int]
     late: tuple[Late, ...] = ()
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)  # a record may move to the device while it is written
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -78,9 +79,14 @@ class CompressedExtent:
         """The sections of a gradient."""
         return [section for section in self.sections if section.late]
 
+    def lacks(self, update: Late) -> None:
+        with self._lock:
+            self.late += (update,)
+
     def forget_late(self) -> None:
         """Moments on NVMe lack nothing any more, or are of no use."""
-        late, self.late = self.late, ()
+        with self._lock:
+            late, self.late = self.late, ()
         _release(held for update in late for held in update.held or ())
 
 
@@ -294,7 +300,7 @@ class _Press:
             _release(held or ())
             raise
         if is_late:
-            compressed.late += (Late(catch_up, held),)
+            compressed.lacks(Late(catch_up, held))
         else:
             compressed.forget_late()
         return transfers

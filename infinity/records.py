@@ -286,7 +286,7 @@ class Records:
             raise
 
     def _forget_late(self, chunk: ChunkState, kind: str) -> None:
-        """A record that has moved to the device leaves nothing behind. Called once no write of it is under way, or comes here when it ends."""
+        """A record that has moved to the device leaves nothing behind. A write of it that is under way comes here again when it ends."""
         if kind == STATES and chunk.on_device and hasattr(chunk.extents[kind], "forget_late"):
             chunk.extents[kind].forget_late()
 

@@ -18,7 +18,7 @@ from infinity.arena import Arena
 from infinity.assembly import arrange
 from infinity.chunks import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.lanes import Lane
-from infinity.late import BLOCK_NBYTES, MOST_LATE, Pool, pool_for
+from infinity.late import BLOCK_NBYTES, MOST_LATE, Late, Pool, pool_for
 from infinity.rules import AdamRule, LionRule, SGDRule
 from infinity.updater import CatchUp, late_gradient, segments
 
@@ -189,6 +189,21 @@ def test_a_write_that_cannot_be_asked_for_gives_its_memory_back(tmp_path, monkey
         catch_up = drive.catch_up if at == 0 else None  # a late write asks once
         with pytest.raises(OSError, match="no"):
             drive.compressor.write(drive.place, drive.states(5), catch_up=catch_up).wait()
+        assert len(drive.place.late) == 1 and drive.compressor.pool.num_free == 24 - 8
+        drive.place.forget_late()
+        assert drive.place.late == () and drive.compressor.pool.num_free == 24
+
+
+def test_a_record_that_moves_to_the_device_while_it_is_written_gives_its_memory_back_once(tmp_path, monkeypatch):
+    with LateOnDrive(tmp_path, 24) as drive:
+        drive.write_late()
+
+        def move_and_make(*arguments):
+            drive.place.forget_late()
+            return Late(*arguments)
+
+        monkeypatch.setattr(compressor, "Late", move_and_make)
+        drive.compressor.write(drive.place, drive.states(2), catch_up=drive.catch_up).wait()
         assert len(drive.place.late) == 1 and drive.compressor.pool.num_free == 24 - 8
         drive.place.forget_late()
         assert drive.place.late == () and drive.compressor.pool.num_free == 24
