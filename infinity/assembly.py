@@ -198,17 +198,26 @@ def arrange(
         return _best_chunk_numel(at, planner.chunk_numels(sum(spec.numel for spec in specs), world=world), nvme_budget)
 
     may_be_late = can_advance and not accumulating and config.dtype == "bf16" and config.compression != "off"
-    choices = (True, False) if compresses and config.compression != "on" else (compresses,)
-    ways = [(codes, late) for codes in choices for late in ((True, False) if may_be_late else (False,))]
-    for compresses, late in ways:
-        try:
-            numel = chunk_numel()
-        except BudgetError:
-            if (compresses, late) == ways[-1]:
-                raise
-            continue
-        if not late or _pays_to_be_late(at(numel, 0)[2], nvme_budget):
+    refusal: BudgetError | None = None
+    for compresses in (True, False) if compresses and config.compression != "on" else (compresses,):
+        plans = []
+        for late in (True, False) if may_be_late else (False,):
+            try:
+                numel = chunk_numel()
+            except BudgetError as error:
+                refusal = error
+                continue
+            layout_, _, placement = at(numel, 0)
+            if not late or _may_be_late(placement, nvme_budget):
+                plans.append((planner.step_seconds(layout_, placement), not late, numel))
+            if "nvme" not in placement.homes[STATES]:
+                break  # nor without late moments, which need more
+        if plans:
             break
+    else:
+        raise refusal
+    _, is_whole, numel = min(plans)
+    late = not is_whole
     found, agreed = at(numel, rank), 0
     while (number := most(found[2].num_crowded_out)) > agreed:  # the same spans on all ranks, whose shards differ a little
         agreed = number
@@ -216,8 +225,7 @@ def arrange(
     return found
 
 
-def _pays_to_be_late(placement: planner.Placement, nvme_budget: int | None) -> bool:
-    """Or makes no difference."""
+def _may_be_late(placement: planner.Placement, nvme_budget: int | None) -> bool:
     has_room = nvme_budget is None or (placement.nvme_nbytes <= nvme_budget and not placement.num_crowded_out)
     return (placement.num_late > 0 and has_room) or "nvme" not in placement.homes[STATES]
 
