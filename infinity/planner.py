@@ -109,7 +109,8 @@ def place(
     snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in residency.py. host_share:
     of the host budget that is for records, and for the compression_nbytes that these need if some are on NVMe. late_nbytes: of
     each record, about what a gradient takes in a pool, where moments may be late: slots of states have room for one then; late_on_nvme: so
-    has NVMe, where there is no pool; late_first: a pool comes before states. Raises BudgetError where the device or host budget is below the least that works.
+    has NVMe, where there is no pool; late_first: a pool comes before states.
+    Raises BudgetError where the device or host budget is below the least that works.
     """
     chunks = layout.chunks
     span_nbytes = sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
