@@ -231,12 +231,14 @@ def test_a_slow_path_takes_its_share_and_no_more(paths, by_itself):
             for op in ("read", "write"):
                 _aio._inject(op, 0, -1, None, delay=delay, fd=directory.file)
         data = memory(8 * MIB)
-        start = time.monotonic()
-        for transfer in [swap.write(extent, data) for extent in extents]:
-            transfer.wait()
-        seconds = time.monotonic() - start
+        seconds = []
+        for _ in range(3):  # beside other work one may take longer
+            start = time.monotonic()
+            for transfer in [swap.write(extent, data) for extent in extents]:
+                transfer.wait()
+            seconds.append(time.monotonic() - start)
         ideal = 96 / (250 + 62.5)  # MiB over MiB/s of both
-        assert ideal * 0.9 < seconds < ideal * 1.3  # equal halves would take 0.77 s
+        assert ideal * 0.9 < min(seconds) < ideal * 1.3  # equal halves would take 0.77 s
         back = memory(8 * MIB, 0)
         swap.read(extents[5], back).wait()
         assert back == data
