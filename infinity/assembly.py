@@ -208,7 +208,7 @@ def arrange(
                 refusal = error
                 continue
             layout_, _, placement = at(numel, 0)
-            if not late or _may_be_late(placement, nvme_budget):
+            if not late or _fits_late(placement, nvme_budget):
                 plans.append((planner.step_seconds(layout_, placement), not late, numel))
             if "nvme" not in placement.homes[STATES]:
                 break  # nor without late moments, which need more
@@ -225,7 +225,8 @@ def arrange(
     return found
 
 
-def _may_be_late(placement: planner.Placement, nvme_budget: int | None) -> bool:
+def _fits_late(placement: planner.Placement, nvme_budget: int | None) -> bool:
+    """Whether moments of a placement that was made for it are late, and NVMe has room for it, or has nothing of states to hold."""
     has_room = nvme_budget is None or (placement.nvme_nbytes <= nvme_budget and not placement.num_crowded_out)
     return (placement.num_late > 0 and has_room) or "nvme" not in placement.homes[STATES]
 

@@ -67,7 +67,8 @@ class CompressedExtent:
     sections: tuple[Section, ...]
     stored: list[int]
     late: tuple[Late, ...] = ()
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)  # a record may move to the device while it is written
+    # A record may move to the device while it is written.
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @functools.cached_property
     def nbytes(self) -> int:

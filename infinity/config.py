@@ -106,7 +106,7 @@ class Config:
 
     compression: str = "auto"
     """Whether weights and optimizer states move to and from NVMe in fewer bytes, without loss. off: all of them, each time. Else most
-    updates leave AdamW's moments there as they are, of a bf16 model, and keep the gradient in what is left over of host_memory. on: floats
+    updates leave AdamW's moments there as they are, of a bf16 model, and keep the gradient in host_memory. on: floats
     are coded, too, in about 3/4 of their bytes; auto: beside a CUDA device, if a quarter of the host's cores keeps up with the drives. Their
     speed is known where 1 GiB of swap a drive was once laid out."""
 
