@@ -4,12 +4,16 @@ Runs on the filesystem of pytest's tmp_path, which must be a real one: tmpfs hid
 signals, sizes, threads, forks and order all need the same queue, file and way to inject faults.
 """
 
+import ctypes
 import errno
 import gc
 import mmap
 import os
+import platform
 import random
+import re
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -756,6 +760,25 @@ def test_a_wait_lets_other_threads_run(direct):
         assert ticket.wait()
         thread.join()
         assert steps.count(False) > 0
+
+
+SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}.get(platform.machine())
+
+
+@pytest.mark.skipif(SCHED_GETATTR is None, reason="the number of sched_getattr is not known here")
+@pytest.mark.skipif(tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 12), reason="this Linux gives all threads equal turns")
+def test_the_io_thread_asks_for_short_turns(direct):
+    fd, data = direct(4096)
+    with aio_ext.Queue() as queue:
+        queue.read(fd, memory(4096), 0).wait()  # it runs
+        threads = [int(path.name) for path in Path("/proc/self/task").iterdir() if (path / "comm").read_text() == "aio_ext\n"]
+        assert threads
+        for thread in [os.getpid(), *threads]:
+            attributes = ctypes.create_string_buffer(48)
+            assert ctypes.CDLL(None).syscall(SCHED_GETATTR, thread, attributes, 48, 0) == 0
+            _, policy, _, nice, _, turn_ns, _, _ = struct.unpack("IIQiIQQQ", attributes.raw)
+            assert (policy, nice) == (os.sched_getscheduler(0), os.nice(0))
+            assert (turn_ns == 100_000) == (thread in threads)
 
 
 def test_close_finishes_what_was_submitted_from_any_thread(direct):
