@@ -71,9 +71,9 @@ class Op:
 
 
 class Frame:
-    """One call of an op under way. `spans` are held for it, `packed` were saved by autograd."""
+    """One call of an op under way. `spans` are held for it, `packed` were saved by autograd; `read` are parameters of others."""
 
-    __slots__ = ("module", "op", "outermost", "packed", "pushed", "scales", "spans", "task")
+    __slots__ = ("module", "op", "outermost", "packed", "pushed", "read", "scales", "spans", "task")
 
     def __init__(self, module: nn.Module, op: Op, outermost: bool, scales: bool):
         self.module = module
@@ -82,6 +82,7 @@ class Frame:
         self.scales = scales  # its outputs are an fp16 model's
         self.spans: list[SpanState] = []
         self.packed: set[int] = set()
+        self.read: set[int] = set()
         self.pushed = False  # our saved-tensor hooks, in the graph task `task`, with whose end autograd takes them back by itself
         self.task = _current_graph_task_id()
 
@@ -442,6 +443,8 @@ class Hooks:
         state = self.registry.find(param)
         if state is None:
             return
+        if not in_backward and self.recording and _current_graph_task_id() == -1:
+            self._count(state)
         span = self.registry.span_of(state)
         if span.attached and span.holds:
             return
@@ -450,10 +453,16 @@ class Hooks:
                 f"{state.name} is read in a backward pass that has updated it already. Use update='deferred' for hooks that look at "
                 f"weights in backward."
             )
-        if not in_backward and self.recording and _current_graph_task_id() == -1:
-            state.touched += param.requires_grad
         self.pipeline.acquire((ATTRIBUTE, span.index), (span,), record=self.recording)
         (self._loose if in_backward else self.frames[-1].spans).append(span)
+
+    def _count(self, state: ParameterState) -> None:
+        """One use more, by the op under way, unless that or one around it has it already: a gradient may come that these do not know of."""
+        for frame in self.frames:
+            if state.index in frame.read or state in frame.op.params:
+                return
+        self.frames[-1].read.add(state.index)
+        state.touched += state.param.requires_grad
 
     def begin_segment(self) -> None:
         self.kept = {}
