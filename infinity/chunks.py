@@ -20,6 +20,9 @@ elements unless a name says `nbytes`.
 #            |<- chunk 3 ->|<- chunk 4 ->|<- 5 ->|
 #            | qkv.weight ................ | b |ln|        b, ln: the tail
 #
+#            A small parameter whose name has more modules in common with what follows leads that instead: the norm at a
+#            block's start would else bring back the matrix before it, or the embedding, each time the block is run again.
+#
 # `used` ends with the last parameter of a chunk. A record covers only what is used of a shard, so the padding behind it
 # exists in gathered storage but neither in host records nor on disk; gaps in front of it are below one block each.
 
@@ -28,6 +31,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 BLOCK_NUMEL = 1024
 ALIGNMENT_NBYTES = 128
@@ -206,42 +210,65 @@ def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> L
 class _Run:
     """A span in the making: parameters with their offsets, and how far they may reach."""
 
-    def __init__(self, limit, largest):
-        self.limit = limit  # elements that the whole run may take
-        self.largest = largest  # elements that one more parameter may have
+    def __init__(self, chunk_numel):
+        self.chunk_numel = chunk_numel
+        self.limit = self.largest = chunk_numel  # elements that the whole run may take, that one more parameter may have
         self.params = []
         self.offsets = []
         self.used = 0
 
-    def take(self, param, spec):
-        """Place the parameter behind the last one; False if the run has no room for it."""
+    def has_room(self, specs):
+        used = self.used
+        for spec in specs:
+            used = _place(used, spec) + spec.numel
+        return used <= self.limit and all(spec.numel <= self.largest for spec in specs)
+
+    def append(self, param, spec):
+        """Place the parameter behind the last one. Where there is no room the run becomes a large one, which takes only a tail besides."""
+        room = self.has_room([spec])
         offset = _place(self.used, spec)
-        if self.params and (spec.numel > self.largest or offset + spec.numel > self.limit):
-            return False
         self.params.append(param)
         self.offsets.append(offset)
         self.used = offset + spec.numel
-        return True
+        if not room:
+            self.largest = self.chunk_numel // TAIL_FRACTION
+            self.limit = max(round_up(self.used, self.chunk_numel), self.used + self.largest)
 
 
 def _runs(specs, params, chunk_numel):
     """Divide parameters of one class into runs, each of which becomes a span."""
     run = None
-    for param in params:
-        numel = specs[param].numel
-        if numel <= chunk_numel:
-            if run is not None and run.take(param, specs[param]):
-                continue
-            fresh = _Run(limit=chunk_numel, largest=chunk_numel)
-        else:
-            tail = chunk_numel // TAIL_FRACTION
-            fresh = _Run(limit=max(round_up(numel, chunk_numel), numel + tail), largest=tail)
-        if run is not None:
-            yield run
-        run = fresh
-        run.take(param, specs[param])
+    for unit in _units(specs, params, chunk_numel // TAIL_FRACTION):
+        if run is None or not run.has_room([specs[param] for param in unit]):
+            if run is not None:
+                yield run
+            run = _Run(chunk_numel)
+        for param in unit:
+            run.append(param, specs[param])
     if run is not None:
         yield run
+
+
+def _units(specs, params, tail):
+    """The parameters one by one, but those that lead a large one together with it: small ones that belong to what is behind them rather
+    than to the large one before them, by their modules' names."""
+    small, before = [], ()
+    for param in params:
+        *path, _ = specs[param].name.split(".")
+        if specs[param].numel <= tail:
+            small.append((param, path))
+            continue
+        leads = [_num_common(of_small, path) > _num_common(of_small, before) for _, of_small in small]
+        num_alone = leads.index(True) if True in leads else len(small)
+        yield from ([alone] for alone, _ in small[:num_alone])
+        yield [*(leading for leading, _ in small[num_alone:]), param]
+        small, before = [], path
+    yield from ([alone] for alone, _ in small)
+
+
+def _num_common(path, other):
+    """How many names two paths begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, other)))
 
 
 def _place(used, spec):

@@ -95,6 +95,46 @@ def test_frozen_and_other_dtypes_have_chunks_of_their_own():
     assert [c.index for c in got.chunks] == [0, 1, 2]
 
 
+def named(**numels):
+    return [ParameterSpec(name.replace("_", "."), numel, "bf16", True) for name, numel in numels.items()]
+
+
+def spans_by_name(specs, chunk_numel):
+    return [[specs[param].name for param in span.params] for span in layout(specs, chunk_numel=chunk_numel, world=1).spans]
+
+
+def test_small_parameters_lie_with_the_large_one_that_their_names_are_next_to():
+    specs = named(
+        token_weight=9 * 1024, position_weight=900, h_0_norm_weight=10, h_0_norm_bias=10, h_0_qkv_weight=9 * 1024, h_0_qkv_bias=30,
+        h_0_ln_weight=10, h_0_mlp_weight=9 * 1024, h_0_mlp_bias=10, h_1_norm_weight=10, h_1_qkv_weight=9 * 1024, norm_weight=10,
+        head_weight=9 * 1024, head_bias=10,
+    )  # fmt: skip
+    assert spans_by_name(specs, 8192) == [
+        ["token.weight", "position.weight"],
+        ["h.0.norm.weight", "h.0.norm.bias", "h.0.qkv.weight", "h.0.qkv.bias", "h.0.ln.weight"],  # as near to the one as to the other
+        ["h.0.mlp.weight", "h.0.mlp.bias"],
+        ["h.1.norm.weight", "h.1.qkv.weight", "norm.weight"],
+        ["head.weight", "head.bias"],
+    ]
+
+
+def test_what_leads_a_parameter_that_shares_a_chunk_goes_where_that_goes():
+    specs = named(h_0_mlp_weight=6000, h_1_norm_weight=10, h_1_qkv_weight=3000, h_1_mlp_weight=4000, h_2_norm_weight=10, h_2_qkv_weight=2000)
+    assert spans_by_name(specs, 8192) == [
+        ["h.0.mlp.weight"],
+        ["h.1.norm.weight", "h.1.qkv.weight", "h.1.mlp.weight"],
+        ["h.2.norm.weight", "h.2.qkv.weight"],
+    ]
+
+
+def test_leads_are_cut_into_equal_chunks_with_what_they_lead():
+    specs = named(h_0_norm_weight=1000, h_0_qkv_weight=16 * 1024, h_0_qkv_bias=900, h_0_ln_weight=3000)
+    got = layout(specs, chunk_numel=8192, world=1)
+    assert [span.params for span in got.spans] == [(0, 1, 2), (3,)]
+    assert [chunk.numel for chunk in got.chunks] == [6 * 1024, 6 * 1024, 6 * 1024, 3 * 1024]
+    assert got.homes[1] == Home(0, 1024) and got.chunks_of(0) == (0,) and got.chunks_of(1) == (0, 1, 2)
+
+
 def test_shards_are_equal_and_cut_pieces_at_block_borders():
     got = layout(specs_of(1500, 200, 3000), chunk_numel=8192, world=4)
     (chunk,) = got.chunks
