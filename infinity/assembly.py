@@ -327,7 +327,7 @@ def _connect(
         resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index] == "host"}
         for index, area in _areas(arena, resident).items():
             caches[kind].add_resident(chunks[index], area)
-    pipeline.read_ahead, pipeline.states_ahead = planner.look_ahead(layout_, placement, keep=keep)
+    pipeline.slots_ahead, pipeline.states_ahead = planner.look_ahead(placement)
 
     staging = None
     if cuda:

@@ -473,7 +473,7 @@ class Cycle:
 
     def _complete(self, chunk: ChunkState) -> None:
         """All gradients that are expected of a chunk have arrived: no op of this pass wants its weights again."""
-        chunk.copy_expected = False
+        chunk.weights_expected = False
         if chunk.span.presence is not Presence.FETCHING:
             self.records.drop(chunk, WEIGHTS)
         self.completed.append((self.num_backwards, max(len(self.pipeline.trace) - 1, 0), chunk.index))

@@ -94,6 +94,7 @@ class Pipeline:
         self.events = events
         self.keep = keep
         self.read_ahead = 3
+        self.slots_ahead = 0
         self.states_ahead = 2
         self.begin_update: Callable[[ChunkState], None] = lambda chunk: None
         self.hurry_update: Callable[[ChunkState], None] = lambda chunk: None
@@ -263,12 +264,18 @@ class Pipeline:
             nbytes={s.index: 0 if s.index in pinned else s.nbytes for s in self.registry.spans},
             budget=self.tier.budget_nbytes,
             read_ahead=self.read_ahead,
+            slots_ahead=self.slots_ahead,
+            slots_of=self._slots_of(),
             keep=self.keep,
             reductions=reductions if self.ranks.world > 1 else (),
             updates=updates,
             span_of={chunk.index: chunk.span.index for chunk in self.registry.chunks},
             states_ahead=self.states_ahead,
         )
+
+    def _slots_of(self) -> dict[int, int]:
+        """How many slots the weights of each span take."""
+        return {s.index: sum(c.weights_home == "nvme" for c in self.registry.chunks_in(s)) for s in self.registry.spans}
 
     # The distances below are asked for by other threads, too, while the training thread may change routes.
 
@@ -280,10 +287,10 @@ class Pipeline:
         return route.next_use.cyclic(span, route.cursor.position, len(route.uses))
 
     def next_weights_use(self, chunk: ChunkState) -> float:
-        """As `next_use`, for the host copy of a chunk's weights: its update needs them, too."""
+        """As `next_use`, for the host copy of a chunk's weights: its update needs them, too, also one that has begun and waits for them."""
         distance, route = self.next_use(chunk.span.index), self._route
         due = route.update_order.get(chunk.index) if route is not None else None
-        if chunk.update_expected and due is not None:
+        if due is not None and (chunk.update_expected or (chunk.updating is not None and not chunk.updating.done)):
             distance = min(distance, max(due[1], route.cursor.position))
         return distance
 
@@ -363,8 +370,9 @@ class Pipeline:
         """Fetch, after a jump, what the plan counts as fetched when an op begins."""
         start = self._route.cursor.position + 1
         coming = [index for use in self._route.uses[start : start + _LOOK_AHEAD] for index in use.spans]
-        away = [span for index in dict.fromkeys(coming) if (span := self.registry.spans[index]).presence is Presence.AWAY]
-        for distance, span in enumerate(away[: self.read_ahead]):
+        away = [index for index in dict.fromkeys(coming) if self.registry.spans[index].presence is Presence.AWAY]
+        for distance, index in enumerate(schedule.within(away, self.read_ahead, self.slots_ahead, self._slots_of())):
+            span = self.registry.spans[index]
             self._read(span)
             if distance < 2:
                 self._copy(span, needed=False)
@@ -405,7 +413,7 @@ class Pipeline:
         for chunk in self.registry.chunks_in(span):
             if chunk.weights_home == "device":
                 continue
-            chunk.copy_expected = True
+            chunk.weights_expected = True
             if chunk.pending is not None:
                 self.begin_update(chunk)
             elif chunk.updating is None or chunk.updating.done:
@@ -437,7 +445,7 @@ class Pipeline:
                 update, request = chunk.updating, None
                 if chunk.weights_home != "device":
                     request = self.records.request(chunk, WEIGHTS, urgent=needed)
-                chunk.copy_expected = self._copied_again(span)
+                chunk.weights_expected = self._copied_again(span) or self._updated_next(chunk)
                 job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready), chunk.title)
                 chunk.copy_job = job
                 span.fetch.append(Part(chunk, request, update, job))
@@ -452,6 +460,11 @@ class Pipeline:
             return False
         following = route.next_use.after(span.index, route.cursor.position)
         return route.next_use.after(span.index, following) != schedule.NEVER
+
+    def _updated_next(self, chunk: ChunkState) -> bool:
+        """Whether its update comes before the next copy of its span: so it is with what forward already copies for backward."""
+        route = self._route
+        return route is not None and route.updated_next(chunk.index, chunk.span.index, route.cursor.position)
 
     def _gather(self, span: SpanState) -> None:
         if self.ranks.world == 1 or span.presence is not Presence.FETCHING:

@@ -364,11 +364,12 @@ def late_chunks(placement: Placement) -> list[int]:
     return [index for index, home in enumerate(placement.homes[STATES]) if home == "nvme" and index not in placement.visitors]
 
 
-def look_ahead(layout: Layout, placement: Placement, *, keep: bool) -> tuple[int, int]:
-    """How many fetches of weights, and how many chunks' states, are read ahead."""
-    per_span = max(1, round(len(layout.chunks) / len(layout.spans)))
-    reads = max(4, placement.slots[WEIGHTS] // per_span - 2) if keep else 4
-    return reads, max(1, placement.slots[STATES] - 2)
+def look_ahead(placement: Placement) -> tuple[int, int]:
+    """How many slots of weights are read into ahead: all but those that updates, and chunks whose gradients wait for one, take, or all
+    if there is one for each chunk. And how many chunks' states are read ahead."""
+    weights, states, gradients = (placement.slots[kind] for kind in KINDS)
+    is_enough = weights == placement.homes[WEIGHTS].count("nvme")
+    return weights if is_enough else weights - states - gradients, max(1, states - 2)
 
 
 def records_may_visit(*, weights: str, states: str, keep: bool) -> bool:

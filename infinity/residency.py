@@ -405,7 +405,7 @@ class ChunkState:
         self.pending = None  # hyper-parameters of an update that was announced and not begun
         self.updating = None  # the last update's job
         self.update_expected = False  # an update follows in this backward pass
-        self.copy_expected = False  # a copy to the device follows soon
+        self.weights_expected = False  # a copy to the device follows soon, or an update of which this step has not told yet
         self.updated = False  # since the last step()
         self.missing = 0  # parameters that lack gradients in this backward pass
         self.num_changes = 0  # of its record
@@ -416,7 +416,7 @@ class ChunkState:
     @property
     def keep_weights(self) -> bool:
         """Whether a host copy of the weights is worth its slot even where nothing is kept."""
-        return self.update_expected or self.copy_expected
+        return self.update_expected or self.weights_expected
 
     def save_first(self, entries: dict[str, Entry] | None = None) -> None:
         """The record is about to move or change. entries: all of it in host memory, by kind, where the caller has it."""

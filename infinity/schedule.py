@@ -7,7 +7,7 @@ decide what an action means on their machine. A plan is a value: tests compare i
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,19 +116,34 @@ class _Ordered:
             del self.keys[bisect_left(self.keys, key)]
 
 
+def within(spans: Iterable[int], read_ahead: int, slots_ahead: int, slots_of: Mapping[int, int]) -> Iterator[int]:
+    """Of the spans in the order of their fetches those that are read ahead: the next `read_ahead`, and more while so many slots hold all.
+
+    slots_of: how many a span takes; one at least, so that the look ahead has an end.
+    """
+    for number, span in enumerate(spans):
+        slots_ahead -= max(1, slots_of.get(span, 1))
+        if number >= read_ahead and slots_ahead < 0:
+            return
+        yield span
+
+
 def plan(
     uses: Sequence[Use],
     *,
     nbytes: Mapping[int, int],
     budget: int,
     read_ahead: int = 3,
+    slots_ahead: int = 0,
+    slots_of: Mapping[int, int] | None = None,
     keep: bool = True,
     reductions: Sequence[tuple[int, int]] = (),
     updates: Sequence[tuple[int, int]] = (),
     span_of: Mapping[int, int] | None = None,
     states_ahead: int = 2,
 ) -> list[Action]:
-    """Order the actions of one step so that gather, copy and read run one, two and `read_ahead` fetches ahead.
+    """Order the actions of one step so that gather, copy and read run one, two and `read_ahead` fetches ahead, reads
+    further where there are slots for them: see `within`.
 
     uses: the trace. nbytes: device bytes of each span (0 for one that never leaves). budget: device bytes for all
     spans. keep: leave a span on the device until its room is needed (farthest next use goes first, Belady 1966);
@@ -145,7 +160,7 @@ def plan(
     for position, use in enumerate(uses):
         for place, span in enumerate(dict.fromkeys(use.spans)):
             fetches.setdefault(span, []).append((position, place, span))
-    span_of = span_of or {}
+    span_of, slots_of = span_of or {}, slots_of or {}
     resident: set[int] = set()
     reads: set[int] = set()  # read, not yet copied
     ahead: set[int] = set()  # copied, not yet used
@@ -260,7 +275,7 @@ def plan(
                 copy(span, position)
             if distance == 1:
                 gather(span)
-        for _, span in upcoming(read_ahead):
+        for span in within((span for *_, span in coming.keys), read_ahead, slots_ahead, slots_of):
             if span not in resident and span not in reads:
                 reads.add(span)
                 actions.append(Read(span))
@@ -289,6 +304,21 @@ class Route:
         self.actions = actions
         self.runs = [index for index, action in enumerate(actions) if isinstance(action, Run)]
         self.update_order = {chunk: (index, position) for index, (position, chunk) in enumerate(updates)}
+        self._copied: dict[int, list[int]] = {}  # a span's copies, by the position at which they are issued
+        position = -1
+        for action in actions:
+            if isinstance(action, Run):
+                position = action.position
+            elif isinstance(action, Copy):
+                self._copied.setdefault(action.span, []).append(position)
+
+    def updated_next(self, chunk: int, span: int, position: int) -> bool:
+        """Whether, after this position, a chunk's update comes before the next copy of its span."""
+        if chunk not in self.update_order:
+            return False
+        copied = self._copied.get(span, ())
+        index = bisect_right(copied, position)
+        return index == len(copied) or self.update_order[chunk][1] <= copied[index]
 
 
 class Cursor:

@@ -61,6 +61,14 @@ def test_reads_run_further_ahead_where_slots_allow():
     ]
 
 
+def test_reads_run_as_far_ahead_as_all_that_is_read_fits_in_slots():
+    # Slots that spans 0 to 4 take: 1, 2, 3, none (it is in host memory, and counts as one), 2.
+    slots_of = {0: 1, 1: 2, 2: 3, 3: 0, 4: 2}
+    for slots_ahead, expected in ((0, 3), (6, 3), (7, 4), (8, 4), (9, 5)):
+        actions = make(uses(0, 1, 2, 3, 4), slots_ahead=slots_ahead, slots_of=slots_of)
+        assert [a for a in actions[: actions.index(Run(0))] if isinstance(a, Read)] == list(map(Read, range(expected)))
+
+
 def test_what_fits_is_fetched_once_in_forward_and_backward():
     assert make(forward_backward(3)) == [
         *[Read(0), Copy(0), Gather(0), Read(1), Copy(1), Read(2)],
@@ -147,6 +155,21 @@ def test_an_updated_span_is_fetched_again_by_its_next_use():
     assert actions[actions.index(Run(3)) :][:4] == [Run(3), Evict(1), Read(1), Copy(1)]
 
 
+def test_a_route_knows_whether_an_update_comes_before_the_next_copy():
+    trace = forward_backward(8)
+    updates = [(position, 15 - position) for position in range(8, 16)]
+    actions = make(trace, keep=False, updates=updates, span_of={chunk: chunk for chunk in range(8)})
+    copied = {span: [i for i, a in enumerate(actions) if a == Copy(span)] for span in range(8)}
+    assert [len(copied[span]) for span in range(8)] == [2, 2, 2, 2, 1, 1, 1, 1]
+    route = Route(trace, actions, updates)
+    for position in range(-1, 16):
+        for span in range(8):
+            end = actions.index(Run(position + 1)) if position < 15 else len(actions)
+            later = any(index >= end for index in copied[span])
+            assert route.updated_next(span, span, position) == (not later), (position, span)
+    assert not route.updated_next(8, 0, 15), "it has no update"
+
+
 def test_spans_of_no_bytes_are_never_evicted():
     actions = plan(forward_backward(3), nbytes={0: 0, 1: 1, 2: 1}, budget=1, keep=False, updates=[(5, 0)], span_of={0: 0})
     assert Evict(0) not in actions and actions.count(Copy(0)) == 1
@@ -172,6 +195,8 @@ def random_case(seed):
         "nbytes": nbytes,
         "budget": most + choose.randint(0, 8) if seed % 4 else choose.randint(0, most),
         "read_ahead": choose.randint(3, 7),
+        "slots_ahead": choose.randint(0, 12),
+        "slots_of": {span: choose.randint(0, 3) for span in range(num_spans)},
         "keep": choose.random() < 0.6,
         "reductions": complete,
         "updates": complete,
@@ -183,10 +208,13 @@ def random_case(seed):
 class Player:
     """Carries a plan out in its order. Whatever an action waits for must have been issued before it."""
 
-    def __init__(self, trace, *, nbytes, budget, read_ahead, keep, reductions, updates, span_of, states_ahead):
+    def __init__(
+        self, trace, *, nbytes, budget, read_ahead, slots_ahead, slots_of, keep, reductions, updates, span_of, states_ahead
+    ):
         self.trace, self.nbytes, self.budget, self.keep = trace, nbytes, budget, keep
         self.reductions, self.updates = reductions, updates
         self.read_ahead, self.states_ahead = read_ahead, states_ahead
+        self.slots_ahead, self.slots_of = slots_ahead, slots_of
         self.table = NextUse(trace)
         self.position = -1
         self.needed = frozenset()
@@ -216,7 +244,7 @@ class Player:
                 self.horizon = self.third_fetch()
             case Read(span):
                 assert span not in self.waiting | self.resident
-                self.check_ahead(span, self.read_ahead)
+                self.check_ahead(span, self.num_read_ahead())
                 self.waiting.add(span)
             case Copy(span):
                 self.check_ahead(span, 2)
@@ -250,6 +278,11 @@ class Player:
                 if span not in self.resident or span in self.unused:
                     to_come.setdefault(span, position)
         return [(position, span) for span, position in to_come.items()]
+
+    def num_read_ahead(self):
+        spans = [span for _, span in self.fetches()]
+        slots = [sum(max(1, self.slots_of[span]) for span in spans[:count]) for count in range(1, len(spans) + 1)]
+        return max(self.read_ahead, sum(taken <= self.slots_ahead for taken in slots))
 
     def third_fetch(self):
         return max((later for later, _ in self.fetches()[:3]), default=self.position)

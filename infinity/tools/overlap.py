@@ -174,7 +174,7 @@ class Bench:
 
         Raises SwapError if an op saw other weights than its own.
         """
-        self.engine.pipeline.read_ahead = depth
+        self.engine.pipeline.read_ahead, self.engine.pipeline.slots_ahead = depth, 0
         self.engine.pipeline.forget()
         self.run()  # makes another plan
         repeated = [(self.alone(), self.run()) for _ in range(repeats)]

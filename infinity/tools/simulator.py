@@ -236,7 +236,7 @@ class _Chunk:
         self.numel = numel
         self.copied = self.gradient = self.updating = _Flag(True)
         self.gathered = _Flag(True)
-        self.pending = self.update_expected = self.copy_expected = self.updated = self.reduced = self.received = False
+        self.pending = self.update_expected = self.weights_expected = self.updated = self.reduced = self.received = False
         self.missing = 0
 
 
@@ -319,18 +319,20 @@ class _Rank:
         early = [] if step.deferred else [(p, c) for p, c in completed if self.chunks[c].homes[STATES] != "device"]
         self.update_order = {chunk: (index, position) for index, (position, chunk) in enumerate(early)}
         self.num_updates_begun = 0
-        read_ahead, states_ahead = look_ahead(self.layout, self.placement, keep=step.keep)
+        slots_ahead, states_ahead = look_ahead(self.placement)
         actions = schedule.plan(
             step.uses,
             nbytes={span.index: 0 if span.pinned else span.nbytes for span in self.spans},
             budget=self.budget,
-            read_ahead=read_ahead,
+            slots_ahead=slots_ahead,
+            slots_of={span.index: sum(chunk.homes[WEIGHTS] == "nvme" for chunk in span.chunks) for span in self.spans},
             keep=step.keep,
             reductions=completed if self.layout.world > 1 else (),
             updates=early,
             span_of={chunk.index: chunk.span for chunk in self.layout.chunks},
             states_ahead=states_ahead,
         )
+        self.route = schedule.Route(step.uses, actions, early)
         self.issue: list[list[schedule.Action]] = [[]]  # before the first op, then behind each
         for action in actions:
             if isinstance(action, schedule.Run):
@@ -438,7 +440,7 @@ class _Rank:
         if span.presence != "away":
             return
         for chunk in span.chunks:
-            chunk.copy_expected = True
+            chunk.weights_expected = True
             if chunk.pending:
                 self._begin_update(chunk)
             elif chunk.updating.raised and chunk.homes[WEIGHTS] == "nvme":
@@ -458,7 +460,8 @@ class _Rank:
             wish = self._ask(chunk, WEIGHTS, pin=True, urgent=needed) if chunk.homes[WEIGHTS] != "device" else None
             following = self.next_use.after(span.index, self.position)
             in_backward = self.position >= self.step.backward
-            chunk.copy_expected = in_backward and self.next_use.after(span.index, following) != NEVER
+            copied_again = in_backward and self.next_use.after(span.index, following) != NEVER
+            chunk.weights_expected = copied_again or self.route.updated_next(chunk.index, span.index, self.position)
             chunk.gathered = _Flag(True)
             self.update.hurry(chunk.updating)
             chunk.copied = self.cg.push(self._run_copy(chunk, wish, chunk.updating))
@@ -577,7 +580,7 @@ class _Rank:
                     chunk.gradient = self.gc.push(self._run_collect(chunk, nbytes, nbytes, _Flag(True)))
         for index in self.complete.get(position, ()):
             chunk = self.chunks[index]
-            chunk.copy_expected = False
+            chunk.weights_expected = False
             if chunk.span.presence != "fetching" and (entry := self.caches[WEIGHTS].get(index)) is not None:
                 self._drop(chunk, WEIGHTS, entry)
             if world == 1:
@@ -788,7 +791,7 @@ class _Rank:
         if kind == WEIGHTS:
             distance = self.next_use.cyclic(chunk.span.index, self.position, period)
             due = self.update_order.get(chunk.index)
-            if chunk.update_expected and due is not None:
+            if due is not None and (chunk.update_expected or not chunk.updating.raised):
                 distance = min(distance, max(due[1], self.position))
             return distance
         if chunk.index not in self.update_order:
@@ -816,7 +819,7 @@ class _Rank:
 
     def _drop(self, chunk: _Chunk, kind: str, entry: _Entry) -> None:
         """Give a copy up that nobody needs, unless it is kept anyway."""
-        keeps = self.step.keep or (kind == WEIGHTS and (chunk.update_expected or chunk.copy_expected))
+        keeps = self.step.keep or (kind == WEIGHTS and (chunk.update_expected or chunk.weights_expected))
         if not keeps and entry.is_idle and self.caches[kind].get(chunk.index) is entry:
             del self.caches[kind][chunk.index]
             self.free[kind] += 1
