@@ -20,18 +20,19 @@ elements unless a name says `nbytes`.
 #            |<- chunk 3 ->|<- chunk 4 ->|<- 5 ->|
 #            | qkv.weight ................ | b |ln|        b, ln: the tail
 #
-#            A small parameter whose name has more modules in common with what follows leads that instead: the norm at a
-#            block's start would else bring back the matrix before it, or the embedding, each time the block is run again.
+#            Small ones whose names have more modules in common with what follows lead that instead, as many as make a tail:
+#            the norm at a block's start would else bring back the matrix before it, or the embedding, each time the block is
+#            run again.
 #
 # `used` ends with the last parameter of a chunk. A record covers only what is used of a shard, so the padding behind it
 # exists in gathered storage but neither in host records nor on disk; gaps in front of it are below one block each.
 
 import functools
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
 
 BLOCK_NUMEL = 1024
 ALIGNMENT_NBYTES = 128
@@ -218,19 +219,15 @@ class _Run:
         self.used = 0
 
     def has_room(self, specs):
-        used = self.used
-        for spec in specs:
-            used = _place(used, spec) + spec.numel
-        return used <= self.limit and all(spec.numel <= self.largest for spec in specs)
+        return _end(self.used, specs) <= self.limit and all(spec.numel <= self.largest for spec in specs)
 
     def append(self, param, spec):
-        """Place the parameter behind the last one. Where there is no room the run becomes a large one, which takes only a tail besides."""
-        room = self.has_room([spec])
+        """Place the parameter behind the last one. One that is larger than a chunk leaves room only for a tail."""
         offset = _place(self.used, spec)
         self.params.append(param)
         self.offsets.append(offset)
         self.used = offset + spec.numel
-        if not room:
+        if spec.numel > self.chunk_numel:
             self.largest = self.chunk_numel // TAIL_FRACTION
             self.limit = max(round_up(self.used, self.chunk_numel), self.used + self.largest)
 
@@ -238,7 +235,7 @@ class _Run:
 def _runs(specs, params, chunk_numel):
     """Divide parameters of one class into runs, each of which becomes a span."""
     run = None
-    for unit in _units(specs, params, chunk_numel // TAIL_FRACTION):
+    for unit in _units(specs, params, chunk_numel):
         if run is None or not run.has_room([specs[param] for param in unit]):
             if run is not None:
                 yield run
@@ -249,26 +246,41 @@ def _runs(specs, params, chunk_numel):
         yield run
 
 
-def _units(specs, params, tail):
-    """The parameters one by one, but those that lead a large one together with it: small ones that belong to what is behind them rather
-    than to the large one before them, by their modules' names."""
-    small, before = [], ()
+def _units(specs, params, chunk_numel):
+    """The parameters one by one, but those that lead a large one together with it: up to a tail of small ones right before it that belong
+    to it rather than to the large one before them, by their modules' names, unless they would cut over two chunks what fits into one."""
+    tail = chunk_numel // TAIL_FRACTION
+    small, before = [], ()  # since the last large one, with the modules that each is in
     for param in params:
         *path, _ = specs[param].name.split(".")
         if specs[param].numel <= tail:
             small.append((param, path))
             continue
-        leads = [_num_common(of_small, path) > _num_common(of_small, before) for _, of_small in small]
-        num_alone = leads.index(True) if True in leads else len(small)
+        room, num_alone = tail, len(small)
+        for leading, modules in reversed(small):
+            room -= specs[leading].numel
+            if room < 0 or _num_common(modules, path) <= _num_common(modules, before):
+                break
+            num_alone -= 1
+        unit = [*(leading for leading, _ in small[num_alone:]), param]
+        if specs[param].numel <= chunk_numel < _end(0, [specs[one] for one in unit]):
+            num_alone, unit = len(small), [param]
         yield from ([alone] for alone, _ in small[:num_alone])
-        yield [*(leading for leading, _ in small[num_alone:]), param]
+        yield unit
         small, before = [], path
     yield from ([alone] for alone, _ in small)
 
 
 def _num_common(path, other):
     """How many names two paths begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, other)))
+    return len(os.path.commonprefix([list(path), list(other)]))
+
+
+def _end(used, specs):
+    """Where these end if they are placed from `used` on."""
+    for spec in specs:
+        used = _place(used, spec) + spec.numel
+    return used
 
 
 def _place(used, spec):

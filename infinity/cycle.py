@@ -582,7 +582,7 @@ class Cycle:
                 add_norm(chunk, gradient, total)
             return total
 
-        chunk.norm_job = self.updater.lane.push(work)
+        chunk.norm_job = self.updater.sum_squares(work)
 
     def _norm(self, chunks: list[ChunkState]) -> float:
         """The global norm of the summed gradients, the same bits for every placement and chunk size."""

@@ -7,7 +7,7 @@ Over 500 lines because following the plan, issuing its actions and waiting for t
 # [Note: who waits for whom]
 #
 #     training thread   acquire(i) ........ op i ......... acquire(i+1)
-#                        | issue: Evict, Read(i+3), Copy(i+2), Gather(i+1); then wait for the spans of i
+#                        | issue: Evict, Read(i+3...), Copy(i+2), Gather(i+1); then wait for the spans of i
 #     nc reader          |--read i+3-->
 #     cg lane            |--copy i+2------->      waits for the read (or update) of i+2
 #     gg lane            |--gather i+1---->       waits for the copy of i+1
@@ -28,7 +28,7 @@ import contextlib
 import ctypes
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
@@ -93,7 +93,7 @@ class Pipeline:
         self.device = device
         self.events = events
         self.keep = keep
-        self.read_ahead = 3
+        self.read_ahead = schedule.READ_AHEAD
         self.slots_ahead = 0
         self.states_ahead = 2
         self.begin_update: Callable[[ChunkState], None] = lambda chunk: None
@@ -265,7 +265,7 @@ class Pipeline:
             budget=self.tier.budget_nbytes,
             read_ahead=self.read_ahead,
             slots_ahead=self.slots_ahead,
-            slots_of=self._slots_of(),
+            slots_of=self._slots_of(range(len(self.registry.spans))),
             keep=self.keep,
             reductions=reductions if self.ranks.world > 1 else (),
             updates=updates,
@@ -273,9 +273,10 @@ class Pipeline:
             states_ahead=self.states_ahead,
         )
 
-    def _slots_of(self) -> dict[int, int]:
-        """How many slots the weights of each span take."""
-        return {s.index: sum(c.weights_home == "nvme" for c in self.registry.chunks_in(s)) for s in self.registry.spans}
+    def _slots_of(self, spans: Iterable[int]) -> dict[int, int]:
+        """How many slots the weights of each of these take."""
+        chunks_in = self.registry.chunks_in
+        return {span: sum(c.weights_home == "nvme" for c in chunks_in(self.registry.spans[span])) for span in spans}
 
     # The distances below are asked for by other threads, too, while the training thread may change routes.
 
@@ -371,7 +372,7 @@ class Pipeline:
         start = self._route.cursor.position + 1
         coming = [index for use in self._route.uses[start : start + _LOOK_AHEAD] for index in use.spans]
         away = [index for index in dict.fromkeys(coming) if self.registry.spans[index].presence is Presence.AWAY]
-        for distance, index in enumerate(schedule.within(away, self.read_ahead, self.slots_ahead, self._slots_of())):
+        for distance, index in enumerate(schedule.within(away, self.read_ahead, self.slots_ahead, self._slots_of(away))):
             span = self.registry.spans[index]
             self._read(span)
             if distance < 2:

@@ -369,7 +369,7 @@ def look_ahead(placement: Placement) -> tuple[int, int]:
     if there is one for each chunk. And how many chunks' states are read ahead."""
     weights, states, gradients = (placement.slots[kind] for kind in KINDS)
     is_enough = weights == placement.homes[WEIGHTS].count("nvme")
-    return weights if is_enough else weights - states - gradients, states
+    return weights if is_enough else max(0, weights - states - gradients), max(1, states - 2)
 
 
 def records_may_visit(*, weights: str, states: str, keep: bool) -> bool:

@@ -359,11 +359,12 @@ class Records:
             while True:
                 granted = None
                 blocked: set[str] = set()  # kinds whose first pinned request waits
+                full: set[str] = set()  # kinds without a slot for what is read ahead, the next first
                 for request in self._next_ones():
                     if self.failure is not None:
                         request.refuse(self.failure)
-                    elif request.kind in blocked or not self._try(request):
-                        blocked |= {request.kind} if request.pin else set()
+                    elif request.kind in (blocked if request.pin else blocked | full) or not self._try(request):
+                        (blocked if request.pin else full).add(request.kind)
                         continue
                     granted = request
                     break

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 NEVER = 1 << 62  # the next use of what is not used again
+READ_AHEAD = 3  # fetches of weights, also where slots are fewer
 
 
 class Use(NamedTuple):
@@ -119,7 +120,7 @@ class _Ordered:
 def within(spans: Iterable[int], read_ahead: int, slots_ahead: int, slots_of: Mapping[int, int]) -> Iterator[int]:
     """Of the spans in the order of their fetches those that are read ahead: the next `read_ahead`, and more while so many slots hold all.
 
-    slots_of: how many a span takes; one at least, so that the look ahead has an end.
+    slots_of: how many a span takes; one at least, also if it is in host memory, so that the look ahead has an end.
     """
     for number, span in enumerate(spans):
         slots_ahead -= max(1, slots_of.get(span, 1))
@@ -133,7 +134,7 @@ def plan(
     *,
     nbytes: Mapping[int, int],
     budget: int,
-    read_ahead: int = 3,
+    read_ahead: int = READ_AHEAD,
     slots_ahead: int = 0,
     slots_of: Mapping[int, int] | None = None,
     keep: bool = True,

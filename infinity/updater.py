@@ -17,7 +17,7 @@ callers decide that.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -76,7 +76,7 @@ class Updater:
         self.seed = seed
         self.num_late = num_late
         self.lane = Lane("update")
-        self._begun: deque[Job] = deque()  # the last gradient job of each update in the lane, in the order of their beginning
+        self._begun: deque[Job | None] = deque()  # the last gradient job of each update in the lane, in their order; None: no update
         self.failure: BaseException | None = None
 
     def begin(self, chunk: ChunkState, hyper: Hyper, *, urgent: bool) -> None:
@@ -120,10 +120,23 @@ class Updater:
             self.lane.hurry(chunk.updating)
 
     def frees_gradient_soon(self) -> bool:
-        """Whether the update at the head of the lane has all of its gradient, so that it goes on whatever the gc lane does. Those that
-        pass it have theirs. Called with the records' lock held."""
-        begun = self._begun
-        return bool(begun) and begun[0].done
+        """Whether what is at the head of the lane is an update that has all of its gradient, so that it goes on whatever the gc lane does.
+        Those that pass it have theirs. Called with the records' lock held."""
+        first = self._begun[0] if self._begun else None
+        return first is not None and first.done
+
+    def sum_squares(self, work: Callable[[], object]) -> Job:
+        """Run in the lane what needs a gradient and leaves it where it is."""
+
+        def run() -> object:
+            try:
+                return work()
+            finally:
+                self._over(None)
+
+        with self.records.lock:
+            self._begun.append(None)
+        return self.lane.push(run)
 
     def drain(self) -> None:
         """Wait until every update that was begun is over, whether it succeeded or not."""
@@ -140,9 +153,12 @@ class Updater:
             self.records.fail(error, f"{what} (update): ")
             raise
         finally:
-            with self.records.lock:
-                self._begun.remove(gradient_job)
-            self.records.look_again()
+            self._over(gradient_job)
+
+    def _over(self, gradient_job: Job | None) -> None:
+        with self.records.lock:
+            self._begun.remove(gradient_job)
+        self.records.look_again()
 
     def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:
         gradient_job.wait()

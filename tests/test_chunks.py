@@ -127,6 +127,19 @@ def test_what_leads_a_parameter_that_shares_a_chunk_goes_where_that_goes():
     ]
 
 
+def test_nothing_leads_what_fits_into_a_chunk_only_by_itself():
+    specs = named(token_weight=9 * 1024, h_0_ln_weight=64, h_0_qkv_weight=8192, h_0_mlp_weight=8192)
+    assert spans_by_name(specs, 8192) == [["token.weight", "h.0.ln.weight"], ["h.0.qkv.weight"], ["h.0.mlp.weight"]]
+
+
+def test_no_more_lead_than_make_a_tail():
+    specs = named(token_weight=9 * 1024, **{f"h_0_scale{i}": 400 for i in range(5)}, h_0_qkv_weight=9 * 1024)
+    assert spans_by_name(specs, 8192) == [
+        ["token.weight", "h.0.scale0", "h.0.scale1", "h.0.scale2"],
+        ["h.0.scale3", "h.0.scale4", "h.0.qkv.weight"],
+    ]
+
+
 def test_leads_are_cut_into_equal_chunks_with_what_they_lead():
     specs = named(h_0_norm_weight=1000, h_0_qkv_weight=16 * 1024, h_0_qkv_bias=900, h_0_ln_weight=3000)
     got = layout(specs, chunk_numel=8192, world=1)

@@ -70,4 +70,4 @@ def test_reads_go_as_far_ahead_as_slots_that_updates_leave(trained):
     engine, _ = trained
     assert engine.placement.slots == {"weights": LAYERS, "states": LAYERS, "gradients": 8} and engine.pipeline.slots_ahead == LAYERS
     fewer = dataclasses.replace(engine.placement, slots={"weights": 8, "states": 3, "gradients": 2})
-    assert planner.look_ahead(fewer) == (3, 3)
+    assert planner.look_ahead(fewer) == (3, 1)
