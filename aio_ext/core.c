@@ -33,7 +33,7 @@
 #define MAX_BARREN 3                /* transfers in a row that gained nothing */
 #define PAUSE_NS ((int64_t)1000000) /* after EAGAIN, doubled up to 64 times that */
 #define PATIENCE_NS ((int64_t)1000000000)
-#define TURN_NS 100000 /* the least that may be asked for */
+#define TURN_NS 100000              /* the shortest that Linux gives */
 /* Of the blocks of a submit the kernel makes one request where they lie side by side. That helps small ones; but a few requests of
  * several MiB are done all at once, and leave the drive idle until the next come. */
 #define MAX_SUBMIT_NBYTES ((size_t)1 << 20)
@@ -430,8 +430,8 @@ static void fail_all(Core *core, int code)
     }
 }
 
-/* Asks for short turns, beside threads that compute on all cores: it then runs as soon as the drive has done something, and takes its turn in
- * parts (Linux 6.12 and later; others, and those who may not, go on as before). */
+/* Beside threads that compute on all cores, who asks for short turns gets the next one sooner, here: when the drive has done something.
+ * Linux before 6.12 pays no heed to it; where the call is refused all goes on as before. */
 static void ask_for_short_turns(void)
 {
     struct { /* sched_attr, as of Linux 3.14 */

@@ -29,10 +29,11 @@ elements unless a name says `nbytes`.
 
 import functools
 import math
-import os
+import operator
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 BLOCK_NUMEL = 1024
 ALIGNMENT_NBYTES = 128
@@ -273,7 +274,7 @@ def _units(specs, params, chunk_numel):
 
 def _num_common(path, other):
     """How many names two paths begin with alike."""
-    return len(os.path.commonprefix([list(path), list(other)]))
+    return sum(1 for _ in takewhile(bool, map(operator.eq, path, other)))
 
 
 def _end(used, specs):

@@ -71,7 +71,8 @@ class Op:
 
 
 class Frame:
-    """One call of an op under way. `spans` are held for it, `packed` were saved by autograd; `read` are parameters of others."""
+    """One call of an op under way. `spans` are held for it, `packed` were saved by autograd, `read` are other ops'
+    parameters that it has read by name."""
 
     __slots__ = ("module", "op", "outermost", "packed", "pushed", "read", "scales", "spans", "task")
 
@@ -443,7 +444,7 @@ class Hooks:
         state = self.registry.find(param)
         if state is None:
             return
-        if not in_backward and self.recording and _current_graph_task_id() == -1:
+        if self.recording and _current_graph_task_id() == -1:
             self._count(state)
         span = self.registry.span_of(state)
         if span.attached and span.holds:
@@ -457,12 +458,11 @@ class Hooks:
         (self._loose if in_backward else self.frames[-1].spans).append(span)
 
     def _count(self, state: ParameterState) -> None:
-        """One use more, by the op under way, unless that or one around it has it already: a gradient may come that these do not know of."""
-        for frame in self.frames:
-            if state.index in frame.read or state in frame.op.params:
-                return
-        self.frames[-1].read.add(state.index)
-        state.touched += state.param.requires_grad
+        """One use more, by the op under way, unless that or one around it has counted it: its gradient is one to wait for, also where its
+        span is held for others."""
+        if not any(state in frame.op.params or state.index in frame.read for frame in reversed(self.frames)):
+            self.frames[-1].read.add(state.index)
+            state.touched += state.param.requires_grad
 
     def begin_segment(self) -> None:
         self.kept = {}

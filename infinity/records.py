@@ -359,11 +359,11 @@ class Records:
             while True:
                 granted = None
                 blocked: set[str] = set()  # kinds whose first pinned request waits
-                full: set[str] = set()  # kinds without a slot for what is read ahead, the next first
+                full: set[str] = set()  # kinds that have no slot for what is read ahead: what was asked for first is used first
                 for request in self._next_ones():
                     if self.failure is not None:
                         request.refuse(self.failure)
-                    elif request.kind in (blocked if request.pin else blocked | full) or not self._try(request):
+                    elif request.kind in blocked or (request.kind in full and not request.pin) or not self._try(request):
                         (blocked if request.pin else full).add(request.kind)
                         continue
                     granted = request

@@ -150,7 +150,8 @@ def plan(
     spans. keep: leave a span on the device until its room is needed (farthest next use goes first, Belady 1966);
     otherwise evict as soon as no op and no stage needs it. reductions: (position, chunk), in order, of the gradients that
     are complete after that position; updates: those of them that are followed by an update, which makes the device copy
-    stale; what is complete only after the last use is left to the end of the pass. `span_of` maps a chunk to its span, states_ahead is how many chunks' states are read before their update.
+    stale; what is complete only after the last use is left to the end of the pass. span_of: a chunk's span.
+    states_ahead: how many chunks' states are read before their update.
     The device holds nothing at the start but spans of 0 bytes.
 
     A fetch is made ahead only where room can be had without evicting what is needed sooner; what an op itself needs
@@ -303,15 +304,14 @@ class Route:
     def become(self, actions: list[Action], updates: Sequence[tuple[int, int]]) -> None:
         """Take another plan."""
         self.actions = actions
-        self.runs = [index for index, action in enumerate(actions) if isinstance(action, Run)]
         self.update_order = {chunk: (index, position) for index, (position, chunk) in enumerate(updates)}
+        self.runs: list[int] = []
         self._copied: dict[int, list[int]] = {}  # a span's copies, by the position at which they are issued
-        position = -1
-        for action in actions:
+        for index, action in enumerate(actions):
             if isinstance(action, Run):
-                position = action.position
+                self.runs.append(index)
             elif isinstance(action, Copy):
-                self._copied.setdefault(action.span, []).append(position)
+                self._copied.setdefault(action.span, []).append(len(self.runs) - 1)
 
     def updated_next(self, chunk: int, span: int, position: int) -> bool:
         """Whether, after this position, a chunk's update comes before the next copy of its span."""

@@ -5,9 +5,9 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import NVME, training
 from torch import nn
 
+from helpers import NVME, training
 from infinity import planner
 from infinity.chunks import WEIGHTS
 from infinity.lanes import Job

@@ -25,7 +25,7 @@ from infinity import schedule
 from infinity.chunks import GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Layout, Record
 from infinity.compressor import moved_nbytes
 from infinity.planner import Placement, look_ahead
-from infinity.schedule import NEVER, NextUse, Use
+from infinity.schedule import NEVER, Use
 from infinity.tools.machine import Machine
 
 LINKS = ("compute", "gg", "cg", "nc", "rs", "gc", "update", "cn")
@@ -280,7 +280,6 @@ class _Rank:
             span.pinned = placement.pinned or span.index in on_device
             span.presence = "home" if span.pinned else "away"
         self.param_chunks = [layout.chunks_of(param) for param in range(len(layout.specs))]
-        self.next_use = NextUse(step.uses)
         self.budget = placement.device_nbytes - placement.fixed_nbytes
         self.used = self.peak = 0
         self.position = -1
@@ -317,7 +316,6 @@ class _Rank:
                         completed.append((position, chunk))
                         self.complete.setdefault(position, []).append(chunk)
         early = [] if step.deferred else [(p, c) for p, c in completed if self.chunks[c].homes[STATES] != "device"]
-        self.update_order = {chunk: (index, position) for index, (position, chunk) in enumerate(early)}
         self.num_updates_begun = 0
         slots_ahead, states_ahead = look_ahead(self.placement)
         actions = schedule.plan(
@@ -458,9 +456,9 @@ class _Rank:
             if chunk.pending:
                 self._begin_update(chunk)
             wish = self._ask(chunk, WEIGHTS, pin=True, urgent=needed) if chunk.homes[WEIGHTS] != "device" else None
-            following = self.next_use.after(span.index, self.position)
+            following = self.route.next_use.after(span.index, self.position)
             in_backward = self.position >= self.step.backward
-            copied_again = in_backward and self.next_use.after(span.index, following) != NEVER
+            copied_again = in_backward and self.route.next_use.after(span.index, following) != NEVER
             chunk.weights_expected = copied_again or self.route.updated_next(chunk.index, span.index, self.position)
             chunk.gathered = _Flag(True)
             self.update.hurry(chunk.updating)
@@ -530,7 +528,7 @@ class _Rank:
 
     def _make_room(self, span: _Span, needed: bool):
         def later(index: int) -> int:
-            return self.next_use.cyclic(index, self.position, len(self.step.uses))
+            return self.route.next_use.cyclic(index, self.position, len(self.step.uses))
 
         if self.used + span.nbytes <= self.budget:
             return True
@@ -789,16 +787,16 @@ class _Rank:
         """As the pipeline's distances to the next use."""
         period = len(self.step.uses)
         if kind == WEIGHTS:
-            distance = self.next_use.cyclic(chunk.span.index, self.position, period)
-            due = self.update_order.get(chunk.index)
+            distance = self.route.next_use.cyclic(chunk.span.index, self.position, period)
+            due = self.route.update_order.get(chunk.index)
             if due is not None and (chunk.update_expected or not chunk.updating.raised):
                 distance = min(distance, max(due[1], self.position))
             return distance
-        if chunk.index not in self.update_order:
-            first = self.next_use.after(chunk.span.index, -1)
+        if chunk.index not in self.route.update_order:
+            first = self.route.next_use.after(chunk.span.index, -1)
             return first if first > self.position else first + period
-        index = self.update_order[chunk.index][0] - self.num_updates_begun
-        return index if index >= 0 else index + len(self.update_order)
+        index = self.route.update_order[chunk.index][0] - self.num_updates_begun
+        return index if index >= 0 else index + len(self.route.update_order)
 
     def _reader(self):
         while True:
