@@ -31,6 +31,7 @@ from infinity.margin import Margin
 from infinity.partition import Ranks
 from infinity.residency import TORCH_DTYPES, ChunkState, ParameterState, SpanState, owner_of, set_owner
 from infinity.scaling import LossScale, Scaler
+from infinity.sharing import part_versions, refuse_shared
 from infinity.tiling import tile_to_fit
 from infinity.timeline import timeline_of
 from infinity.values import Values
@@ -433,6 +434,8 @@ class Engine:
 
     def _set_up(self) -> None:
         model = self._model()
+        refuse_shared(model)  # the program may have changed the model since the engine was made
+        part_versions(param for _, param in self._named)
         deferred = self._deferred()
         self.accumulating = self.optimizer is not None and self.optimizer.accumulation_steps > 1
         self.moments = self.optimizer.rule.moments if self.optimizer is not None else ADAM_MOMENTS
@@ -527,7 +530,11 @@ def offload(model: nn.Module, config: Config | None = None) -> Engine:
 
 
 def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tuple[str, int]]:
-    """Tile what `config.tile_above` says, before the model has an engine: (name, number of tiles). Every rank must call it."""
+    """Tile what `config.tile_above` says, before the model has an engine: (name, number of tiles). Every rank must call it.
+
+    Raises ConfigError, before anything is changed, for a model that no engine can train.
+    """
+    refuse_shared(model)
     budget = config.device_memory
     if config.tile_above == budget == "auto":
         budget, _ = budgets(config, device_of(config.device), ranks)

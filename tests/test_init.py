@@ -59,6 +59,7 @@ def tied_and_copied():
             self.head.weight = self.token.weight
             self.twin = copy.deepcopy(self.head)
             self.again = nn.Parameter(self.scale)
+            self.again.data = self.again.data.clone()  # else it would be tied to the other, as the engine could not keep it
 
     return Both()
 

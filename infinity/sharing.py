@@ -1,0 +1,150 @@
+"""Tensors of a model that share memory: which an engine can take apart without a change of what the model computes, and which not.
+
+Knows modules, tensors and their addresses. Must not know engines, which give each parameter memory of its own.
+"""
+
+# [Note: parameters that share memory]
+# Once parameters come and go, each has memory of its own, in every tier. So
+#
+#   - one nn.Parameter under several names is one parameter: tied, as ever;
+#   - parameters that were cut from one tensor, and overlap nowhere, lose nothing but their common version counter. Autograd would take
+#     an update of one for a change of the others, so each gets a counter of its own. It stays the same object, with its hooks;
+#   - two parameters with an element in common (`head.weight.data = embedding.weight.data`) would silently come apart, and a buffer or an
+#     attribute over a parameter's memory would keep old values: these are refused, with the line that says what is meant.
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+
+
+class _Place(NamedTuple):
+    """Where a tensor of a model lies: bytes [start, end). number: among all, parameters first. kind: "parameter", "buffer" or "attribute".
+    leaves: an engine takes it."""
+
+    number: int
+    kind: str
+    name: str
+    leaves: bool
+    device: str
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def refuse_shared(model: nn.Module) -> None:
+    """Raise ConfigError if a parameter of the model shares an element with another one, with a buffer or with a module's attribute."""
+    with torch._C.DisableTorchFunction():  # nobody is to bring back a parameter that is under construction, for its address
+        places = sorted(_places(model), key=lambda place: (place.device, place.start))
+    near: list[_Place] = []  # of those that begin before it, what may reach into a place
+    for place in places:
+        near = [other for other in near if other.device == place.device and other.end > place.start]
+        for other in near:
+            if (place.leaves or other.leaves) and _overlap(place, other):
+                raise ConfigError(_refusal(*sorted((place, other))))
+        near.append(place)
+
+
+def part_versions(params: Iterable[nn.Parameter]) -> None:
+    """Give each parameter a version counter of its own, where several have one; see [Note: parameters that share memory]."""
+    before = [(param, param._version) for param in params]
+    for param, _ in before:
+        torch.autograd.graph.increment_version(param)
+    for param, version in before:
+        if param._version != version + 1:
+            _renew_version(param)
+
+
+def _renew_version(param: nn.Parameter) -> None:
+    """What is behind the object is another tensor now, over the same memory; hooks and gradient are behind it, too, and come along."""
+    fresh = nn.Parameter(param.data, requires_grad=param.requires_grad)
+    hooks, last_hooks, grad = param._backward_hooks, param._post_accumulate_grad_hooks, param.grad
+    torch._C._swap_tensor_impl(param, fresh)
+    param._backward_hooks, param._post_accumulate_grad_hooks, param.grad = hooks, last_hooks, grad
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    """Of parameters, buffers and attributes, each tensor once."""
+    known = set()
+    for kind, name, tensor in (
+        *(("parameter", *named) for named in model.named_parameters()),
+        *(("buffer", *named) for named in model.named_buffers()),
+        *(("attribute", *named) for named in _attributes(model)),
+    ):
+        if id(tensor) not in known and _has_memory(tensor):
+            leaves = kind == "parameter" and tensor.is_floating_point()
+            start, last = tensor.data_ptr(), sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+            end = start + (last + 1) * tensor.element_size()
+            place = (start, end, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            yield _Place(len(known), kind, name, leaves, str(tensor.device), *place)
+        known.add(id(tensor))
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that modules have as plain attributes, or in a list, tuple or dict that is one; but for what a hook makes anew before each
+    forward pass, as torch.nn.utils.spectral_norm does."""
+    for prefix, module in model.named_modules():
+        made_anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules") or name in made_anew:
+                continue
+            items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+            for suffix, item in [("", value), *((f"[{key!r}]", item) for key, item in items)]:
+                if isinstance(item, torch.Tensor):
+                    yield f"{prefix}.{name}{suffix}".lstrip("."), item
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it has elements, and values, by strides."""
+    if nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
+        return False
+    return tensor.numel() > 0
+
+
+def _overlap(a: _Place, b: _Place) -> bool:
+    """Whether two tensors have a byte in common, also where what lies between the elements of one are elements of the other."""
+    return max(a.start, b.start) < min(a.end, b.end) and np.shares_memory(_Addresses(a), _Addresses(b))
+
+
+class _Addresses:
+    """A tensor as NumPy sees it, on whatever device: nobody reads there."""
+
+    def __init__(self, place: _Place):
+        strides = tuple(stride * place.dtype.itemsize for stride in place.stride)
+        memory = {"data": (place.start, True), "typestr": f"|V{place.dtype.itemsize}", "version": 3}
+        self.__array_interface__ = memory | {"shape": place.shape, "strides": strides}
+
+
+def _refusal(a: _Place, b: _Place) -> str:
+    """a is a parameter."""
+    if b.kind != "parameter":
+        line = f"{_path(b.name)} = {_path(b.name)}.detach().clone()"
+        return (
+            f"the {b.kind} {b.name} lies in the memory of the parameter {a.name}, which leaves for the engine's tiers, so it would keep old "
+            f"values. Read {a.name} in forward instead; or give it memory of its own, before the engine takes the model: `{line}`."
+        )
+    where = "before infinity.offload, or inside infinity.init"
+    if a[-5:] == b[-5:]:  # the same elements
+        return (
+            f"{a.name} and {b.name} are two parameters in the same memory, as after `{_path(b.name)}.data = {_path(a.name)}.data`. The "
+            f"engine gives each parameter memory of its own, so they would come apart. Tie them as one parameter, {where}: "
+            f"`{_path(b.name)} = {_path(a.name)}`."
+        )
+    return (
+        f"{a.name} and {b.name} are two parameters that share a part of their memory. The engine gives each parameter memory of its own, so "
+        f"they would come apart. Keep one of them and take a view of it in forward; or let them be two, {where}: "
+        f"`{_path(b.name)}.data = {_path(b.name)}.data.clone()`."
+    )
+
+
+def _path(name: str) -> str:
+    """How a program writes it: numbers are indices."""
+    return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in name.split("."))
