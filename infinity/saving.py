@@ -11,8 +11,17 @@ the disk (manifest.py).
 #   - what has not changed when a step has passed, or somebody waits, or after PATIENCE_S: by the thread of the checkpoint. Records
 #     that need no read from NVMe, or are of frozen weights, it takes at once;
 #   - on the device in `save`, before it returns: whatever runs there next may write to the record itself.
-# Who wants an area waits until the write from it is over: that is all that training ever waits for. A file of records that have not
-# changed since the last checkpoint on the same filesystem is linked.
+# Who wants an area waits until the write from it is over: that is all that training ever waits for.
+#
+# [Note: what is linked]
+# A file of records that have not changed since the last checkpoint on the same filesystem is linked: one inode then lies in several
+# checkpoints, and what damages it damages all of them. So
+#   - what is linked is read and summed meanwhile, in a thread of its own: as much as the save writes, and CHECK_NBYTES in any case, what
+#     was not for longest first, so that the reading is hidden; all of it once in CHECK_EVERY saves. Where the sums are others, the file is
+#     written anew, as the engine still has what belongs there, and a warning names it;
+#   - once in RENEW_EVERY saves, by turns, a file is written anew: so many checkpoints share one, at most.
+# A record of a linked file that is about to change before it was read is taken as any other, and the file is written.
+#
 # Collectives are made in `save` alone; afterwards the ranks tell each other by `Ranks.post` how it went.
 #
 # Over 400 lines because who may take a record when is one protocol.
@@ -29,6 +38,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +63,9 @@ from infinity.updater import segments
 AREA_NBYTES = 16 << 20  # at most; of one segment
 LEAST_AREAS = 2  # one is filled while the other is written
 MOST_THREADS = 8  # that copy what is in host memory: half of the processors
+CHECK_NBYTES = 4 << 30  # of what is linked, in each save: a few seconds of one drive
+CHECK_EVERY = 4
+RENEW_EVERY = 8
 PATIENCE_S = 10.0  # of the checkpoint's thread with records that a step would bring into host memory
 _POLL_S = 0.02
 
@@ -104,7 +117,8 @@ class Saving:
         self._engine = engine
         self._ranks = engine.ranks
         self._lock = Monitor()
-        self._left: set[int] = set()  # chunks whose record is still to be taken
+        self._left: set[int] = set()  # chunks whose record is still to be taken, or read where it is linked
+        self._unread: dict[int, Linked] = {}  # linked files that are to be read first
         self._busy: set[int] = set()  # being taken
         self._crcs: dict[int, tuple[int, ...]] = {}
         self._changes: dict[int, int] = {}  # of each chunk, when it was taken
@@ -185,7 +199,7 @@ class Saving:
             self._name = ranks.exchange(self._directory.folder.encode() if self._directory else b"")[0].decode()
             folder = self._root / self._name
             files, self._places = lay_out([chunk.record for chunk in chunks], [chunk.trainable for chunk in chunks], ranks.rank)
-            linked = self._unchanged(files)
+            linked, unread = self._unchanged(files)
             fresh = sum(file.nbytes for index, file in enumerate(files) if index not in linked)
             everyone = sum(int(nbytes) for nbytes in ranks.exchange(str(fresh).encode())) + tensors.nbytes
 
@@ -206,9 +220,12 @@ class Saving:
         largest = max((chunk.record.numel * s.itemsize for chunk in chunks for s in chunk.record.segments), default=0)
         self._area_nbytes = min(AREA_NBYTES, -(-max(largest, 1) // PAGE_NBYTES) * PAGE_NBYTES)
         self._most_areas = max(LEAST_AREAS, self._host_nbytes // self._area_nbytes)
+        self._unread = {file: linked[file] for file in unread if file in self._writer.linked}
+        self._ages = {file: linked[file].age + 1 if file in self._writer.linked and file not in unread else 0 for file in range(len(files))}
         for chunk in chunks:
-            if self._places[chunk.index][0] in self._writer.linked:
-                self._note(chunk, linked[self._places[chunk.index][0]].crcs[chunk.index])
+            file = self._places[chunk.index][0]
+            if file in self._writer.linked and file not in self._unread:
+                self._note(chunk, linked[file].crcs[chunk.index])
                 continue
             self._left.add(chunk.index)
             if chunk.pending is not None:
@@ -216,7 +233,7 @@ class Saving:
             else:
                 chunk.before_change = self._take
         for chunk in chunks:
-            if chunk.on_device and chunk.index in self._left:
+            if chunk.on_device and chunk.index in self._left and self._places[chunk.index][0] not in self._unread:
                 self._take(chunk)
 
     def _check_alike(self, what: dict, tensors: Tensors) -> None:
@@ -257,11 +274,12 @@ class Saving:
             found["scaler"] = {"scale": engine.cycle.scaler.scale, "num_clean": engine.cycle.scaler.num_clean}
         return found
 
-    def _unchanged(self, files) -> dict[int, Linked]:
-        """Files of the last checkpoint of this engine that hold what this one's would."""
+    def _unchanged(self, files) -> tuple[dict[int, Linked], list[int]]:
+        """Files of the last checkpoint of this engine that hold what this one's would, and which to read; see [Note: what is linked]."""
         last = self._engine.last_save
+        self._number = 0 if last is None else last.number + 1
         if last is None or [file.nbytes for file in last.files] != [file.nbytes for file in files]:
-            return {}
+            return {}, []
         inside: dict[int, list[ChunkState]] = {}
         for chunk in self._engine.registry.chunks:
             inside.setdefault(self._places[chunk.index][0], []).append(chunk)
@@ -274,9 +292,16 @@ class Saving:
                 and last.changes.get(chunk.index) == chunk.num_changes
                 for chunk in chunks
             )
-            if still and _is_file(path, files[index].nbytes, self._root):
-                found[index] = Linked(path, {chunk.index: last.crcs[chunk.index] for chunk in chunks})
-        return found
+            in_turn = (self._number + index) % RENEW_EVERY == 0
+            if still and not in_turn and _is_file(path, files[index].nbytes, self._root):
+                found[index] = Linked(path, {chunk.index: last.crcs[chunk.index] for chunk in chunks}, last.ages[index])
+        left = max(sum(file.nbytes for index, file in enumerate(files) if index not in found), CHECK_NBYTES)
+        unread = []
+        for index in sorted(found, key=lambda index: -found[index].age):
+            if left > 0 or found[index].age + 1 >= CHECK_EVERY:
+                unread.append(index)
+                left -= files[index].nbytes
+        return found, unread
 
     # Taking a record: in the training thread, the update lane or the checkpoint's own.
 
@@ -296,6 +321,7 @@ class Saving:
                     return
                 self._busy.add(chunk.index)
             try:
+                self._unlink(self._places[chunk.index][0])
                 self._copy(chunk, entries)
             finally:
                 with self._lock:
@@ -308,6 +334,13 @@ class Saving:
         finally:
             for kind, entry in borrowed.items():
                 records.unpin(chunk, kind, entry)
+
+    def _unlink(self, file: int) -> None:
+        """A file that was linked and is not read yet is written instead."""
+        with self._lock:
+            if self._unread.pop(file, None) is not None:
+                self._writer.renew(file)
+                self._total_nbytes += self._files[file].nbytes
 
     def _copy(self, chunk: ChunkState, entries: dict | None) -> None:
         """Copy and sum the record an area at a time, and begin to write each."""
@@ -412,7 +445,74 @@ class Saving:
             atexit.unregister(self._at_exit)
 
     def _take_the_rest(self) -> None:
-        chunks = [chunk for chunk in self._engine.registry.chunks if chunk.index in self._left]
+        reader = threading.Thread(target=self._read_linked, name=f"{THREADS}save-reader", daemon=True)
+        reader.start()
+        try:
+            self._take_unlinked()
+        except BaseException as error:
+            self._fail(error)  # which ends the reader at its next area
+            raise
+        finally:
+            reader.join()
+
+    def _read_linked(self) -> None:
+        """Compare what is linked with its sums, file by file, and take what lies in a damaged one as if it had never been saved."""
+        try:
+            for file, linked in list(self._unread.items()):
+                chunks = [chunk for chunk in self._engine.registry.chunks if chunk.index in linked.crcs]
+                wrong = next((chunk for chunk in chunks if file in self._unread and not self._is_whole(chunk, linked.crcs[chunk.index])), None)
+                with self._lock:
+                    if file not in self._unread:  # a record of it was about to change
+                        wrong = None
+                    elif wrong is None:
+                        del self._unread[file]
+                        for chunk in chunks:
+                            self._note(chunk, linked.crcs[chunk.index])
+                            self._left.discard(chunk.index)
+                            chunk.before_change = None
+                        self._lock.notify_all()
+                    else:
+                        self._unlink(file)
+                if wrong is not None:
+                    names = [param.name for param in wrong.span.params]
+                    warnings.warn(
+                        f"{linked.path} has changed since it was saved ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''}): the checkpoint "
+                        f"{self.path} has its records anew, from the engine. Earlier checkpoints share the damaged file, and the drive may not be "
+                        f"sound: infinity checkpoint verify names those that are whole.",
+                        RuntimeWarning,
+                    )
+                for chunk in chunks:
+                    self._take(chunk)
+        except BaseException as error:
+            self._fail(error)
+
+    def _is_whole(self, chunk: ChunkState, crcs: tuple[int, ...]) -> bool:
+        """Whether a record of a linked file has its sums still."""
+        record = chunk.record
+        for segment, offset, expected in zip(record.segments, record.offsets, crcs):
+            nbytes, crc = record.numel * segment.itemsize, 0
+            for begin in range(0, nbytes, self._area_nbytes):
+                count = min(self._area_nbytes, nbytes - begin)
+                region, tickets = self._borrow()
+                try:
+                    self._settle(tickets)
+                    self._writer.read(chunk.index, offset + begin, region.buffer[: -(-count // PAGE_NBYTES) * PAGE_NBYTES]).wait()
+                    crc = aio_ext.crc32c(region.buffer[:count], crc)
+                except SwapError:  # of what was written from the area
+                    raise
+                except OSError:  # the drive has lost it
+                    return False
+                finally:
+                    with self._lock:
+                        self._areas.append((region, []))
+                        self._lock.notify_all()
+            if crc != expected:
+                return False
+        return True
+
+    def _take_unlinked(self) -> None:
+        with self._lock:
+            chunks = [c for c in self._engine.registry.chunks if c.index in self._left and self._places[c.index][0] not in self._unread]
         at_once = deque(
             chunk
             for chunk in chunks
@@ -469,7 +569,9 @@ class Saving:
             for rank in range(1, ranks.world):
                 ranks.forget(f"{self._name}/{rank}")
             ranks.post(f"{self._name}/result", b"")
-        self._engine.last_save = LastSave(self._root / self._name, self._files, dict(self._crcs), dict(self._changes))
+        self._engine.last_save = LastSave(
+            self._root / self._name, self._files, dict(self._crcs), dict(self._changes), self._number, dict(self._ages)
+        )
 
     def _report(self, error: BaseException) -> None:
         """Let the other ranks know."""
@@ -518,12 +620,17 @@ class Saving:
 
 @dataclass(frozen=True)
 class LastSave:
-    """What this rank wrote of the last checkpoint: its files, checksums, and how often each record had changed."""
+    """What this rank wrote of the last checkpoint: its files, checksums, and how often each record had changed.
+
+    number: how many this engine had saved before. ages: saves since each file was written or read.
+    """
 
     folder: Path
     files: list[manifests.File]
     crcs: dict[int, tuple[int, ...]]
     changes: dict[int, int]
+    number: int
+    ages: dict[int, int]
 
 
 def _sums(value, crcs: dict[int, int]) -> list[int]:

@@ -172,10 +172,12 @@ class Directory:
 
 @dataclass(frozen=True)
 class Linked:
-    """A file of an earlier checkpoint that holds what this one's would, and the checksums of its records."""
+    """A file of an earlier checkpoint that holds what this one's would, the checksums of its records, and for how many saves it has not
+    been read."""
 
     path: Path
     crcs: dict[int, tuple[int, ...]]
+    age: int = 0
 
 
 class Writer:
@@ -192,14 +194,15 @@ class Writer:
         self.places = places
         self.linked: set[int] = set()  # those that could be
         self._fds: dict[int, int] = {}
+        self._replaced: list[int] = []  # descriptors from which may still be read
         self._queue = None
         self._made: list[Path] = []
         try:
             for index, file in enumerate(files):
-                if index in linked and self._link(linked[index].path, folder / file.name):
+                fd = self._link(linked[index].path, folder / file.name) if index in linked else None
+                if fd is not None:
                     self.linked.add(index)
-                else:
-                    self._fds[index] = self._make(folder / file.name, file.nbytes)
+                self._fds[index] = self._make(folder / file.name, file.nbytes) if fd is None else fd
             self._queue = queue or QUEUE.queue()
         except OSError as error:
             self.abort()
@@ -210,11 +213,30 @@ class Writer:
         file, start = self.places[chunk]
         return self._queue.write(self._fds[file], buffer, start + offset)
 
+    def read(self, chunk: int, offset: int, buffer: memoryview) -> aio_ext.Ticket:
+        """Read a part of a record of a linked file, as `write`."""
+        file, start = self.places[chunk]
+        return self._queue.read(self._fds[file], buffer, start + offset)
+
+    def renew(self, file: int) -> None:
+        """A linked file is to be written after all. Raises SwapError; whoever made this must `abort` then."""
+        path = self.folder / self.files[file].name
+        try:
+            os.unlink(path)
+            self._made.remove(path)
+            self.linked.discard(file)
+            fd = self._make(path, self.files[file].nbytes)
+        except OSError as error:
+            raise failed("the checkpoint's files cannot be made", self.folder, error) from error
+        self._replaced.append(self._fds[file])
+        self._fds[file] = fd
+
     def finish(self) -> None:
         """Wait for the disk: what was written is there to stay. Every ticket must have been waited for."""
         try:
-            for fd in self._fds.values():
-                os.fsync(fd)
+            for index, fd in self._fds.items():
+                if index not in self.linked:
+                    os.fsync(fd)
         except OSError as error:
             self.abort()
             raise failed("a file of the checkpoint could not be brought to the disk", self.folder, error) from error
@@ -228,13 +250,14 @@ class Writer:
             with contextlib.suppress(OSError):
                 os.unlink(self._made.pop())
 
-    def _link(self, old: Path, new: Path) -> bool:
+    def _link(self, old: Path, new: Path) -> int | None:
+        """A descriptor that reads it."""
         try:
             os.link(old, new, follow_symlinks=False)
         except OSError:  # it went meanwhile, or the filesystem has no links, or no more of them
-            return False
+            return None
         self._made.append(new)
-        return True
+        return _direct(os.open(new, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), new, os.O_RDONLY)
 
     def _make(self, path: Path, nbytes: int) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -253,6 +276,8 @@ class Writer:
         self._queue = None
         while self._fds:
             os.close(self._fds.popitem()[1])
+        while self._replaced:
+            os.close(self._replaced.pop())
 
 
 class Tensors:
