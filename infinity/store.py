@@ -4,10 +4,11 @@ Knows directories, files, records' places and checksums. Must not know engines, 
 ranks share the work is told. What the files hold is [Note: the format of a checkpoint] in manifest.py.
 
 # [Note: old or new]
-# Rank 0 locks the directory and makes a new folder in it; each rank makes its files there, at their full size, writes and fsyncs them.
-# When all have, rank 0 fsyncs the folder and the directory, writes the manifest aside, fsyncs it, and renames it over the old one:
-# the one moment at which the new checkpoint is there. Then the old folder goes. Whatever fails before, also an fsync, which is never
-# tried again, ends that checkpoint and leaves the old one; the folder that a killed process leaves goes with the next checkpoint.
+# Rank 0 locks the directory, fsyncs those that lead to it, and makes a new folder in it; each rank makes its files there, at their full
+# size, writes and fsyncs them. When all have, rank 0 fsyncs the folder and the directory, writes the manifest aside, fsyncs it, and
+# renames it over the old one: the one moment at which the new checkpoint is there. Then the old folder goes. Whatever fails before, also
+# an fsync, which is never tried again, ends that checkpoint and leaves the old one; the folder that a killed process leaves goes with
+# the next checkpoint.
 # A reader opens all files before it reads: those it has open stay whole if a new checkpoint replaces them meanwhile.
 #
 # Over 400 lines because who writes and who reads must agree on what is there when.
@@ -19,6 +20,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import itertools
 import os
 import shutil
 import stat
@@ -100,6 +102,9 @@ class Directory:
 
     def _claim(self) -> None:
         self.path.mkdir(exist_ok=True)
+        for parent in ancestors(self.path):  # who made the directory, just now or before, may not have brought it to the disk
+            with contextlib.suppress(PermissionError):  # where it may not be read
+                sync_directory(parent)
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._remove_folders(keep=_current_folder(self.path))
@@ -137,8 +142,6 @@ class Directory:
             raise failed("the checkpoint could not be completed", self.path, error) from error
         try:
             os.fsync(self._fd)
-            if self._is_new:
-                sync_directory(self.path.parent)
         except OSError as error:  # whether the old or the new one is there after a crash now is unknown: both stay
             self.close()
             raise failed("the checkpoint is there, but may not outlive a crash of the machine", self.path, error) from error
@@ -615,6 +618,13 @@ def segment_bytes(record: Record, buffer: memoryview) -> dict[str, memoryview]:
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """A contiguous CPU tensor's own memory."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+
+
+def ancestors(path: Path) -> list[Path]:
+    """The directories that lead to a directory, on its filesystem."""
+    path = path.resolve()
+    device = path.stat().st_dev
+    return list(itertools.takewhile(lambda parent: parent.stat().st_dev == device, path.parents))
 
 
 def sync_directory(path: Path) -> None:
