@@ -59,7 +59,7 @@ def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
 
     There, `dcp.load` it into {"model": m, "optim": o} with m, o = get_state_dict(model, optimizer), and set_state_dict these. Without
     an optimizer only model.* is written. Call it between step() and the next forward pass, on all ranks, which must see the same
-    directory; training waits. Host memory: one record and one part of it in fp32. Not in it, and in `infinity.save`: the fp16
+    directory, which is made for its owner alone (0700); training waits. Host memory: one record and one part of it in fp32. Not in it, and in `infinity.save`: the fp16
     loss scale, generators, schedulers. A tiled layer's step count is the largest of its tiles.
 
     Raises CheckpointError for a directory that holds such a checkpoint already, which DCP cannot replace as a whole, and for what the
@@ -114,7 +114,7 @@ def _make_directory(path: Path) -> None:
     try:
         if (path / _METADATA).exists():
             raise CheckpointError(f"{path} holds a checkpoint already, which DCP replaces file by file; save elsewhere or remove it")
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise failed("the checkpoint's directory cannot be made", path, error) from error
 

@@ -9,6 +9,7 @@ ranks share the work is told. What the files hold is [Note: the format of a chec
 # renames it over the old one: the one moment at which the new checkpoint is there. Then the old folder goes. Whatever fails before, also
 # an fsync, which is never tried again, ends that checkpoint and leaves the old one; the folder that a killed process leaves goes with
 # the next checkpoint.
+# What is made is its owner's alone, as swap is: files 0600, directories 0700, but for a directory that was there.
 # A reader opens all files before it reads: those it has open stay whole if a new checkpoint replaces them meanwhile.
 #
 # Over 400 lines because who writes and who reads must agree on what is there when.
@@ -101,14 +102,14 @@ class Directory:
             raise failed("the checkpoint's directory cannot be written", path, error) from error
 
     def _claim(self) -> None:
-        self.path.mkdir(exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
         for parent in ancestors(self.path):  # who made the directory, just now or before, may not have brought it to the disk
             with contextlib.suppress(PermissionError):  # where it may not be read
                 sync_directory(parent)
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._remove_folders(keep=_current_folder(self.path))
-        os.mkdir(self.path / self.folder)
+        os.mkdir(self.path / self.folder, 0o700)
 
     def check_space(self, nbytes: int) -> None:
         """Raise CheckpointError if so many bytes have no room there."""
@@ -129,7 +130,7 @@ class Directory:
             Manifest.from_json(data, str(self.path / manifests.NAME))  # what could not be read again must not take a place
             new = self.path / _TEMPORARY
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(new, flags, 0o666), "wb") as file:
+            with open(os.open(new, flags, 0o600), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -263,7 +264,7 @@ class Writer:
         return _direct(os.open(new, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), new, os.O_RDONLY)
 
     def _make(self, path: Path, nbytes: int) -> int:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._made.append(path)
         try:
             if nbytes:
@@ -307,7 +308,7 @@ class Tensors:
     def write(self, folder: Path) -> None:
         path = folder / manifests.TENSORS_NAME
         try:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb") as file:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
                 for value in self._values:
                     file.write(as_bytes(value))
                 file.flush()

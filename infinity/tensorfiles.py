@@ -223,7 +223,8 @@ def write_files(
     once a tensor, file by file, those of wider dtypes first. Each is written before the next is asked for.
     progress(done_nbytes, total_nbytes) is called as bytes are written, headers included. `metadata` joins {"format": "pt"}.
 
-    The directory is made if it is missing, in a parent that exists. All or nothing: see [Note: a folder is whole or absent].
+    The directory is made if it is missing, in a parent that exists; unlike a checkpoint, which is private, what is made for others has
+    the modes of the umask. All or nothing: see [Note: a folder is whole or absent].
     Raises CheckpointError if the directory holds tensors or the disk has no room, ValueError for a spec that has no place in a
     file or parts that are not what the spec says, OSError with the path. After an error nothing is left of what was written.
     """

@@ -41,6 +41,7 @@ import infinity
 from aio_ext import _aio
 from helpers import everything_in
 from infinity import chunks, manifest, saving, store
+from infinity.conversion import export, reshard
 from infinity.errors import CheckpointError, SwapError, UsageError
 from infinity.store import Checkpoint, Directory, Tensors, Writer, lay_out
 
@@ -1442,6 +1443,25 @@ def test_other_peoples_files_stay(run, tmp_path):
     assert not (target / "data-aaaaaaaaaaaa").exists()
     assert sum(bool(FOLDER.fullmatch(found.name)) and not found.is_symlink() for found in target.iterdir()) == 1
     assert on_disk(target)[0] == 2
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["directory there", "directory made"])
+def test_a_checkpoint_is_its_owners_alone_but_for_a_directory_that_was_there(run, tmp_path, there):
+    target, before = tmp_path / "target", os.umask(0)
+    try:
+        if there:
+            target.mkdir(0o755)
+        run.train().save(target)
+        reshard(target, tmp_path / "other", world=2)
+        export(target, tmp_path / "exported")
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for folder in (target, tmp_path / "other") for path in folder.rglob("*") if path.is_file()}
+    assert modes == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in target.rglob("*") if path.is_dir()} == {0o700}
+    assert stat.S_IMODE(target.stat().st_mode) == (0o755 if there else 0o700)
+    assert stat.S_IMODE((tmp_path / "other").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "exported" / "model.safetensors").stat().st_mode) == 0o666, "what is made for others"
 
 
 def test_a_directory_that_a_failed_first_checkpoint_made_is_gone_unless_somebody_uses_it(run, tmp_path):
