@@ -18,6 +18,13 @@ together: each guards the state that another one changes.
 # anything else, such as a backward pass over a graph that is older than the last one, the chunk waits for the end of the pass. So it
 # does once it has received more than was expected, and where one of several forward passes uses a parameter that had no gradient in
 # the last step: the one that goes backward may be another this time.
+#
+# [Note: backward passes that only pass through]
+# A frozen model hands gradients on to what it was given: a critic, a teacher, a base under adapters that are not the engine's. So a
+# backward pass belongs to a step only once it brings a gradient to one of the engine's parameters, on any rank; before that, it is taken to
+# if a forward pass since the last such one had anything to train. One that brings none needs no optimizer, counts as none of
+# `accumulation_steps`, and a step() after it changes nothing, as in plain PyTorch. With no step() to end it, a cycle of the pipeline ends
+# there, or where a forward pass has built no graph.
 
 from __future__ import annotations
 
@@ -44,7 +51,9 @@ from infinity.schedule import NEVER
 from infinity.updater import Hyper, add_norm
 
 _MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
+_TORN = "a backward pass after one that failed half-way and had begun to update; see step()"
 _EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_MOST_FORWARDS = 16  # in a cycle that no step() ends: graphs may be built that never go backward
 
 
 class Cycle:
@@ -69,10 +78,13 @@ class Cycle:
         self.half_loaded = False  # a checkpoint's records are not all there
         self.num_skipped = 0  # steps whose gradients were not finite
         self._awaits_end = False  # a backward pass under way will call end_backward
-        self.num_forwards = 0  # that built a graph, since the last backward pass
+        self.num_forwards = 0  # that built a graph and had something to train, since the last backward pass that counts
+        self._num_passing = 0  # forward passes of a cycle of the pipeline that no step() ends
+        self._cycle_is_over = True  # the next such pass begins another
         self._forwards_last: dict[int, int] = {}  # in the step before, by backward pass
         self.by_layer: bool | None = None  # whether the step under way, or the last one, is one of infinity.vertical
         self._frozen = [state for state in self.registry.params if not state.trainable]
+        self._trainable = [state for state in self.registry.params if state.trainable]
         self._departed: list[ParameterState] = []  # whose gradients have left, and param.grad says so
         self._gradients_wait = False  # for a step() or zero_grad()
         self._reset()
@@ -115,17 +127,31 @@ class Cycle:
             self._awaits_end = False  # of a backward pass that failed
             self._clear_gradients()
             self._check_frozen()
-            self.num_forwards += torch.is_grad_enabled()
+            trains = torch.is_grad_enabled() and any(state.param.requires_grad for state in self._trainable)
+            self.num_forwards += trains
+            passes = torch.is_grad_enabled() and not (self.num_forwards or self.num_backwards)
+            if self.optimizer is None or passes:
+                self._begin_passing()
         if self.backward_task is None and self.optimizer is not None and torch.is_grad_enabled():
             self._begin_step_of(by_layer=False)
-        if self.optimizer is None and not torch.is_grad_enabled():
-            self.hooks.recording = True  # without an optimizer a forward pass is the whole cycle
-            self.pipeline.adopt((), (), anew=bool(self.pipeline.trace) and self.margin.settle())
-            self.pipeline.begin_cycle()
         if self.activations is not None:
             self.activations.begin_forward(model.buffers())
         shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
         self.margin.begin_forward(shapes, self.hooks.recording)
+
+    def _begin_passing(self) -> None:
+        """A forward pass of a cycle that no step() will end; see [Note: backward passes that only pass through]."""
+        self.hooks.recording = True
+        self._num_passing += 1
+        if self._cycle_is_over or self._num_passing > _MOST_FORWARDS:
+            if self.pipeline.trace:
+                self.pipeline.adopt((), (), anew=self.optimizer is None and self.margin.settle())
+                self.pipeline.begin_cycle()
+            self._cycle_is_over, self._num_passing = True, 1
+
+    def graph_built(self) -> None:
+        """The outermost forward pass returned something that has a gradient: its backward pass belongs to the cycle."""
+        self._cycle_is_over = False
 
     def _begin_step_of(self, *, by_layer: bool) -> None:
         """An ordinary step and one of `infinity.vertical` have nothing to learn from each other: trace, gradients, plan."""
@@ -149,18 +175,28 @@ class Cycle:
             return
         self._clear_gradients()
         self._check_open()
-        if self.optimizer is None:
-            raise UsageError("a backward pass needs an optimizer: make infinity.AdamW(model.parameters()) before it")
-        self._refuse_torn()
-        if self.num_backwards >= self.optimizer.accumulation_steps:
-            raise UsageError(
-                f"backward pass {self.num_backwards + 1} since the last step, but accumulation_steps="
-                f"{self.optimizer.accumulation_steps}. Declare it: infinity.AdamW(..., accumulation_steps=...)."
-            )
         self.await_end()
         self.backward_task = torch._C._current_graph_task_id()
         self.hooks.recording = True  # an evaluation may have run since the forward pass
-        self._expect_gradients()
+        self.trains, self.came = self.num_forwards > 0 and self._why_not_train() is None, False
+        if self.trains:
+            self._expect_gradients()
+        else:
+            for state in self.registry.params:
+                state.arrivals = 0
+
+    def _why_not_train(self) -> str | None:
+        """What is wrong with gradients now, if anything is."""
+        if self.optimizer is None:
+            return "a backward pass needs an optimizer: make infinity.AdamW(model.parameters()) before it"
+        if self.torn:
+            return _TORN
+        if self.num_backwards >= self.optimizer.accumulation_steps:
+            return (
+                f"backward pass {self.num_backwards + 1} since the last step, but accumulation_steps="
+                f"{self.optimizer.accumulation_steps}. Declare it: infinity.AdamW(..., accumulation_steps=...)."
+            )
+        return None
 
     def await_end(self) -> None:
         """Have end_backward called when the backward pass under way is over, ours or not: of nested ones that from which this is called
@@ -197,6 +233,15 @@ class Cycle:
                     f"needs it. Return what the loss is made of as tensors, in tuples, lists, dicts or dataclasses; or use bf16."
                 )
             self.begin_backward()
+        if not self.trains:
+            if (refusal := self._why_not_train()) is not None:
+                self.backward_task, self._awaits_end = None, False  # nothing of the step has changed
+                self.hooks.release_all()
+                self.pipeline.drain_dropped()
+                raise UsageError(refusal)
+            self.trains = True
+            self._expect_gradients()
+        self.came = True
 
     def gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
         """A parameter's gradient of this backward pass, or of one region of it."""
@@ -239,6 +284,9 @@ class Cycle:
             self.activations.drain()
         for chunk in self.reduce_all():
             self._sum_squares(chunk)
+        self._cycle_is_over, self.has_passed = True, True
+        if not self.came:
+            return
         number = self.num_backwards
         self._ends[number] = len(self.pipeline.trace)
         self.num_backwards += 1
@@ -257,8 +305,9 @@ class Cycle:
         """Reduce whatever gradients any rank has gathered since the last reduction; every rank must call it."""
         if self.ranks.world == 1:
             return []
-        waiting = torch.tensor([chunk.flat_gradient is not None for chunk in self.registry.chunks], dtype=torch.int32)
-        found = [chunk for chunk, waits in zip(self.registry.chunks, self.ranks.max_(waiting).tolist()) if waits]
+        waiting = torch.tensor([self.came, *(chunk.flat_gradient is not None for chunk in self.registry.chunks)], dtype=torch.int32)
+        self.came, *waiting = map(bool, self.ranks.max_(waiting).tolist())
+        found = [chunk for chunk, waits in zip(self.registry.chunks, waiting) if waits]
         for chunk in found:
             self.gradients.reduce(chunk)
         return found
@@ -281,7 +330,7 @@ class Cycle:
             )
         self._refuse_torn()
         self._begin_step_of(by_layer=True)
-        self.backward_task, self.num_backwards = _MANY_GRAPHS, num_micro_batches - 1
+        self.backward_task, self.num_backwards, self.trains, self.came = _MANY_GRAPHS, num_micro_batches - 1, True, True
         self._expect_gradients()
         try:
             yield
@@ -313,7 +362,7 @@ class Cycle:
             )
         if self.failed:
             raise UsageError("step() after a backward pass that raised; call zero_grad() and run it again")
-        if not self.num_backwards:
+        if not (self.num_backwards or self.has_passed):
             raise UsageError("step() without a finished backward pass since the last step")
         self.raise_failure()
         hyper = self._hyper()
@@ -431,7 +480,7 @@ class Cycle:
 
     def _refuse_torn(self) -> None:
         if self.torn:
-            raise UsageError("a backward pass after one that failed half-way and had begun to update; see step()")
+            raise UsageError(_TORN)
 
     def check_gradients(self) -> None:
         """Drop what model.zero_grad() did; raises UsageError where it dropped some only, or too late."""
@@ -644,7 +693,10 @@ class Cycle:
     def _reset(self, torn: bool = False) -> None:
         """Nothing has happened since the last step."""
         self.backward_task: int | None = None
-        self.num_backwards = 0
+        self.num_backwards = 0  # that brought gradients
+        self.trains = False  # the backward pass under way, or the last one, is taken to be one of the step
+        self.came = False  # it has brought a gradient: until it is over on this rank, then on any
+        self.has_passed = False  # a backward pass is over
         self.early_hyper: Hyper | None = None
         self.torn = torn
         self.failed = False  # a backward pass raised

@@ -415,6 +415,7 @@ class Hooks:
                 continue
             if begins and (tensor.is_floating_point() or not frame.scales):
                 tensor.register_hook(self._backward_begins)
+                self.cycle.graph_built()
             if frame.op.whole:
                 tensor.register_hook(lambda grad: self._before_leaf_backward(frame.op, seen))
             elif unseen and isinstance(tensor.grad_fn, BackwardCFunction):
