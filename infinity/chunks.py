@@ -54,7 +54,7 @@ class ParameterSpec:
     trainable: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """`numel` elements of parameter `param`, from `param_start` in it, at `start` in a chunk or shard."""
 

@@ -25,7 +25,7 @@ from infinity.chunks import STATES, WEIGHTS
 from infinity.config import listed
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError, ConfigError
-from infinity.inventory import loose_tensors, parameters_of, set_generators, with_extra_state
+from infinity.inventory import checked_generators, loose_tensors, parameters_of, set_generators, with_extra_state
 from infinity.manifest import Whole
 from infinity.residency import TORCH_DTYPES, ChunkState
 from infinity.store import Checkpoint, Progress
@@ -222,9 +222,12 @@ class _Loading:
             self._wrong.append(f"extra state of {name or 'the model'} is only {'in the model' if name in here else 'in the checkpoint'}")
         self.extra = decode(manifest.extra)
         rank, world = self.engine.ranks.rank, self.engine.ranks.world
-        self._generators = decode(manifest.rng[rank]) if len(manifest.rng) == world else None
-        if self._generators is not None and not isinstance(self._generators, dict):
-            self._wrong.append("its generators' states make no sense")
+        self._generators = None
+        if len(manifest.rng) == world:
+            try:
+                self._generators = checked_generators(decode(manifest.rng[rank]), self.engine.device)
+            except CheckpointError as error:
+                raise error if str(self.checkpoint.path) in str(error) else CheckpointError(f"{self.checkpoint.path}: {error}") from None
         self._scale = None
         if self.with_states and self.engine.cycle.scaler is not None and manifest.scaler is not None:
             scale, num_clean = manifest.scaler.get("scale"), manifest.scaler.get("num_clean")

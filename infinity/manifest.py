@@ -5,7 +5,8 @@ says is checked before anything is done with it: what is read here may be damage
 
 # [Note: the format of a checkpoint]
 # A directory with `manifest.json` and one folder `data-<12 hexadecimal digits>`. The manifest is replaced as a whole, by a rename,
-# once all files of its folder are on the disk: what it does not name does not belong to the checkpoint. It is a JSON object:
+# once all files of its folder are on the disk: what it does not name does not belong to the checkpoint. It is a JSON object, in ASCII, of at
+# most 64 MiB, with these keys in this order:
 #
 #   format, version   "infinity checkpoint", 1
 #   folder            of the files below
@@ -27,6 +28,12 @@ says is checked before anything is done with it: what is read here may be damage
 # moments. A frozen one has the weight alone. Each holds the elements up to the end of the chunk's last piece, and no more.
 # fp32 bits of a bf16 weight's master: (weight bits << 16) + residual.
 #
+# [Note: nothing is made of a manifest before it is known to be small]
+# JSON of a few bytes may take fifty times as much memory as objects. So no more than a window of the text is made into objects at once,
+# which are checked and kept in a compact form before the next; longer values must fit into a budget by a count of their brackets and
+# commas. Tables are bounded by what a model of over 100,000 parameters needs. What goes past a bound is refused, and when it is
+# saved, too, as `Directory.commit` reads what it has written.
+#
 # [Note: values in JSON]
 # Numbers, strings, true, false, null, lists and objects stand for themselves. Else an object of one key: $float "nan" | "inf" |
 # "-inf"; $tuple [items]; $dict [[key, value], ...] where keys are not strings; $counter the same; $bytes base64; $tensor and
@@ -45,7 +52,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,7 +68,14 @@ FOLDER_NAME = re.compile(r"data-[0-9a-f]{12}")
 FILE_NAME = re.compile(r"rank\d{1,6}-\d{1,6}\.records")
 TENSORS_NAME = "tensors"
 MOMENTS_DTYPES = ("fp32", "bf16")
-LARGEST_NBYTES = 1 << 30  # of a manifest
+LARGEST_NBYTES = 64 << 20  # of a manifest
+_WINDOW_NBYTES = 1 << 16  # of text, for most values
+_MOST_NBYTES = 1 << 20  # of text, for one entry
+_ENTRIES_NBYTES = 48 << 20  # of memory, for everything that is listed
+_VALUES_NBYTES = 8 << 20  # for what the program gave
+_PARAMETER_NBYTES, _PIECE_NBYTES, _CHUNK_NBYTES = 184, 128, 400  # of memory, about, without names
+_MOST_ALIKE = 16  # keys of a dict with one hash
+_SPACE = re.compile(r"[ \t\n\r]*")
 _LARGEST = 1 << 62  # of any number of elements or bytes
 _MOST_BITS = 4096  # of a number in `extra`
 _ALIGNMENT = 4096
@@ -77,7 +92,7 @@ TENSOR_DTYPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Whole:
     """The parameter of the plain layer that a tile is a part of, and where the tile begins in it, one number a dimension."""
 
@@ -86,7 +101,7 @@ class Whole:
     begin: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """`step` counts the updates that it received; `group` is the index of its parameter group."""
 
@@ -129,13 +144,35 @@ class Place:
     crcs: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+class Row:
+    """The places of a chunk's records by rank, as flat numbers: there may be a million of them."""
+
+    __slots__ = ("_numbers", "_width")
+
+    def __init__(self, numbers: array, width: int):
+        self._numbers, self._width = numbers, width
+
+    def __len__(self) -> int:
+        return len(self._numbers) // self._width
+
+    def __getitem__(self, rank: int) -> Place:
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        file, offset, *crcs = self._numbers[rank * self._width : (rank + 1) * self._width]
+        return Place(file, offset, tuple(crcs))
+
+    def at(self, rank: int) -> tuple[int, int]:
+        """File and offset."""
+        return self._numbers[rank * self._width], self._numbers[rank * self._width + 1]
+
+
+@dataclass(frozen=True, slots=True)
 class File:
     name: str
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
@@ -157,7 +194,7 @@ class Manifest:
     parameters: tuple[Parameter, ...]
     aliases: dict[str, str]
     chunks: tuple[Chunk, ...]
-    places: tuple[tuple[Place, ...], ...]
+    places: tuple[Sequence[Place], ...]
     files: tuple[File, ...]
     tensors: tuple[StoredTensor, ...] = ()
     model: dict = field(default_factory=dict)
@@ -206,9 +243,9 @@ class Manifest:
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
         """Raises CheckpointError that names `where` for anything but a whole, consistent manifest."""
-        content = _signed(data, where)
+        body = _signed(data, where)
         try:
-            return _Checked(content).manifest()
+            return _Checked(_Text(body)).manifest()
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error}") from None
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError, IndexError) as error:
@@ -222,26 +259,124 @@ def _parameter_to_json(parameter: Parameter) -> dict:
     return found
 
 
-def _signed(data: bytes, where: str) -> dict:
-    """The object that the bytes stand for, once their digest is found right."""
-    body, tail = data[:-_DIGEST_NBYTES], data[-_DIGEST_NBYTES:]
-    try:
-        match = re.fullmatch(rb',"sha256":"([0-9a-f]{64})"}\n', tail)
-        if match is None or hashlib.sha256(body).hexdigest().encode() != match[1]:
-            raise CheckpointError(f"{where}: the manifest is damaged or cut: its digest is not that of its bytes; use another checkpoint")
-        content = json.loads(body + b"}", object_pairs_hook=_unique, parse_constant=_no_constant)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the manifest is no JSON ({error})") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{where}: this is no manifest of an infinity checkpoint")
-    if content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{where}: format version {content.get('version')!r}, expected {VERSION}: read it with the release of infinity that "
-            f"wrote it"
-        )
-    return content
+def _signed(data: bytes, where: str) -> memoryview:
+    """The JSON text before the digest, once that is found right; the brace that closes it is missing."""
+    body, tail = memoryview(data)[:-_DIGEST_NBYTES], data[-_DIGEST_NBYTES:]
+    match = re.fullmatch(rb',"sha256":"([0-9a-f]{64})"}\n', tail)
+    if match is None or hashlib.sha256(body).hexdigest().encode() != match[1]:
+        raise CheckpointError(f"{where}: the manifest is damaged or cut: its digest is not that of its bytes; use another checkpoint")
+    return body
+
+
+class _Budget:
+    """What may be made of a text, in bytes of memory. `what` and `remedy` are for who hears that it was not enough."""
+
+    def __init__(self, nbytes: int, what: str, remedy: str):
+        self.left = self.nbytes = nbytes
+        self.what, self.remedy = what, remedy
+
+    def take(self, nbytes: int) -> None:
+        self.left -= nbytes
+        if self.left < 0:
+            raise self.exceeded()
+
+    def exceeded(self) -> CheckpointError:
+        return CheckpointError(f"{self.what} would take more than {self.nbytes >> 20} MiB of memory when it is read; {self.remedy}")
+
+
+class _Text:
+    """JSON, read one value at a time; see [Note: nothing is made of a manifest before it is known to be small]."""
+
+    def __init__(self, body: memoryview):
+        self._body, self._base, self._at = body, 0, 0
+        self._window = ""
+        self._scan = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant).scan_once
+        self._refill(_WINDOW_NBYTES)
+
+    def members(self) -> Iterator[str]:
+        """The keys of an object; after each, its value must be read. The last brace of the whole text is missing."""
+        return self._inside("{", "}", self._key)
+
+    def items(self) -> Iterator[None]:
+        """As often as a list has items; each time, one must be read."""
+        return self._inside("[", "]", lambda: None)
+
+    def value(self, budget: _Budget | None = None, texts_are_free: bool = False):
+        """The next value, of at most 1 MiB of text, or within a budget; of which texts, that take no more than the file, may take nothing."""
+        self._next()
+        while True:
+            try:
+                found, end = self._scan(self._window, self._at)
+                if end < len(self._window) or self._is_last:  # else a number may go on
+                    break
+            except (StopIteration, ValueError) as error:
+                if self._is_last:
+                    raise ValueError(f"no JSON value at byte {self._base + self._at}") from error
+            nbytes = _WINDOW_NBYTES if self._at else 2 * len(self._window)
+            self._refill(nbytes)
+            if nbytes > _WINDOW_NBYTES and (nbytes > _MOST_NBYTES if budget is None else _cost(self._window) > 2 * budget.left):
+                raise CheckpointError(f"a value of more than {_MOST_NBYTES} bytes at {self._base}") if budget is None else budget.exceeded()
+        if budget is not None:
+            budget.take(_cost(self._window[self._at : end]) - (end - self._at if texts_are_free else 0))
+        self._at = end
+        return found
+
+    def end(self) -> None:
+        if self._next():
+            raise ValueError(f"more behind the object, at byte {self._base + self._at}")
+
+    @property
+    def _is_last(self) -> bool:
+        return self._base + len(self._window) == len(self._body)
+
+    def _refill(self, nbytes: int) -> None:
+        """Look at the bytes from here on."""
+        self._base += self._at
+        self._at = 0
+        self._window = str(self._body[self._base : self._base + nbytes], "ascii")
+
+    def _next(self) -> str:
+        """The next character that is no space, or nothing at the end."""
+        while True:
+            if (found := self._window[self._at : self._at + 1]) and found not in " \t\n\r":
+                return found
+            self._at = _SPACE.match(self._window, self._at).end()
+            if self._at < len(self._window) or self._is_last:
+                return self._window[self._at : self._at + 1]
+            self._refill(_WINDOW_NBYTES)
+
+    def _key(self) -> str:
+        if self._next() != '"':
+            raise ValueError(f"no key at byte {self._base + self._at}")
+        key = self.value()
+        if self._next() != ":":
+            raise ValueError(f"no colon at byte {self._base + self._at}")
+        self._at += 1
+        return key
+
+    def _inside(self, opening: str, closing: str, begin: Callable) -> Iterator:
+        if self._next() != opening:
+            raise ValueError(f"expected {opening} at byte {self._base + self._at}")
+        self._at += 1
+        if self._next() == closing:
+            self._at += 1
+            return
+        while True:
+            yield begin()
+            found = self._next()
+            if found == "" and closing == "}":  # of the whole, which is in front of the digest
+                return
+            if found not in (",", closing):
+                raise ValueError(f"expected , or {closing} at byte {self._base + self._at}")
+            self._at += 1
+            if found == closing:
+                return
+
+
+def _cost(text: str) -> int:
+    """At most so many bytes of memory are taken by what JSON makes of a text."""
+    nodes = 72 * text.count("[") + 240 * text.count("{") + 64 * text.count(",") + 32 * text.count('"')
+    return nodes + len(text) * (4 if "\\u" in text else 1)
 
 
 def _unique(pairs):
@@ -256,150 +391,279 @@ def _no_constant(name):
 
 
 class _Checked:
-    """Turns a JSON object into a Manifest; raises CheckpointError or what a wrong type makes Python raise."""
+    """Turns the text of a manifest into a Manifest; raises CheckpointError or what a wrong type makes Python raise."""
 
-    def __init__(self, content: dict):
-        self.content = content
+    def __init__(self, text: _Text):
+        self.text = text
+        self._names = text.members()
+        self._entries = _Budget(_ENTRIES_NBYTES, "the list of parameters, pieces and records", "save with fewer and larger chunks (chunk_mib)")
+        self._values = _Budget(_VALUES_NBYTES, "what beside weights was saved", "give long lists in extra= as tensors or arrays")
+        self._numbers: dict[int, int] = {}  # one object for equal ones
 
     def manifest(self) -> Manifest:
-        content = self.content
-        self.world = _number(content["world"], "world", 1, 1 << 20)
-        self.dtype = _choice(content["dtype"], "dtype", FORMATS)
-        self.moments_dtype = _choice(content["moments_dtype"], "moments_dtype", MOMENTS_DTYPES)
-        self.moments = tuple(_text(name, "moments") for name in _list(content["moments"], "moments", 64))
-        if len(set(self.moments)) < len(self.moments) or any(not name.isidentifier() for name in self.moments):
-            raise CheckpointError(f"moments {self.moments} are no names, or the same one twice")
-        folder = _text(content["folder"], "folder")
+        value = self.text.value
+        if next(self._names, None) != "format" or value() != FORMAT:
+            raise CheckpointError("this is no manifest of an infinity checkpoint")
+        self._goto("version")
+        if (version := value()) != VERSION or type(version) is not int:
+            raise CheckpointError(f"format version {_short(version)}, expected {VERSION}: read it with the release of infinity that wrote it")
+        self._goto("folder")
+        folder = _text(value(), "folder")
         if not FOLDER_NAME.fullmatch(folder):
-            raise CheckpointError(f"folder {folder!r} is no name of a checkpoint's folder")
+            raise CheckpointError(f"folder {_short(folder)} is no name of a checkpoint's folder")
+        self._goto("step")
+        step = value()
+        self._goto("world")
+        self.world = _number(value(), "world", 1, 1 << 20)
+        self._goto("dtype")
+        self.dtype = _choice(value(), "dtype", FORMATS)
+        self._goto("moments_dtype")
+        self.moments_dtype = _choice(value(), "moments_dtype", MOMENTS_DTYPES)
+        self._goto("moments")
+        self.moments = tuple(_text(name, "moments") for name in _list(value(), "moments", 64))
+        if len(set(self.moments)) < len(self.moments) or any(not name.isidentifier() for name in self.moments):
+            raise CheckpointError(f"moments {_short(self.moments)} are no names, or the same one twice")
+        self._goto("seed")
+        seed = _number(value(), "seed", 0, (1 << 64) - 1)
+        self._goto("parameters")
         self.parameters = self._parameters()
-        self.files = self._files()
+        self._goto("aliases")
+        aliases = self._aliases()
+        self._goto("chunks")
         chunks, places = self._chunks()
+        self._goto("files")
+        self.files = self._files()
         self._check_pieces(chunks)
         self._check_places(chunks, places)
+        self._goto("tensors")
+        tensors = self._tensors()
+        self._goto("model")
+        model = self._model()
+        rest = {}
+        for name in ("optimizer", "scheduler", "scaler"):
+            self._goto(name)
+            rest[name] = value(self._values)
+        self._goto("rng")
+        rng = self._rng()
+        self._goto("extra")
+        rest["extra"] = value(self._values)
+        for _ in self._names:
+            value(self._values)
+        self.text.end()
+        for name in ("optimizer", "scaler"):
+            if rest[name] is not None:
+                _object(rest[name], name)
         manifest = Manifest(
             folder=folder,
             world=self.world,
             dtype=self.dtype,
             moments_dtype=self.moments_dtype,
             moments=self.moments,
-            seed=_number(content["seed"], "seed", 0, (1 << 64) - 1),
+            seed=seed,
             parameters=self.parameters,
-            aliases=self._aliases(),
+            aliases=aliases,
             chunks=chunks,
             places=places,
             files=self.files,
-            tensors=self._tensors(),
-            model=_object(content["model"], "model"),
-            optimizer=content["optimizer"] if content["optimizer"] is None else _object(content["optimizer"], "optimizer"),
-            scheduler=content["scheduler"],
-            scaler=content["scaler"] if content["scaler"] is None else _object(content["scaler"], "scaler"),
-            rng=tuple(_list(content["rng"], "rng", self.world)),
-            extra=content["extra"],
+            tensors=tensors,
+            model=model,
+            rng=rng,
+            **rest,
         )
-        if content["step"] != manifest.step:
-            raise CheckpointError(f"step {content['step']!r}, but the parameters say {manifest.step}")
+        if step != manifest.step or type(step) is not int:
+            raise CheckpointError(f"step {_short(step)}, but the parameters say {manifest.step}")
         return manifest
+
+    def _goto(self, name: str) -> None:
+        """The next key must be this one: all are there, in the order of the note."""
+        found = next(self._names, None)
+        if found != name:
+            raise CheckpointError(f"expected {name!r}, got {'the end' if found is None else _short(found)}")
 
     def _parameters(self) -> tuple[Parameter, ...]:
         found, names = [], set()
-        for entry in _list(self.content["parameters"], "parameters"):
+        for _ in self.text.items():
+            entry = self.text.value()
             name = _text(_object(entry, "a parameter")["name"], "a parameter's name")
             if name in names:
-                raise CheckpointError(f"parameter {name} stands there twice")
+                raise CheckpointError(f"parameter {_short(name)} stands there twice")
             names.add(name)
             shape = _shape(entry["shape"], name)
+            self._entries.take(_PARAMETER_NBYTES + len(name) + 40 * len(shape))
             if not 0 < math.prod(shape) < _LARGEST:
-                raise CheckpointError(f"parameter {name} of shape {shape} has no or too many elements")
+                raise CheckpointError(f"parameter {_short(name)} of shape {shape} has no or too many elements")
             whole = _whole(entry["whole"], name, shape) if "whole" in entry else None
-            group = entry["group"] if entry["group"] is None else _number(entry["group"], f"{name}: group", 0, 1 << 32)
-            trainable, step = _flag(entry["trainable"], name), _number(entry["step"], f"{name}: step")
+            if whole is not None:
+                self._entries.take(_PARAMETER_NBYTES + len(whole.name) + 80 * len(shape))
+            group = entry["group"] if entry["group"] is None else _number(entry["group"], "a parameter's group", 0, 1 << 32)
+            trainable, step = _flag(entry["trainable"], name), self._same(_number(entry["step"], "a parameter's step"))
             found.append(Parameter(name, shape, trainable, group, step, whole))
         return tuple(found)
 
     def _aliases(self) -> dict[str, str]:
         names = {parameter.canonical.name for parameter in self.parameters}
-        aliases = _object(self.content["aliases"], "aliases")
-        for alias, name in aliases.items():
-            if alias in names or _text(name, "aliases") not in names:
-                raise CheckpointError(f"alias {alias!r} of {name!r}: expected another name of a parameter")
+        aliases = {}
+        for alias in self.text.members():
+            name = _text(self.text.value(), "aliases")
+            self._entries.take(_PARAMETER_NBYTES + len(alias) + len(name))
+            if alias in names or alias in aliases or name not in names:
+                raise CheckpointError(f"alias {_short(alias)} of {_short(name)}: expected another name of a parameter")
+            aliases[alias] = name
         return aliases
 
     def _files(self) -> tuple[File, ...]:
         found, names = [], set()
-        for entry in _list(self.content["files"], "files"):
-            name, nbytes = _list(entry, "a file", 2)
+        for _ in self.text.items():
+            name, nbytes = _list(self.text.value(), "a file", 2)
             if not FILE_NAME.fullmatch(_text(name, "a file's name")) or name in names:
-                raise CheckpointError(f"file {name!r}: expected a name such as rank0-0.records, once")
+                raise CheckpointError(f"file {_short(name)}: expected a name such as rank0-0.records, once")
             names.add(name)
-            found.append(File(name, _number(nbytes, f"size of {name}")))
+            self._entries.take(_PARAMETER_NBYTES)
+            found.append(File(name, _number(nbytes, "size of a file")))
         return tuple(found)
 
-    def _chunks(self) -> tuple[tuple[Chunk, ...], tuple[tuple[Place, ...], ...]]:
+    def _chunks(self) -> tuple[tuple[Chunk, ...], tuple[Row, ...]]:
         chunks, places = [], []
-        for index, entry in enumerate(_list(self.content["chunks"], "chunks")):
-            what = f"chunk {index}"
-            numel, trainable = _number(_object(entry, what)["numel"], what, 1), _flag(entry["trainable"], what)
-            if numel % (self.world * BLOCK_NUMEL):
-                raise CheckpointError(f"{what} of {numel} elements cannot be shared by {self.world} ranks")
-            pieces, end = [], 0
-            for piece in _list(entry["pieces"], what):
-                param, start, param_start, count = (_number(value, what) for value in _list(piece, what, 4))
-                if param >= len(self.parameters) or not end <= start < end + BLOCK_NUMEL or count < 1 or start + count > numel:
-                    raise CheckpointError(f"{what}: a piece is out of order or bounds")
-                if self.parameters[param].trainable != trainable:
-                    raise CheckpointError(f"{what} mixes frozen and trainable parameters")
-                pieces.append(Piece(param, start, param_start, count))
-                end = start + count
-            chunks.append(Chunk(index, 0, 0, numel, end, tuple(pieces), self.dtype, trainable, self.world))
+        for _ in self.text.items():
+            what = f"chunk {len(chunks)}"
+            self._entries.take(_CHUNK_NBYTES)
+            fields, pieces, row = {}, (), None
+            for name in self.text.members():
+                if name in fields:
+                    raise CheckpointError(f"{what}: {_short(name)} stands there twice")
+                if name == "pieces":
+                    pieces, end = self._pieces(fields["numel"], fields["trainable"], what)
+                    fields[name] = True
+                elif name == "records":
+                    row = self._row(fields["trainable"], what)
+                    fields[name] = True
+                elif name == "numel":
+                    numel = fields[name] = self._same(_number(self.text.value(), what, 1))
+                    if numel % (self.world * BLOCK_NUMEL):
+                        raise CheckpointError(f"{what} of {numel} elements cannot be shared by {self.world} ranks")
+                elif name == "trainable":
+                    fields[name] = _flag(self.text.value(), what)
+                else:
+                    raise CheckpointError(f"{what}: unknown {_short(name)}")
             if not pieces:
                 raise CheckpointError(f"{what} is empty")
-            records = _list(entry["records"], what, self.world)
-            if len(records) != self.world:
-                raise CheckpointError(f"{what} has records of {len(records)} ranks of {self.world}")
-            num_segments = len(record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments)
-            places.append(tuple(self._place(record, what, num_segments) for record in records))
+            if row is None:
+                raise CheckpointError(f"{what} has no records")
+            chunks.append(Chunk(len(chunks), 0, 0, fields["numel"], end, pieces, self.dtype, fields["trainable"], self.world))
+            places.append(row)
         return tuple(chunks), tuple(places)
 
-    def _place(self, record, what: str, num_segments: int) -> Place:
-        file, offset, *crcs = (_number(value, what) for value in _list(record, what, 2 + num_segments))
-        if file >= len(self.files) or offset % _ALIGNMENT or len(crcs) != num_segments or max(crcs) >= 1 << 32:
-            raise CheckpointError(f"{what}: a record's place makes no sense")
-        return Place(file, offset, tuple(crcs))
+    def _pieces(self, numel: int, trainable: bool, what: str) -> tuple[tuple[Piece, ...], int]:
+        pieces, end = [], 0
+        for _ in self.text.items():
+            self._entries.take(_PIECE_NBYTES)
+            param, start, param_start, count = (_number(value, what) for value in _list(self.text.value(), what, 4))
+            if param >= len(self.parameters) or not end <= start < end + BLOCK_NUMEL or count < 1 or start + count > numel:
+                raise CheckpointError(f"{what}: a piece is out of order or bounds")
+            if self.parameters[param].trainable != trainable:
+                raise CheckpointError(f"{what} mixes frozen and trainable parameters")
+            pieces.append(Piece(param, start, param_start, count))
+            end = start + count
+        return tuple(pieces), end
+
+    def _row(self, trainable: bool, what: str) -> Row:
+        """Of every rank, the place of its record."""
+        width = 2 + len(record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments)
+        numbers = array("Q")
+        for _ in self.text.items():
+            record = _list(self.text.value(), what, width)
+            if len(record) != width or len(numbers) == self.world * width:
+                raise CheckpointError(f"{what}: expected records of {self.world} ranks, of {width} numbers each")
+            self._entries.take(8 * width)
+            numbers.extend([_number(value, what) for value in record])
+            if numbers[1 - width] % _ALIGNMENT or max(numbers[2 - width :]) >= 1 << 32:
+                raise CheckpointError(f"{what}: a record's place makes no sense")
+        if len(numbers) != self.world * width:
+            raise CheckpointError(f"{what} has records of {len(numbers) // width} ranks of {self.world}")
+        return Row(numbers, width)
+
+    def _model(self) -> dict:
+        """Its buffers, of which there may be many, and the rest of it."""
+        model: dict = {}
+        for name in self.text.members():
+            if name in model:
+                raise CheckpointError(f"model: {_short(name)} stands there twice")
+            if name != "buffers":
+                model[name] = self.text.value(self._values)
+                continue
+            buffers = model["buffers"] = {}
+            for buffer in self.text.members():
+                self._entries.take(_PARAMETER_NBYTES + len(buffer))
+                entry = self.text.value()
+                if buffer in buffers or not isinstance(entry, dict) or entry.keys() != {"$tensor"} or type(entry["$tensor"]) is not int:
+                    raise CheckpointError(f"buffer {_short(buffer)} is none of its tensors, or stands there twice")
+                buffers[buffer] = entry
+        return model
+
+    def _rng(self) -> tuple:
+        """Of every rank, its generators' states as they were saved; what they say is checked by who sets them."""
+        found = []
+        for _ in self.text.items():
+            if len(found) == self.world:
+                raise CheckpointError(f"generators' states of more than {self.world} ranks")
+            found.append(self.text.value(self._values, texts_are_free=True))
+        return tuple(found)
+
+    def _same(self, number: int) -> int:
+        return self._numbers.setdefault(number, number) if len(self._numbers) < 4096 else self._numbers.get(number, number)
 
     def _check_pieces(self, chunks: tuple[Chunk, ...]) -> None:
         """Every element of every parameter lies in one piece."""
-        held: list[list[tuple[int, int]]] = [[] for _ in self.parameters]
+        flat = array("Q")
         for chunk in chunks:
             for piece in chunk.pieces:
-                held[piece.param].append((piece.param_start, piece.numel))
-        for parameter, parts in zip(self.parameters, held):
-            end = 0
-            for start, numel in sorted(parts):
-                if start != end:
-                    raise CheckpointError(f"{parameter.name}: elements from {min(start, end)} on are missing or there twice")
-                end = start + numel
+                flat.extend((piece.param, piece.param_start, piece.numel))
+        param, start, numel = np.frombuffer(flat, dtype=np.int64).reshape(-1, 3).T if flat else np.empty((3, 0), np.int64)
+        order = np.lexsort((start, param))
+        param, start, end = param[order], start[order], start[order] + numel[order]
+        is_first = np.diff(param, prepend=-1) != 0
+        expected = np.where(is_first, 0, np.concatenate(([0], end))[: len(end)])
+        if len(wrong := np.flatnonzero(start != expected)):
+            at = wrong[0]
+            raise CheckpointError(
+                f"{_short(self.parameters[param[at]].name)}: elements from {min(start[at], expected[at])} on are missing or there twice"
+            )
+        ends = np.zeros(len(self.parameters), np.int64)
+        ends[param] = end  # of several, the last one's
+        for parameter, end in zip(self.parameters, ends.tolist()):
             if end != parameter.numel:
-                raise CheckpointError(f"{parameter.name} has {parameter.numel} elements, and pieces of {end}")
+                raise CheckpointError(f"{_short(parameter.name)} has {parameter.numel} elements, and pieces of {end}")
 
     def _check_places(self, chunks, places) -> None:
         """Records lie inside their files, and not on one another."""
-        held: list[list[tuple[int, int, int]]] = [[] for _ in self.files]
-        for chunk, records in zip(chunks, places):
-            for rank, place in enumerate(records):
-                layout = record_layout(chunk.shard_used(rank), self.dtype, chunk.trainable, self.moments, self.moments_dtype)
-                if layout.nbytes:
-                    held[place.file].append((place.offset, layout.nbytes, chunk.index))
+        held: list[array] = [array("Q") for _ in self.files]  # (offset, bytes, chunk) one behind the other
+        sizes = {
+            trainable: [segment.itemsize for segment in record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments]
+            for trainable in (True, False)
+        }
+        for chunk, row in zip(chunks, places):
+            for rank in range(self.world):
+                file, offset = row.at(rank)
+                used = chunk.shard_used(rank)
+                nbytes = sum(-(-used * size // _ALIGNMENT) * _ALIGNMENT for size in sizes[chunk.trainable])
+                if file >= len(held):
+                    raise CheckpointError(f"chunk {chunk.index}: a record lies in file {file} of {len(held)}")
+                if nbytes > self.files[file].nbytes or offset > self.files[file].nbytes - nbytes:
+                    raise CheckpointError(f"{self.files[file].name}: the record of chunk {chunk.index} goes past the file's end")
+                if nbytes:
+                    held[file].extend((offset, nbytes, chunk.index))
         for file, records in zip(self.files, held):
-            end = 0
-            for offset, nbytes, index in sorted(records):
-                if offset < end or offset + nbytes > file.nbytes:
-                    raise CheckpointError(f"{file.name}: the record of chunk {index} overlaps another one or the file's end")
-                end = offset + nbytes
+            table = np.frombuffer(records, dtype=np.uint64).reshape(-1, 3) if records else np.empty((0, 3), np.uint64)
+            table = table[np.argsort(table[:, 0], kind="stable")]
+            overlaps = np.flatnonzero(table[:-1, 0] + table[:-1, 1] > table[1:, 0])
+            if len(overlaps):
+                raise CheckpointError(f"{file.name}: the record of chunk {table[overlaps[0] + 1, 2]} overlaps another one")
 
     def _tensors(self) -> tuple[StoredTensor, ...]:
         found, end = [], 0
-        for entry in _list(self.content["tensors"], "tensors"):
+        for _ in self.text.items():
+            entry = self.text.value()
+            self._entries.take(_PARAMETER_NBYTES)
             dtype = _choice(_object(entry, "a tensor")["dtype"], "a tensor's dtype", TENSOR_DTYPES)
             shape = _shape(entry["shape"], "a tensor")
             offset, nbytes, crc = (_number(entry[name], "a tensor") for name in ("offset", "nbytes", "crc32c"))
@@ -424,7 +688,7 @@ def _text(value, what: str) -> str:
 
 def _flag(value, what: str) -> bool:
     if not isinstance(value, bool):
-        raise CheckpointError(f"{what}: expected true or false, got {_short(value)}")
+        raise CheckpointError(f"{_short(what)}: expected true or false, got {_short(value)}")
     return value
 
 
@@ -447,9 +711,9 @@ def _object(value, what: str) -> dict:
 
 
 def _shape(value, what: str) -> tuple[int, ...]:
-    shape = tuple(_number(size, f"{what}: shape") for size in _list(value, f"{what}: shape", 64))
-    if math.prod(max(size, 1) for size in shape) > _LARGEST:
-        raise CheckpointError(f"{what}: shape {shape} is too large")
+    shape = tuple([_number(size, "a size of a shape") for size in _list(value, "a shape", 64)])
+    if math.prod(filter(None, shape)) > _LARGEST:
+        raise CheckpointError(f"{_short(what)}: shape {_short(shape)} is too large")
     return shape
 
 
@@ -458,7 +722,7 @@ def _whole(value, name: str, shape: tuple[int, ...]) -> Whole:
     found = Whole(_text(whole["name"], name), _shape(whole["shape"], name), _shape(whole["begin"], name))
     inside = len(found.shape) == len(found.begin) == len(shape)
     if not inside or any(begin + size > end for begin, size, end in zip(found.begin, shape, found.shape)):
-        raise CheckpointError(f"{name} of shape {shape} is no part of {found.name} of shape {found.shape} at {found.begin}")
+        raise CheckpointError(f"{_short(name)} of shape {shape} is no part of {_short(found.name)} of shape {found.shape} at {found.begin}")
     return found
 
 
@@ -505,6 +769,7 @@ def _encode(value, put: Callable[[torch.Tensor], int], what: str):
         return [_encode(item, put, f"{what}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict) and type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
         name = "$counter" if type(value) is collections.Counter else "$dict"
+        _check_keys(value, what)
         if name == "$dict" and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: _encode(item, put, f"{what}[{key!r}]") for key, item in value.items()}
         return {name: [[_encode(key, put, f"{what}: key"), _encode(item, put, f"{what}[{key!r}]")] for key, item in value.items()]}
@@ -516,10 +781,25 @@ def _encode(value, put: Callable[[torch.Tensor], int], what: str):
 
 def decode(value, get: Callable[[int], torch.Tensor]):
     """What `encode` was given. get: a tensor by its index. Raises CheckpointError for what it did not make."""
+    seen: set[int] = set()
+
+    def once(index: int) -> torch.Tensor:  # else a few bytes could ask for one a million times
+        if index in seen:
+            raise CheckpointError(f"small tensor {index} stands for two values")
+        seen.add(index)
+        return get(index)
+
     try:
-        return _decode(value, get)
+        return _decode(value, once)
     except (TypeError, ValueError, KeyError, IndexError, binascii.Error, RecursionError) as error:
         raise CheckpointError(f"a value of the manifest makes no sense ({type(error).__name__}: {error})") from None
+
+
+def _check_keys(keys: Iterable, what: str) -> None:
+    """Refuse keys that were made to collide, such as multiples of 2**61 - 1: a dict of n of them takes n * n / 2 comparisons."""
+    alike = collections.Counter(map(hash, keys))
+    if alike and max(alike.values()) > _MOST_ALIKE:
+        raise CheckpointError(f"{what}: more than {_MOST_ALIKE} keys of a dict have the same hash; give a list of pairs")
 
 
 def _decode(value, get):
@@ -538,8 +818,9 @@ def _decode(value, get):
     if name == "$tuple":
         return tuple(_decode(item, get) for item in _list(content, name))
     if name in ("$dict", "$counter"):
-        pairs = {_decode(key, get): _decode(item, get) for key, item in _list(content, name)}
-        return collections.Counter(pairs) if name == "$counter" else pairs
+        pairs = [(_decode(key, get), _decode(item, get)) for key, item in _list(content, name)]
+        _check_keys((key for key, _ in pairs), name)
+        return collections.Counter(dict(pairs)) if name == "$counter" else dict(pairs)
     if name in ("$tensor", "$array"):
         tensor = get(_number(content, name))
         return tensor if name == "$tensor" else tensor.numpy()

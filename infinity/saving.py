@@ -85,7 +85,7 @@ def save(
 
     Holds weights, masters, moments, step counts, hyper-parameters, the loss scale, the generators' states (torch, CUDA, numpy,
     random) of every rank, and of rank 0 the buffers and the scheduler's state_dict(). extra: anything made of numbers, strings,
-    bytes, tensors, arrays, lists, tuples and dicts, the same on every rank, such as the states of all ranks' data loaders. Call
+    bytes, tensors, arrays, lists, tuples and dicts, long lists as tensors or arrays, the same on every rank, such as the states of all ranks' data loaders. Call
     it between step() and the next forward pass, on all ranks, which must see the same directory. wait=False goes on training
     while it is written, and the result's `wait()` tells how it went. A record that is about to change waits until it has been
     copied into host_memory (of each rank, bytes or "4GiB"), from where it is written: with as much as the checkpoint has,
