@@ -8,8 +8,12 @@
  *         most inflight_nbytes of them, but at least one, are with the kernel, and of writes at most inflight_write_nbytes;
  *         the rest waits by priority, and inside a priority in order of submission. Beside reads, writes of priority WRITE get up to
  *         half of the kernel's room all the same, so that the drive has both kinds at once."""
- *         def read(fd, buffer, offset, *, priority=PREFETCH) -> Ticket     # buffer: contiguous, writable
- *         def write(fd, buffer, offset, *, priority=WRITE) -> Ticket       # buffer: contiguous
+ *         def read(fd, buffer, offset, *, priority=PREFETCH, sums=None) -> Ticket # buffer: contiguous, writable
+ *         def write(fd, buffer, offset, *, priority=WRITE, sums=None) -> Ticket   # buffer: contiguous
+ *                                         # sums: a buffer of 4 bytes a 4096 of the range, zeros at first. A write puts the
+ *                                         # CRC-32C of what it writes there; a read must find bytes that have those which
+ *                                         # are there when it is submitted, and wait() fails if not: EBADMSG, or ENODATA
+ *                                         # where nothing was written. Nothing else tells: wait before bytes are used
  *         def close()                     # finishes all that was submitted; idempotent; also a context manager
  *         def stats() -> dict             # cumulative, from the queue's start
  *         depth: int                      # granted: halved, with a RuntimeWarning, while fs.aio-max-nr is too low
@@ -20,7 +24,7 @@
  *         def wait(timeout=None) -> bool  # True: done; False: seconds are over. Failed: OSError(errno, op, fd, file
  *                                         # offset, bytes asked and got), each time it is called
  *         def promote(priority=DEMAND)    # raises a request that is not yet with the kernel; never lowers
- *         done: bool                      # finished, well or not
+ *         done: bool                      # finished, well or not; what was read with sums may still be found wrong
  *         nbytes, offset: int
  *
  *     def direct_alignment(fd) -> (memory, offset)  # bytes; 4096 where the kernel says nothing, 0: no direct I/O
@@ -37,8 +41,9 @@
  * [Note: who owns what] The I/O thread never takes the GIL and touches no Python object: its half of the queue, core.c, is
  * compiled without Python, and the kernel's user data is a block's index. A submitted request owns a reference to its
  * ticket, and the ticket the Py_buffer. Finished requests gather in a list, and the next call of any method (with the
- * GIL) gives both back: reap(). The Core outlives its Queue for as long as tickets refer to it; a Queue that goes away first
- * finishes its I/O, and so does interpreter exit, by atexit. Thus no buffer is freed in flight.
+ * GIL) gives both back: reap(); but a read with sums keeps the buffer until somebody has waited for it, or its ticket goes. The
+ * Core outlives its Queue for as long as tickets refer to it; a Queue that goes away first finishes its I/O, and so does interpreter
+ * exit, by atexit. Thus no buffer is freed in flight. Sums are put, or copied, and the request submitted in one hold of the GIL.
  *
  * Longer than other files here for the type tables. The order: the Core and its references, Queue, Ticket, module.
  */
@@ -84,7 +89,8 @@ typedef struct {
     PyObject_HEAD
     Shared *shared;
     Request *request;
-    Py_buffer view; /* until reaped */
+    Py_buffer view; /* until reaped, or checked */
+    uint32_t *sums; /* of a read, which are checked */
 } Ticket;
 
 /* After a fork the thread, the context and perhaps the lock's owner are missing: nothing may be touched. */
@@ -110,7 +116,8 @@ static void reap(Shared *shared)
     while (request) {
         Request *next = request->next; /* the request goes back to the pool with its ticket */
         Ticket *ticket = request->owner;
-        PyBuffer_Release(&ticket->view);
+        if (!ticket->sums)
+            PyBuffer_Release(&ticket->view);
         Py_DECREF(ticket);
         request = next;
     }
@@ -253,20 +260,43 @@ static int check_priority(int priority)
     return -1;
 }
 
+/* A copy of the sums that a read is checked with, or those of what a write is about to write; NULL with an exception. */
+static uint32_t *sums_of(const Py_buffer *view, const Py_buffer *table, int is_write)
+{
+    if (view->len % SUM_NBYTES || table->len != view->len / SUM_NBYTES * (Py_ssize_t)sizeof(uint32_t)) {
+        PyErr_Format(PyExc_ValueError, "sums of %zd bytes with a buffer of %zd: expected 4 bytes for each 4096", table->len, view->len);
+        return NULL;
+    }
+    uint32_t *sums = PyMem_Malloc(table->len ? (size_t)table->len : 1);
+    if (!sums) {
+        PyErr_NoMemory();
+    } else if (!is_write) {
+        memcpy(sums, table->buf, (size_t)table->len);
+    } else {
+        const char *memory = view->buf;
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t page = 0; page < view->len / SUM_NBYTES; page++)
+            sums[page] = crc32c_page(memory + page * SUM_NBYTES);
+        Py_END_ALLOW_THREADS
+    }
+    return sums;
+}
+
 static PyObject *queue_submit(Queue *self, PyObject *args, PyObject *kwargs, int is_write)
 {
-    static char *names[] = {"fd", "buffer", "offset", "priority", NULL};
+    static char *names[] = {"fd", "buffer", "offset", "priority", "sums", NULL};
     int fd, priority = is_write ? 2 : 1;
-    PyObject *buffer;
+    PyObject *buffer, *sums = Py_None;
     long long offset;
     Shared *shared = self->shared;
-    Py_buffer view = {0};
+    Py_buffer view = {0}, table = {0};
     Ticket *ticket = NULL;
+    uint32_t *own_sums = NULL;
     if (check_process(shared) < 0)
         return NULL;
     reap(shared);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, is_write ? "iOL|$i:write" : "iOL|$i:read", names, &fd, &buffer, &offset,
-                                     &priority))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, is_write ? "iOL|$iO:write" : "iOL|$iO:read", names, &fd, &buffer, &offset,
+                                     &priority, &sums))
         return NULL;
     if (PyObject_GetBuffer(buffer, &view, is_write ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0)
         return NULL;
@@ -284,6 +314,9 @@ static PyObject *queue_submit(Queue *self, PyObject *args, PyObject *kwargs, int
         goto error;
     }
     if (check_priority(priority) < 0)
+        goto error;
+    if (sums != Py_None && (PyObject_GetBuffer(sums, &table, is_write ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0 ||
+                            !(own_sums = sums_of(&view, &table, is_write))))
         goto error;
     State *state = PyType_GetModuleState(Py_TYPE(self));
     ticket = (Ticket *)state->ticket_type->tp_alloc(state->ticket_type, 0);
@@ -305,9 +338,19 @@ static PyObject *queue_submit(Queue *self, PyObject *args, PyObject *kwargs, int
     request->memory = view.buf;
     request->offset = offset;
     request->nbytes = (size_t)view.len;
+    if (own_sums && !is_write)
+        request->sums = ticket->sums = own_sums;
     int refused = core_submit(shared->core, request); /* from here on the view is released by reap */
-    if (!refused)
+    if (!refused) {
+        if (own_sums && is_write) { /* still with the GIL: whoever submits a read from now on expects them */
+            memcpy(table.buf, own_sums, (size_t)table.len);
+            PyMem_Free(own_sums);
+        }
+        PyBuffer_Release(&table);
         return (PyObject *)ticket;
+    }
+    ticket->sums = NULL;
+    ticket->view.obj = NULL;
     Py_DECREF(request->owner);
     if (refused > 0)
         set_os_error(refused, PyUnicode_FromFormat("the I/O queue broke down earlier: %s", strerror(refused)));
@@ -315,6 +358,8 @@ static PyObject *queue_submit(Queue *self, PyObject *args, PyObject *kwargs, int
         PyErr_Format(PyExc_ValueError, "%s on a closed queue", is_write ? "write" : "read");
 error:
     Py_XDECREF(ticket);
+    PyMem_Free(own_sums);
+    PyBuffer_Release(&table);
     PyBuffer_Release(&view);
     return NULL;
 }
@@ -395,9 +440,11 @@ static PyObject *Queue_closed(Queue *self, void *Py_UNUSED(closure))
 
 static PyMethodDef Queue_methods[] = {
     {"read", (PyCFunction)(void (*)(void))Queue_read, METH_VARARGS | METH_KEYWORDS,
-     "read(fd, buffer, offset, *, priority=PREFETCH) -> Ticket\n--\n\nFill a contiguous writable buffer from the file."},
+     "read(fd, buffer, offset, *, priority=PREFETCH, sums=None) -> Ticket\n--\n\n"
+     "Fill a contiguous writable buffer from the file. sums: 4 bytes a 4096, that earlier writes left; wait() compares."},
     {"write", (PyCFunction)(void (*)(void))Queue_write, METH_VARARGS | METH_KEYWORDS,
-     "write(fd, buffer, offset, *, priority=WRITE) -> Ticket\n--\n\nWrite a contiguous buffer to the file."},
+     "write(fd, buffer, offset, *, priority=WRITE, sums=None) -> Ticket\n--\n\n"
+     "Write a contiguous buffer to the file. sums: 4 bytes a 4096, which get its CRC-32C."},
     {"close", (PyCFunction)Queue_close, METH_NOARGS, "Finish all that was submitted and end the I/O thread; idempotent."},
     {"stats", (PyCFunction)Queue_stats, METH_NOARGS,
      "Counters since the start: *_nbytes moved, num_* requests, blocks, repeats; seconds in io_submit and of CPU."},
@@ -439,6 +486,8 @@ static void Ticket_dealloc(PyObject *object)
 {
     Ticket *self = (Ticket *)object;
     PyTypeObject *type = Py_TYPE(object);
+    PyBuffer_Release(&self->view); /* of a read with sums that nobody waited for */
+    PyMem_Free(self->sums);
     if (self->shared && !is_foreign(self->shared)) {
         core_request_free(self->shared->core, self->request);
         shared_decref(self->shared);
@@ -451,6 +500,13 @@ static PyObject *raise_failure(const Request *request)
 {
     const char *op = request->is_write ? "write" : "read";
     int code = request->error.code;
+    if (request->sums && (code == EBADMSG || code == ENODATA)) {
+        set_os_error(code, PyUnicode_FromFormat("%s: read of fd %d at file offset %lld",
+                                                code == EBADMSG ? "the drive returned other bytes than were written"
+                                                                : "nothing was written yet where it was read",
+                                                request->fd, request->error.offset));
+        return NULL;
+    }
     unsigned memory = request->error.memory_alignment, offset = request->error.offset_alignment;
     PyObject *hint;
     if (memory && offset)
@@ -505,6 +561,8 @@ static PyObject *Ticket_wait(Ticket *self, PyObject *args, PyObject *kwargs)
             return NULL;
     }
     reap(self->shared);
+    if (done)
+        PyBuffer_Release(&self->view); /* a read with sums, which is checked now */
     if (done && request->error.code)
         return raise_failure(request);
     return PyBool_FromLong(done);

@@ -13,7 +13,12 @@
  * submitted again, from a multiple of the direct alignment (O_DIRECT cannot go on from elsewhere); MAX_BARREN
  * completions in a row without one aligned unit gained are EIO. Nothing: EIO at once. EAGAIN and EINTR, whether from the
  * submit or from the completion: again after a pause that doubles to 64 ms, for at most a second without progress.
- * Anything else is the request's error: its other blocks are not started, and those with the kernel are waited for. */
+ * Anything else is the request's error: its other blocks are not started, and those with the kernel are waited for.
+ *
+ * [Note: who checks what was read] Whoever first waits for a read that has sums compares them, once and without the lock; others
+ * who wait for it wait for that, too. So no bytes are used unchecked, the I/O thread has nothing to do with it, and the work is spread over
+ * threads that would wait anyway. The sums are a copy from when the read was submitted: a later write, which has to wait for
+ * the read, may be over before the check is. What nobody waits for is never checked. */
 #define _GNU_SOURCE
 #include "core.h"
 
@@ -28,6 +33,8 @@
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "crc32c.h"
 
 #define POOL_REQUESTS 64            /* requests allocated together; afterwards they are reused */
 #define MAX_BARREN 3                /* transfers in a row that gained nothing */
@@ -169,6 +176,7 @@ static void publish(Core *core, Request *request)
 {
     *(request->is_write ? &core->stats.num_writes : &core->stats.num_reads) += 1;
     core->stats.num_errors += request->error.code != 0;
+    request->check = request->sums && !request->error.code ? DUE : CHECKED;
     set_state(request, FINISHED);
     request->next = core->finished;
     core->finished = request;
@@ -615,6 +623,8 @@ Request *core_request_new(Core *core)
     }
     core->free_request = request->next;
     pthread_mutex_unlock(&core->lock);
+    request->sums = NULL;
+    request->check = CHECKED;
     request->issued_nbytes = 0;
     request->num_blocks = 0;
     request->num_blockers = request->num_dependents = 0;
@@ -666,17 +676,47 @@ void core_promote(Core *core, Request *request, int priority)
 int core_is_done(Core *core, const Request *request)
 {
     pthread_mutex_lock(&core->lock);
-    int done = is_done(request);
+    int done = is_done(request) && request->check != CHECKING;
     pthread_mutex_unlock(&core->lock);
     return done;
 }
 
+/* Of a page whose sum is not the one expected; NULL: all are. */
+static const char *changed_page(const Request *request, uint32_t *expected)
+{
+    const uint32_t *sum = request->sums;
+    for (const char *page = request->memory, *end = page + request->nbytes; page < end; page += SUM_NBYTES, sum++)
+        if (crc32c_page(page) != (*expected = *sum))
+            return page;
+    return NULL;
+}
+
+/* See [Note: who checks what was read]. With the lock held, which it lets go meanwhile. */
+static void check(Core *core, Request *request)
+{
+    uint32_t expected;
+    request->check = CHECKING;
+    pthread_mutex_unlock(&core->lock);
+    const char *changed = changed_page(request, &expected);
+    pthread_mutex_lock(&core->lock);
+    request->check = CHECKED;
+    if (changed) {
+        core->stats.num_errors++;
+        request->error.code = expected ? EBADMSG : ENODATA;
+        request->error.offset = request->offset + (changed - request->memory);
+        request->error.asked = request->error.got = SUM_NBYTES;
+    }
+    pthread_cond_broadcast(&request->done);
+}
+
 int core_wait(Core *core, Request *request, int64_t until_ns)
 {
+    int done;
     pthread_mutex_lock(&core->lock);
-    while (!is_done(request) && aio_now_ns() < until_ns)
+    while (!(done = is_done(request) && request->check != CHECKING) && aio_now_ns() < until_ns)
         cond_wait_until(&request->done, &core->lock, until_ns);
-    int done = is_done(request);
+    if (done && request->check == DUE)
+        check(core, request);
     pthread_mutex_unlock(&core->lock);
     return done;
 }

@@ -20,6 +20,9 @@
  * ISSUED -> FINISHED;  FINISHED -> TAKEN (by core_take_finished);  TAKEN -> FREE. */
 enum state { FREE, BLOCKED, RUNNABLE, ISSUED, FINISHED, TAKEN, NUM_STATES };
 
+/* What becomes of the sums of a read: DUE -> CHECKING -> CHECKED, see [Note: who checks what was read]. */
+enum check { CHECKED, DUE, CHECKING };
+
 typedef struct request Request;
 struct request {
     void *owner; /* the caller's */
@@ -27,6 +30,7 @@ struct request {
     char *memory;
     long long offset;
     size_t nbytes;
+    const uint32_t *sums; /* of a read: the CRC-32C that each 4096 bytes must have, 0 if nothing was written there; or NULL */
     struct { /* the failure with the lowest offset; code 0: none */
         int code;
         long long offset, got;
@@ -35,6 +39,7 @@ struct request {
     } error;
 
     enum state state;
+    enum check check;
     Request *older, *newer; /* in order of submission, while unfinished */
     Request *before, *next; /* in its priority's list; next also in `finished`, the pool and the work list of spread() */
     uint64_t number;        /* of submission */
@@ -86,8 +91,8 @@ Request *core_request_new(Core *core); /* NULL: no memory */
 void core_request_free(Core *core, Request *request);
 int core_submit(Core *core, Request *request); /* 0; -1: the queue is closed; or the errno that broke it */
 void core_promote(Core *core, Request *request, int priority);
-int core_is_done(Core *core, const Request *request);
-int core_wait(Core *core, Request *request, int64_t until_ns); /* whether it is done */
+int core_is_done(Core *core, const Request *request); /* nor is anybody looking at its memory */
+int core_wait(Core *core, Request *request, int64_t until_ns); /* whether it is done, and checked */
 Request *core_take_finished(Core *core);                       /* linked by next */
 Stats core_stats(Core *core);
 

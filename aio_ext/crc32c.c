@@ -205,6 +205,12 @@ uint32_t crc32c_copy(uint32_t crc, void *to, const void *from, size_t nbytes)
     return crc;
 }
 
+uint32_t crc32c_page(const void *memory)
+{
+    uint32_t crc = crc32c(0, memory, SUM_NBYTES);
+    return crc ? crc : 1;
+}
+
 uint32_t crc32c_streams(uint32_t crc, const void *memory, size_t nbytes)
 {
     pthread_once(&built, build);

@@ -12,4 +12,8 @@ uint32_t crc32c_copy(uint32_t crc, void *to, const void *from, size_t nbytes); /
 uint32_t crc32c_streams(uint32_t crc, const void *memory, size_t nbytes);  /* the same without folding; for tests */
 uint32_t crc32c_portable(uint32_t crc, const void *memory, size_t nbytes); /* the same by tables; for tests */
 
+#define SUM_NBYTES 4096 /* that one sum of a range in a file is of */
+
+uint32_t crc32c_page(const void *memory); /* of SUM_NBYTES; never 0, which stands for bytes that nobody knows */
+
 #endif

@@ -375,7 +375,8 @@ def _make_swap(
         token = torch.tensor(list(os.urandom(8)), dtype=torch.int64)
         run = bytes(ranks.broadcast_(token).tolist()).hex()
     # Activations make their room on NVMe when it is known how large they are.
-    swap = Swap(config.nvme, rank=local_rank, world=local_world, run=run, expected_nbytes=total * local_world)
+    expected_nbytes = total * local_world
+    swap = Swap(config.nvme, rank=local_rank, world=local_world, run=run, expected_nbytes=expected_nbytes, checksums=config.checksums)
     rate = swap.nbytes_per_s / local_world
     compresses = placement.compression_nbytes > 0 and compressor.pays(config.compression, rate, num_cores)
     sizes = placement.on_nvme if compresses else placement.sizes

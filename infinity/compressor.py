@@ -20,7 +20,6 @@ Over 400 lines because what a write leaves out, its read has to bring back.
 from __future__ import annotations
 
 import collections
-import errno
 import functools
 import itertools
 import threading
@@ -35,7 +34,7 @@ from infinity.chunks import ADAM_MOMENTS, LATE_GRADIENT, STATES, WEIGHT_NBYTES, 
 from infinity.errors import SwapError
 from infinity.lanes import Job, Lane
 from infinity.late import BLOCK_NBYTES, Held, Late, Pool
-from infinity.tiers import Extent, Swap, Transfer
+from infinity.tiers import Extent, Swap, Transfer, changed_error
 
 LARGEST_SECTION_NBYTES = 2 << 20
 NUM_LANES = 4
@@ -151,8 +150,8 @@ class Read:
                     self._failure = (error.errno, error.strerror, error.filename)
                 except ValueError:
                     _wait_for(self._transfers, quietly=True)
-                    text = f"{self._what}the drive returned other bytes than were written; see dmesg, and use another directory"
-                    self._failure = (errno.EIO, text, str(self._path))
+                    error = changed_error(self._what, "", self._path)
+                    self._failure = (error.errno, error.strerror, error.filename)
             if self._failure is None and self._catch_up is not None:
                 self._lane.push(self._bring_up_to_date).wait()
         if self._failure is not None:

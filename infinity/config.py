@@ -110,6 +110,10 @@ class Config:
     are coded, too, in about 3/4 of their bytes; auto: beside a CUDA device, if a quarter of the host's cores keeps up with the drives. Their
     speed is known where 1 GiB of swap a drive was once laid out."""
 
+    checksums: bool = True
+    """Whether host memory holds a CRC-32C of each 4096 bytes that are written to NVMe, a thousandth of them, with which what is read is
+    compared before it is used: a drive that returns other bytes is a SwapError then. False is for measurements of its cost."""
+
     chunk_mib: float | None = None
     """Size of a chunk, in MiB of 16-bit weights; None chooses one."""
 
@@ -157,6 +161,7 @@ class Config:
         settle("chunk_mib", _size_mib)
         settle("device", _device)
         settle("tile_above", _limit)
+        settle("checksums", _flag)
         settle("trace", _flag)
         settle("seed", _seed)
         problems += self._contradictions()

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Collection
 from typing import NamedTuple
 
+import aio_ext
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
@@ -33,6 +34,7 @@ from infinity.engine import Engine, cut_large_layers
 from infinity.gauge import device_of, gauge_of, host_free_nbytes
 from infinity.errors import SwapError, UsageError
 from infinity.partition import Ranks
+from infinity.tiers import changed_error
 
 MIN_WINDOW_NBYTES = 1 << 30
 WINDOW_SHARES = {"cpu": 1 / 16, "cuda": 2 / 5}  # of what is free there: the engine starts, and takes most of a host, while they are full
@@ -96,11 +98,12 @@ def _home_of(param: nn.Parameter) -> _Home:
 class _Away:
     """A parameter in the scratch file: [offset, offset + nbytes) of it is its place."""
 
-    __slots__ = ("dtype", "nbytes", "numel", "offset", "placeholder", "shape")
+    __slots__ = ("crc32c", "dtype", "nbytes", "numel", "offset", "placeholder", "shape")
 
     def __init__(self, param: nn.Parameter, offset: int, nbytes: int):
         self.shape, self.dtype, self.numel = param.shape, param.dtype, param.numel()
         self.offset, self.nbytes = offset, nbytes
+        self.crc32c: int | None = None  # of this rank's slice, where checksums are wanted
         self.placeholder = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
 
     def is_in(self, param: nn.Parameter) -> bool:
@@ -248,6 +251,8 @@ class _Builder(TorchFunctionMode):
             away = _Away(param, places[-1], nbytes)
             begin = self.ranks.rank * numel
             part = param.detach().reshape(-1)[begin : begin + numel].cpu().contiguous()
+            if self.config.checksums:
+                away.crc32c = aio_ext.crc32c(_memory(part))
             try:
                 _transfer(self._scratch(), "write", away.offset, part)
             except OSError as error:
@@ -285,7 +290,15 @@ class _Builder(TorchFunctionMode):
         part = torch.zeros(numel, dtype=away.dtype)
         begin = self.ranks.rank * numel
         count = max(0, min(numel, away.numel - begin))
-        _transfer(self._scratch(), "readinto", away.offset, part[:count])
+        what = f"{self.ranks.name}, " if self.ranks.world > 1 else ""
+        what += f"a parameter of shape {tuple(away.shape)} under construction: "
+        try:
+            _transfer(self._scratch(), "readinto", away.offset, part[:count])
+        except OSError as error:
+            text = f"{what}its scratch file could not be read ({error.strerror}); see dmesg, and name another directory in `nvme`"
+            raise SwapError(error.errno, text, str(self.config.nvme[0])) from error
+        if away.crc32c not in (None, aio_ext.crc32c(_memory(part[:count]))):
+            raise changed_error(what, f", from offset {away.offset} of a scratch file on", self.config.nvme[0])
         return self.ranks.all_gather_slices(part.view(torch.uint8)).view(away.dtype)[: away.numel]
 
     def _scratch(self):
@@ -299,13 +312,18 @@ class _Builder(TorchFunctionMode):
 
 def _transfer(file, what: str, offset: int, part: torch.Tensor) -> None:
     """`write` to a file without a buffer or `readinto` from it, all of part, 1-D: the kernel moves at most 2 GiB a call."""
-    memory = memoryview(part.view(torch.uint8).numpy())
+    memory = _memory(part)
     file.seek(offset)
     while memory:
         moved = getattr(file, what)(memory[:_MOST_A_CALL])
         if not moved:
             raise OSError(errno.ENOSPC if what == "write" else errno.EIO, f"{what} of {len(memory)} bytes moved none")
         memory = memory[moved:]
+
+
+def _memory(part: torch.Tensor) -> memoryview:
+    """The bytes of a 1-D tensor."""
+    return memoryview(part.view(torch.uint8).numpy())
 
 
 def _is_metadata(func) -> bool:

@@ -14,6 +14,11 @@ Transfer, Swap), one directory, helpers, exit, fork and SIGTERM.
 #   - removes lock files that nobody holds, and the folders of runs that no living rank belongs to.
 # Locks belong to the open file, and a forked child (a data loader's worker) would keep them beyond its parent's death: children
 # close them at once. Ranks of one run agree on its name through the launcher's environment, without talking to each other.
+
+# [Note: checksums]
+# Of each 4096 bytes that are written, host memory holds the CRC-32C, a thousandth of what lies on NVMe. Whoever waits for a read first
+# compares them, see aio_ext: no byte that a drive returns is used before. That finds flipped bits, and blocks that are zeroed,
+# another's, or an earlier write's. Pages, since all that is read is whole pages, whatever was written at once.
 """
 
 import atexit
@@ -41,6 +46,7 @@ from infinity.errors import ConfigError, SwapError, UsageError
 from infinity.mounts import MEMORY_FILESYSTEMS, mount_at
 
 ALIGNMENT = 4096  # of extents, offsets and sizes: what every drive in use accepts, see aio_ext.direct_alignment
+SUM_NBYTES = 4  # of a checksum, one for each ALIGNMENT bytes, as aio_ext takes them
 STRIPE_UNIT = 1 << 20
 MEASURE_FROM_NBYTES = 1 << 30  # of swap a path: below, defaults serve, and measuring would take longer than the run
 
@@ -53,6 +59,7 @@ GUARD_SECONDS = 60.0
 RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 REMEDIES = {
+    errno.EBADMSG: "see dmesg, and name another directory in `nvme`; the last checkpoint does not depend on it",
     errno.EIO: "the drive failed or the file was cut: see dmesg, and use another directory",
     errno.ENOSPC: "free space there or name another directory",
     errno.ENOMEM: "free memory, or raise the limit of this process's control group",
@@ -129,7 +136,8 @@ class Swap:
     paths: existing directories, best one a drive. rank, world: this rank among the ranks that share them on this node. run:
     a name that all ranks of this run give, and no other run does; by default it is taken from the launcher's environment.
     expected_nbytes: what will be allocated, about. From 1 GiB a path on, drives that never were are measured, in seconds; what
-    was found stays there in infinity-drive.json.
+    was found stays there in infinity-drive.json. checksums: whether what is read is compared with what was written, see
+    [Note: checksums].
 
     Raises ConfigError for paths that do not exist or are named twice, SwapError (an OSError with errno and filename) for those
     that cannot be used: no directory, not writable, in use by another run. What a dead run left there is removed.
@@ -143,6 +151,7 @@ class Swap:
         world: int = 1,
         run: str | None = None,
         expected_nbytes: int = 0,
+        checksums: bool = True,
     ):
         if not 0 <= rank < world:
             raise ConfigError(f"rank={rank} of world={world}: expected 0 <= rank < world")
@@ -161,7 +170,7 @@ class Swap:
         _clean_up_on_sigterm()
         try:
             for path in paths:
-                self._directories.append(_Directory(path, run, rank))
+                self._directories.append(_Directory(path, run, rank, checksums))
                 self._directories[-1].claim(must_measure)
         except BaseException:
             self.close()
@@ -226,7 +235,8 @@ class Swap:
     ) -> Transfer:
         """Fill the buffer (contiguous, writable) from the extent. Offset and the buffer's size are multiples of 4096.
 
-        A read that overlaps an earlier write waits for it, whatever the priorities. The text of an error begins with `what`.
+        A read that overlaps an earlier write waits for it, whatever the priorities. The text of an error begins with `what`. No byte
+        may be used before the transfer was waited for: that checks them.
         """
         return self._move("read", extent, buffer, offset, priority, what)
 
@@ -303,14 +313,11 @@ class Swap:
             )
         parts, start = [], 0
         for stripe in extent.stripes:
+            directory = self._directories[stripe.path]
             low, high = max(offset, start), min(end, start + stripe.nbytes)
             if low < high:
-                directory = self._directories[stripe.path]
-                queue = directory.queue_of(stripe)
-                submit = queue.read if op == "read" else queue.write
-                piece = view[low - offset : high - offset]
                 try:
-                    ticket = submit(directory.file, piece, stripe.offset + low - start, priority=priority)
+                    ticket = directory.submit(op, stripe, low - start, view[low - offset : high - offset], priority)
                 except OSError as error:
                     for ticket, _ in parts:  # nobody else would wait until they let the buffer go
                         with contextlib.suppress(OSError):
@@ -344,7 +351,7 @@ class Swap:
 class _Directory:
     """One path: the lock and the folder from the start, the file and its queue from `make_file` on."""
 
-    def __init__(self, path: Path, run: str, rank: int):
+    def __init__(self, path: Path, run: str, rank: int, checksums: bool):
         self.path = path
         self.run, self.rank = run, rank
         self.drive = drives.Drive()
@@ -356,6 +363,7 @@ class _Directory:
         self._folder = path / f"infinity-{run}"
         self.file_path = self._folder / f"rank{rank}.swap"
         self._stripe_numbers: dict[int, int] = {}  # by offset
+        self._sums: dict[int, memoryview] | None = {} if checksums else None  # by a stripe's offset, see [Note: checksums]
 
     def claim(self, must_measure: bool) -> None:
         """Take the directory, remove what dead runs left there, and know its drive."""
@@ -382,6 +390,8 @@ class _Directory:
         """Lay a stripe behind the others; its offset."""
         offset = self.nbytes
         self._stripe_numbers[offset] = len(self._stripe_numbers)
+        if self._sums is not None:
+            self._sums[offset] = memoryview(bytearray(nbytes // ALIGNMENT * SUM_NBYTES))
         self.nbytes += nbytes
         return offset
 
@@ -421,6 +431,14 @@ class _Directory:
     def queue_of(self, stripe: Stripe) -> aio_ext.Queue:
         """Always the same for a stripe: requests for the same bytes are kept in order by their queue."""
         return self.queues[self._stripe_numbers[stripe.offset] % len(self.queues)]
+
+    def submit(self, op: str, stripe: Stripe, offset: int, piece: memoryview, priority: int) -> aio_ext.Ticket:
+        """Read or write a piece at an offset of a stripe."""
+        queue, sums = self.queue_of(stripe), None
+        if self._sums is not None:
+            begin, end = (nbytes // ALIGNMENT * SUM_NBYTES for nbytes in (offset, offset + piece.nbytes))
+            sums = self._sums[stripe.offset][begin:end]
+        return (queue.read if op == "read" else queue.write)(self.file, piece, stripe.offset + offset, priority=priority, sums=sums)
 
     def stats(self) -> dict:
         each = [queue.stats() for queue in self.queues]
@@ -586,7 +604,13 @@ def room_nbytes(paths: Sequence[str | os.PathLike]) -> int:
 
 def _swap_error(code: int | None, text: str, path) -> SwapError:
     remedy = REMEDIES.get(code)
-    return SwapError(code, f"{text}; {remedy}" if remedy else text, str(path))
+    return SwapError(errno.EIO if code == errno.EBADMSG else code, f"{text}; {remedy}" if remedy else text, str(path))
+
+
+def changed_error(what: str, where: str, path) -> SwapError:
+    """For bytes that are not those that were written. what: begins the text, as in `Swap.read`; where: in the file, or "";
+    path: of the file."""
+    return _swap_error(errno.EBADMSG, f"{what}the drive returned other bytes than were written{where}", path)
 
 
 def _check_paths(paths: list[Path]) -> None:

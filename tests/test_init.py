@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import errno
 import gc
 import os
 import sys
@@ -286,3 +287,37 @@ def test_the_scratch_file_takes_and_gives_a_part_a_call(most, config, monkeypatc
     """As the kernel does with 2 GiB and more."""
     monkeypatch.setattr(sys.modules["infinity.init"], "_MOST_A_CALL", most)  # infinity.init itself is the function
     test_the_weights_are_those_of_a_plain_construction("lstm", 0, config)
+
+
+@pytest.mark.parametrize("harm", ["a bit", "zeros", "an end"])
+@pytest.mark.parametrize("when", ["inside", "at the start"])
+def test_a_scratch_file_that_changed_is_named(when, harm, config, monkeypatch):
+    """Before a value of it is used, whether the parameter comes back in the block or for the engine."""
+    builder, made = sys.modules["infinity.init"]._Builder, []
+    scratch = builder._scratch
+
+    def noting(self):
+        made.append(scratch(self))
+        return made[-1]
+
+    def damage():
+        fd = made[0].fileno()
+        nbytes = os.fstat(fd).st_size
+        if harm == "an end":
+            os.ftruncate(fd, 0)
+            return
+        byte = os.pread(fd, 1, nbytes // 2)[0]
+        os.pwrite(fd, bytes([byte ^ 16]) if harm == "a bit" else bytes(nbytes), 0 if harm == "zeros" else nbytes // 2)
+
+    monkeypatch.setattr(builder, "_scratch", noting)
+    torch.manual_seed(0)
+    with pytest.raises(infinity.SwapError, match=r"of shape \(64, 64\) under construction: .*name another directory") as caught:
+        with infinity.init(config, window=0):
+            model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+            damage()
+            if when == "inside":
+                for layer in model:
+                    nn.init.zeros_(layer.weight)
+        for param in model.parameters():
+            infinity.engine_of(model).read_state(param)
+    assert caught.value.errno == errno.EIO and caught.value.filename == str(config.nvme[0])
