@@ -345,7 +345,9 @@ class _Planner(dcp.DefaultSavePlanner):
 
 def _item(fqn: str, kind: WriteItemType, shape, offsets, sizes, dtype: torch.dtype) -> dcp.WriteItem:
     chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
+    # What a plain tensor would have, in the version that is installed: 2.15 added strides.
+    properties = TensorProperties.create_from_tensor(torch.empty(shape, dtype=dtype, device="meta"))
+    data = TensorWriteData(chunk, properties, torch.Size(shape))
     return dcp.WriteItem(MetadataIndex(fqn, torch.Size(offsets)), kind, tensor_data=data)
 
 
