@@ -51,7 +51,7 @@ def main():
                 "tflops": load.step_flops / prediction.step_seconds / 1e12,
                 "tokens_per_second": load.tokens * machine.world / prediction.step_seconds,
                 "bottleneck": prediction.bottleneck,
-                "device_nbytes": prediction.device_nbytes,
+                "device_nbytes": prediction.memory["device"].needed,
                 "nvme_nbytes": prediction.placement.nvme_nbytes * machine.devices,
             }
             print(f"  {nodes} nodes: {row['seconds']:.3g} s a step, {row['tflops']:.0f} TFLOP/s a device, longest: {row['bottleneck']}", flush=True)

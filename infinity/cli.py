@@ -358,7 +358,7 @@ def _count(text):
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGBT]?)", text, re.IGNORECASE)
     number = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0
     if not 1 <= number < 1e16:
-        raise argparse.ArgumentTypeError(f"expected a number of parameters such as 350M, 7B or 1T; got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of parameters such as 350M, 7B or 1T, below 10000T; got {text!r}")
     return number
 
 

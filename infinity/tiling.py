@@ -319,15 +319,17 @@ def tile_large_layers(model: nn.Module, *, above_nbytes: int, tile_nbytes: int, 
 
 def tile_to_fit(model: nn.Module, above: int | str | None, *, device_nbytes: int, itemsize: int) -> list[tuple[str, int]]:
     """As `tile_large_layers`, by Config.tile_above: above so many bytes, none, or "auto", what does not fit a budget of the device."""
-    if above is None:
-        return []
+    above_nbytes, tile_nbytes = tile_limits(above, device_nbytes)
+    return tile_large_layers(model, above_nbytes=above_nbytes, tile_nbytes=tile_nbytes, itemsize=itemsize) if tile_nbytes else []
+
+
+def tile_limits(above: int | str | None, device_nbytes: int) -> tuple[int, int]:
+    """Bytes of a weight above which it is cut, and of a tile; 0 where nothing is. Arguments as of `tile_to_fit`."""
     if above != "auto":
-        return tile_large_layers(model, above_nbytes=above, tile_nbytes=above, itemsize=itemsize)
+        return above or 0, above or 0
     tile = device_nbytes // AUTO_TILES
-    if tile < LEAST_AUTO_TILE_NBYTES:
-        return []
     # With its gradient a layer takes twice its bytes; an eighth of the budget is for what else an op holds.
-    return tile_large_layers(model, above_nbytes=device_nbytes * 7 // 16, tile_nbytes=tile, itemsize=itemsize)
+    return device_nbytes * 7 // 16, tile if tile >= LEAST_AUTO_TILE_NBYTES else 0
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,7 @@ def test_the_plot_is_drawn(node, capsys):
         ([], "which model?"),
         (["--params", "7B", "--hidden", "64"], "--params chooses the sizes"),
         (["--params", "many"], "such as 350M, 7B or 1T"),
+        (["--params", "1e30"], "below 10000T"),
         (["--hidden", "100", "--layers", "2", "--heads", "3"], "does not divide"),
         (["--params", "7B", "--machine", "nothing.toml"], "nothing.toml"),
         (["--params", "7B", "--json", "nowhere/plan.json"], "there is no directory"),
@@ -205,6 +206,25 @@ def test_activations_of_a_cpu_take_its_host_memory(node, capsys):
     assert status == 1 and "for activations" in out
 
 
+@pytest.mark.parametrize("device, devices", [("cpu", 1), ("cpu", 2), ("cuda", 1), ("cuda", 2)])
+def test_what_is_needed_is_there_or_it_does_not_fit(node, capsys, device, devices):
+    """One value is printed and judged. On processors, activations are in the node's memory, not in the device's part of it."""
+    path = node / "tight.toml"
+    fits = set()
+    for memory in (0.25, 4):
+        machine = dataclasses.replace(NODE, device=device, devices=devices, device_memory=1 << 30, host_memory=int(memory * devices * 2**30))
+        path.write_text(settings.to_toml({"machine": machine.to_table()}))
+        for batch in ("1", "512"):
+            status, report = report_of(capsys, node, *SMALL, "--machine", str(path), "--batch", batch)
+            assert status == (0 if report["fits"] else 1)
+            fits.add(report["fits"])
+            if report["fits"]:
+                assert all(need["needed"] <= need["there"] for need in report["memory"].values()), report["memory"]
+                most = report["memory"]["host" if device == "cpu" else "device"]
+                assert 0 < most["activations"] < most["needed"]
+    assert fits == {True, False}
+
+
 def test_a_capacity_that_nobody_knows_is_no_number(node, capsys):
     path = node / "unknown.toml"
     drives = tuple(dataclasses.replace(drive, capacity=0) for drive in NODE.drives)
@@ -233,4 +253,37 @@ def test_sizes_beyond_all_memory_are_one_line(node, capsys):
 def test_the_largest_of_very_many_ranks_is_larger_than_what_fits(node):
     machine = dataclasses.replace(NODE, nodes=2048, host_memory=1 << 40)
     arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
-    assert largest_parameters(machine, Config(dtype="bf16"), arguments) > 1e12
+    assert largest_parameters(machine, Config(dtype="bf16"), arguments).parameters > 1e12
+
+
+@pytest.mark.parametrize("params", ["100T", "9999T"])
+def test_a_model_that_nothing_could_hold_is_refused_by_its_size(node, capsys, params):
+    status, out, _ = run(capsys, "--params", params)
+    assert status == 1
+    assert "weights and states take" in out and "together: add drives or nodes" in out and "the largest GPT that fits has about" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, nodes",
+    [(("--params", "9999T"), 10**7), (("--hidden", "64", "--layers", "99999999"), 10**7), (("--hidden", "1024", "--layers", "2", "--vocab", "99999999999"), 10**7)],
+)
+def test_a_model_in_more_parts_than_a_plan_has_time_for_names_the_limit(node, capsys, monkeypatch, arguments, nodes):
+    monkeypatch.setattr("infinity.tools.planning.MOST_TENSORS", 1000)
+    status, _, errors = run(capsys, *arguments, "--nodes", str(nodes))
+    assert status == 2
+    assert errors.count("\n") == 1 and "at most 1,000 tensors: choose fewer layers" in errors
+    assert run(capsys, *SMALL, "--layers", "2")[0] == 0
+
+
+def test_the_largest_among_those_of_few_tensors_is_no_most(node, monkeypatch):
+    arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
+    most = largest_parameters(NODE, Config(dtype="bf16"), arguments)
+    assert most.is_most and str(most).startswith("about")
+    monkeypatch.setattr("infinity.tools.planning.MOST_TENSORS", 200)
+    few = largest_parameters(NODE, Config(dtype="bf16"), arguments)
+    assert few.parameters < most.parameters and str(few).startswith("at least")
+
+
+def test_activations_that_no_number_counts_are_one_line(node, capsys):
+    status, _, errors = run(capsys, "--hidden", "100096", "--layers", "1", "--batch", "9999999999", "--nodes", "1000")
+    assert status == 2 and errors.count("\n") == 1 and "choose a smaller batch or sequence" in errors

@@ -128,7 +128,7 @@ def test_records_go_to_what_the_device_has_left():
     machine = dataclasses.replace(GPU, device_memory=int(1.1 * load.saved_nbytes) + (6 << 20))
     prediction = predict(model, load, machine, Config(chunk_mib=0.125))
     assert 0 < len(prediction.spans_on_device) < len(prediction.layout.spans)
-    assert prediction.device_nbytes <= machine.device_memory
+    assert prediction.memory["device"].needed <= machine.device_memory
 
 
 def test_compute_hides_transfers_from_the_tokens_that_it_names():

@@ -5,9 +5,11 @@ Knows predictions and how they are shown. Must not know how they are made, nor h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +17,14 @@ import torch
 from torch import nn
 
 from infinity import settings
-from infinity.chunks import WEIGHT_NBYTES
+from infinity.chunks import ADAM_MOMENTS, WEIGHT_NBYTES, record_layout
 from infinity.config import Config, command_layers, format_bytes
 from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.events import COMPUTE, LINKS
 from infinity.gpt import GPT
 from infinity.output import check_file, check_plot, pyplot, table, write_json
 from infinity.residency import TORCH_DTYPES
-from infinity.tiling import tile_to_fit
+from infinity.tiling import tile_limits, tile_to_fit
 from infinity.tools import formulas
 from infinity.tools.machine import Machine
 from infinity.tools.prediction import Prediction, arrangement, auto_device_nbytes, predict
@@ -33,6 +35,7 @@ TITLES = {COMPUTE: "device compute", **LINKS}
 DAY_SECONDS = 86400
 LEAST_PARAMETERS, LARGEST_STEP = 1e6, 2**0.25  # of the largest model that is looked for, and between those that are tried
 COARSE_CHUNKS = 4000
+MOST_TENSORS = 25_000  # of a model, tiles included: laying out, running and playing it takes about a minute
 COARSEST_SHARE = 16  # a chunk takes no more than this part of a device: several must be there at once
 
 
@@ -56,28 +59,30 @@ def plan(arguments) -> int:
     # As `infinity train` does, which is what will run there.
     default = ("default", {"dtype": "bf16" if machine.device == "cuda" else "fp32"})
     config = Config.layered([default, *command_layers(arguments)])
-    subject = _subject(arguments, config)
+    with few_tensors():
+        subject = _subject(arguments, config)
     largest = None
     try:
         with Progress() as progress:
             say = functools.partial(progress.show, last=True) if progress.live else lambda text: None
-            say(f"{subject.title}: what its ops need")
-            cut_to_fit(subject.model, machine, config)
-            load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=not arguments.keep_activations)
             if not arguments.model:
                 say("the largest GPT that fits")
                 largest = largest_parameters(machine, config, arguments)
+            require_place(sum(param.numel() for param in subject.model.parameters()), machine, config)
+            say(f"{subject.title}: what its ops need")
+            cut_to_fit(subject.model, machine, config)
+            load = _workload(subject, recompute=not arguments.keep_activations)
             say("some steps, played")
             prediction = predict(subject.model, load, machine, config)
     except BudgetError as error:
         print(f"{subject.title}\ndoes not fit {_title(machine)}: {error}")
         if largest:
-            print(f"the largest GPT that fits has about {_count(largest)} parameters")
+            print(f"the largest GPT that fits has {largest} parameters")
         if arguments.json:
-            write_json(arguments.json, {"fits": False, "short": str(error), "largest_parameters": largest})
+            write_json(arguments.json, {"fits": False, "short": str(error), "largest_parameters": largest and largest.parameters})
         return 1
     report = _report(prediction, largest)
-    print(_text(subject, prediction, report))
+    print(_text(subject, prediction, report, largest))
     if arguments.json:
         write_json(arguments.json, report)
     return 0
@@ -117,19 +122,37 @@ def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
     return Subject(title, model, lambda: model(input_ids=tokens, labels=tokens, use_cache=False), batch * seq)
 
 
-def largest_parameters(machine: Machine, config: Config, arguments) -> int | None:
-    """Parameters of the largest GPT that fits, to a fifth; None if none does, or a drive's capacity is not known."""
+@dataclass(frozen=True)
+class Largest:
+    """Parameters of the largest GPT that fits, to a fifth. is_most: larger ones do not; else they have more tensors than are planned."""
+
+    parameters: int
+    is_most: bool
+
+    def __str__(self):
+        return f"{'about' if self.is_most else 'at least'} {_count(self.parameters)}"
+
+
+def largest_parameters(machine: Machine, config: Config, arguments) -> Largest | None:
+    """The largest GPT that fits; None if none does, or a drive's capacity is not known."""
     if machine.drives and not machine.total("capacity"):
         return None
-    batch, seq = arguments.batch, arguments.seq
+    batch, seq, is_most = arguments.batch, arguments.seq, True
 
     def fitting(step: int) -> int | None:
+        nonlocal is_most
         hidden, layers = formulas.gpt_size(LEAST_PARAMETERS * LARGEST_STEP**step)
         num = 12 * layers * hidden**2
-        if 4 * num > _most_bytes(machine):
+        try:
+            require_place(num, machine, config)
+            with few_tensors():
+                subject = gpt(hidden, layers, _num_heads(hidden), arguments.vocab, seq, batch, config.dtype)
+            cut_to_fit(subject.model, machine, config)
+        except BudgetError:
             return None
-        subject = gpt(hidden, layers, _num_heads(hidden), arguments.vocab, seq, batch, config.dtype)
-        cut_to_fit(subject.model, machine, config)
+        except TooManyTensors:
+            is_most = False
+            return None
         block = formulas.activation_working_nbytes(batch=batch, seq=seq, hidden=hidden, heads=0)
         checkpoints = formulas.checkpoint_nbytes(batch=batch, seq=seq, hidden=hidden, layers=layers)
         saved = layers * block if arguments.keep_activations else checkpoints + block
@@ -148,13 +171,60 @@ def largest_parameters(machine: Machine, config: Config, arguments) -> int | Non
         middle = (least + most) // 2
         fits = fitting(middle)
         least, most, found = (middle, most, fits) if fits is not None else (least, middle, found)
-    return found
+    return None if found is None else Largest(found, is_most)
+
+
+def require_place(num_parameters: int, machine: Machine, config: Config) -> None:
+    """Raise BudgetError for a model whose records alone are more than all memory and all drives hold, however they are laid out."""
+    needed = record_layout(num_parameters, config.dtype, True, ADAM_MOMENTS, config.moments).nbytes
+    if machine.drives and not machine.total("capacity"):
+        return
+    there = machine.nodes * (machine.total("capacity") + machine.host_memory + machine.devices * machine.device_memory)
+    if needed > there:
+        raise BudgetError(
+            f"nvme: weights and states take {format_bytes(needed)}; all drives and memories hold {format_bytes(there)} together: add drives or nodes"
+        )
 
 
 def cut_to_fit(model: nn.Module, machine: Machine, config: Config) -> None:
-    """Tile what the engine would tile."""
+    """Tile what the engine would tile. Raises TooManyTensors."""
     budget = auto_device_nbytes(machine) if config.device_memory == "auto" else config.device_memory
-    tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=WEIGHT_NBYTES[config.dtype])
+    itemsize = WEIGHT_NBYTES[config.dtype]
+    above, tile = tile_limits(config.tile_above, budget)
+    weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))] if tile else []
+    rows = [weight.shape for weight in weights if weight.numel() * itemsize > above]
+    num = sum(math.ceil(num_rows / max(1, tile // (num_columns * itemsize))) for num_rows, num_columns in rows)
+    if num > MOST_TENSORS:
+        raise TooManyTensors(f"its large layers have {num:,} tiles of at most {format_bytes(tile)}")
+    with few_tensors():
+        tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=itemsize)
+
+
+class TooManyTensors(ConfigError):
+    """A model in more parts than a plan is made of in reasonable time."""
+
+    def __init__(self, what: str):
+        super().__init__(
+            f"{what}; a plan is made of at most {MOST_TENSORS:,} tensors: choose fewer layers, or with larger devices or tile_above, larger tiles"
+        )
+
+
+@contextlib.contextmanager
+def few_tensors() -> Iterator[None]:
+    """What is built inside has at most MOST_TENSORS parameters, or TooManyTensors is raised while it is built."""
+    num = 0
+
+    def count(module, name, param):
+        nonlocal num
+        num += 1
+        if num > MOST_TENSORS:
+            raise TooManyTensors(f"the model has more than {MOST_TENSORS:,} parameter tensors")
+
+    registered = nn.modules.module.register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        registered.remove()
 
 
 def plot_efficiency(machine: Machine, path: Path) -> None:
@@ -218,21 +288,24 @@ def _subject(arguments, config: Config) -> Subject:
     return gpt(hidden, layers, heads, arguments.vocab, arguments.seq, arguments.batch, config.dtype)
 
 
+def _workload(subject: Subject, *, recompute: bool) -> Workload:
+    try:
+        return workload(subject.model, subject.run, tokens=subject.tokens, recompute=recompute)
+    except RuntimeError as error:  # sizes of activations that no number holds
+        raise ConfigError(f"{subject.title}: {str(error).splitlines()[0]}; choose a smaller batch or sequence") from None
+
+
 def _num_heads(hidden: int) -> int:
     """Of about 128 elements each."""
     most = max(1, hidden // 128)
     return next(heads for heads in range(most, 0, -1) if hidden % heads == 0)
 
 
-def _most_bytes(machine: Machine) -> float:
-    return machine.nodes * (machine.total("capacity") + machine.host_memory + machine.devices * machine.device_memory)
-
-
 # Results
 
 
-def _report(prediction: Prediction, largest: int | None) -> dict:
-    machine, simulation, placement = prediction.machine, prediction.simulation, prediction.placement
+def _report(prediction: Prediction, largest: Largest | None) -> dict:
+    machine, simulation = prediction.machine, prediction.simulation
     num = prediction.layout.num_parameters
     nums = {link: num if link in ("gg", "rs") else num / machine.world for link in TITLES}  # a rank's share of the others
     written = simulation.nbytes["cn"] * machine.world / simulation.step_seconds * DAY_SECONDS
@@ -244,11 +317,7 @@ def _report(prediction: Prediction, largest: int | None) -> dict:
         "chunk_bytes": max(span.numel for span in prediction.layout.chunks) * TORCH_DTYPES[prediction.layout.spans[0].dtype].itemsize,
         "world": machine.world,
         "compresses_nvme": prediction.compresses_nvme,
-        "memory": {
-            "device": {"needed": prediction.device_nbytes, "there": machine.device_memory, "activations": prediction.workload.saved_nbytes},
-            "host": {"needed": placement.host_nbytes * machine.devices, "there": machine.host_memory},
-            "nvme": {"needed": placement.nvme_nbytes * machine.devices, "there": machine.total("capacity") or None},
-        },
+        "memory": {tier: dataclasses.asdict(need) for tier, need in prediction.memory.items()},
         "links": {
             link: {
                 "bytes_per_step": simulation.nbytes[link],
@@ -263,22 +332,23 @@ def _report(prediction: Prediction, largest: int | None) -> dict:
         "tokens_per_second": prediction.workload.tokens * machine.world / simulation.step_seconds,
         "bottleneck": prediction.bottleneck,
         "hiding_tokens": prediction.hiding_tokens,
-        "largest_parameters": largest,
+        "largest_parameters": largest and largest.parameters,
         "written_bytes_per_day": written,
         "endurance_days": endurance / written if written and endurance else None,
     }
 
 
-def _text(subject: Subject, prediction: Prediction, report: dict) -> str:
+def _text(subject: Subject, prediction: Prediction, report: dict, largest: Largest | None) -> str:
     machine, links = prediction.machine, report["links"]
 
-    def there_of(nbytes: int | None) -> str:
-        return format_bytes(nbytes) if nbytes is not None else "not known" if machine.drives else "-"
-
-    memory = [
-        [name, format_bytes(report["memory"][tier]["needed"]), there_of(report["memory"][tier]["there"])]
-        for tier, name in (("device", "a device"), ("host", "a node's host, pinned"), ("nvme", "a node's drives"))
-    ]
+    names = {"device": "a device", "host": "a node's host, pinned", "nvme": "a node's drives"}
+    if machine.device == "cpu":
+        names |= {"device": "of it, a device", "host": "a node's memory"}
+    memory = []
+    for tier in ("host", "device", "nvme") if machine.device == "cpu" else names:
+        need = prediction.memory[tier]
+        there = "not known" if need.there is None else format_bytes(need.there) if need.there else "-"
+        memory.append([names[tier], format_bytes(need.needed), there])
     rows = [
         [
             name,
@@ -309,8 +379,8 @@ def _text(subject: Subject, prediction: Prediction, report: dict) -> str:
         f"{TITLES[report['bottleneck']]}; compute alone {report['compute_seconds']:.3g} s ({share:.0%})",
         f"tokens    {hidden}",
     ]
-    if report["largest_parameters"]:
-        lines.append(f"largest   a GPT of about {_count(report['largest_parameters'])} parameters fits this machine")
+    if largest:
+        lines.append(f"largest   a GPT of {largest} parameters fits this machine")
     if report["written_bytes_per_day"]:
         worn = f"; the drives' endurance lasts {report['endurance_days']:,.0f} days" if report["endurance_days"] else ""
         lines.append(f"wear      {report['written_bytes_per_day'] / 1e12:,.1f} TB a day written{worn}")

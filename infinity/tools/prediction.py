@@ -24,6 +24,15 @@ from infinity.tools.workload import Workload
 
 
 @dataclass(frozen=True)
+class Need:
+    """Bytes of a tier that a run takes, `activations` of them for activations, and those that are there, None where that is not known."""
+
+    needed: int
+    there: int | None
+    activations: int = 0
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Of one rank. spans_on_device: whose records are on the device. compresses_nvme: what is on NVMe takes fewer bytes."""
 
@@ -45,9 +54,9 @@ class Prediction:
         return self.workload.step_flops / (self.machine.device_tflops * 1e12)
 
     @property
-    def device_nbytes(self) -> int:
-        """The most that a device holds, activations included."""
-        return self.simulation.peak_device_nbytes + self.workload.saved_nbytes
+    def memory(self) -> dict[str, Need]:
+        """What each tier must hold, and holds."""
+        return memory(self.placement, self.simulation.peak_device_nbytes, self.workload.saved_nbytes, self.machine)
 
     @property
     def bottleneck(self) -> str:
@@ -71,7 +80,7 @@ class Prediction:
 
 
 def predict(model: nn.Module, workload: Workload, machine: Machine, config: Config) -> Prediction:
-    """Raises BudgetError where something does not fit."""
+    """Raises BudgetError where something does not fit: `Prediction.memory` of what is returned fits."""
     layout, records, placement, on_device = arrangement(model, workload, machine, config)
     uses, flops, grads = workload.trace([home.span for home in layout.homes])
     step = Step(
@@ -84,7 +93,38 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
     )
     compresses_nvme = placement.compression_nbytes > 0
     simulation = simulate(layout, records, placement, step, machine, on_device=on_device, compresses=compresses_nvme)
-    return Prediction(layout, records, placement, on_device, workload, simulation, machine, compresses_nvme)
+    prediction = Prediction(layout, records, placement, on_device, workload, simulation, machine, compresses_nvme)
+    for tier, need in prediction.memory.items():
+        require(tier, need)
+    return prediction
+
+
+def memory(placement: Placement, device_nbytes: int, saved_nbytes: int, machine: Machine) -> dict[str, Need]:
+    """What a device, and the host and the drives of a node must hold, and hold. device_nbytes, saved_nbytes: of the engine on a device, and
+    of activations. Where the device is the node's processors, its part and activations are in the node's memory, too."""
+    on_device, in_host, saved = device_nbytes + saved_nbytes, placement.host_nbytes, 0
+    if machine.device == "cpu":
+        on_device, in_host, saved = device_nbytes, in_host + on_device, saved_nbytes * machine.devices
+    return {
+        "device": Need(on_device, machine.device_memory, on_device - device_nbytes),
+        "host": Need(in_host * machine.devices, machine.host_memory, saved),
+        "nvme": Need(placement.nvme_nbytes * machine.devices, (machine.total("capacity") or None) if machine.drives else 0),
+    }
+
+
+def require(tier: str, need: Need) -> None:
+    """Raise BudgetError for what does not fit."""
+    if need.there is None or need.needed <= need.there:
+        return
+    if not need.there:
+        raise BudgetError(f"{tier}: {format_bytes(need.needed)} a node need a drive, and the machine has none")
+    field, where, remedy = {
+        "device": ("device_memory", "a device has", "lower the batch, the sequence or device_memory"),
+        "host": ("host_memory", "the machine has", "lower the batch, the sequence, host_memory or device_memory"),
+        "nvme": ("nvme", "a node's drives have", "raise host_memory or device_memory"),
+    }[tier]
+    of_them = f", of them {format_bytes(need.activations)} for activations" if need.activations else ""
+    raise BudgetError(f"{field}: {format_bytes(need.needed)} are needed{of_them}, and {where} {format_bytes(need.there)}: {remedy}")
 
 
 def _compresses(config: Config, machine: Machine, num_parameters: int) -> bool:
@@ -133,17 +173,9 @@ def arrangement(
         can_advance=True,
         compresses=_compresses(config, machine, sum(param.numel() for _, param in named) // machine.nodes),
     )
-    if machine.device == "cpu" and (needed := (placement.host_nbytes + workload.saved_nbytes) * share) > machine.host_memory:
-        raise BudgetError(
-            f"host_memory: {format_bytes(needed)} are needed, of them {format_bytes(workload.saved_nbytes * share)} for activations, and the "
-            f"machine has {format_bytes(machine.host_memory)}: lower the batch or the sequence"
-        )
-    nvme = machine.total("capacity") // share
-    if placement.nvme_nbytes and not machine.drives:
-        raise BudgetError(f"nvme: {format_bytes(placement.nvme_nbytes)} a rank need a drive, and the machine has none")
-    if nvme and placement.nvme_nbytes > nvme:
-        needed, there = format_bytes(placement.nvme_nbytes), format_bytes(nvme)
-        raise BudgetError(f"nvme: {needed} a rank are needed; the drives have {there} for each of {share}: raise host_memory or device_memory")
+    least = memory(placement, placement.least_nbytes, workload.saved_nbytes, machine)
+    for tier in ("host", "nvme"):  # the device's budget is within what it has
+        require(tier, least[tier])
     homes = placement.homes[STATES]
     on_device = tuple(span.index for span in layout.spans if homes[span.chunks[0]] == "device")
     nbytes_of = [span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans]
