@@ -33,6 +33,7 @@ import math
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from infinity import interrupts
 from infinity.adam import NormAccumulator
@@ -44,6 +45,7 @@ from infinity.events import Events
 from infinity.hooks import Hooks, map_tensors, tensors_in
 from infinity.interrupts import uninterrupted
 from infinity.margin import Margin
+from infinity.parameters import get_grad, set_grad
 from infinity.partition import Ranks
 from infinity.residency import ChunkState, ParameterState, Presence
 from infinity.scaling import Scaler
@@ -100,8 +102,9 @@ class Cycle:
     def close(self) -> None:
         """Nothing may follow."""
         self.closed = True
-        for state in self._departed:
-            state.param.grad = None
+        with DisableTorchFunctionSubclass():
+            for state in self._departed:
+                set_grad(state.param, None)
         self._departed.clear()
 
     # What the hooks call.
@@ -291,12 +294,13 @@ class Cycle:
         self._ends[number] = len(self.pipeline.trace)
         self.num_backwards += 1
         self.num_forwards = 0
-        for state in self.registry.params:
-            state.arrived_last[number] = state.arrivals
-            state.touched = 0
-            if state.arrivals:
-                state.param.grad = state.departed
-                self._departed.append(state)
+        with DisableTorchFunctionSubclass():
+            for state in self.registry.params:
+                state.arrived_last[number] = state.arrivals
+                state.touched = 0
+                if state.arrivals:
+                    set_grad(state.param, state.departed)
+                    self._departed.append(state)
         self._gradients_wait = True
         self._update_waiting()
 
@@ -464,10 +468,12 @@ class Cycle:
         if failure is not None:
             raise failure
 
-    def refuse_half_updated(self, what: str) -> None:
-        """Between a backward pass that updates and step(), weights are of two steps, which would go unnoticed."""
+    def refuse_half_updated(self, what: str, *, change: bool = False) -> None:
+        """Between a backward pass that updates and step(), weights are of two steps, which would go unnoticed. change: those that stay on
+        the device are not, yet; but what a program may change then must not depend on where they are."""
         self._refuse_half_loaded()
-        if self.backward_task is None and not self.torn and any(chunk.updated for chunk in self.registry.chunks):
+        updates = change and self.early_hyper is not None or any(chunk.updated for chunk in self.registry.chunks)
+        if self.backward_task is None and not self.torn and updates:
             raise UsageError(
                 f"{what} between a backward pass that has begun to update and its step(): some weights are new already. Call "
                 f"step() first, or use update='deferred'. Where several backward passes make a step, declare it: "
@@ -484,13 +490,15 @@ class Cycle:
 
     def check_gradients(self) -> None:
         """Drop what model.zero_grad() did; raises UsageError where it dropped some only, or too late."""
-        given = [s.name for s in self._departed if s.param.grad is not None and s.param.grad is not s.departed]
+        with DisableTorchFunctionSubclass():
+            found = [(state, get_grad(state.param)) for state in self._departed]
+        given = [state.name for state, grad in found if grad is not None and grad is not state.departed]
         if given:
             raise UsageError(
                 f"{given[0]}.grad was given a value, which the engine would not use: gradients have left for its tiers. Change them as "
                 f"they arrive, with param.register_hook(...)."
             )
-        dropped = [state.name for state in self._departed if state.param.grad is None] if self._gradients_wait else []
+        dropped = [state.name for state, grad in found if grad is None] if self._gradients_wait else []
         if dropped and len(dropped) == len(self._departed):
             self.zero_grad()
         elif dropped:
@@ -502,8 +510,9 @@ class Cycle:
     def _clear_gradients(self) -> None:
         """Autograd is to find no gradient to add to."""
         self.check_gradients()
-        for state in self._departed:
-            state.param.grad = None
+        with DisableTorchFunctionSubclass():
+            for state in self._departed:
+                set_grad(state.param, None)
         self._departed.clear()
 
     def _check_frozen(self) -> None:
@@ -593,8 +602,8 @@ class Cycle:
     @staticmethod
     def note_change(state: ParameterState) -> None:
         """What autograd has saved of the parameter is old; the engine knows its value."""
-        torch.autograd.graph.increment_version(state.param)
-        state.version = state.param._version
+        torch.autograd.graph.increment_version(state.counter)
+        state.version = state.counter._version
 
     def finish_announced(self, chunk: ChunkState) -> None:
         """Wait for the chunk's update: before its next gradient arrives, or its record is read."""
@@ -683,9 +692,10 @@ class Cycle:
         """The last backward pass raised."""
         self.backward_task, self._awaits_end = None, False
         self.failed = True
-        for state in self.registry.params:
-            if state.trainable and state.param.grad is not state.departed:
-                state.param.grad = None  # it came, but its hook did not
+        with DisableTorchFunctionSubclass():
+            for state in self.registry.params:
+                if state.trainable and get_grad(state.param) is not state.departed:
+                    set_grad(state.param, None)  # it came, but its hook did not
         self.gradients.hurry()
         self.hooks.release_all()
         self.torn = self.torn or any(chunk.updated for chunk in self.registry.chunks)

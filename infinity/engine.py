@@ -22,14 +22,15 @@ from infinity.config import Config
 from infinity.cycle import Cycle
 from infinity.errors import ConfigError, UsageError
 from infinity.events import Events
-from infinity.facade import NO_COPY, Facade
+from infinity.facade import Facade
 from infinity.gauge import device_of, gauge_of
 from infinity.hooks import Hooks
 from infinity.interrupts import uninterrupted
 from infinity.lanes import Lane
 from infinity.margin import Margin
+from infinity.parameters import NO_COPY, owner_of, set_owner
 from infinity.partition import Ranks
-from infinity.residency import TORCH_DTYPES, ChunkState, ParameterState, SpanState, owner_of, set_owner
+from infinity.residency import TORCH_DTYPES, ChunkState, ParameterState, SpanState
 from infinity.scaling import LossScale, Scaler
 from infinity.sharing import part_versions, refuse_shared
 from infinity.tiling import tile_to_fit
@@ -133,11 +134,8 @@ class Engine:
         return id(param) in self._indices
 
     def is_held(self, param: torch.Tensor) -> bool:
-        """Whether the parameter is whole on the device now, as inside `gathered` or its module's forward."""
-        if not self._started:
-            return False
-        span = self.registry.span_of(self.registry.params[self._indices[id(param)]])
-        return self.pipeline.is_held(span) and span.attached
+        """Whether the program may read and change the parameter now, as inside `gathered` or its module's forward."""
+        return self._started and self.registry.params[self._indices[id(param)]].num_holders > 0
 
     @uninterrupted
     def read_weight(self, param: torch.Tensor) -> torch.Tensor:
@@ -174,7 +172,7 @@ class Engine:
             else:
                 self._loaded[index] = value
             return
-        self.cycle.refuse_half_updated("new weights")
+        self.cycle.refuse_half_updated("new weights", change=True)
         state = self.registry.params[index]
         if self.pipeline.is_held(self.registry.span_of(state)):
             raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
@@ -189,7 +187,7 @@ class Engine:
         """The parameters are whole on the device inside the block; what it changes is kept, on every rank as on rank 0."""
         self._check_open()
         self._start()
-        self.cycle.refuse_half_updated("infinity.gathered")
+        self.cycle.refuse_half_updated("infinity.gathered", change=True)
         states = [self.registry.find(param) for param in params if param.numel() and param.is_floating_point()]
         if None in states:
             raise ConfigError("infinity.gathered: a parameter is not one of this engine's")
@@ -208,15 +206,43 @@ class Engine:
         for span in spans:
             self.values.keep_written(span)
         before.update({span: span.flat.clone() for span in spans})
+        for span in spans:
+            for state in span.params:
+                state.hold()
 
     @uninterrupted
     def _adopt(self, before: dict[SpanState, torch.Tensor]) -> None:
         for span, value in before.items():
-            span.take_replaced()
-            for state in span.params:
-                state.version = state.param._version
-            self.values.adopt(span, (), value)
-            self.pipeline.release(span)
+            try:
+                span.written()
+            finally:
+                for state in span.params:
+                    state.version = state.counter._version
+                    state.release()
+                self.values.adopt(span, (), value)
+                self.pipeline.release(span)
+
+    # What parameters call: [Note: parameters with two classes] in parameters.py.
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def name_of(self, param: nn.Parameter) -> str:
+        return self.registry.find(param).name
+
+    def may_compute(self, params: list[nn.Parameter]) -> bool:
+        """Whether the program is where it may read parameters that nothing holds: in one of this engine's ops."""
+        return self.hooks.may_compute(list(map(self.registry.find, params)))
+
+    def compute(self, params: list[nn.Parameter], func, args: tuple, kwargs: dict):
+        """func(*args, **kwargs), for which these parameters are held."""
+        return self.hooks.compute(list(map(self.registry.find, params)), func, args, kwargs)
+
+    def take(self, param: nn.Parameter, data: torch.Tensor) -> None:
+        """The program puts other data into a parameter that is held."""
+        state = self.registry.find(param)
+        state.put(data)
 
     def close(self) -> None:
         """Finish what is under way, end the threads and give back memory and swap files. Idempotent.
@@ -341,7 +367,6 @@ class Engine:
             if chunk.pending is None:
                 self.cycle.finish_announced(chunk)  # the last ones of a backward pass that updates
         for span in self.registry.spans:
-            span.take_replaced()
             self.values.keep_written(span)
 
     def ready_to_load(self, optimizer) -> None:

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from infinity.errors import UsageError
+from infinity.parameters import METADATA, converts_to_itself, is_conversion
 
-_METADATA = frozenset("shape dtype device layout requires_grad is_sparse is_cuda is_cpu ndim is_leaf grad_fn grad".split())
-_METADATA_FUNCTIONS = frozenset("size numel dim nelement element_size is_floating_point is_complex stride".split())
+_OF_ITSELF = frozenset({torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.data.__set__})
 
 
 class DepartedGradient(torch.Tensor):
@@ -34,11 +34,11 @@ class DepartedGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if (name == "__get__" and owner in _METADATA) or (name in _METADATA_FUNCTIONS) or name == "__set__":
+        if func in METADATA or func in _OF_ITSELF:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if is_conversion(func) and converts_to_itself(func, args, kwargs or {}):  # as by model.cpu()
+            return args[0]
         raise UsageError(
             "gradients leave param.grad for the engine's tiers as they arrive, so they cannot be clipped, scaled or read there. "
             "Clip with the optimizer's max_grad_norm=..., which also leaves the norm in optimizer.grad_norm; drop them with "
@@ -108,10 +108,3 @@ class Facade:
         if engine is None:
             return [(name, param) for name, param in found if param.data_ptr() in self._away]
         return [(name, param) for name, param in found if engine.manages(param)]
-
-
-NO_COPY = (
-    "a model whose parameters are in an engine cannot be copied or pickled: they are only placeholders. Build the second one in "
-    "an infinity.init of its own and load the first one's state_dict(); for a running average, copy values inside "
-    "infinity.gathered."
-)

@@ -6,7 +6,8 @@ longer does, and passes gradients on. Over 400 lines because what forward holds,
 
 # [Note: when an op needs its weights]
 # Forward (and the forward that activation checkpointing repeats): from the pre-hook to the post-hook of a module that owns
-# parameters. A parameter that another module reads is fetched on attribute access and held by the op that reads it.
+# parameters. A parameter that another op reads is fetched for each function of it (`compute`), and held until the op ends, or room is needed
+# and they are gone, where views of it come of that.
 #
 # Backward: autograd asks for what it saved. Under our saved-tensor hooks a view of an engine storage is saved as a Handle;
 # unpacking it fetches the span, and the handle's death, when autograd lets go of the node's saved tensors, releases it. So
@@ -35,11 +36,11 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch._C import _current_graph_task_id
+from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from torch._C._autograd import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
@@ -50,9 +51,9 @@ from torch.autograd.function import BackwardCFunction
 from infinity import interrupts
 from infinity.activations import Saved
 from infinity.errors import UsageError
-from infinity.facade import NO_COPY
 from infinity.interrupts import uninterrupted
 from infinity.lanes import Need
+from infinity.parameters import NO_COPY, get_grad, set_grad
 from infinity.pipeline import Pipeline
 from infinity.residency import ParameterState, Registry, SpanState, inside_leaves, is_leaf
 
@@ -71,10 +72,10 @@ class Op:
 
 
 class Frame:
-    """One call of an op under way. `spans` are held for it, `packed` were saved by autograd, `read` are other ops'
-    parameters that it has read by name."""
+    """One call of an op under way. `spans` and `params` are held for it, `viewed` as long as views of them are alive, `packed` were saved by
+    autograd, `read` are other ops' parameters that it has read by name."""
 
-    __slots__ = ("module", "op", "outermost", "packed", "pushed", "read", "scales", "spans", "task")
+    __slots__ = ("module", "op", "outermost", "packed", "params", "pushed", "read", "scales", "spans", "task", "viewed")
 
     def __init__(self, module: nn.Module, op: Op, outermost: bool, scales: bool):
         self.module = module
@@ -82,10 +83,22 @@ class Frame:
         self.outermost = outermost
         self.scales = scales  # its outputs are an fp16 model's
         self.spans: list[SpanState] = []
+        self.viewed: list[SpanState] = []
+        self.params: Sequence[ParameterState] = ()
         self.packed: set[int] = set()
         self.read: set[int] = set()
         self.pushed = False  # our saved-tensor hooks, in the graph task `task`, with whose end autograd takes them back by itself
         self.task = _current_graph_task_id()
+
+    def hold(self, params: Sequence[ParameterState]) -> None:
+        for state in params:
+            state.hold()
+        self.params = params
+
+    def release(self) -> None:
+        for state in self.params:
+            state.release()
+        self.params = ()
 
 
 class Hold(Need):
@@ -108,8 +121,9 @@ class Handle:
         self.op = op
         self.leaf = leaf  # that it is fetched with
         self.span = span
-        self.tensor = tensor.detach()
-        self.version = tensor._version
+        with DisableTorchFunctionSubclass():
+            self.tensor = tensor.detach()
+        self.version = self.tensor._version
         self.hold = Hold(self, dropped.append)
         self.hold.span = span
         span.handles.add(self.hold)
@@ -124,6 +138,9 @@ class SavedTensors:
 
     @torch._dynamo.disable
     def pack(self, tensor: torch.Tensor):
+        state = self.hooks.registry.find(tensor)
+        if state is not None and not state.num_holders:  # given to a function whose forward did not look at it
+            return self.hooks.compute([state], self.pack, (tensor,), {})
         span = self.hooks.registry.owner(tensor)
         if span is not None:
             return self.hooks.save(span, tensor)
@@ -161,23 +178,6 @@ class Anchored(torch.autograd.Function):
         return None, grad
 
 
-class FetchingParameters(dict):
-    """A module's parameters; reading one by name inside an engine's op brings it to the device."""
-
-    def __init__(self, parameters: dict, hooks: Hooks):
-        super().__init__(parameters)
-        self.hooks = hooks
-
-    def __getitem__(self, name):
-        param = super().__getitem__(name)
-        if param is not None:
-            self.hooks.touch(param)
-        return param
-
-    def __reduce__(self):
-        return dict, (list(self.items()),)
-
-
 class Hooks:
     """All hooks of one model. `cycle` is told of begin_forward, begin_backward, end_backward and gradients; `owner` lives as long as
     the model's hooks do."""
@@ -195,8 +195,10 @@ class Hooks:
         self._num_interrupts = 0  # after which the calls under way were looked at
         self._aside: list[Hold] = []  # those that held, and will again when what is recomputed for their node is there
         self._loose: list[SpanState] = []  # held for a custom function's or a leaf's backward, until the next event
+        self._loose_params: list[ParameterState] = []  # likewise
         self._loose_leaf: Op | None = None  # for whose backward they are
         self._escaped: list[SpanState] = []  # of views that the outermost module returned, until backward ends
+        self._returned: set[ParameterState] = set()  # parameters that it returned, until then: they are read as its other outputs are
         self._handles = []
         self._anchor = torch.zeros((), device=pipeline.device, requires_grad=True)
         self.timeline = pipeline.events.timeline  # None without tracing
@@ -221,11 +223,9 @@ class Hooks:
         self.ops: dict[nn.Module, Op] = {}
         inside = inside_leaves(model)
         for name, module in model.named_modules():
-            if not self.pipeline.all_stay:
-                module._parameters = FetchingParameters(module._parameters, self)
             if module in inside:
                 continue
-            params = module.parameters() if is_leaf(module) else dict.values(module._parameters)
+            params = module.parameters() if is_leaf(module) else module._parameters.values()
             states = [state for p in params if p is not None and (state := self.registry.find(p)) is not None]
             if not states and module is not model and not any(self.registry.find(param) for param in module.parameters()):
                 continue
@@ -252,8 +252,6 @@ class Hooks:
         """Leave the modules as they were; parameters keep whatever they point to."""
         for handle in self._handles:
             handle.remove()
-        for module in self._model().modules() if self._model() is not None else ():
-            module._parameters = dict(module._parameters.items())
 
     # Forward and recomputed forward.
 
@@ -265,7 +263,7 @@ class Hooks:
             self.cycle.await_end()  # now: what a reentrant checkpoint starts inside is no backward pass of its own
         if self.frames and (self._num_interrupts != interrupts.num_raised or self.frames[0].module is module):
             self.end_interrupted_calls(begun=module)
-        if self.pipeline.all_home and (phase == RECOMPUTE or (self.frames and self.frames[-1].module is not module)):
+        if self.pipeline.all_home and self.frames and self.frames[-1].module is not module:
             return None
         op = self.ops[module]
         outermost = not self.frames and phase == FORWARD
@@ -287,15 +285,19 @@ class Hooks:
             )
         scales = scales and whole
         frame = Frame(module, op, outermost, scales)
+        if self.pipeline.all_stay and not self.frames:
+            frame.hold(self.registry.params)
         self.frames.append(frame)
         if self.timeline is not None:
             self.timeline.end()
         if op.spans:
             if phase == FORWARD and self.recording:
-                for state in op.params:
-                    state.touched += state.param.requires_grad
+                with DisableTorchFunctionSubclass():
+                    for state in op.params:
+                        state.touched += state.param.requires_grad
             self.pipeline.acquire((phase, op.index), op.spans, record=self.recording)
             frame.spans.extend(op.spans)
+            frame.hold(op.params)
         if self.timeline is not None:
             self.timeline.begin(phase, op.name)
         frame.pushed = torch.is_grad_enabled() and self._push_saved_tensors()
@@ -334,12 +336,13 @@ class Hooks:
             return
         while True:
             frame = self.frames.pop()
+            frame.release()
             if frame.pushed and frame.task == _current_graph_task_id():
                 _pop_saved_tensors_default_hooks()
             if frame.op.whole and frame.spans and self.kept is None and _current_graph_task_id() != -1:
                 self._keep_loose(frame.op)  # its backward follows, on each rank with what it has chosen
-            escaping = self._escaping(output) if frame.spans and frame.module is module else ()
-            for span in frame.spans:
+            escaping = self._escaping(output) if (frame.spans or frame.viewed) and frame.module is module else ()
+            for span in (*frame.spans, *frame.viewed):
                 if span in escaping:
                     (self.frames[-1].spans if self.frames else self._escaped).append(span)
                 elif self.kept is not None and span.index not in self.kept:
@@ -348,6 +351,8 @@ class Hooks:
                     self.pipeline.release(span)
             if frame.module is module:
                 break
+        if not self.frames:
+            self._returned.update(filter(None, map(self.registry.find, tensors_in(output))))
         if self._aside and not self.frames:
             self._hold_again()
         if self.timeline is not None:
@@ -400,7 +405,7 @@ class Hooks:
         return map_tensors(output, lambda tensor: Anchored.apply(self._anchor, tensor) if loose(tensor) else tensor)
 
     def _escaping(self, output) -> set[SpanState]:
-        """The spans that an output looks into. A parameter itself becomes a placeholder again; a view of it cannot."""
+        """The spans that an output looks into. A parameter itself is fetched again by whoever computes with it; a view of it cannot be."""
         views = [tensor for tensor in tensors_in(output) if not isinstance(tensor, nn.Parameter)]
         return {span for tensor in views if (span := self.registry.owner(tensor)) is not None}
 
@@ -432,38 +437,92 @@ class Hooks:
         self.release_loose()
         for span in leaf.spans:
             self.pipeline.hold(span)
-        self._loose.extend(leaf.spans)
+        self._hold_loose(leaf)
         self._loose_leaf = leaf
 
+    def _hold_loose(self, op: Op) -> None:
+        self._loose.extend(op.spans)
+        for state in op.params:
+            state.hold()
+        self._loose_params.extend(op.params)
+
+    def may_compute(self, states: list[ParameterState]) -> bool:
+        """Whether parameters may be read: by an op of this thread, in a backward pass, or since the outermost module returned them."""
+        if _current_graph_task_id() != -1:
+            return True
+        return self.thread == threading.get_ident() and (bool(self.frames) or self._returned.issuperset(states))
+
     @torch._dynamo.disable
+    def compute(self, states: list[ParameterState], func, args, kwargs):
+        """func(*args, **kwargs) of parameters that are held for no op under way: for as long as it takes, or for as long as that op does
+        where what comes of it looks into their storage."""
+        held, keep = self._hold_read(states), True
+        by_address = func is torch.Tensor.data_ptr
+        try:
+            returned = not self.frames and _current_graph_task_id() == -1
+            with self.saved_tensors() if returned else contextlib.nullcontext():
+                result = func(*args, **kwargs)
+            keep = any(map(self._looks_inside, _parts(result)))
+        finally:
+            self._release_read(states, held, keep=keep or by_address, viewed=not by_address)
+        return result
+
     @uninterrupted
-    def touch(self, param: torch.Tensor) -> None:
-        """A parameter was read by name."""
-        in_backward = not self.frames and _current_graph_task_id() != -1
-        if not self.frames and not in_backward:
-            return
-        state = self.registry.find(param)
-        if state is None:
-            return
-        if self.recording and _current_graph_task_id() == -1:
-            self._count(state)
-        span = self.registry.span_of(state)
-        if span.attached and span.holds:
-            return
-        if in_backward and any(chunk.updated for chunk in self.registry.chunks_of(state)):
-            raise UsageError(
-                f"{state.name} is read in a backward pass that has updated it already. Use update='deferred' for hooks that look at "
-                f"weights in backward."
-            )
-        self.pipeline.acquire((ATTRIBUTE, span.index), (span,), record=self.recording)
-        (self._loose if in_backward else self.frames[-1].spans).append(span)
+    def _hold_read(self, states: list[ParameterState]) -> list[SpanState]:
+        """A parameter is read by name."""
+        in_backward, held = _current_graph_task_id() != -1, []
+        try:
+            for state in states:
+                if self.recording and not in_backward:
+                    self._count(state)
+                span = self.registry.span_of(state)
+                if self.pipeline.all_home:
+                    continue
+                if span.attached and span.holds:
+                    self.pipeline.hold(span)
+                    held.append(span)
+                    continue
+                if in_backward and not self.frames and any(chunk.updated for chunk in self.registry.chunks_of(state)):
+                    raise UsageError(
+                        f"{state.name} is read in a backward pass that has updated it already. Use update='deferred' for hooks that look at "
+                        f"weights in backward."
+                    )
+                self.pipeline.acquire((ATTRIBUTE, span.index), (span,), record=self.recording)
+                held.append(span)
+        except BaseException:
+            for span in held:
+                self.pipeline.release(span)
+            raise
+        for state in states:
+            state.hold()
+        return held
+
+    @uninterrupted
+    def _release_read(self, states: list[ParameterState], held: list[SpanState], *, keep: bool, viewed: bool) -> None:
+        for state in states:
+            state.release()
+        if keep and self.frames:
+            (self.frames[-1].viewed if viewed else self.frames[-1].spans).extend(held)
+        elif keep:
+            (self._loose if _current_graph_task_id() != -1 else self._escaped).extend(held)
+        else:
+            for span in held:
+                self.pipeline.release(span)
+
+    def _looks_inside(self, value) -> bool:
+        """Whether a value may look into the storage of a parameter, without being one."""
+        if isinstance(value, torch.Tensor):
+            return self.registry.find(value) is None and self.registry.owner(value) is not None
+        return not isinstance(value, _PLAIN)
 
     def _count(self, state: ParameterState) -> None:
         """One use more, by the op under way, unless that or one around it has counted it: its gradient is one to wait for, also where its
         span is held for others."""
         if not any(state in frame.op.params or state.index in frame.read for frame in reversed(self.frames)):
-            self.frames[-1].read.add(state.index)
-            state.touched += state.param.requires_grad
+            if self.frames:
+                self.frames[-1].read.add(state.index)
+            with DisableTorchFunctionSubclass():
+                state.touched += state.param.requires_grad
 
     def begin_segment(self) -> None:
         self.kept = {}
@@ -536,10 +595,17 @@ class Hooks:
                 self._holding.append(hold)
 
     def _make_way(self) -> bool:
-        """An op that is recomputed finds no room: give up what backward holds until it is over. Whether there was any.
+        """An op finds no room: give up what is held for views that are gone and, where it is recomputed, what backward holds until that is
+        over. Whether there was any.
 
         Autograd may have unpacked a weight of the node for which it is recomputed: that is brought back to the same storage.
         """
+        gone = [(frame, span) for frame in self.frames for span in frame.viewed if not span.has_escaped]
+        for frame, span in gone:
+            frame.viewed.remove(span)
+            self.pipeline.release(span)
+        if gone:
+            return True
         if not self.frames or _current_graph_task_id() == -1:
             return False
         held = [hold for hold in self._holding if hold() is not None and hold.holding]
@@ -557,11 +623,14 @@ class Hooks:
                 self._holding.append(hold)
 
     def release_escaped(self) -> None:
+        self._returned.clear()
         while self._escaped:
             self.pipeline.release(self._escaped.pop())
 
     def release_loose(self) -> None:
         self._loose_leaf = None
+        while self._loose_params:
+            self._loose_params.pop().release()
         while self._loose:
             self.pipeline.release(self._loose.pop())
 
@@ -569,7 +638,7 @@ class Hooks:
     def _before_custom_backward(self, op: Op) -> None:
         self.release_loose()
         self._acquire_for_backward(op.index, -1, op.spans)
-        self._loose.extend(op.spans)
+        self._hold_loose(op)
         self._loose_leaf = op if op.whole else None
 
     def _acquire_for_backward(self, op: int, span: int, spans) -> None:
@@ -598,7 +667,9 @@ class Hooks:
     @torch._dynamo.disable
     @uninterrupted
     def _gradient(self, state: ParameterState, param: torch.Tensor) -> None:
-        grad, param.grad = param.grad, None
+        with DisableTorchFunctionSubclass():
+            grad = get_grad(param)
+            set_grad(param, None)
         if grad is None:  # somebody's hook was first, and dropped it
             return
         if grad.dtype is not state.placeholder.dtype:
@@ -609,6 +680,18 @@ class Hooks:
         if grad.is_sparse:
             raise UsageError(f"{state.name} has a sparse gradient, which no tier can hold; build its module with sparse=False")
         self.cycle.gradient(state, grad)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None), Handle, Saved)
+
+
+def _parts(value) -> list:
+    """A value, or what is in a tuple, list or dict, however nested."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (tuple, list)):
+        return [value]
+    return [part for item in value for part in _parts(item)]
 
 
 def tensors_in(value) -> list[torch.Tensor]:

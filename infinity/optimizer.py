@@ -10,7 +10,7 @@ import torch
 
 from infinity.chunks import FORMATS
 from infinity.errors import ConfigError, UsageError
-from infinity.residency import owner_of
+from infinity.parameters import owner_of
 from infinity.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise
 from infinity.scaling import LossScale
 

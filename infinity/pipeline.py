@@ -488,7 +488,8 @@ class Pipeline:
             self._settle(span)
         span.evict_pending = False
         self._detach(span)
-        span.become(Presence.AWAY)
+        if span.presence is not Presence.AWAY:  # it may be away, and its storage still be there for the sake of others
+            span.become(Presence.AWAY)
         self.tier.free(span)
 
     def _detach(self, span: SpanState) -> None:
@@ -523,6 +524,7 @@ class Pipeline:
             self._gather(span)
             self._settle(span)
         span.attach(self.registry.layout)
+        span.count_aliases()
 
     def _settle(self, span: SpanState) -> None:
         """Wait until nothing is under way to the span; what it waits for is charged to the link at fault."""

@@ -10,7 +10,11 @@ others move the bytes. Over 500 lines because device and host copies are states 
 # A span owns one UntypedStorage for life. Evicting resizes it to 0, fetching resizes it back: the same object, so views
 # that autograd saved are valid again when the bytes are back. A parameter's `.data` is a view of that storage while the
 # span is HOME, and its placeholder while it is not: one element of NaN, its own, expanded to the parameter's shape, so
-# that shape and dtype stay true and whoever computes with an absent parameter gets NaN, not stale numbers.
+# that shape and dtype stay true. Who may see either is the business of the parameter's class ([Note: parameters with two classes] in
+# parameters.py); where code in C goes by it, it finds NaN, not stale numbers, and what it writes there is noticed.
+#
+# A storage is not resized while the program has a tensor of its own that looks into it, as `self.kept = self.weight.t()` leaves one: to read
+# that would end the process. Its span is away, its memory stays until the tensor is gone.
 #
 # [Note: host copies]
 # What is in host memory of a chunk is up to three entries: weights, states (residual, momentum, variance), because the
@@ -36,7 +40,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch._C import DisableTorchFunctionSubclass
 
 from infinity.arena import Area
 from infinity.chunks import Chunk, Layout, Piece, Record, Span
@@ -44,6 +48,7 @@ from infinity.errors import BudgetError, UsageError
 from infinity.facade import DepartedGradient
 from infinity.config import format_bytes
 from infinity.lanes import Monitor
+from infinity.parameters import classes_of, owner_of, set_data
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
 
@@ -92,6 +97,10 @@ class ParameterState:
         self.index = index
         self.name = name
         self.param = param
+        self.held_class, self.unheld_class = classes_of(type(param))
+        self.num_holders = 0  # whoever may read it now, see [Note: parameters with two classes] in parameters.py
+        self.counter = param.detach()  # shares the count of writes with the parameter, and none of its functions
+        set_data(self.counter, placeholder)
         self.shape, self.stride = param.shape, torch.empty(param.shape, device="meta").stride()
         self.numel = param.numel()
         self.trainable = param.requires_grad
@@ -110,20 +119,74 @@ class ParameterState:
         self.written_in_forward = False
         self.departed = DepartedGradient(placeholder)
 
+    def hold(self) -> None:
+        """One more may read and change it; its span is home."""
+        self.num_holders += 1
+        if self.num_holders == 1:
+            self.param.__class__ = self.held_class
+
+    def release(self) -> None:
+        self.num_holders -= 1
+        assert self.num_holders >= 0, self
+        if not self.num_holders:
+            self.param.__class__ = self.unheld_class
+
+    def leave(self) -> None:
+        """Its value is in a record from now on, or nowhere."""
+        self.num_holders = 0
+        self.param.__class__ = self.unheld_class
+        self.point_to(self.placeholder)
+
+    def point_to(self, data: torch.Tensor) -> None:
+        with DisableTorchFunctionSubclass():
+            set_data(self.param, data)
+        self.version = self.counter._version
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was written to in place since it last came home or left."""
+        return self.counter._version != self.version
+
     def check_untouched(self) -> None:
-        """Raise UsageError if somebody wrote to the placeholder or put something else in its place."""
-        param, placeholder = self.param, self.placeholder
-        replaced = param.data_ptr() != placeholder.data_ptr()
-        if not replaced and param._version == self.version:
+        """The last guard, for what went by all others, such as code in C: raise UsageError if somebody wrote to the placeholder or put
+        something else in its place. Called with torch functions of classes switched off."""
+        placeholder = self.placeholder
+        replaced = self.param.data_ptr() != placeholder.data_ptr()
+        if not replaced and not self.is_written:
             if self._bits is None or self._bits[self.index] == self._untouched:
                 return
         placeholder.as_strided((), ()).fill_(float("nan"))
-        param.data = placeholder
-        self.version = param._version
+        self.point_to(placeholder)
         raise UsageError(
             f"{self.name} was {'replaced' if replaced else 'written to'} while it was not on the device, where it is only "
             f"a placeholder. Change values inside `with infinity.gathered([parameter]):`."
         )
+
+    def take_replaced(self) -> None:
+        """Where the program has put other data into the parameter, which is home, as with `set_`, make that its value.
+
+        Raises UsageError if it cannot be.
+        """
+        view = self.view
+        with DisableTorchFunctionSubclass():
+            data = self.param.detach()
+            if data.data_ptr() == view.data_ptr() and (data.shape, data.dtype, data.stride()) == (view.shape, view.dtype, view.stride()):
+                return
+            set_data(self.param, view)
+        self.put(data)
+
+    def put(self, data: torch.Tensor) -> None:
+        """Make other data the value of the parameter, which is home, counted as a write to it. Raises UsageError if it cannot be."""
+        view = self.view
+        if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
+            raise UsageError(
+                f"{self.name} was given data of shape {tuple(data.shape)}, {data.dtype} on {data.device}, as by model.to() or "
+                f"model.float(); the engine keeps it as {tuple(view.shape)}, {view.dtype} on {view.device}. Choose the dtype "
+                f"and the device in infinity.Config."
+            )
+        with torch.no_grad():
+            view.copy_(data.clone() if data.untyped_storage()._cdata == view.untyped_storage()._cdata else data)
+        torch.autograd.graph.increment_version(self.counter)
 
     def __repr__(self):
         return f"ParameterState({self.name}, {tuple(self.shape)})"
@@ -149,6 +212,7 @@ class SpanState:
         self.attached = False  # parameters point into the storage
         self.snapshot: torch.Tensor | None = None  # of `flat` after the last update, see [Note: weights written in forward]
         self.fetch: object | None = None  # of the pipeline, while FETCHING
+        self.num_aliases: int | None = None  # tensors that look into the storage, since it was allocated and first held
 
     def become(self, presence: Presence) -> None:
         assert (self.presence, presence) in _SPAN_MOVES, f"{self}: {presence} from {self.presence}"
@@ -158,33 +222,33 @@ class SpanState:
         """Let the parameters be views of the storage, which is whole."""
         if self.attached:
             return
-        for state in self.params:
-            state.check_untouched()
-        for state in self.params:
-            if state.view is None:
-                offset = layout.homes[state.index].offset
-                with torch.inference_mode(False):  # an evaluation may be the first to need it
-                    state.view = self.flat.as_strided(state.shape, state.stride, offset)
-            param = state.param
-            param.data = state.view
-            state.version = param._version
+        with DisableTorchFunctionSubclass():
+            for state in self.params:
+                state.check_untouched()
+            for state in self.params:
+                if state.view is None:
+                    offset = layout.homes[state.index].offset
+                    with torch.inference_mode(False):  # an evaluation may be the first to need it
+                        state.view = self.flat.as_strided(state.shape, state.stride, offset)
+                set_data(state.param, state.view)
+                state.version = state.counter._version
         self.attached = True
 
     def detach(self) -> list[ParameterState]:
         """Let the parameters be placeholders; returns those that were written to in place while they were home."""
-        self.take_replaced()
         written = self.written()
         if self.attached:
-            for state in self.params:
-                state.param.data = state.placeholder
-                state.version = state.param._version
+            with DisableTorchFunctionSubclass():
+                for state in self.params:
+                    set_data(state.param, state.placeholder)
+                    state.version = state.counter._version
         self.attached = False
         return written
 
     def let_go(self) -> None:
         """End: the parameters are placeholders, whatever they were. What was pinned, others may refer to: it goes when they do."""
         for state in self.params:
-            state.param.data = state.placeholder
+            state.leave()
             state.view = None
         if self.pinned:
             self.storage = torch.UntypedStorage(0, device=self.storage.device)
@@ -193,26 +257,32 @@ class SpanState:
         self.flat = self.snapshot = None
         self.presence, self.attached, self.allocated = Presence.AWAY, False, False
 
-    def take_replaced(self) -> None:
-        """Where somebody put other data into a parameter while it was home, make that its value; raises UsageError if it cannot be."""
-        for state in self.params if self.attached else ():
-            data = state.param.data
-            if data.data_ptr() == state.view.data_ptr() and data.dtype == self.dtype:
-                continue
-            state.param.data = state.view
-            if (data.shape, data.dtype, data.device) != (state.view.shape, state.view.dtype, state.view.device):
-                raise UsageError(
-                    f"{state.name} was given data of shape {tuple(data.shape)}, {data.dtype} on {data.device}, as by model.to() or "
-                    f"model.float(); the engine keeps it as {tuple(state.shape)}, {self.dtype} on {state.view.device}. Choose the dtype "
-                    f"and the device in infinity.Config."
-                )
-            with torch.no_grad():
-                state.view.copy_(data)
-            state.version = -1  # counts as written
-
     def written(self) -> list[ParameterState]:
-        """The parameters that were written to in place while they were home, such as by an embedding with max_norm."""
-        return [state for state in self.params if self.attached and state.param._version != state.version]
+        """The parameters that were written to in place while they were home, such as by an embedding with max_norm, or given other data.
+
+        Raises UsageError where that is of another shape, dtype or device."""
+        if not self.attached:
+            return []
+        for state in self.params:
+            state.take_replaced()
+        return [state for state in self.params if state.is_written]
+
+    def count_aliases(self) -> None:
+        """Note how many tensors look into the storage before a program gets to see it."""
+        if self.num_aliases is None and not self.pinned:
+            self.num_aliases = self._num_aliases()
+
+    @property
+    def has_escaped(self) -> bool:
+        """Whether a program has kept a tensor that looks into the storage: to read it when that is gone would end the process. In backward
+        nobody can tell, for autograd has some of its own."""
+        if self.num_aliases is None or (self.handles and torch._C._current_graph_task_id() != -1):
+            return False
+        return self._num_aliases() > self.num_aliases
+
+    def _num_aliases(self) -> int:
+        of_engine = self.attached * len(self.params) + sum(hold() is not None for hold in self.handles)
+        return torch._C._storage_Use_Count(self.storage._cdata) - of_engine
 
     def __repr__(self):
         first = self.params[0].name if self.params else "-"
@@ -253,9 +323,9 @@ class DeviceTier:
 
     def free(self, span: SpanState) -> None:
         assert not span.pinned
-        if span.allocated:
+        if span.allocated and not span.has_escaped:
             span.storage.resize_(0)
-            span.allocated = False
+            span.allocated, span.num_aliases = False, None
             self.used_nbytes -= span.nbytes
 
     def book(self, nbytes: int) -> None:
@@ -505,7 +575,6 @@ def no_room(needed: int, tier: DeviceTier) -> BudgetError:
     )
 
 
-_owners = WeakIdKeyDictionary()
 _leaves: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
@@ -528,13 +597,3 @@ def is_leaf(module: torch.nn.Module) -> bool:
 def inside_leaves(model: torch.nn.Module) -> set[torch.nn.Module]:
     """The modules below a model that are fetched with a leaf above them."""
     return {below for module in model.modules() if is_leaf(module) for below in module.modules() if below is not module}
-
-
-def owner_of(param: torch.Tensor):
-    """The engine that manages a parameter, or None."""
-    reference = _owners.get(param)
-    return reference() if reference is not None else None
-
-
-def set_owner(param: torch.Tensor, engine) -> None:
-    _owners[param] = weakref.ref(engine)

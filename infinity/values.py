@@ -87,7 +87,7 @@ class Values:
         if written:
             self.adopt(span, written)
             for state in written:
-                state.version = state.param._version
+                state.version = state.counter._version
 
     @torch.no_grad()
     def adopt(self, span: SpanState, written: Sequence[ParameterState], before: torch.Tensor | None = None) -> None:
@@ -151,8 +151,7 @@ class Values:
                 self.make_snapshot(span)
             del values
             for state in span.params:
-                state.param.data = state.placeholder
-                state.version = state.param._version
+                state.leave()
         self.records.flush()
 
     @contextlib.contextmanager

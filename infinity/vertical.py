@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infinity.errors import ConfigError, UsageError
-from infinity.residency import owner_of
+from infinity.parameters import owner_of
 
 
 def vertical(

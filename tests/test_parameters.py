@@ -18,12 +18,19 @@ import helpers
 import infinity
 from helpers import NVME, ReferenceAdamW, assert_equals_reference, assert_same_bits, plain, training
 from infinity.errors import ConfigError, UsageError
+from infinity.parameters import owner_of
 from models import TRAITS, H, Model, inputs, loss_of, mlp, tied_module
 from test_ranks import World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LEAST = "the least"  # device memory that is enough
+PLACES = {
+    "device": {"weights": "device", "states": "device", "residency": "auto", "device_memory": "auto"},
+    "host": {"weights": "host", "states": "host", "residency": "auto", "device_memory": "auto"},
+    "nvme": NVME | {"device_memory": "auto"},
+    "tight": NVME | {"device_memory": "8KiB"},
+}
 
 
 def output_loss(model, step):
@@ -606,17 +613,17 @@ def test_initialisers_between_construction_and_the_optimizer(inside, tmp_path):
 
 @pytest.mark.parametrize("change", ["normal_", "setitem"])
 def test_parameters_that_are_home_are_changed_in_place(change, tmp_path):
-    """With room for all on the device they are home after an evaluation; a change that autograd counts is kept."""
+    """With room for all on the device they are home after an evaluation."""
 
     def edit(model, step, gathered):
         with torch.no_grad():
             model(inputs(model, step))
         if step == 2:
             torch.manual_seed(99)
-            if change == "normal_":
-                nn.init.normal_(model.layers[1].weight, std=0.1)
-            else:
-                with torch.no_grad():
+            with gathered(model.layers[1].weight), torch.no_grad():
+                if change == "normal_":
+                    nn.init.normal_(model.layers[1].weight, std=0.1)
+                else:
                     model.layers[1].weight[0] = 0.5
 
     for place in ("device", "host"):
@@ -766,7 +773,7 @@ def test_weights_are_gathered_for_a_term_of_the_loss_that_reads_them_all(tmp_pat
 
     def loss(model, step):
         main = output_loss(model, step)
-        with infinity.gathered(model.parameters()) if type(model.layers[0]._parameters) is not dict else contextlib.nullcontext():
+        with infinity.gathered(model.parameters()) if owner_of(model.layers[0].weight) else contextlib.nullcontext():
             return main + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())
 
     train_both(mlp, tmp_path, loss=loss, device_memory="auto")
@@ -854,31 +861,74 @@ def test_a_compiled_model_trains_as_the_plain_one(what, tmp_path):
 
 def test_what_is_compiled_is_the_model_and_not_the_engine(tmp_path):
     """The engine's own functions would be compiled anew for every module, its checks of tensors among the guards."""
-    torch._dynamo.reset()
-    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
-        called = torch.compile(model, backend="eager")
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for _ in range(3):
-                loss_of(called(inputs(model, 0))).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+
+
+    def found(model, optimizer):
+        """How many functions and graphs are compiled in three steps, and after the first one."""
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        called, numbers = torch.compile(model, backend="eager"), []
+        for _ in range(3):
+            loss_of(called(inputs(model, 0))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            numbers.append((dict(torch._dynamo.utils.counters["frames"]), dict(torch._dynamo.utils.counters["stats"])))
+        torch._dynamo.reset()
+        return numbers
+
+    reference_model, _ = plain(mlp)
+    for module in reference_model.modules():  # as an engine's have, where each function ends
+        module.register_forward_pre_hook(torch._dynamo.disable(lambda *args: None))
+        module.register_forward_hook(torch._dynamo.disable(lambda *args: None))
+    expected = found(reference_model, torch.optim.AdamW(reference_model.parameters()))
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        assert found(model, optimizer) == expected
+    assert expected[0] == expected[-1] and expected[0][1]["unique_graphs"] > 0
 
 
 # Refused
 
 
-@pytest.mark.parametrize("change", [lambda m: m.half(), lambda m: m.double(), lambda m: m.to_empty(device="cpu")])
-def test_another_type_for_parameters_that_are_away_is_refused(change, tmp_path):
-    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+CONVERSIONS = {
+    "half": lambda model: model.half(),
+    "double": lambda model: model.double(),
+    "to a type": lambda model: model.to(torch.bfloat16),
+    "to a device": lambda model: model.to("meta"),
+    "type": lambda model: model.type(torch.float64),
+    "one": lambda model: model.layers[0].weight.half(),
+}
+
+
+@pytest.mark.parametrize("change", CONVERSIONS)
+@pytest.mark.parametrize("place", PLACES)
+def test_another_type_or_place_is_refused_before_anything_is_copied(place, change, tmp_path):
+    reference_model, reference = plain(mlp)
+    with training(mlp, tmp_path, **PLACES[place]) as (model, engine, optimizer):
+        for step in range(2):
+            with pytest.raises(UsageError, match=r"would make .* the engine has torch.float32 on cpu.*Config\(dtype=.*device=.*state_dict"):
+                CONVERSIONS[change](model)
+            assert_same_bits(one_step(model, optimizer, step), one_step(reference_model, reference, step), f"loss of step {step}")
+        assert all(value.half().dtype is torch.float16 for value in model.state_dict().values())
+        with pytest.raises(UsageError, match=r"layers\.0\.weight has no value here \(data = ...\).*infinity\.gathered"):
+            model.to_empty(device="cpu")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_type_and_place_that_they_have_change_nothing(place, tmp_path):
+    """Also between step() and zero_grad(), where gradients that have left stand on the parameters."""
+
+    def same(model):
+        return model.float().cpu().to("cpu", torch.float32).to(torch.zeros(1)).type(torch.FloatTensor)
+
+    train_both(mlp, tmp_path, edit=lambda model, step, gathered: same(model), **PLACES[place])
+    (tmp_path / "again").mkdir()
+    with training(mlp, tmp_path / "again", **PLACES[place]) as (model, engine, optimizer):
+        before = [id(param) for param in model.parameters()]
+        loss_of(model(inputs(model, 0))).backward()
+        optimizer.step()
+        assert same(model) is model and before == [id(param) for param in model.parameters()]
+        optimizer.zero_grad()
         one_step(model, optimizer)
-        change(model)
-        with pytest.raises(UsageError, match=r"layers\.0\.weight was replaced .* infinity\.gathered"):
-            model(inputs(model, 0))
-
-
-def test_the_type_and_place_that_they_have_change_nothing(tmp_path):
-    train_both(mlp, tmp_path, edit=lambda model, step, gathered: model.float().cpu().to("cpu", torch.float32))
 
 
 @pytest.mark.parametrize("started", [False, True])

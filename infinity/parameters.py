@@ -1,0 +1,301 @@
+"""What a parameter of an engine is to the program: an nn.Parameter while something holds it, else one that has no value to give.
+
+Knows classes of tensors, and which engine to ask. Must not know where values are, or when they come.
+"""
+
+# [Note: parameters with two classes]
+# A parameter that an engine has taken is of one of two classes, both made from the one that it had. It is *held* inside `infinity.gathered`
+# and while an op that owns it runs, forward, again or backward; *unheld* at all other times, also where its bytes never leave the device: so
+# what a program may do with it does not depend on where it is. The object stays the same and changes its class, as torch's own lazy
+# parameters do; no op that runs pays for it.
+#
+# Held: an nn.Parameter, but for `.data`. That is `detach()`, so that a write through it is counted as any other; and what is put there is
+# copied to where the value is, at once, so that it is the value for everybody.
+#
+# Unheld: what is as true of a placeholder is answered. For anything else the engine is asked to `compute` it: inside one of its ops it
+# holds the parameter for that one function, elsewhere it refuses. What comes of `detach()` and `.data` there, which libraries call for a
+# shape or a type, is `Absent`: it refuses later, if a value is asked of it.
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.errors import UsageError
+
+set_data = torch._C.TensorBase.data.__set__  # whatever the class of the parameter makes of `.data`
+get_grad, set_grad = torch._C.TensorBase.grad.__get__, torch._C.TensorBase.grad.__set__
+
+NO_COPY = (
+    "a model whose parameters are in an engine cannot be copied or pickled: they are only placeholders. Build the second one in "
+    "an infinity.init of its own and load the first one's state_dict(); for a running average, copy values inside "
+    "infinity.gathered."
+)
+
+_ATTRIBUTES = (
+    "shape dtype device layout ndim itemsize nbytes names name requires_grad grad_fn is_leaf retains_grad output_nr _version _base "
+    "is_cpu is_cuda is_xpu is_mps is_mtia is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn _backward_hooks "
+    "_post_accumulate_grad_hooks"
+).split()
+_METHODS = (
+    "size numel nelement dim ndimension stride element_size storage_offset get_device is_floating_point is_complex is_signed "
+    "is_contiguous is_inference is_conj is_neg is_pinned is_shared is_coalesced is_same_size has_names dim_order _is_view __len__ __hash__ "
+    "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook new_empty new_zeros new_ones new_full new_tensor"
+).split()
+_FUNCTIONS = (
+    "_has_compatible_shallow_copy_type is_floating_point is_complex is_signed numel is_same_size is_conj is_neg is_inference result_type empty_like zeros_like ones_like full_like "
+    "rand_like randn_like randint_like"
+).split()
+
+
+def _metadata() -> frozenset:
+    attributes = [getattr(torch.Tensor, name) for name in _ATTRIBUTES if hasattr(torch.Tensor, name)]
+    found = {attribute.__get__ for attribute in attributes}
+    found |= {torch.Tensor.requires_grad.__set__, torch.Tensor._backward_hooks.__set__}
+    found |= {method for name in _METHODS if (method := getattr(torch.Tensor, name, None)) is not None}
+    return frozenset(found | {getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)})
+
+
+METADATA = _metadata()  # functions of a tensor, as `__torch_function__` has them, to which its value does not matter
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in "to cpu cuda xpu type half bfloat16 float double contiguous".split() if hasattr(torch.Tensor, name)
+)
+
+_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})  # take parameters for their places in the graph
+
+
+def converts_to_itself(func, args: tuple, kwargs: dict) -> bool:
+    """Whether the tensor, args[0], is of the type and on the device already that `to`, `cpu`, `half` or the like ask for.
+
+    Raises UsageError where they ask for another dtype or device.
+    """
+    with DisableTorchFunctionSubclass():
+        like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+        found = func(like, *args[1:], **kwargs)
+        if isinstance(found, torch.Tensor) and (found.dtype, found.device) != (like.dtype, like.device):
+            raise UsageError(
+                f".{func.__name__}() would make a parameter or a gradient of an engine {found.dtype} on {found.device}; the engine has "
+                f"{like.dtype} on {like.device}. Choose these with infinity.Config(dtype=..., device=...), or convert what "
+                f"model.state_dict() returns."
+            )
+    return found is like
+
+
+def is_conversion(func) -> bool:
+    return func in _CONVERSIONS
+
+
+class Held:
+    """Mixed into the class of a parameter that something holds."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        engine = owner_of(self)
+        if engine is None:
+            self.__class__ = _made_from[type(self)]
+            set_data(self, value)
+        elif value is not self:
+            engine.take(self, value)
+
+    def set_(self, *source) -> nn.Parameter:
+        with torch.no_grad():
+            self.data = torch.empty((0,), dtype=self.dtype, device=self.device).set_(*source)
+        return self
+
+    def __deepcopy__(self, memo):
+        copied = super().__deepcopy__(memo)
+        copied.__class__ = _made_from[type(self)]
+        return copied
+
+
+class Unheld:
+    """Mixed into the class of a parameter that nothing holds."""
+
+    __slots__ = ()
+
+    @classmethod
+    @torch._dynamo.disable
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _CONVERSIONS and isinstance(args[0], (Unheld, Absent)) and converts_to_itself(func, args, kwargs):
+            return args[0]
+        if func in _BACKWARD:
+            return func(*_with_edges(args), **_with_edges(kwargs))
+        return ask(func, args, kwargs)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return ask(torch.Tensor.detach, (self,), {})
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is self:
+            return
+        if is_open(owner_of(self)):
+            ask(_assign, (self, value), {})
+        else:  # the program's own from now on
+            self.__class__ = _made_from[type(self)]
+            set_data(self, value)
+
+    def set_(self, *source) -> nn.Parameter:  # which asks no `__torch_function__`
+        return ask(_set, (self, *source), {})
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        with DisableTorchFunctionSubclass():
+            return get_grad(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with DisableTorchFunctionSubclass():
+            set_grad(self, value)
+
+    def __repr__(self, **options):
+        with DisableTorchFunctionSubclass():
+            return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}; in an engine, see infinity.gathered)"
+
+    def __format__(self, spec):
+        return format(repr(self), spec)
+
+    def __deepcopy__(self, memo):
+        raise UsageError(NO_COPY)
+
+    def __reduce_ex__(self, protocol):
+        raise UsageError(NO_COPY)
+
+
+class Absent(torch.Tensor):
+    """What `detach()` makes of a parameter that nothing holds: its shape and type."""
+
+    param: nn.Parameter
+
+    @staticmethod
+    def __new__(cls, param: nn.Parameter):
+        with DisableTorchFunctionSubclass():
+            nothing = torch.full((), float("nan"), dtype=param.dtype, device=param.device).expand(param.shape)
+            made = torch.Tensor._make_subclass(cls, nothing, False)
+            made.param = param
+            return made
+
+    __torch_function__ = Unheld.__torch_function__
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self
+
+    def __repr__(self, **options):
+        return f"Absent({self.param!r})"
+
+    def __deepcopy__(self, memo):
+        raise UsageError(NO_COPY)
+
+    def __reduce_ex__(self, protocol):
+        raise UsageError(NO_COPY)
+
+
+def _assign(param: nn.Parameter, value: torch.Tensor) -> None:
+    param.data = value
+
+
+_assign.__name__ = "data = ..."
+
+
+def _set(param: nn.Parameter, *source) -> nn.Parameter:
+    return param.set_(*source)
+
+
+_set.__name__ = "set_"
+
+
+def ask(func, args: tuple, kwargs: dict):
+    """Have the engine compute a function of parameters that nothing holds. Raises UsageError where none may be read."""
+    params = [tensor for tensor in _tensors((args, kwargs.values())) if isinstance(tensor, (Unheld, Absent))]
+    absent = [tensor.param for tensor in params if isinstance(tensor, Absent)]
+    engine = owner_of((absent or params)[0])
+    if is_open(engine) and not absent:
+        params = [param for param in params if owner_of(param) is engine]
+        if engine.may_compute(params):
+            return engine.compute(params, func, args, kwargs)
+    if func is torch.Tensor.detach:
+        return absent[0] if absent else Absent(params[0])
+    if func is torch.Tensor.data_ptr:  # tells parameters apart
+        with DisableTorchFunctionSubclass():
+            return func(*args)
+    name = engine.name_of((absent or params)[0]) if engine is not None else "a parameter"
+    if not is_open(engine):
+        raise UsageError(
+            f"the engine is closed and {name} is only a placeholder; read what is to be kept before close(), or give the model values with "
+            f"load_state_dict()"
+        )
+    what = getattr(func, "__name__", str(func))
+    what = getattr(getattr(func, "__self__", None), "__name__", what) if what in ("__get__", "__set__") else what
+    raise UsageError(
+        f"{name} has no value here ({what}): outside of the model's forward and backward passes it may be in any tier. Read and change values "
+        f"inside `with infinity.gathered(parameter):`."
+    )
+
+
+def _with_edges(value):
+    """Arguments in which their places in autograd's graph stand for parameters that nothing holds."""
+    if isinstance(value, Unheld):
+        with DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(value)
+    if isinstance(value, dict):
+        return {name: _with_edges(item) for name, item in value.items()}
+    return type(value)(map(_with_edges, value)) if type(value) in (tuple, list) else value
+
+
+def _tensors(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list, type({}.values()))):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]
+
+
+_made_from: dict[type, type] = {}
+
+
+@functools.cache
+def classes_of(base: type) -> tuple[type, type]:
+    """What a parameter of this class is while it is held, and while it is not."""
+    found = []
+    for mixin in (Held, Unheld):
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__slots__": ()}
+        made = type(base)(base.__name__, (mixin, base), names)
+        _made_from[made] = base
+        found.append(made)
+    return tuple(found)
+
+
+_owners = WeakIdKeyDictionary()
+
+
+def owner_of(param: torch.Tensor):
+    """The engine that manages a parameter, or None."""
+    reference = _owners.get(param)
+    return reference() if reference is not None else None
+
+
+def set_owner(param: torch.Tensor, engine) -> None:
+    _owners[param] = weakref.ref(engine)
+
+
+def is_open(engine) -> bool:
+    return engine is not None and not engine.is_closed
