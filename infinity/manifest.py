@@ -75,6 +75,7 @@ _ENTRIES_NBYTES = 48 << 20  # of memory, for everything that is listed
 _VALUES_NBYTES = 8 << 20  # for what the program gave
 _PARAMETER_NBYTES, _PIECE_NBYTES, _CHUNK_NBYTES = 184, 128, 400  # of memory, about, without names
 _MOST_ALIKE = 16  # keys of a dict with one hash
+_MOST_DEEP = 200  # lists and objects inside of each other, in a value of the program's
 _SPACE = re.compile(r"[ \t\n\r]*")
 _LARGEST = 1 << 62  # of any number of elements or bytes
 _MOST_BITS = 4096  # of a number in `extra`
@@ -737,9 +738,11 @@ def _short(value) -> str:
 def encode(value, put: Callable[[torch.Tensor], int], what: str = "extra"):
     """A value as JSON has it. put: takes a tensor and returns its index. Raises CheckpointError, naming what cannot be kept."""
     try:
-        return _encode(value, put, what)
+        encoded = _encode(value, put, what)
     except RecursionError:
         raise CheckpointError(f"{what} is nested too deeply, or holds itself") from None
+    _check_depth(encoded, what)
+    return encoded
 
 
 def _encode(value, put: Callable[[torch.Tensor], int], what: str):
@@ -789,10 +792,22 @@ def decode(value, get: Callable[[int], torch.Tensor]):
         seen.add(index)
         return get(index)
 
+    _check_depth(value, "a value of the manifest")
     try:
         return _decode(value, once)
     except (TypeError, ValueError, KeyError, IndexError, binascii.Error, RecursionError) as error:
         raise CheckpointError(f"a value of the manifest makes no sense ({type(error).__name__}: {error})") from None
+
+
+def _check_depth(value, what: str) -> None:
+    """Refuse, as it lies in JSON, what the interpreter may have no stack for: how deep that is differs by version and caller."""
+    level = [value]
+    for _ in range(_MOST_DEEP):
+        inside = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [item for items in inside for item in items]
+        if not level:
+            return
+    raise CheckpointError(f"{what} is nested more than {_MOST_DEEP} deep")
 
 
 def _check_keys(keys: Iterable, what: str) -> None:

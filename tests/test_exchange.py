@@ -187,7 +187,8 @@ def test_the_same_checkpoint_resharded_to_itself_has_the_same_records(tmp_path):
     new = reshard(tmp_path / "saved", tmp_path / "other", world=1)
     with Checkpoint(tmp_path / "saved") as checkpoint:
         old = checkpoint.manifest
-    assert (new.places, new.files, new.tensors, new.parameters) == (old.places, old.files, old.tensors, old.parameters)
+    assert (new.files, new.tensors, new.parameters) == (old.files, old.tensors, old.parameters)
+    assert [list(row) for row in new.places] == [list(row) for row in old.places]
     assert [(c.numel, c.pieces) for c in new.chunks] == [(c.numel, c.pieces) for c in old.chunks]
     for file in old.files:
         assert (tmp_path / "saved" / old.folder / file.name).read_bytes() == (tmp_path / "other" / new.folder / file.name).read_bytes()

@@ -40,7 +40,7 @@ from torch import nn
 
 from infinity.chunks import WEIGHTS, default_chunk_numel
 from infinity.config import DEFAULT_NVME, Config, format_bytes
-from infinity.engine import offload
+from infinity.engine import Engine
 from infinity.errors import ConfigError, SwapError
 from infinity.events import COMPUTE, now
 from infinity.gauge import host_free_nbytes
@@ -138,9 +138,8 @@ class Bench:
         numel = default_chunk_numel(chunk_mib, world)
         torch.manual_seed(0)  # every rank has the same weights
         numbers = torch.randn(numel + _SHIFT * arguments.layers).to(torch.bfloat16)
-        weights = [numbers[_SHIFT * index :][:numel] for index in range(arguments.layers)]
-        self.model = nn.Sequential(*map(Layer, weights))
-        self.engine = offload(self.model, config)
+        self.model = nn.Sequential(*(Layer(numel) for _ in range(arguments.layers)))
+        self.engine = Engine(self.model, config, lambda index, param: numbers[_SHIFT * index :][:numel])
         self.device, self.world = self.engine.device, world
         self.cuda = self.device.type == "cuda"
         self.pace = Pace()
@@ -317,9 +316,10 @@ class Bench:
 class Layer(nn.Module):
     """Holds a chunk; `op` is what it computes."""
 
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, numel: int):
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        stand_in = torch.full((), float("nan"), dtype=torch.bfloat16)  # the engine is told the values
+        self.weight = nn.Parameter(stand_in.expand(numel), requires_grad=False)
 
     def forward(self, token):
         self.op(self.weight)
