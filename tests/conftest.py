@@ -1,6 +1,11 @@
 """Fixtures that several test files use."""
 
+import datetime
+import re
 import signal
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +14,69 @@ from aio_ext import _aio
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what runs in a shell's background, whose processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="K/N", type=_part, help="run every Nth test only, from the Kth on")
+    parser.addoption("--record", metavar="FILE", type=Path, help="write what a --part found to a table, in place of what it found before")
+
+
+def pytest_configure(config):
+    config.began = time.monotonic()
+
+
+def _part(text):
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise pytest.UsageError(f"--part {text}: expected K/N with K from 1 to N, such as 2/6")
+    return int(found[1]), int(found[2])
+
+
+@pytest.hookimpl(trylast=True)  # of what markers and -k leave
+def pytest_collection_modifyitems(config, items):
+    """Neighbours, which are the cases of one test, go to different parts, so that all parts take about as long."""
+    if part := config.getoption("--part"):
+        number, parts = part
+        config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % parts != number - 1])
+        items[:] = items[number - 1 :: parts]
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    path, part = config.getoption("--record"), config.getoption("--part")
+    if path is None or part is None or config.getoption("-k") or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return  # what was interrupted, or is a choice of tests, is not on record
+    stats = terminalreporter.stats
+    failed = [report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())]
+    minutes = (time.monotonic() - config.began) / 60
+    record(path, part, len(stats.get("passed", ())), failed, len(stats.get("skipped", ())), minutes)
+
+
+def record(path, part, num_passed, failed, num_skipped, minutes):
+    """Put a line for the part into the table, which it makes if need be; lines of other divisions go."""
+
+    def git(*command):
+        return subprocess.run(["git", *command], cwd=path.parent, capture_output=True, text=True).stdout.strip()
+
+    name = f"{part[0]}/{part[1]}"
+    commit = git("rev-parse", "--short=10", "HEAD") or "unknown"
+    if git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":!{path.name}"):
+        commit += " and changes"
+    today = datetime.date.today().isoformat()
+    names = "<br>".join(f"`{nodeid}`".replace("|", "\\|") for nodeid in sorted(set(failed)))
+    row = f"| {name} | {today} | {commit} | {num_passed} | {len(set(failed))} | {num_skipped} | {minutes:.0f} | {names} |"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = {found[1]: line for line in lines if (found := re.match(r"\| (\d+/\d+) ", line)) and found[1].endswith(f"/{part[1]}")}
+    rows[name] = row
+    path.write_text(LONG_HEAD + "\n".join(rows[key] for key in sorted(rows, key=lambda key: int(key.split("/")[0]))) + "\n")
+
+
+LONG_HEAD = """# What the long tests found last
+
+Written by `make test-long`, a line a part (`make test-long PART=2/8`).
+
+| part | date | commit | passed | failed | skipped | minutes | failures |
+|---|---|---|---|---|---|---|---|
+"""
 
 
 @pytest.fixture(autouse=True)
