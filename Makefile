@@ -5,6 +5,8 @@
 #   TORCH="torch==2.13.0"   the PyTorch to install; one in .venv that satisfies it is kept
 #   TRAIN="--steps 20"      more options for `make train`; TESTS="-k chunks" for the tests
 #   JOBS=8                  tests that run side by side
+#   VENV=build/another      another virtual environment
+#   PART=2/6                of `make test-long`: one of so many parts, else one part after another
 
 PYTHON ?= python3
 TORCH ?= torch>=2.8
@@ -12,12 +14,16 @@ TRAIN ?=
 TESTS ?=
 JOBS ?= 2
 
+TORCH_OLDEST ?= torch==2.8.0
+TORCH_NEWEST ?= torch
+PARTS := 1 2 3 4 5 6 7 8
+
 VENV := .venv
 PY := $(VENV)/bin/python
 C_SOURCES := $(wildcard infinity/*.c infinity/*.h aio_ext/*.c aio_ext/*.h)
 C_TESTS := $(wildcard tests/test_aio*.py tests/test_adam*.py tests/test_crc32c.py tests/test_compressor.py)
 
-.PHONY: train test test-long test-gpu bench sanitize build clean
+.PHONY: train test test-long test-torch test-gpu bench sanitize sanitize-thread build clean
 .DELETE_ON_ERROR:
 
 # Every state lives in ./infinity-swap: ten times the device budget, four times the host budget.
@@ -27,8 +33,16 @@ train: build
 test: build
 	$(PY) -m pytest -n $(JOBS) $(TESTS)
 
+# Each part fits an hour on two cores; what it found is written to tests/LONG.md, a line a part, with date and commit.
 test-long: build
-	$(PY) -m pytest -n $(JOBS) -m long $(TESTS)
+	status=0; for part in $(if $(PART),$(PART),$(foreach part,$(PARTS),$(part)/$(lastword $(PARTS)))); do \
+	  $(PY) -m pytest -n $(JOBS) -m long --part $$part --record tests/LONG.md $(TESTS) || status=$$?; done; exit $$status
+
+# The quick tests on the oldest PyTorch that is served and on the newest that pip brings, each in an environment of its own.
+test-torch:
+	$(MAKE) test VENV=build/torch-oldest TORCH="$(TORCH_OLDEST)"
+	rm -f build/torch-newest/.packages
+	PIP_UPGRADE=1 $(MAKE) test VENV=build/torch-newest TORCH="$(TORCH_NEWEST)"
 
 test-gpu: build
 	$(PY) -m pytest -m gpu $(TESTS)
@@ -36,12 +50,25 @@ test-gpu: build
 bench: build
 	$(PY) -m bench all
 
-# The extensions' tests on an ASan and UBSan build, which is then built away again.
+# The extensions' tests on an ASan and UBSan build, which is then built away again. What throws before libstdc++ is there, as a library of
+# triton's does, would end the process: so that is loaded with ASan, whose wrapper of throw then finds the one that it wraps.
 sanitize: build
-	rm -f build/.extensions
-	INFINITY_SANITIZE=1 $(PY) setup.py --quiet build_ext --inplace --force
-	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(C_TESTS) $(TESTS); \
-	status=$$?; $(PY) setup.py --quiet build_ext --inplace --force && touch build/.extensions; exit $$status
+	$(call sanitized,1,libasan.so libstdc++.so.6,ASAN_OPTIONS=detect_leaks=0,$(C_TESTS))
+
+# Those of aio_ext, which has a thread of its own, on a TSan build. It ends with 66 if there was a report, in build/tsan.*. Left out: a forked
+# child that starts a thread, which TSan cannot follow. (setarch: libtsan before GCC 14 wants its addresses not too random.)
+sanitize-thread: build
+	rm -f build/tsan.*
+	$(call sanitized,thread,libtsan.so,TSAN_OPTIONS="log_path=$(CURDIR)/build/tsan" $$(setarch -R true 2>/dev/null && echo setarch -R),\
+	  tests/test_aio.py tests/test_crc32c.py --deselect tests/test_aio.py::test_a_forked_child_is_refused_and_harms_nothing)
+
+# INFINITY_SANITIZE, libraries to load first, what stands before the command, tests.
+define sanitized
+rm -f build/.extensions
+INFINITY_SANITIZE=$(1) $(PY) setup.py --quiet build_ext --inplace --force
+LD_PRELOAD="$(foreach library,$(2),$$($(CC) -print-file-name=$(library)))" $(3) $(PY) -m pytest $(4) $(TESTS); \
+status=$$?; $(PY) setup.py --quiet build_ext --inplace --force && touch build/.extensions; exit $$status
+endef
 
 clean:
 	rm -rf build *.egg-info infinity-swap .pytest_cache

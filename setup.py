@@ -1,9 +1,8 @@
 """Builds the three C extensions; all metadata is in pyproject.toml.
 
 INFINITY_WERROR=1 makes warnings errors, as in .ci/run; not everywhere, since compilers to come may warn of more.
-INFINITY_SANITIZE=1 builds them with ASan and UBSan (into another place: `build_ext --build-lib build/asan --build-temp
-build/asan-temp`). Run the tests then with that place first on PYTHONPATH, ASAN_OPTIONS=detect_leaks=0 and
-LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)".
+INFINITY_SANITIZE=1 builds them with ASan and UBSan, INFINITY_SANITIZE=thread with TSan, for the tests of `make sanitize` and `make
+sanitize-thread`. (Into another place: `build_ext --build-lib build/asan --build-temp build/asan-temp`, first on PYTHONPATH then.)
 """
 
 import os
@@ -13,11 +12,14 @@ import subprocess
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SANITIZE = os.environ.get("INFINITY_SANITIZE") == "1"
 WARNINGS = ["-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 if os.environ.get("INFINITY_WERROR") == "1":
     WARNINGS.append("-Werror")
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
+SANITIZERS = {
+    None: [],
+    "1": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"],
+    "thread": ["-fsanitize=thread", "-fno-omit-frame-pointer", "-g"],
+}[os.environ.get("INFINITY_SANITIZE")]
 
 
 class BuildWithChecks(build_ext):
@@ -42,8 +44,8 @@ def extension(name, sources, *, depends=(), flags=(), libraries=()):
         sources,
         depends=list(depends),
         libraries=list(libraries),
-        extra_compile_args=WARNINGS + list(flags) + (SANITIZERS if SANITIZE else []),
-        extra_link_args=["-pthread"] + (SANITIZERS if SANITIZE else []),
+        extra_compile_args=WARNINGS + list(flags) + SANITIZERS,
+        extra_link_args=["-pthread"] + SANITIZERS,
     )
 
 
