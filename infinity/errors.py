@@ -3,6 +3,19 @@
 A message says what is wrong, what was expected, what was found and what to do about it.
 """
 
+import errno
+
+NO_DESCRIPTORS = {
+    errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files (sysctl fs.file-max)",
+}
+"""What to do where a file cannot be opened for want of a descriptor, which says nothing of the file."""
+
+
+def refuses_direct(error: OSError) -> bool:
+    """Whether what failed says that a filesystem has no O_DIRECT; any other error would be met without it, too."""
+    return error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+
 
 class ConfigError(ValueError):
     """A setting, a path or an option is wrong; nothing has been written yet."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from infinity.errors import ConfigError
+from infinity.errors import NO_DESCRIPTORS, ConfigError
 
 _CGROUPS = Path("/sys/fs/cgroup")
 UNLIMITED_NBYTES = 1 << 60  # version 1 says "no limit" as a number near 2^63
@@ -69,10 +69,17 @@ def gauge_of(device: torch.device) -> CudaGauge | None:
 
 
 def host_free_nbytes() -> int:
-    """What this process may still take of the host's memory: what is available, less where its control groups allow less."""
-    text = Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else ""
-    limits = [limit - used for folder in cgroup_folders(text, "memory") for limit, used in _memory_of(folder)]
-    return max(0, min([psutil.virtual_memory().available, *limits]))
+    """What this process may still take of the host's memory: what is available, less where its control groups allow less. Raises OSError
+    where no file can be opened to tell."""
+    try:
+        text = Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else ""
+        limits = [limit - used for folder in cgroup_folders(text, "memory") for limit, used in _memory_of(folder)]
+        return max(0, min([psutil.virtual_memory().available, *limits]))
+    except OSError as error:
+        if error.errno not in NO_DESCRIPTORS:
+            raise
+        text = f"the limits of memory cannot be read ({error.strerror}); {NO_DESCRIPTORS[error.errno]}"
+        raise OSError(error.errno, text, error.filename) from error
 
 
 def cgroup_folders(text: str, controller: str) -> list[Path]:
@@ -97,7 +104,9 @@ def _memory_of(folder: Path) -> Iterator[tuple[int, int]]:
         try:
             limit, used = ((folder / name).read_text().strip() for name in names)
             fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) in NO_DESCRIPTORS:
+                raise  # there may be a limit
             continue
         if limit.isdigit() and int(limit) < UNLIMITED_NBYTES:
             cache = int(fields.get("file", fields.get("cache", 0))) - int(fields.get("shmem", 0))  # what lies in tmpfs stays

@@ -38,7 +38,7 @@ from infinity.arena import Arena, Region
 from infinity.chunks import Record
 from infinity.config import format_bytes
 from infinity.drives import Drive
-from infinity.errors import CheckpointError, SwapError
+from infinity.errors import NO_DESCRIPTORS, CheckpointError, SwapError, refuses_direct
 from infinity.manifest import File, Manifest, StoredTensor
 from infinity.residency import TORCH_DTYPES
 
@@ -58,6 +58,7 @@ REMEDIES = {
     errno.EACCES: "choose a directory that this user may write",
     errno.EIO: "the drive failed: see dmesg, and save elsewhere",
     errno.EFBIG: "raise the file size limit (ulimit -f)",
+    **NO_DESCRIPTORS,
 }
 
 
@@ -261,7 +262,12 @@ class Writer:
         except OSError:  # it went meanwhile, or the filesystem has no links, or no more of them
             return None
         self._made.append(new)
-        return _direct(os.open(new, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), new, os.O_RDONLY)
+        fd = os.open(new, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return _direct(fd, new, os.O_RDONLY)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def _make(self, path: Path, nbytes: int) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -348,6 +354,8 @@ class Checkpoint:
         try:
             folder_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise failed("the checkpoint cannot be opened", self.folder, error) from error
             raise CheckpointError(f"{self.folder}: the checkpoint's folder is missing or cannot be read ({error.strerror})") from None
         try:
             wanted = [(index, file.name, file.nbytes) for index, file in enumerate(self.manifest.files)]
@@ -357,6 +365,8 @@ class Checkpoint:
                 try:
                     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
                 except OSError as error:
+                    if error.errno in NO_DESCRIPTORS:
+                        raise failed("the checkpoint cannot be opened", self.folder / name, error) from error
                     missing.append(f"{name} ({error.strerror})")
                     continue
                 if index < 0:
@@ -645,7 +655,9 @@ def _direct(fd: int, path, flags: int, dir_fd: int | None = None) -> int:
     """The file opened once more, past the page cache, if that works there; else as it is."""
     try:
         direct = os.open(path, flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-    except OSError:
+    except OSError as error:
+        if not refuses_direct(error):
+            raise
         return fd
     memory, offset = aio_ext.direct_alignment(direct)
     if not memory or _ALIGNMENT % memory or _ALIGNMENT % offset:

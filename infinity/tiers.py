@@ -42,7 +42,7 @@ from pathlib import Path
 
 import aio_ext
 from infinity import drives
-from infinity.errors import ConfigError, SwapError, UsageError
+from infinity.errors import NO_DESCRIPTORS, ConfigError, SwapError, UsageError, refuses_direct
 from infinity.mounts import MEMORY_FILESYSTEMS, mount_at
 
 ALIGNMENT = 4096  # of extents, offsets and sizes: what every drive in use accepts, see aio_ext.direct_alignment
@@ -69,6 +69,7 @@ REMEDIES = {
     errno.EROFS: "the filesystem went read-only: see dmesg",
     errno.EACCES: "choose a directory that this user may write",
     errno.EPERM: "choose a directory that this user owns",
+    **NO_DESCRIPTORS,
 }
 
 
@@ -383,7 +384,7 @@ class _Directory:
         except BaseException as error:
             self._close_descriptors()
             if isinstance(error, OSError) and not isinstance(error, SwapError):
-                raise _swap_error(error.errno, "the swap directory cannot be used", error.filename or self.path) from error
+                raise _swap_error(error.errno, f"the swap directory cannot be used ({error.strerror})", error.filename or self.path) from error
             raise
 
     def append(self, nbytes: int) -> int:
@@ -568,16 +569,22 @@ class _Directory:
         return self._go_direct()
 
     def _go_direct(self) -> str | None:
-        """Reopen the file with O_DIRECT if that works here; else why not."""
+        """Reopen the file with O_DIRECT if that works here; else why not. Raises OSError, as for want of descriptors."""
         filesystem = _filesystem_of(self.path)
         refusal = f"{filesystem} keeps files in memory" if filesystem in MEMORY_FILESYSTEMS else None
         if not refusal:
             try:
                 direct = _open_direct(self.file_path.name, self._folder_fd)
             except OSError as error:
+                if not refuses_direct(error):
+                    raise
                 refusal = f"{filesystem} refuses O_DIRECT ({error.strerror})"
             else:
-                refusal = _direct_refusal(direct, filesystem)
+                try:
+                    refusal = _direct_refusal(direct, filesystem)
+                except OSError:
+                    os.close(direct)
+                    raise
                 os.close(self.file if refusal is None else direct)
                 self.file = direct if refusal is None else self.file
         return refusal
@@ -707,7 +714,7 @@ def _open_direct(name: str, folder_fd: int) -> int:
 
 
 def _direct_refusal(fd: int, filesystem: str) -> str | None:
-    """Why direct I/O does not work on this file, which is still empty of data; None if it does."""
+    """Why direct I/O does not work on this file, which is still empty of data; None if it does. Raises OSError for what is no refusal."""
     memory, offset = aio_ext.direct_alignment(fd)
     if not memory:
         return f"{filesystem} has no O_DIRECT"
@@ -717,6 +724,8 @@ def _direct_refusal(fd: int, filesystem: str) -> str | None:
         try:
             os.pwrite(fd, page, 0)
         except OSError as error:
+            if not refuses_direct(error):
+                raise
             return f"{filesystem} refuses O_DIRECT writes ({error.strerror})"
     return None
 

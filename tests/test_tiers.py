@@ -335,6 +335,60 @@ def test_a_refused_o_direct_is_named_and_served(paths, monkeypatch, how):
         assert swap.read(extent, back).wait() and back == data
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("how", ["open", "write"])
+def test_what_fails_for_another_reason_is_no_refusal_of_o_direct(paths, monkeypatch, how, code):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    fds = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as broken, Swap(paths[:1]) as swap:
+        extent = swap.allocate(3 * MIB)
+        broken.setattr(*((tiers, "_open_direct") if how == "open" else (tiers.os, "pwrite")), fail)
+        with pytest.raises(SwapError) as raised:
+            swap.reserve()
+        assert raised.value.errno == code and tiers.REMEDIES[code] in str(raised.value)
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_few_descriptors_name_their_limit_and_more_of_them_help(tmp_path):
+    """Wherever an engine runs out of them, it says so; no file falls back to the page cache."""
+    done = run_python(
+        """
+        import os, resource, sys, warnings
+        import torch
+        import infinity
+
+        warnings.simplefilter("error")
+        config = dict(device="cpu", dtype="fp32", chunk_mib=1 / 16, host_memory="64MiB", weights="nvme", states="nvme", residency="none")
+        torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()  # what torch opens once
+
+        def make(limit):
+            taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]  # all below the last one, too
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + limit, 4096))
+            model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
+            try:
+                infinity.offload(model, infinity.Config(nvme=sys.argv[1], **config)).close()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+                for fd in taken:
+                    os.close(fd)
+
+        make(100)
+        for limit in range(40):
+            try:
+                make(limit)
+                break
+            except OSError as error:
+                assert "ulimit -n" in str(error), (limit, error)
+        print(limit)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) < 40
+
+
 def test_tmpfs_is_named_and_served():
     shared = Path("/dev/shm")
     if tiers._filesystem_of(shared) != "tmpfs":
