@@ -53,7 +53,11 @@ def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[tor
         names = [whole, *(other for _, value in entries for other in sorted(tied[id(value)]))]
         found = next((name for name in names if name in files.names), None)
         if found is None:
-            missing.append(whole)
+            unreadable = next((name for name in names if name in files.unreadable), None)
+            if unreadable is not None:
+                wrong.append(files.unreadable[unreadable].refusal)
+            else:
+                missing.append(whole)
             continue
         info = files.names[found]
         for name, value in entries:
@@ -66,7 +70,7 @@ def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[tor
                 wrong.append(f"{whole} is {info.dtype} there, no floating-point numbers")
                 break
             sources.setdefault(id(value), (value, _Part(files, found, value.shape, place.begin if place is not None else None)))
-    unknown = sorted(files.names.keys() - {name for names in tied.values() for name in names})
+    unknown = sorted((files.names.keys() | files.unreadable.keys()) - {name for names in tied.values() for name in names})
     if strict:
         wrong += [f"{what}: {listed(names)}" for what, names in (("missing there", missing), ("unknown here", unknown)) if names]
     if wrong:

@@ -28,11 +28,8 @@ says is checked before anything is done with it: what is read here may be damage
 # moments. A frozen one has the weight alone. Each holds the elements up to the end of the chunk's last piece, and no more.
 # fp32 bits of a bf16 weight's master: (weight bits << 16) + residual.
 #
-# [Note: nothing is made of a manifest before it is known to be small]
-# JSON of a few bytes may take fifty times as much memory as objects. So no more than a window of the text is made into objects at once,
-# which are checked and kept in a compact form before the next; longer values must fit into a budget by a count of their brackets and
-# commas. Tables are bounded by what a model of over 100,000 parameters needs. What goes past a bound is refused, and when it is
-# saved, too, as `Directory.commit` reads what it has written.
+# How it is read: [Note: nothing is made of JSON before it is known to be small] in jsontext.py. Tables are bounded by what a model of over
+# 100,000 parameters needs. What goes past a bound is refused, and when it is saved, too, as `Directory.commit` reads what it has written.
 #
 # [Note: values in JSON]
 # Numbers, strings, true, false, null, lists and objects stand for themselves. Else an object of one key: $float "nan" | "inf" |
@@ -53,7 +50,7 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,6 +58,7 @@ import torch
 
 from infinity.chunks import BLOCK_NUMEL, FORMATS, Chunk, Piece, Record, record_layout
 from infinity.errors import CheckpointError
+from infinity.jsontext import Budget, Text
 
 FORMAT, VERSION = "infinity checkpoint", 1
 NAME = "manifest.json"
@@ -69,14 +67,11 @@ FILE_NAME = re.compile(r"rank\d{1,6}-\d{1,6}\.records")
 TENSORS_NAME = "tensors"
 MOMENTS_DTYPES = ("fp32", "bf16")
 LARGEST_NBYTES = 64 << 20  # of a manifest
-_WINDOW_NBYTES = 1 << 16  # of text, for most values
-_MOST_NBYTES = 1 << 20  # of text, for one entry
 _ENTRIES_NBYTES = 48 << 20  # of memory, for everything that is listed
 _VALUES_NBYTES = 8 << 20  # for what the program gave
 _PARAMETER_NBYTES, _PIECE_NBYTES, _CHUNK_NBYTES = 184, 128, 400  # of memory, about, without names
 _MOST_ALIKE = 16  # keys of a dict with one hash
 _MOST_DEEP = 200  # lists and objects inside of each other, in a value of the program's
-_SPACE = re.compile(r"[ \t\n\r]*")
 _LARGEST = 1 << 62  # of any number of elements or bytes
 _MOST_BITS = 4096  # of a number in `extra`
 _ALIGNMENT = 4096
@@ -246,7 +241,7 @@ class Manifest:
         """Raises CheckpointError that names `where` for anything but a whole, consistent manifest."""
         body = _signed(data, where)
         try:
-            return _Checked(_Text(body)).manifest()
+            return _Checked(Text(body, is_open=True)).manifest()
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error}") from None
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError, IndexError) as error:
@@ -269,136 +264,14 @@ def _signed(data: bytes, where: str) -> memoryview:
     return body
 
 
-class _Budget:
-    """What may be made of a text, in bytes of memory. `what` and `remedy` are for who hears that it was not enough."""
-
-    def __init__(self, nbytes: int, what: str, remedy: str):
-        self.left = self.nbytes = nbytes
-        self.what, self.remedy = what, remedy
-
-    def take(self, nbytes: int) -> None:
-        self.left -= nbytes
-        if self.left < 0:
-            raise self.exceeded()
-
-    def exceeded(self) -> CheckpointError:
-        return CheckpointError(f"{self.what} would take more than {self.nbytes >> 20} MiB of memory when it is read; {self.remedy}")
-
-
-class _Text:
-    """JSON, read one value at a time; see [Note: nothing is made of a manifest before it is known to be small]."""
-
-    def __init__(self, body: memoryview):
-        self._body, self._base, self._at = body, 0, 0
-        self._window = ""
-        self._scan = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant).scan_once
-        self._refill(_WINDOW_NBYTES)
-
-    def members(self) -> Iterator[str]:
-        """The keys of an object; after each, its value must be read. The last brace of the whole text is missing."""
-        return self._inside("{", "}", self._key)
-
-    def items(self) -> Iterator[None]:
-        """As often as a list has items; each time, one must be read."""
-        return self._inside("[", "]", lambda: None)
-
-    def value(self, budget: _Budget | None = None, texts_are_free: bool = False):
-        """The next value, of at most 1 MiB of text, or within a budget; of which texts, that take no more than the file, may take nothing."""
-        self._next()
-        while True:
-            try:
-                found, end = self._scan(self._window, self._at)
-                if end < len(self._window) or self._is_last:  # else a number may go on
-                    break
-            except (StopIteration, ValueError) as error:
-                if self._is_last:
-                    raise ValueError(f"no JSON value at byte {self._base + self._at}") from error
-            nbytes = _WINDOW_NBYTES if self._at else 2 * len(self._window)
-            self._refill(nbytes)
-            if nbytes > _WINDOW_NBYTES and (nbytes > _MOST_NBYTES if budget is None else _cost(self._window) > 2 * budget.left):
-                raise CheckpointError(f"a value of more than {_MOST_NBYTES} bytes at {self._base}") if budget is None else budget.exceeded()
-        if budget is not None:
-            budget.take(_cost(self._window[self._at : end]) - (end - self._at if texts_are_free else 0))
-        self._at = end
-        return found
-
-    def end(self) -> None:
-        if self._next():
-            raise ValueError(f"more behind the object, at byte {self._base + self._at}")
-
-    @property
-    def _is_last(self) -> bool:
-        return self._base + len(self._window) == len(self._body)
-
-    def _refill(self, nbytes: int) -> None:
-        """Look at the bytes from here on."""
-        self._base += self._at
-        self._at = 0
-        self._window = str(self._body[self._base : self._base + nbytes], "ascii")
-
-    def _next(self) -> str:
-        """The next character that is no space, or nothing at the end."""
-        while True:
-            if (found := self._window[self._at : self._at + 1]) and found not in " \t\n\r":
-                return found
-            self._at = _SPACE.match(self._window, self._at).end()
-            if self._at < len(self._window) or self._is_last:
-                return self._window[self._at : self._at + 1]
-            self._refill(_WINDOW_NBYTES)
-
-    def _key(self) -> str:
-        if self._next() != '"':
-            raise ValueError(f"no key at byte {self._base + self._at}")
-        key = self.value()
-        if self._next() != ":":
-            raise ValueError(f"no colon at byte {self._base + self._at}")
-        self._at += 1
-        return key
-
-    def _inside(self, opening: str, closing: str, begin: Callable) -> Iterator:
-        if self._next() != opening:
-            raise ValueError(f"expected {opening} at byte {self._base + self._at}")
-        self._at += 1
-        if self._next() == closing:
-            self._at += 1
-            return
-        while True:
-            yield begin()
-            found = self._next()
-            if found == "" and closing == "}":  # of the whole, which is in front of the digest
-                return
-            if found not in (",", closing):
-                raise ValueError(f"expected , or {closing} at byte {self._base + self._at}")
-            self._at += 1
-            if found == closing:
-                return
-
-
-def _cost(text: str) -> int:
-    """At most so many bytes of memory are taken by what JSON makes of a text."""
-    nodes = 72 * text.count("[") + 240 * text.count("{") + 64 * text.count(",") + 32 * text.count('"')
-    return nodes + len(text) * (4 if "\\u" in text else 1)
-
-
-def _unique(pairs):
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found
-
-
-def _no_constant(name):
-    raise ValueError(f"{name} is no JSON number")
-
-
 class _Checked:
     """Turns the text of a manifest into a Manifest; raises CheckpointError or what a wrong type makes Python raise."""
 
-    def __init__(self, text: _Text):
+    def __init__(self, text: Text):
         self.text = text
         self._names = text.members()
-        self._entries = _Budget(_ENTRIES_NBYTES, "the list of parameters, pieces and records", "save with fewer and larger chunks (chunk_mib)")
-        self._values = _Budget(_VALUES_NBYTES, "what beside weights was saved", "give long lists in extra= as tensors or arrays")
+        self._entries = Budget(_ENTRIES_NBYTES, "the list of parameters, pieces and records", "save with fewer and larger chunks (chunk_mib)")
+        self._values = Budget(_VALUES_NBYTES, "what beside weights was saved", "give long lists in extra= as tensors or arrays")
         self._numbers: dict[int, int] = {}  # one object for equal ones
 
     def manifest(self) -> Manifest:

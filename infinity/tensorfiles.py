@@ -18,7 +18,8 @@ nothing share the format.
 
 # [Note: nothing in a header is believed]
 # Files come from strangers. Sizes are held against the file before memory is taken by them, a text is compared or printed as a
-# repr cut short, and a file name of an index never leaves its folder. So a damaged file costs at most the memory of its header.
+# repr cut short, a file name of an index never leaves its folder, and a header is read as [Note: nothing is made of JSON before it is
+# known to be small] in jsontext.py says. So a damaged file costs at most its header's bytes and 100 MiB.
 
 # [Note: a folder is whole or absent]
 # Files are written under temporary names, which no reader takes for tensors, then renamed together, the index last. A crash
@@ -38,8 +39,12 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import CheckpointError
+from infinity.jsontext import Budget, Text
 
 MAX_HEADER_NBYTES = 100_000_000  # what the safetensors package reads
+_LISTS_NBYTES = 96 << 20  # of memory, for all that is listed in the files of one folder: some 250,000 tensors
+_METADATA_NBYTES = 8 << 20
+_INFO_NBYTES, _NAME_NBYTES = 320, 150  # of memory, about, for a tensor and for a name, without its text
 MAX_FILE_NBYTES = 5 * 10**9
 
 DTYPES = {
@@ -58,7 +63,13 @@ DTYPES = {
     "U16": torch.uint16,
     "U32": torch.uint32,
     "U64": torch.uint64,
+    "C64": torch.complex64,
+} | {
+    code: getattr(torch, name)
+    for code, name in {"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}.items()
+    if hasattr(torch, name)
 }
+_BITS_WITHOUT_DTYPE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _SUFFIX = ".safetensors"
@@ -74,7 +85,7 @@ _SHORT.maxstring = 120
 _SHORT.maxlist = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor to be written."""
 
@@ -91,7 +102,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo(TensorSpec):
     """A tensor of a file: row-major, little endian, from byte `offset` of `file` on, which is a path."""
 
@@ -99,10 +110,29 @@ class TensorInfo(TensorSpec):
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadableInfo:
+    """A tensor of a file, of a dtype (as the format calls it) that this version of torch has not."""
+
+    name: str
+    code: str
+    file: str
+    offset: int
+    nbytes: int
+
+    @property
+    def refusal(self) -> str:
+        return f"{self.file}: tensor {_show(self.name)} is of {self.code}, for which PyTorch {torch.__version__} has no dtype; convert it, or upgrade"
+
+
+_NOWHERE = UnreadableInfo("", "", "", 0, 0)
+
+
 class TensorFiles:
     """The tensors of one safetensors file, or of a folder: of the files that its index names, else of all its *.safetensors.
 
     names       file by file, in the order in which the data lies: reading in it is reading forwards
+    unreadable  tensors of dtypes that this version of torch has not
     metadata    "__metadata__" of all files; of a key with several values, the first file's
 
     The index is model.safetensors.index.json, or the only *.safetensors.index.json. All headers are read and checked, and the
@@ -114,14 +144,16 @@ class TensorFiles:
     def __init__(self, path: str | os.PathLike):
         self.path = os.fsdecode(path)
         self.names: dict[str, TensorInfo] = {}
+        self.unreadable: dict[str, UnreadableInfo] = {}
         self.metadata: dict[str, str] = {}
         self._files: dict[str, _File] = {}
         paths, index = _paths_of(self.path)
+        budget = Budget(_LISTS_NBYTES, f"{self.path}: what its files list", "they are not of one model, or damaged")
         with contextlib.ExitStack() as stack:
             for path in paths:
                 file = self._files[path] = _File(path)
                 stack.callback(file.close)
-                self._add(*_read_header(file))
+                self._add(*_read_header(file, budget))
             if index is not None:
                 self._check_index(*index)
             self._open = stack.pop_all()
@@ -129,9 +161,11 @@ class TensorFiles:
     def read(self, name: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """Elements [start, start + numel) of the row-major tensor, to its end if numel is None: 1D [numel], fresh, on the CPU.
 
-        Raises KeyError for a name that is not in `names`, ValueError for elements outside the tensor or after `close()`,
+        Raises KeyError for a name that is in no file, CheckpointError for one that is `unreadable`, ValueError for elements outside the tensor or after `close()`,
         CheckpointError if the file was changed since it was opened, OSError with the path if it cannot be read.
         """
+        if name in self.unreadable:
+            raise CheckpointError(self.unreadable[name].refusal)
         info = self.names[name]
         if numel is None:
             numel = info.numel - start
@@ -163,8 +197,9 @@ class TensorFiles:
 
     def _add(self, infos, metadata):
         for info in infos:
-            twin = self.names.setdefault(info.name, info)
-            if twin is not info:
+            twin = self.names.get(info.name) or self.unreadable.get(info.name)
+            (self.names if isinstance(info, TensorInfo) else self.unreadable)[info.name] = info
+            if twin is not None:
                 raise CheckpointError(
                     f"{_show(info.name)} is in {twin.file} and in {info.file}; expected in one. Move files of other models away."
                 )
@@ -175,7 +210,7 @@ class TensorFiles:
         absent = [
             name
             for name, file in weight_map.items()
-            if name not in self.names or self.names[name].file != os.path.join(folder, file)
+            if (self.names.get(name) or self.unreadable.get(name, _NOWHERE)).file != os.path.join(folder, file)
         ]
         if absent:
             raise CheckpointError(
@@ -320,8 +355,8 @@ def _damaged(path, what):
     return CheckpointError(f"{path}: {what}. It is damaged, incomplete or not what its name says; download or copy it again.")
 
 
-def _read_header(file):
-    """([TensorInfo] in the order of their data, metadata) of a file; [Note: nothing in a header is believed]."""
+def _read_header(file, budget):
+    """([TensorInfo or UnreadableInfo] in the order of their data, metadata) of a file; [Note: nothing in a header is believed]."""
     if file.nbytes < 8:
         raise _damaged(file.path, f"has {file.nbytes} bytes, expected 8 for the length of a header")
     prefix = bytearray(8)
@@ -332,15 +367,21 @@ def _read_header(file):
         raise _damaged(file.path, f"a header of {length} bytes, expected at most {limit} in a file of {file.nbytes}")
     text = bytearray(length)
     file.read_into(text, 8)
-    header = _parse(text, file.path, "header")
-
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(_is_text(value) for item in metadata.items() for value in item):
-        raise _damaged(file.path, "__metadata__ is not a map of texts to texts")
-    infos = sorted(
-        (_parse_tensor(name, entry, file, 8 + length) for name, entry in header.items()),
-        key=lambda info: (info.offset, info.nbytes),
-    )
+    entries, metadata = {}, None
+    with _reading(file.path, "header"):
+        json = Text(memoryview(text))
+        for name in json.members():
+            if name in entries or (name == "__metadata__" and metadata is not None):
+                raise ValueError(f"the key {_show(name)} is there twice")
+            if name == "__metadata__":
+                metadata = json.value(Budget(_METADATA_NBYTES, f"{file.path}: its __metadata__", "it is no safetensors file's"))
+                if not isinstance(metadata, dict) or not all(_is_text(value) for item in metadata.items() for value in item):
+                    raise _damaged(file.path, "__metadata__ is not a map of texts to texts")
+                continue
+            budget.take(_INFO_NBYTES + len(name))
+            entries[name] = _parse_tensor(name, json.value(), file, 8 + length)
+        json.end()
+    infos = sorted(entries.values(), key=lambda info: (info.offset, info.nbytes))
     end = 8 + length
     for info in infos:
         if info.offset != end:
@@ -349,7 +390,7 @@ def _read_header(file):
         end += info.nbytes
     if end != file.nbytes:
         raise _damaged(file.path, f"{file.nbytes - end} bytes behind the last tensor")
-    return infos, metadata
+    return infos, metadata or {}
 
 
 def _parse_tensor(name, entry, file, data):
@@ -363,9 +404,9 @@ def _parse_tensor(name, entry, file, data):
     if not isinstance(entry, dict):
         raise refuse(f"is {_show(entry)}, expected dtype, shape and data_offsets")
     code, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    dtype = DTYPES.get(code) if isinstance(code, str) else None
-    if dtype is None:
+    if not isinstance(code, str) or (code not in DTYPES and code not in _BITS_WITHOUT_DTYPE):
         raise refuse(f"has dtype {_show(code)}, expected one of {', '.join(DTYPES)}")
+    dtype = DTYPES.get(code)
     if not _is_sizes(shape):
         raise refuse(f"has shape {_show(shape)}, expected a list of sizes")
     if not _is_sizes(span) or len(span) != 2 or not span[0] <= span[1] <= file.nbytes - data:
@@ -375,8 +416,11 @@ def _parse_tensor(name, entry, file, data):
         numel *= size
         if numel > _MAX_NUMEL:  # at once: a product of many would take long
             raise refuse(f"has shape {_show(shape)}, which is more than any memory holds")
-    if numel * dtype.itemsize != span[1] - span[0]:
-        raise refuse(f"has {span[1] - span[0]} bytes, expected {numel * dtype.itemsize} for {code} {_show(shape)}")
+    bits = numel * (8 * dtype.itemsize if dtype is not None else _BITS_WITHOUT_DTYPE[code])
+    if bits != 8 * (span[1] - span[0]):
+        raise refuse(f"has {span[1] - span[0]} bytes, expected {bits / 8:g} for {code} {_show(shape)}")
+    if dtype is None:
+        return UnreadableInfo(name, code, file.path, data + span[0], span[1] - span[0])
     return TensorInfo(name, dtype, tuple(shape), file.path, data + span[0])
 
 
@@ -429,32 +473,42 @@ def _read_index(path):
         file.read_into(text, 0)
     finally:
         file.close()
-    weight_map = _parse(text, path, "index").get("weight_map")
-    if not isinstance(weight_map, dict):
+    weight_map, files = None, {}
+    budget = Budget(_LISTS_NBYTES, f"{path}: what it lists", "it is not of one model, or damaged")
+    with _reading(path, "index"):
+        json = Text(memoryview(text))
+        for key in json.members():
+            if key != "weight_map":
+                json.value(Budget(_METADATA_NBYTES, f"{path}: what is not its weight_map", "it is no index"))
+                continue
+            if weight_map is not None:
+                raise ValueError("the key 'weight_map' is there twice")
+            if json.peek() != "{":
+                raise _damaged(path, "has no weight_map of tensors to files")
+            weight_map = {}
+            for name in json.members():
+                value = json.value()
+                if name in weight_map:
+                    raise ValueError(f"the key {_show(name)} is there twice")
+                if not _is_text(value) or value in ("", ".", "..") or any(char in value for char in "/\\\0"):
+                    raise _damaged(path, f"tensor {_show(name)} is in {_show(value)}, expected the name of a file in the same folder")
+                budget.take(_NAME_NBYTES + len(name) + (len(value) + _NAME_NBYTES if value not in files else 0))
+                weight_map[name] = files.setdefault(value, value)
+        json.end()
+    if weight_map is None:
         raise _damaged(path, "has no weight_map of tensors to files")
-    for name, value in weight_map.items():
-        if not _is_text(value) or value in ("", ".", "..") or any(char in value for char in "/\\\0"):
-            raise _damaged(path, f"tensor {_show(name)} is in {_show(value)}, expected the name of a file in the same folder")
     return weight_map
 
 
-def _parse(text, path, what):
+@contextlib.contextmanager
+def _reading(path, what):
+    """What JSON's text makes Python raise says that the file is damaged."""
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
+        yield
+    except CheckpointError as error:
+        raise error if path in str(error) else _damaged(path, f"its {what}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its {what} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise _damaged(path, f"its {what} is not a JSON object")
-    return value
-
-
-def _without_duplicates(pairs):
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        seen = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {_show(twice)} is there twice")
-    return value
+        raise _damaged(path, f"its {what} is not JSON, or none of ours: {error}") from None
 
 
 def _is_text(value):

@@ -3,17 +3,22 @@
 Long because hostile, damaged and odd files are made from the same few.
 """
 
+import contextlib
 import errno
 import gc
 import json
 import os
 import random
+import time
 import tracemalloc
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import infinity
 from infinity import tensorfiles
 from infinity.errors import CheckpointError
 from infinity.tensorfiles import DTYPES, TensorFiles, TensorSpec, plan_files, write_files
@@ -561,6 +566,76 @@ def test_mutations_end_in_an_error_or_stay_within_the_file(tmp_path, num_mutants
 
 
 # ---- all or nothing ----
+
+
+WITHOUT_DTYPE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # bits an element
+
+
+@pytest.mark.parametrize("code", WITHOUT_DTYPE)
+def test_a_tensor_that_torch_has_no_dtype_for_hinders_no_other_and_is_named_when_it_is_asked_for(tmp_path, code):
+    path, nbytes = tmp_path / "it.safetensors", WITHOUT_DTYPE[code]
+    header = {"weight": entry("F32", [2, 2], 0, 16), "scale": entry(code, [8], 16, 16 + nbytes), "bias": entry("F32", [2], 16 + nbytes, 24 + nbytes)}
+    raw(header, np.arange(6, dtype=np.float32)[:4].tobytes() + bytes(nbytes) + np.float32([7, 8]).tobytes(), path)
+    with TensorFiles(path) as files:
+        assert list(files.names) == ["weight", "bias"] and files.unreadable["scale"].code == code
+        assert files.read("bias").tolist() == [7, 8]
+        with pytest.raises(CheckpointError, match=f"'scale' is of {code}, for which PyTorch .* has no dtype; convert it, or upgrade"):
+            files.read("scale")
+    engine_model = nn.Linear(2, 2)
+    with infinity.offload(engine_model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32")):
+        with pytest.raises(CheckpointError, match="unknown here: scale"):
+            infinity.load_safetensors(engine_model, path)
+        infinity.load_safetensors(engine_model, path, strict=False)
+        assert engine_model.state_dict()["weight"].tolist() == [[0, 1], [2, 3]]
+        raw({"weight": entry(code, [2, 8], 0, 2 * nbytes), "bias": entry("F32", [2], 2 * nbytes, 2 * nbytes + 8)}, bytes(2 * nbytes + 8), path)
+        with pytest.raises(CheckpointError, match=f"'weight' is of {code}"):
+            infinity.load_safetensors(engine_model, path, strict=False)
+
+
+@pytest.mark.parametrize("code, name", [("C64", "complex64"), ("F8_E8M0", "float8_e8m0fnu"), ("F8_E4M3FNUZ", "float8_e4m3fnuz"), ("F8_E5M2FNUZ", "float8_e5m2fnuz")])
+def test_every_dtype_that_torch_has_is_read_and_written(tmp_path, code, name):
+    if not hasattr(torch, name):
+        pytest.skip(f"this PyTorch has no {name}")
+    dtype = getattr(torch, name)
+    value = torch.randint(0, 120, (6 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    write(tmp_path / "there", {"it": value})
+    with TensorFiles(tmp_path / "there") as files:
+        assert files.names["it"].dtype == dtype and torch.equal(bits(files.read("it")), bits(value))
+        assert torch.equal(bits(files.read("it", 2, 3)), bits(value[2:5]))
+    assert f'"dtype":"{code}"'.encode() in (tmp_path / "there" / "model.safetensors").read_bytes()
+
+
+def test_a_folder_whose_index_names_such_a_tensor_is_read(tmp_path):
+    raw({"a": entry("F4", [4], 0, 2), "b": entry("U8", [1], 2, 3)}, b"\1\2\3", tmp_path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00001-of-00001.safetensors"}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with TensorFiles(tmp_path) as files:
+        assert files.read("b").tolist() == [3] and list(files.unreadable) == ["a"]
+
+
+LARGE = {
+    "empty lists": lambda n: b'{"__metadata__":{"a":' + b"[" + b",".join([b"[]"] * (n // 3)) + b"]}}",
+    "an entry of many": lambda n: b'{"a":' + b"[" + b",".join([b"{}"] * (n // 3)) + b"]}",
+    "metadata": lambda n: b'{"__metadata__":{' + b",".join(b'"%d":""' % i for i in range(n // 12)) + b"}}",
+    "tensors": lambda n: b"{" + b",".join(b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % i for i in range(n // 57)) + b"}",
+    "a text": lambda n: b'{"__metadata__":{"a":"' + b"x" * n + b'\\ud83d\\ude00"}}',
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in ("empty lists", "an entry of many") else pytest.mark.long) for case in LARGE])
+def test_a_large_header_costs_its_bytes_and_100_mib_at_most(tmp_path, case):
+    text = LARGE[case](33 << 20)
+    raw(text, b"", tmp_path / "it.safetensors")
+    tracemalloc.start()
+    start = time.process_time()
+    try:
+        with contextlib.suppress(CheckpointError), TensorFiles(tmp_path / "it.safetensors"):
+            pass
+        seconds, most = time.process_time() - start, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    print(f"{case}: {seconds:.1f} s traced, {(most - len(text)) / 2**20:.0f} MiB beyond {len(text) / 2**20:.0f}")
+    assert most - len(text) < 100 << 20
 
 
 def failing(*_, **__):
