@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from infinity.tools import benchmarks, breakdown, checkpoints, configuration, doctor, overlap, planning, status, tuning
-from infinity.config import CHOICES, LARGEST_CHUNK_MIB, LARGEST_SEED
+from infinity.config import CHOICES, LARGEST_CHUNK_MIB, LARGEST_SEED, LEAST_CHUNK_MIB
 from infinity.conversion import EXPORT_DTYPES
-from infinity.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
+from infinity.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError, printable
 from infinity.output import check_different
 from infinity.settings import DEFAULT_NAME
 from infinity.tools.training import KEEP, OPTIMIZERS, train
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _failed(text):
     where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and os.environ.get("WORLD_SIZE") not in (None, "", "1") else ""
-    print(f"infinity: error: {where}{'; '.join(text.splitlines())}", file=sys.stderr)
+    print(f"infinity: error: {where}{'; '.join(map(printable, text.splitlines()))}", file=sys.stderr)
     return 2
 
 
@@ -374,8 +374,8 @@ def _seconds(text):
 
 def _mib(text):
     value = _positive(text)
-    if value > LARGEST_CHUNK_MIB:
-        raise argparse.ArgumentTypeError(f"expected MiB, at most {LARGEST_CHUNK_MIB}; got {text!r}")
+    if not LEAST_CHUNK_MIB <= value <= LARGEST_CHUNK_MIB:
+        raise argparse.ArgumentTypeError(f"expected MiB, at least {LEAST_CHUNK_MIB} and at most {LARGEST_CHUNK_MIB}; got {text!r}")
     return value
 
 

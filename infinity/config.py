@@ -18,9 +18,11 @@ from typing import ClassVar
 from infinity import settings
 from infinity.deepspeed import Conversion, convert
 from infinity.errors import ConfigError
+from infinity.mounts import why_no_path
 
 DEFAULT_NVME = Path("infinity-swap")
-LARGEST_CHUNK_MIB = 2**30
+LEAST_CHUNK_MIB, LARGEST_CHUNK_MIB = 2**-9, 2**30  # the least is a block
+LARGEST_NBYTES = 2**60
 LARGEST_SEED = 2**64 - 1  # that torch.manual_seed takes
 Layer = tuple[str, Mapping[str, object]]  # where values come from, and the values by field
 
@@ -309,15 +311,20 @@ def parse_bytes(value: int | str) -> int:
 
     Raises ConfigError for anything else, such as a unit that does not say whether it is binary ("20G").
     """
+    nbytes = None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
+        nbytes = value
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+)\s*|\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", value)
+        match = re.fullmatch(r"\s*(\d{1,100})\s*|\s*(\d{1,100}(?:\.\d{1,100})?)\s*([a-zA-Z]+)\s*", value)
         if match and match[1]:
-            return int(match[1])
-        if match and match[3].lower() in _UNITS:
-            return int(Fraction(match[2]) * _UNITS[match[3].lower()])
-    raise ConfigError(f'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got {value!r}')
+            nbytes = int(match[1])
+        elif match and match[3].lower() in _UNITS:
+            nbytes = int(Fraction(match[2]) * _UNITS[match[3].lower()])
+    if nbytes is not None and nbytes > LARGEST_NBYTES:
+        raise ConfigError(f"{str(value)[:60]} is more than {format_bytes(LARGEST_NBYTES)}, which no machine has; give what this one has")
+    if nbytes is not None:
+        return nbytes
+    raise ConfigError(f'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got {repr(value):.60}')
 
 
 def format_bytes(nbytes: float) -> str:
@@ -332,6 +339,13 @@ def format_bytes(nbytes: float) -> str:
     return f"{sign}{size / 1024:.1f} PiB"
 
 
+def checked_path(path: str | os.PathLike) -> Path:
+    """Raises ConfigError for what can be no path."""
+    if reason := why_no_path(path):
+        raise ConfigError(reason)
+    return Path(path)
+
+
 def listed(names: Sequence[str], most: int = 20) -> str:
     """Names for people, in one line: "a, b and 7 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
@@ -343,6 +357,9 @@ def _paths(name, value):
         raise ConfigError(f"{name}={value!r}: expected a directory or a list of directories")
     if "" in given:
         raise ConfigError(f"{name}={value!r}: a name is empty, as that of an unset shell variable; name a directory, '.' for this one")
+    for path in given:
+        if reason := why_no_path(path):
+            raise ConfigError(f"{name}: {reason}")
     paths = tuple(Path(os.path.expanduser(path)) for path in given)
     seen = {}
     for path in paths:
@@ -399,6 +416,8 @@ def _size_mib(name, value):
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST_CHUNK_MIB:
         raise ConfigError(f"{name}={value!r}: expected a number of MiB above zero, at most {LARGEST_CHUNK_MIB}, or None to choose one")
+    if value < LEAST_CHUNK_MIB:
+        raise ConfigError(f"{name}={value!r}: a chunk has {LEAST_CHUNK_MIB} MiB at least; give that or more, or None to choose one")
     return value
 
 

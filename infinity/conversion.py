@@ -16,8 +16,9 @@ import aio_ext
 from infinity.adam import masters
 from infinity.arena import Arena
 from infinity.chunks import ParameterSpec, default_chunk_numel, layout, record_layout
+from infinity.config import LARGEST_CHUNK_MIB, LEAST_CHUNK_MIB, checked_path
 from infinity.errors import CheckpointError, ConfigError
-from infinity.manifest import TENSOR_DTYPES, Manifest, Parameter, Place
+from infinity.manifest import LARGEST_WORLD, TENSOR_DTYPES, Manifest, Parameter, Place
 from infinity.residency import TORCH_DTYPES
 from infinity.store import QUEUE, Checkpoint, Directory, Progress, Tensors, Writer, failed, lay_out, segment_bytes
 from infinity.tensorfiles import MAX_FILE_NBYTES, TensorSpec, plan_files, write_files
@@ -46,7 +47,8 @@ def export(
     """
     if dtype is not None and dtype not in EXPORT_DTYPES or max_file_nbytes < 1:
         raise ConfigError(f"dtype={dtype!r}, max_file_nbytes={max_file_nbytes}: expected one of {', '.join(EXPORT_DTYPES)}, and 1 or more")
-    with Checkpoint(path) as checkpoint:
+    checked_path(directory)
+    with Checkpoint(checked_path(path)) as checkpoint:
         dtype = dtype or checkpoint.manifest.dtype
         wholes: dict[str, list[int]] = {}
         for index, parameter in enumerate(checkpoint.manifest.parameters):
@@ -90,9 +92,12 @@ def reshard(
     chunk_mib: as of Config; None keeps the size. `infinity.load` reads any checkpoint on any number of ranks; what is laid out as the
     ranks that load it do, it reads faster. Raises CheckpointError.
     """
-    if world < 1:
-        raise ConfigError(f"world={world}: expected 1 or more")
-    with Checkpoint(path) as checkpoint:
+    if not 1 <= world <= LARGEST_WORLD:
+        raise ConfigError(f"world={world}: expected 1 to {LARGEST_WORLD}")
+    if chunk_mib is not None and not LEAST_CHUNK_MIB <= chunk_mib <= LARGEST_CHUNK_MIB:
+        raise ConfigError(f"chunk_mib={chunk_mib!r}: expected {LEAST_CHUNK_MIB} to {LARGEST_CHUNK_MIB} MiB, or None")
+    checked_path(target)
+    with Checkpoint(checked_path(path)) as checkpoint:
         old = checkpoint.manifest
         if Path(target).resolve() == checkpoint.path.resolve():
             raise CheckpointError(f"{target} is the checkpoint itself: name another directory")

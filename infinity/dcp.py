@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, 
 from infinity import tiling
 from infinity.adam import masters
 from infinity.chunks import Piece
-from infinity.config import listed
+from infinity.config import checked_path, listed
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError
 from infinity.residency import ChunkState, ParameterState
@@ -67,6 +67,7 @@ def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
     """
     engine = engine_of(model)
     engine.ready_to_save(optimizer)
+    checked_path(path)
     engine.flush()
 
     engine.ranks.together(lambda: None if engine.ranks.rank else _make_directory(Path(path)))
@@ -103,6 +104,7 @@ def load_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
     """
     engine = engine_of(model)
     engine.ready_to_load(optimizer)
+    checked_path(path)
     loading = engine.ranks.together(lambda: _Loading(engine, _Saved(Path(path)), with_states=optimizer is not None))
     if len(set(engine.ranks.exchange(loading.saved.identity.encode()))) > 1:
         raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")

@@ -17,6 +17,13 @@ def refuses_direct(error: OSError) -> bool:
     return error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
 
 
+def printable(text: str) -> str:
+    """A text with whatever could command a terminal escaped, but for ends of lines: names in files are somebody else's."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text)
+
+
 class ConfigError(ValueError):
     """A setting, a path or an option is wrong; nothing has been written yet."""
 
@@ -35,6 +42,9 @@ class SwapError(OSError):
 
 class CheckpointError(ValueError):
     """A checkpoint or model file is damaged, incomplete or of something else; the message names the file and what to do."""
+
+    def __init__(self, text: str = ""):
+        super().__init__(printable(text))
 
 
 class PeerError(RuntimeError):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity import tiling
-from infinity.config import listed
+from infinity.config import checked_path, listed
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError
 from infinity.tensorfiles import TensorFiles
@@ -29,6 +29,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
     another shape: all in one, before anything is changed.
     """
     engine = engine_of(model)
+    checked_path(path)
     files = engine.ranks.together(lambda: TensorFiles(path), undo=TensorFiles.close)
     try:
         sources = engine.ranks.together(lambda: _match(model, files, strict))

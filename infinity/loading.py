@@ -22,7 +22,7 @@ from torch import nn
 
 import aio_ext
 from infinity.chunks import STATES, WEIGHTS
-from infinity.config import listed
+from infinity.config import checked_path, listed
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError, ConfigError
 from infinity.inventory import checked_generators, loose_tensors, parameters_of, set_generators, with_extra_state
@@ -52,6 +52,7 @@ def load(
     """
     engine = engine_of(model)
     engine.ready_to_load(optimizer)
+    checked_path(path)
     checkpoint = engine.ranks.together(lambda: Checkpoint(path), undo=Checkpoint.close)
     try:
         loading = engine.ranks.together(lambda: _Loading(engine, checkpoint, optimizer, scheduler))

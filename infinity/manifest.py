@@ -67,6 +67,7 @@ FILE_NAME = re.compile(r"rank\d{1,6}-\d{1,6}\.records")
 TENSORS_NAME = "tensors"
 MOMENTS_DTYPES = ("fp32", "bf16")
 LARGEST_NBYTES = 64 << 20  # of a manifest
+LARGEST_WORLD = 1 << 20
 _ENTRIES_NBYTES = 48 << 20  # of memory, for everything that is listed
 _VALUES_NBYTES = 8 << 20  # for what the program gave
 _PARAMETER_NBYTES, _PIECE_NBYTES, _CHUNK_NBYTES = 184, 128, 400  # of memory, about, without names
@@ -288,7 +289,7 @@ class _Checked:
         self._goto("step")
         step = value()
         self._goto("world")
-        self.world = _number(value(), "world", 1, 1 << 20)
+        self.world = _number(value(), "world", 1, LARGEST_WORLD)
         self._goto("dtype")
         self.dtype = _choice(value(), "dtype", FORMATS)
         self._goto("moments_dtype")

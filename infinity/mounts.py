@@ -1,6 +1,6 @@
-"""Which filesystem a path lies on.
+"""Which filesystem a path lies on, and whether it can be a path at all.
 
-Knows the text of /proc/self/mountinfo. Must not know what anybody does with a filesystem.
+Knows the text of /proc/self/mountinfo, and what the system takes. Must not know what anybody does with a filesystem.
 """
 
 import os
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
+_LARGEST_NAME_NBYTES, _LARGEST_PATH_NBYTES = 255, 4095  # of Linux
+_ROOM_NBYTES = 100  # for the names of files below
 
 
 @dataclass(frozen=True)
@@ -40,3 +42,15 @@ def mount_of(path: str, mountinfo: str) -> Mount:
     if best is None:
         raise LookupError(f"/proc/self/mountinfo has no mount above {path}")
     return best
+
+
+def why_no_path(path: str | os.PathLike) -> str:
+    """Why the system could not use a path for a file or directory of ours, with the remedy; nothing if it could."""
+    raw = os.fsencode(path)
+    if b"\0" in raw:
+        return f"{os.fsdecode(raw)!r:.80} has a zero byte in it; name another"
+    if len(os.path.abspath(raw)) > _LARGEST_PATH_NBYTES - _ROOM_NBYTES:
+        return f"{os.fsdecode(raw)!r:.60}... has {len(raw):,} bytes, and a path at most {_LARGEST_PATH_NBYTES:,}, with what lies below it; name a shorter one"
+    if (longest := max(map(len, raw.split(b"/")))) > _LARGEST_NAME_NBYTES:
+        return f"{os.fsdecode(raw)!r:.60}... has a name of {longest:,} bytes in it, and a name has at most {_LARGEST_NAME_NBYTES}; name a shorter one"
+    return ""

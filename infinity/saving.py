@@ -50,7 +50,7 @@ import aio_ext
 from infinity import manifest as manifests
 from infinity.arena import PAGE_NBYTES, Arena, Region
 from infinity.chunks import STATES, WEIGHTS, record_layout
-from infinity.config import parse_bytes
+from infinity.config import checked_path, parse_bytes
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError, SwapError
 from infinity.inventory import generators, loose_tensors, parameters_of, with_extra_state
@@ -98,7 +98,7 @@ def save(
     """
     engine = engine_of(model)
     engine.ready_to_save(optimizer)
-    saving = Saving(engine, Path(path), scheduler, extra, parse_bytes(host_memory))
+    saving = Saving(engine, checked_path(path), scheduler, extra, parse_bytes(host_memory))
     engine.saving = saving
     if wait:
         saving.wait(progress)

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import BudgetError, ConfigError, SwapError, UsageError
+from infinity import BudgetError, CheckpointError, ConfigError, SwapError, UsageError
 from infinity.cli import main
+from infinity.conversion import export, reshard
 
 ROOT = Path(__file__).parent.parent
 
@@ -377,3 +378,85 @@ def test_the_command_line_meets_a_full_disk_at_the_start(tmp_path, monkeypatch, 
 def test_a_process_without_an_error_ends_with_status_0(tmp_path):
     run = run_cli(*SMALL, directory=tmp_path)
     assert run.returncode == 0 and "error" not in run.stderr, run.stderr
+
+
+class Named(nn.Module):
+    """One parameter, of a name that would command a terminal."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.ones(4)))
+
+    def forward(self, x):
+        return x * next(self.parameters())
+
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07w\u202e"
+
+
+def test_names_from_files_command_no_terminal(tmp_path, capsys):
+    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32")
+    model = Named(ESCAPE)
+    with infinity.offload(model, config):
+        infinity.save(tmp_path / "saved", model, infinity.AdamW(model.parameters()))
+    export(tmp_path / "saved", tmp_path / "exported")
+    model = Named("plain")
+    with infinity.offload(model, config):
+        for act in (
+            lambda: infinity.load(tmp_path / "saved", model),
+            lambda: infinity.load_safetensors(model, tmp_path / "exported"),
+        ):
+            with pytest.raises(CheckpointError) as told:
+                act()
+            assert str(told.value).isprintable() and "\\x1b[2J" in str(told.value) and "\\u202e" in str(told.value)
+    assert main(["checkpoint", "inspect", str(tmp_path / "saved"), "--parameters"]) == 0
+    assert main(["checkpoint", "inspect", str(tmp_path / "saved")]) == 0
+    assert main(["checkpoint", "inspect", str(tmp_path / ESCAPE)]) == 2
+    told = capsys.readouterr()
+    assert "\x1b" not in told.out + told.err and "\\x1b[2J" in told.out and "\\x1b[2J" in told.err
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"host_memory": "99999999999999999999GiB"}, 'host_memory: 99999999999999999999GiB is more than 1024.0 PiB, which no machine has; give what .*, or "auto"'),
+        ({"host_memory": 2**70}, "more than 1024.0 PiB"),
+        ({"device_memory": "9" * 5000}, "device_memory: expected bytes"),
+        ({"device_memory": "99999999999999999999GiB"}, "more than 1024.0 PiB"),
+        ({"chunk_mib": 1e-300}, "chunk_mib=1e-300: a chunk has 0.001953125 MiB at least; give that or more, or None to choose one"),
+        ({"nvme": "/tmp/" + "a" * 5000}, "nvme: '/tmp/aaa.*has 5,005 bytes, and a path at most 4,095, with what lies below it; name a shorter one"),
+        ({"nvme": "/tmp/" + "a" * 300}, "nvme: .*has a name of 300 bytes in it, and a name has at most 255; name a shorter one"),
+        ({"nvme": "a\0b"}, "nvme: .*has a zero byte in it; name another"),
+    ],
+)
+def test_numbers_and_paths_that_no_machine_has_are_refused(tmp_path, given, expected):
+    with pytest.raises(ConfigError, match=expected) as told:
+        infinity.Config(**({"nvme": tmp_path} | given))
+    assert len(str(told.value)) < 400
+    infinity.Config(nvme=tmp_path, host_memory="auto", device_memory="4GiB", chunk_mib=0.001953125)
+
+
+@pytest.mark.parametrize("path", ["/tmp/" + "a" * 5000, "/tmp/" + "a/" * 2500, "a\0b", "/tmp/" + "a" * 300], ids=["long", "deep", "zero", "name"])
+def test_paths_that_can_be_none_are_refused_by_whatever_takes_one(tmp_path, path):
+    model = nn.Linear(4, 4)
+    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32")):
+        optimizer = infinity.AdamW(model.parameters())
+        infinity.save(tmp_path / "saved", model, optimizer)
+        for act in (
+            lambda: infinity.save(path, model, optimizer),
+            lambda: infinity.load(path, model, optimizer),
+            lambda: infinity.load_safetensors(model, path),
+            lambda: infinity.save_dcp(path, model, optimizer),
+            lambda: infinity.load_dcp(path, model, optimizer),
+            lambda: export(tmp_path / "saved", path),
+            lambda: export(path, tmp_path / "exported"),
+            lambda: reshard(tmp_path / "saved", path, world=2),
+            lambda: reshard(path, tmp_path / "other", world=2),
+        ):
+            with pytest.raises(ConfigError, match="name a shorter one|name another") as told:
+                act()
+            assert len(str(told.value)) < 300
+        infinity.save(tmp_path / "saved", model, optimizer)
+    for options in ({"chunk_mib": 1e-300}, {"chunk_mib": 1e300}, {"world": 10**30}):
+        with pytest.raises(ConfigError, match="expected"):
+            reshard(tmp_path / "saved", tmp_path / "other", **({"world": 2} | options))

@@ -181,7 +181,7 @@ def test_every_field_is_documented():
         (" 1.5 kib ", 1536),
         ("2TB", 2 * 10**12),
         ("7 b", 7),
-        ("1" + "0" * 400 + " KB", 10**403),
+        ("1024 PiB", 2**60),
     ],
 )
 def test_parse_bytes(text, expected):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from infinity.config import format_bytes, parse_bytes
 from infinity.conversion import export, reshard
+from infinity.errors import printable
 from infinity.manifest import VERSION
 from infinity.store import Checkpoint
 from infinity.tools.progress import BytesProgress
@@ -21,7 +22,7 @@ def inspect(arguments) -> int:
     if arguments.parameters:
         for entry in report["parameters"]:
             kind = f"group {entry['group']}, {entry['step']} updates" if entry["trainable"] else "frozen"
-            print(f"{entry['name']:<48} {str(entry['shape']):<20} {kind}")
+            print(f"{printable(entry['name']):<48} {str(entry['shape']):<20} {kind}")
         return 0
     if arguments.json:
         print(json.dumps(report, indent=2))
@@ -35,7 +36,7 @@ def inspect(arguments) -> int:
     print(f"parameters  {report['num_parameters'] / 1e6:,.2f} M in {len(parameters)} tensors{frozen}, {report['dtype']}; {moments}")
     print(f"saved by    {report['world']} {'rank' if report['world'] == 1 else 'ranks'}, in {report['num_chunks']} chunks")
     for index, group in enumerate(report["groups"]):
-        print(f"group {index:<5} {', '.join(f'{name}={value}' for name, value in group.items())}")
+        print(printable(f"group {index:<5} {', '.join(f'{name}={value}' for name, value in group.items())}"))
     if report["extra"] is not None:
         print(f"extra       {json.dumps(report['extra'])[:200]}")
     return 0
@@ -83,7 +84,7 @@ def reshard_ranks(arguments) -> int:
 
 def _list(files: list[tuple[str, int]], target: Path, dry_run: bool) -> None:
     for name, nbytes in files:
-        print(f"{format_bytes(nbytes):>12}  {name}")
+        print(f"{format_bytes(nbytes):>12}  {printable(name)}")
     total = sum(nbytes for _, nbytes in files)
     print(f"{format_bytes(total):>12}  {'would be written to' if dry_run else 'written to'} {target}")
 
