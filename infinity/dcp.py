@@ -43,7 +43,7 @@ from infinity.adam import masters
 from infinity.chunks import Piece
 from infinity.config import checked_path, listed
 from infinity.engine import Engine, engine_of
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, ConfigError
 from infinity.residency import ChunkState, ParameterState
 from infinity.rules import AdamRule, LionRule, Rule, SGDRule
 from infinity.store import failed
@@ -91,20 +91,27 @@ def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
         raise CheckpointError(f"{path} was not written: rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
-def load_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def load_dcp(
+    path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, trust_pickle: bool = False
+) -> None:
     """Bring a model and its optimizer to the state of a torch.distributed.checkpoint, of any world size, FSDP2 or not.
 
     Reads what [Note: what is written] says, in any floating dtype, of one of the names of a tied parameter; other entries than
     model.* and optim.* are left alone. Without an optimizer, moments begin anew; so do those of a parameter that has none there.
-    DCP pickles its own metadata and so does this read them: load only what you trust. Call it on all ranks, which must see the same
-    directory. Host memory: a record, and of each state of one parameter a piece as it was saved (FSDP2: one rank's shard), of one twice.
+    trust_pickle: must be True. DCP's own metadata are a pickle, which may run any code that whoever wrote it put there; nothing else
+    that this package reads is one. Call it on all ranks, which must see the same directory. Host memory: a record, and of each state of one parameter a piece as it was saved (FSDP2: one rank's shard), of one twice.
 
-    Raises CheckpointError naming all that is missing, unexpected or of another shape, and files that are missing or cut, before
+    Raises ConfigError without trust_pickle; CheckpointError naming all that is missing, unexpected or of another shape, and files that are missing or cut, before
     anything changes; for what turns out to be damaged later, too, and then the model must be loaded again.
     """
+    checked_path(path)
+    if trust_pickle is not True:
+        raise ConfigError(
+            f"{path}: torch.distributed.checkpoint keeps its metadata in a pickle, and reading one may run any code that its writer put there. "
+            f"If you trust who wrote it, say so: load_dcp(..., trust_pickle=True). infinity.load and load_safetensors run no code."
+        )
     engine = engine_of(model)
     engine.ready_to_load(optimizer)
-    checked_path(path)
     loading = engine.ranks.together(lambda: _Loading(engine, _Saved(Path(path)), with_states=optimizer is not None))
     if len(set(engine.ranks.exchange(loading.saved.identity.encode()))) > 1:
         raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")

@@ -447,7 +447,7 @@ def test_paths_that_can_be_none_are_refused_by_whatever_takes_one(tmp_path, path
             lambda: infinity.load(path, model, optimizer),
             lambda: infinity.load_safetensors(model, path),
             lambda: infinity.save_dcp(path, model, optimizer),
-            lambda: infinity.load_dcp(path, model, optimizer),
+            lambda: infinity.load_dcp(path, model, optimizer, trust_pickle=True),
             lambda: export(tmp_path / "saved", path),
             lambda: export(path, tmp_path / "exported"),
             lambda: reshard(tmp_path / "saved", path, world=2),

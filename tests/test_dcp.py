@@ -5,7 +5,10 @@ Long because both ways and both sides need the same worlds, models and checkpoin
 
 import contextlib
 import itertools
+import os
+import pickle
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +26,8 @@ from helpers import NVME, assert_same_bits, assert_same_states, on_gpu, states_o
 from infinity import tiling
 from infinity.adam import join_master
 from infinity.dcp import load_dcp, save_dcp
+from infinity.errors import CheckpointError, ConfigError
+from models import mlp
 from test_ranks import share, worlds  # noqa: F401, which finds no use of a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -262,7 +267,7 @@ def test_lions_momentum_is_exp_avg_and_comes_back(tmp_path):
     assert set(found["optim"]["state"]["up.weight"]) == {"exp_avg", "step"}
     assert set(found["optim"]["param_groups"][0]) == {"lr", "betas", "weight_decay", "params"}
     with other(tmp_path / "b", optimizer=infinity.Lion) as (model, engine, optimizer):
-        load_dcp(tmp_path / "saved", model, optimizer)
+        load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
         assert_same(engine_states(engine, model), expected)
 
 
@@ -276,7 +281,7 @@ def test_without_an_optimizer_only_the_model_is_written(tmp_path, dtype):
     for name, state in expected.items():
         assert_same_bits(found["model"][name], state["weight"], name)
     with other(tmp_path / "b", dtype=dtype) as (model, engine, optimizer):
-        load_dcp(tmp_path / "saved", model)
+        load_dcp(tmp_path / "saved", model, trust_pickle=True)
         for name, state in engine_states(engine, model).items():
             assert_same_bits(state["weight"], expected[name]["weight"], name)
             assert state.get("step", 0) == 0 and not state.get("exp_avg", torch.zeros(1)).any()
@@ -288,7 +293,7 @@ def test_bf16_moments_are_written_in_fp32_and_come_back(tmp_path):
         expected = engine_states(engine, model)
     assert everything(tmp_path / "saved", tmp_path)["optim"]["state"]["up.weight"]["exp_avg"].dtype is torch.float32
     with other(tmp_path / "b", dtype="bf16", moments="bf16") as (model, engine, optimizer):
-        load_dcp(tmp_path / "saved", model, optimizer)
+        load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
         assert_same(engine_states(engine, model), expected)
 
 
@@ -312,7 +317,7 @@ def test_tiled_layers_have_the_plain_ones_names(tmp_path, from_tiles, to_tiles):
     load_plain(tmp_path / "saved", there, adam)
     assert_same(plain_states(there, adam), expected)
     with trained(tmp_path / "b", 1, lambda: make(to_tiles, 3, seed=9)) as (model, engine, optimizer):
-        load_dcp(tmp_path / "saved", model, optimizer)
+        load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
         assert_same(engine_states(engine, model), expected)
 
 
@@ -330,7 +335,7 @@ def test_the_engine_goes_on_with_what_plain_pytorch_saved(tmp_path, config):
     expected = plain_states(there, adam)
     expected["unused"] |= {"exp_avg": torch.zeros(5), "exp_avg_sq": torch.zeros(5), "step": torch.tensor(0.0)}
     with other(tmp_path / "swap", **config) as (model, engine, optimizer):
-        load_dcp(tmp_path / "saved", model, optimizer)
+        load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
         assert_same(engine_states(engine, model), expected)
         assert model.count.item() == 7 and torch.equal(model.offset, there.offset)
         assert optimizer.param_groups[1]["betas"] == (0.8, 0.99) and optimizer.param_groups[1]["lr"] == LR / 2
@@ -346,7 +351,7 @@ def test_fp32_values_become_masters_of_a_bf16_engine(tmp_path):
     train(there, adam, 0, 1)
     save_plain(tmp_path / "saved", there, adam)
     with other(tmp_path / "swap", dtype="bf16") as (model, engine, optimizer):
-        load_dcp(tmp_path / "saved", model, optimizer)
+        load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
         states = engine_states(engine, model)
         for name, expected in plain_states(there, adam).items():
             weight = expected["weight"]
@@ -362,7 +367,7 @@ def test_other_entries_are_left_alone_and_tensors_may_be_in_another_dtype(tmp_pa
     saved = {"model": weights, "optim": optim, "lr_scheduler": {"last": 3}, "loader": torch.ones(3)}
     dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
     with other(tmp_path / "swap") as (model, engine, optimizer):
-        load_dcp(tmp_path / "saved", model, optimizer)
+        load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
         assert_same_bits(engine_states(engine, model)["up.weight"]["weight"], there.up.weight.detach(), "up.weight")
 
 
@@ -372,7 +377,7 @@ def test_sgd_momentum_comes_in(tmp_path):
     save_plain(tmp_path / "saved", there, sgd)
     options = {"lr": 1.0, "momentum": 0.5}
     with other(tmp_path / "swap", optimizer=infinity.SGD, options=options) as (model, engine, optimizer):
-        load_dcp(tmp_path / "saved", model, optimizer)
+        load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
         train(model, optimizer, 3)
         train(there, sgd, 3)
         for name, state in engine_states(engine, model).items():
@@ -427,7 +432,7 @@ def engine_saves(folder, path, **config):
 def engine_loads(folder, path, **config):
     with on_ranks(folder, 9, **config) as (model, engine, optimizer):
         train(model, optimizer, 0)
-        load_dcp(path, model, optimizer)
+        load_dcp(path, model, optimizer, trust_pickle=True)
         with torch.no_grad():
             output = model(torch.arange(WORDS).view(2, -1))
         found = arrays(engine_states(engine, model))
@@ -477,7 +482,7 @@ def each_loads_its_own(folder, paths):
     with on_ranks(folder, 0) as (model, engine, optimizer):
         before = arrays(engine_states(engine, model))
         try:
-            load_dcp(paths[dist.get_rank()], model, optimizer)
+            load_dcp(paths[dist.get_rank()], model, optimizer, trust_pickle=True)
         except infinity.CheckpointError as error:
             assert_same(arrays(engine_states(engine, model)), before)
             train(model, optimizer, 0)
@@ -563,7 +568,7 @@ def test_what_does_not_fit_is_told_before_anything_changes(tmp_path):
             change(saved)
             dcp.save(saved, checkpoint_id=tmp_path / f"saved{number}", no_dist=True)
             with pytest.raises(infinity.CheckpointError) as error:
-                load_dcp(tmp_path / f"saved{number}", model, optimizer)
+                load_dcp(tmp_path / f"saved{number}", model, optimizer, trust_pickle=True)
             for text in expected:
                 assert text in str(error.value), (what, str(error.value))
             assert str(error.value).count(" there") + str(error.value).count(":") < 8, (what, str(error.value))
@@ -605,7 +610,7 @@ def test_damaged_files_are_found_before_anything_changes(tmp_path, damage, expec
     with other(tmp_path / "swap") as (model, engine, optimizer):
         before = states_of(engine, model)
         with pytest.raises(infinity.CheckpointError) as error:
-            load_dcp(tmp_path / "saved", model, optimizer)
+            load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
         assert expected in str(error.value)
         assert_same_states(states_of(engine, model), before)
 
@@ -622,10 +627,10 @@ def test_damage_inside_a_file_is_told_and_the_model_must_be_loaded_again(tmp_pat
         file.write(bytes(place.length))
     with other(tmp_path / "swap") as (model, engine, optimizer):
         with pytest.raises(infinity.CheckpointError, match="model.up.weight is damaged: "):
-            load_dcp(tmp_path / "bad", model, optimizer)
+            load_dcp(tmp_path / "bad", model, optimizer, trust_pickle=True)
         with pytest.raises(infinity.UsageError):
             train(model, optimizer, 1)
-        load_dcp(tmp_path / "good", model, optimizer)
+        load_dcp(tmp_path / "good", model, optimizer, trust_pickle=True)
         train(model, optimizer, 1)
 
 
@@ -653,7 +658,7 @@ def test_extra_state_is_refused(tmp_path):
             pass
 
     with training(lambda: nn.Sequential(Extra(4, 4)), tmp_path / "swap") as (model, engine, optimizer):
-        for function in (save_dcp, load_dcp):
+        for function in (save_dcp, partial(load_dcp, trust_pickle=True)):
             with pytest.raises(infinity.CheckpointError):
                 function(tmp_path / "saved", model, optimizer)
 
@@ -663,7 +668,7 @@ def test_a_model_without_an_optimizer(tmp_path):
     model = net(seed=9)
     config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, host_memory="64MiB")
     with infinity.offload(model, config) as engine:
-        load_dcp(tmp_path / "saved", model)
+        load_dcp(tmp_path / "saved", model, trust_pickle=True)
         save_dcp(tmp_path / "again", model)
         assert_same_bits(engine.read_state(model.up.weight)["weight"], net().up.weight.detach(), "up.weight")
     assert_same_bits(everything(tmp_path / "again", tmp_path)["model"]["head.weight"], net().head.weight.detach(), "head.weight")
@@ -689,7 +694,7 @@ def test_on_a_gpu(tmp_path, dtype, config):
     assert_same(plain_states(there, adam), expected)
     with trained(tmp_path / "b", 0, lambda: net(seed=9), device="cuda", dtype=dtype, **config) as (model, engine, optimizer):
         gpu_step(model, optimizer)
-        load_dcp(tmp_path / "saved", model, optimizer)
+        load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
         assert_same(engine_states(engine, model), expected)
         gpu_step(model, optimizer)
 
@@ -736,7 +741,32 @@ def test_of_each_state_one_saved_piece_is_in_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(bridge._Saved, "piece", noted)
     with other(tmp_path / "swap", **NVME) as (model, engine, optimizer):
-        load_dcp(tmp_path / "saved", model, optimizer)
+        load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
     assert max(live) == 3 * there.up.weight.nbytes
     counts = {name: len([*found]) for name, found in itertools.groupby(sorted(read))}
     assert set(counts.values()) == {1}, counts  # each tensor is read once, also where it lies in several records
+
+
+class Runs:
+    """A pickle of it makes a directory when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_pickle_is_read_without_a_word_that_says_so(tmp_path):
+    with training(mlp, tmp_path) as (model, engine, optimizer):
+        save_dcp(tmp_path / "saved", model, optimizer)
+        (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+        for options in ({}, {"trust_pickle": False}, {"trust_pickle": 1}):
+            with pytest.raises(ConfigError, match=r"reading one may run any code .* load_dcp\(..., trust_pickle=True\)"):
+                load_dcp(tmp_path / "saved", model, optimizer, **options)
+        assert not (tmp_path / "ran").exists()
+        with pytest.raises(CheckpointError, match="is damaged"):
+            load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
+        assert (tmp_path / "ran").exists(), "this is what must be trusted"
+        save_dcp(tmp_path / "other", model, optimizer)
+        load_dcp(tmp_path / "other", model, optimizer, trust_pickle=True)
