@@ -17,6 +17,7 @@ from torch import nn
 
 from infinity import interrupts, planner
 from infinity.assembly import assemble, budgets
+from infinity.buffers import refuse_unmixed
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, WEIGHTS
 from infinity.config import Config
 from infinity.cycle import Cycle
@@ -560,6 +561,7 @@ def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tup
     Raises ConfigError, before anything is changed, for a model that no engine can train.
     """
     refuse_shared(model)
+    refuse_unmixed(model, TORCH_DTYPES[config.dtype], device_of(config.device))
     budget = config.device_memory
     if config.tile_above == budget == "auto":
         budget, _ = budgets(config, device_of(config.device), ranks)

@@ -13,7 +13,7 @@ PACKAGE = Path(infinity.__file__).parent
 LAYERS = [
     {"errors", "events", "interrupts", "lanes", "recompute", "_adam", "_adam_triton", "_huffman", "aio_ext"},
     {"settings", "output", "jsontext", "deepspeed", "timeline", "gauge", "mounts", "parameters"},
-    {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "sharing", "gpt", "tiling", "facade", "tensorfiles"},
+    {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "sharing", "gpt", "tiling", "facade", "tensorfiles", "buffers"},
     {"drives", "late"},
     {"planner", "residency", "rules", "tiers", "activations", "manifest"},
     {"compressor", "records", "optimizer", "store"},

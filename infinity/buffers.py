@@ -1,0 +1,43 @@
+"""Buffers that keep their dtype beside parameters that get the engine's: where a layer does not mix the two.
+
+Knows layers of torch.nn and tries them. Must not know engines.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+
+_CASTS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float32: "float"}
+
+
+def refuse_unmixed(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if a batch norm's statistics are of a dtype that it does not mix, on this device, with parameters of this one.
+
+    All other layers of torch.nn promote what they mix, or have buffers of integers; so do rotary tables.
+    """
+    fails: dict[torch.dtype, bool] = {}
+    for name, module in model.named_modules():
+        mean = getattr(module, "running_mean", None)
+        if type(module).forward is not nn.modules.batchnorm._BatchNorm.forward or mean is None or module.weight is None:
+            continue
+        if mean.dtype not in fails:
+            fails[mean.dtype] = not _mixes(dtype, mean.dtype, device)
+        if fails[mean.dtype]:
+            kind, name = type(module).__name__, f"{name}.running_mean".lstrip(".")
+            raise ConfigError(
+                f"the buffer {name} is of {mean.dtype} and the engine's parameters are of {dtype}, which {kind} does not mix on "
+                f'{device.type}, nor does it in plain PyTorch. Call `model.{_CASTS[dtype]}()` before infinity.offload, or inside '
+                f'infinity.init; or use infinity.Config(dtype="fp32") with a model of float32.'
+            )
+
+
+def _mixes(dtype: torch.dtype, other: torch.dtype, device: torch.device) -> bool:
+    x, affine = (torch.ones(*shape, dtype=dtype, device=device) for shape in ((2, 1), (1,)))
+    try:
+        nn.functional.batch_norm(x, *torch.ones(2, 1, dtype=other, device=device), affine, affine)
+    except RuntimeError:
+        return False
+    return True
