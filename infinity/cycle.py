@@ -42,6 +42,7 @@ from infinity.chunks import STATES, WEIGHTS
 from infinity.config import Config
 from infinity.errors import NonFiniteError, UsageError
 from infinity.events import Events
+from infinity.foreign import refuse_optimizers
 from infinity.hooks import Hooks, map_tensors, tensors_in
 from infinity.interrupts import uninterrupted
 from infinity.margin import Margin
@@ -82,6 +83,7 @@ class Cycle:
         self._awaits_end = False  # a backward pass under way will call end_backward
         self.num_forwards = 0  # that built a graph and had something to train, since the last backward pass that counts
         self._num_passing = 0  # forward passes of a cycle of the pipeline that no step() ends
+        self._looked = False  # for optimizers of torch's own, before the first forward pass that trains
         self._cycle_is_over = True  # the next such pass begins another
         self._forwards_last: dict[int, int] = {}  # in the step before, by backward pass
         self.by_layer: bool | None = None  # whether the step under way, or the last one, is one of infinity.vertical
@@ -132,6 +134,9 @@ class Cycle:
             self._check_frozen()
             trains = torch.is_grad_enabled() and any(state.param.requires_grad for state in self._trainable)
             self.num_forwards += trains
+            if trains and not self._looked:
+                self._refuse_other_optimizers()
+                self._looked = True
             passes = torch.is_grad_enabled() and not (self.num_forwards or self.num_backwards)
             if self.optimizer is None or passes:
                 self._begin_passing()
@@ -188,10 +193,14 @@ class Cycle:
             for state in self.registry.params:
                 state.arrivals = 0
 
-    def _why_not_train(self) -> str | None:
-        """What is wrong with gradients now, if anything is."""
+    def _why_not_train(self, state: ParameterState | None = None) -> str | None:
+        """What is wrong with gradients now, if anything is, or with this parameter's."""
         if self.optimizer is None:
-            return "a backward pass needs an optimizer: make infinity.AdamW(model.parameters()) before it"
+            return (
+                f"a backward pass brings a gradient to {state.name if state else 'a parameter'}, and its engine has no optimizer. Make "
+                f"infinity.AdamW(model.parameters()) before the first forward pass; or freeze the model, with model.requires_grad_(False), "
+                f"where gradients are only to pass through, as through a critic, a reward model or a teacher."
+            )
         if self.torn:
             return _TORN
         if self.num_backwards >= self.optimizer.accumulation_steps:
@@ -200,6 +209,10 @@ class Cycle:
                 f"{self.optimizer.accumulation_steps}. Declare it: infinity.AdamW(..., accumulation_steps=...)."
             )
         return None
+
+    def _refuse_other_optimizers(self) -> None:
+        if self.optimizer is None:
+            refuse_optimizers([(state.name, state.param) for state in self._trainable if state.param.requires_grad])
 
     def await_end(self) -> None:
         """Have end_backward called when the backward pass under way is over, ours or not: of nested ones that from which this is called
@@ -237,10 +250,11 @@ class Cycle:
                 )
             self.begin_backward()
         if not self.trains:
-            if (refusal := self._why_not_train()) is not None:
+            if (refusal := self._why_not_train(state)) is not None:
                 self.backward_task, self._awaits_end = None, False  # nothing of the step has changed
                 self.hooks.release_all()
                 self.pipeline.drain_dropped()
+                self._refuse_other_optimizers()
                 raise UsageError(refusal)
             self.trains = True
             self._expect_gradients()

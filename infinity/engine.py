@@ -24,6 +24,7 @@ from infinity.cycle import Cycle
 from infinity.errors import ConfigError, UsageError
 from infinity.events import Events
 from infinity.facade import Facade
+from infinity.foreign import refuse_optimizers, refuse_replicas, watch_replicas
 from infinity.gauge import device_of, gauge_of
 from infinity.hooks import Hooks
 from infinity.interrupts import uninterrupted
@@ -70,6 +71,7 @@ class Engine:
         for _, param in self._named:
             set_owner(param, self)
         _engines[model] = weakref.ref(self)
+        watch_replicas()
         _guard_before_start(self, model)
         self._facade = Facade(self, model)
 
@@ -298,6 +300,16 @@ class Engine:
                 self.saving.was_told = True
         self.close()
 
+    def __getattr__(self, name: str):
+        """Only for what an engine has not: as of `model = infinity.offload(model)`, after which nothing else may know the model."""
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if hasattr(nn.Module, name) or (not name.startswith("_") and hasattr(self.__dict__.get("_model", lambda: None)(), name)):
+            message += f": {_NO_MODEL}"
+        raise AttributeError(message, name=name, obj=self)
+
+    def __call__(self, *args, **kwargs):
+        raise UsageError(f"an Engine is not called: {_NO_MODEL}")
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._started else "not started"
         return f"Engine({len(self._named)} parameters, {self.device}, {self.ranks.name}, {state})"
@@ -513,6 +525,8 @@ class Engine:
 
     def _begin(self, module, args, kwargs):
         """The model's first pre-hook."""
+        if torch.is_grad_enabled():
+            refuse_optimizers([(name, param) for name, param in self._named if param.requires_grad])
         self._start()
         return self.hooks._before(module, args, kwargs)
 
@@ -534,6 +548,12 @@ class Engine:
 
     def _initial_value(self, index: int, param: nn.Parameter) -> torch.Tensor:
         return self._loaded.pop(index) if index in self._loaded else self._initial(index, param)
+
+
+_NO_MODEL = (
+    "the model has it. infinity.offload changes the model that it is given and returns its engine, so write `infinity.offload(model, config)` "
+    "without `model = `, and go on with the model."
+)
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -560,6 +580,7 @@ def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tup
 
     Raises ConfigError, before anything is changed, for a model that no engine can train.
     """
+    refuse_replicas(model)
     refuse_shared(model)
     refuse_unmixed(model, TORCH_DTYPES[config.dtype], device_of(config.device))
     budget = config.device_memory

@@ -6,6 +6,8 @@ rules.py; a rule of the user's own goes into `Elementwise`.
 
 from __future__ import annotations
 
+import difflib
+
 import torch
 
 from infinity.chunks import FORMATS
@@ -17,6 +19,7 @@ from infinity.scaling import LossScale
 
 REMEDY = "infinity.save and infinity.load keep them, infinity.save_dcp and load_dcp move them to and from other engines"
 
+_OF_KERNELS = ("foreach", "fused", "capturable", "differentiable")  # of torch's optimizers, without an effect on what they compute
 _RESERVED = tuple(dict.fromkeys(segment.name for format in FORMATS.values() for segment in format))  # weight, residual, master
 
 
@@ -39,7 +42,10 @@ class Elementwise(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         accumulation_steps: int = 1,
         loss_scale: LossScale | None = None,
+        **unknown,
     ):
+        if unknown:
+            self._refuse_unknown(next(iter(unknown)), defaults)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above zero, or None")
         if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
@@ -63,11 +69,23 @@ class Elementwise(torch.optim.Optimizer):
                 check_elementwise(rule, group)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        engines = {id(engine): engine for engine in map(self._engine_of, self._parameters())}
+        engines = {id(engine): engine for param in self._parameters() if (engine := self._engine_of(param))}
+        if not engines:
+            raise ConfigError("none of the parameters has elements that can be updated; give the optimizer those that train")
         if len(engines) > 1:
             raise ConfigError("the parameters belong to several engines; make one optimizer for each")
         (self._engine,) = engines.values()
         self._engine.attach(self)
+
+    def _refuse_unknown(self, name: str, defaults: dict) -> None:
+        kind, known = type(self).__name__, [*defaults, "max_grad_norm", "accumulation_steps", "loss_scale"]
+        if name in _OF_KERNELS:
+            remedy = "Leave it out: it chooses among kernels of torch's own, and the engine has others."
+        elif close := difflib.get_close_matches(name, known, 1):
+            remedy = f"Did you mean {close[0]}?"
+        else:
+            remedy = f"It takes {', '.join(known)}; what computes another update is an infinity.Rule of your own."
+        raise TypeError(f"infinity.{kind} has no argument {name!r}. {remedy}")
 
     def step(self, closure=None):
         """Update every parameter that has a gradient. Raises UsageError without a backward pass since the last step."""
@@ -118,8 +136,7 @@ class Elementwise(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         return [param for param in params if param.numel() and (param.is_floating_point() or param.requires_grad)]
 
-    @staticmethod
-    def _engine_of(param):
+    def _engine_of(self, param):
         engine = owner_of(param)
         if engine is None and param.is_complex():
             raise ConfigError(
@@ -127,6 +144,13 @@ class Elementwise(torch.optim.Optimizer):
                 f"last dimension of 2, and use torch.view_as_complex(parameter) in forward."
             )
         if engine is None:
+            for other in filter(None, map(owner_of, self._parameters())):  # whose model it may have joined
+                if name := next((name for name, found in other.model.named_parameters() if found is param), None):
+                    raise ConfigError(
+                        f"{name}, of shape {tuple(param.shape)}, is in no engine: it became the model's after the engine had taken that, as by "
+                        f"resize_token_embeddings or a new layer. Do this first: before infinity.offload(model, config), or inside `with "
+                        f"infinity.init(config):`."
+                    )
             raise ConfigError(
                 f"a parameter of shape {tuple(param.shape)} is in no engine. Build the model inside `with "
                 f"infinity.init(config):` or call infinity.offload(model, config) before making the optimizer, and take "

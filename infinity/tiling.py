@@ -390,7 +390,7 @@ def _weights_to_cut(model: nn.Module) -> list[tuple[nn.Parameter, list[nn.Module
     found: dict[int, tuple[nn.Parameter, list[nn.Module]]] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is None or not _has_tiled_form(module) or not is_alone(weight, "weight"):
+        if weight is None or not weight.numel() or not _has_tiled_form(module) or not is_alone(weight, "weight"):
             continue
         layers = [layer for layer, _ in users[id(weight)]]
         biases = [layer._parameters["bias"] for layer in layers if layer._parameters.get("bias") is not None]

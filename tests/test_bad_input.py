@@ -296,7 +296,7 @@ def test_two_backward_passes_where_one_was_declared(update, message, tmp_path):
 def test_backward_without_an_optimizer(tmp_path):
     model = make_model()
     with infinity.offload(model, settings(tmp_path)):
-        with pytest.raises(UsageError, match="needs an optimizer: make infinity.AdamW"):
+        with pytest.raises(UsageError, match="its engine has no optimizer. Make infinity.AdamW"):
             backward(model)
 
 

@@ -298,7 +298,7 @@ def test_inference_needs_no_optimizer(tmp_path):
             with torch.no_grad():
                 helpers.assert_same_bits(model(inputs(model, step)), reference_model(inputs(model, step)), "output")
             assert_nothing_held(engine)
-        with pytest.raises(UsageError, match="needs an optimizer"):
+        with pytest.raises(UsageError, match="its engine has no optimizer. Make infinity.AdamW"):
             loss_of(model(inputs(model, 0))).backward()
 
 

@@ -17,7 +17,7 @@ LAYERS = [
     {"drives", "late"},
     {"planner", "residency", "rules", "tiers", "activations", "manifest"},
     {"compressor", "records", "optimizer", "store"},
-    {"conversion"},
+    {"conversion", "foreign"},
     {"gradients", "pipeline"},
     {"updater"},
     {"hooks", "values"},

@@ -781,3 +781,9 @@ def test_two_ranks_tile_alike_and_train_as_plain_pytorch(worlds, built, tiling, 
     assert [tiles for _, tiles in got] == [num_tiles] * 2
     losses = [sum(parts) / 2 for parts in zip(*(losses for losses, _ in got))]
     assert losses == pytest.approx(plain_losses(**options), rel=1e-5)
+
+
+def test_a_layer_without_elements_is_left_alone(tmp_path):
+    with pytest.warns(UserWarning, match="zero-element"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 0), nn.Linear(0, 4), nn.Embedding(0, 4))
+    assert tile_large_layers(model, above_nbytes=1, tile_nbytes=16, itemsize=4) == [("0", 4)]

@@ -1,0 +1,202 @@
+"""Parts of PyTorch, and of libraries on it, that meet an engine: refused in the user's words, with a remedy that works; or served."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import infinity
+from helpers import NVME, ReferenceAdamW, assert_same_bits
+from infinity.errors import ConfigError, UsageError
+
+H = 32
+CONFIG = {"device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 512, "host_memory": "64MiB", **NVME}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Linear(H, H))
+
+
+def train(model, optimizer, steps=2, backward=torch.Tensor.backward):
+    losses = []
+    for step in range(steps):
+        loss = (model(torch.full((4, H), step + 1.0)) - 1).square().mean()
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def expected_losses(steps=2):
+    model = net()
+    return train(model, ReferenceAdamW(model.parameters(), lr=0.01), steps)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return infinity.Config(nvme=tmp_path, **CONFIG)
+
+
+@pytest.fixture
+def group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("kind, ours", [("AdamW", "AdamW"), ("SGD", "SGD"), ("LBFGS", "AdamW")])
+def test_an_optimizer_of_torchs_is_refused_at_the_first_forward_pass(kind, ours, config):
+    model = net()
+    with infinity.offload(model, config) as engine:
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+        with pytest.raises(UsageError, match=rf"torch.optim.{kind} was made over 0.weight.* Make infinity.{ours}\(model.parameters"):
+            model(torch.ones(4, H))
+        assert not engine._started
+        del optimizer
+        train(model, getattr(infinity, ours)(model.parameters(), lr=0.01))
+
+
+def test_an_optimizer_of_torchs_that_is_only_garbage_refuses_nothing(config):
+    model = net()
+    with infinity.offload(model, config):
+        gc.disable()
+        try:
+            optimizer = torch.optim.AdamW(model.parameters())
+            optimizer.itself = optimizer
+            del optimizer
+            model(torch.ones(4, H))
+        finally:
+            gc.enable()
+
+
+def test_an_optimizer_of_torchs_made_after_the_first_forward_pass_is_refused_in_backward(config):
+    model = net()
+    with infinity.offload(model, config):
+        model(torch.ones(4, H))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(UsageError, match="torch.optim.AdamW was made over .*Make infinity.AdamW"):
+            model(torch.ones(4, H)).sum().backward()
+        del optimizer
+        train(model, infinity.AdamW(model.parameters()))
+
+
+def test_what_trains_without_an_optimizer_is_told_to_make_one_or_to_freeze(config):
+    model = net()
+    with infinity.offload(model, config):
+        prompt = torch.ones(4, H, requires_grad=True)
+        with pytest.raises(UsageError, match=r"brings a gradient to 2.bias.*Make infinity.AdamW.*model.requires_grad_\(False\)"):
+            model(prompt).sum().backward()
+        model.requires_grad_(False)
+        model(prompt).sum().backward()
+        assert prompt.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "kind, argument, said",
+    [
+        ("AdamW", "momentum", "infinity.AdamW has no argument 'momentum'. It takes lr, betas, eps, weight_decay, max_grad_norm"),
+        ("AdamW", "amsgrad", "infinity.AdamW has no argument 'amsgrad'. It takes lr, betas"),
+        ("SGD", "weight_deacy", "infinity.SGD has no argument 'weight_deacy'. Did you mean weight_decay?"),
+        ("Adam", "fused", "infinity.Adam has no argument 'fused'. Leave it out"),
+        ("Lion", "accumulation_step", "infinity.Lion has no argument 'accumulation_step'. Did you mean accumulation_steps?"),
+    ],
+)
+def test_an_argument_that_an_optimizer_has_not_is_named_with_its_class(kind, argument, said, config):
+    model = net()
+    with infinity.offload(model, config):
+        with pytest.raises(TypeError) as refusal:
+            getattr(infinity, kind)(model.parameters(), **{argument: 1})
+        assert str(refusal.value).startswith(said)
+        train(model, getattr(infinity, kind)(model.parameters()))
+
+
+def test_parameters_none_of_which_can_be_updated_are_refused(config):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(0, 0))
+    with infinity.offload(model, config):
+        with pytest.raises(ConfigError, match="none of the parameters has elements"):
+            infinity.AdamW(model[1].parameters())
+        infinity.AdamW(model.parameters())
+
+
+# Wrappers
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_ddp_around_an_engines_model_is_refused_and_the_model_itself_trains(started, config, group):
+    model = net()
+    with infinity.offload(model, config):
+        optimizer = infinity.AdamW(model.parameters(), lr=0.01) if started else None
+        with pytest.raises(UsageError, match="DistributedDataParallel copies a whole model.* call the model itself"):
+            DistributedDataParallel(model)
+        optimizer = optimizer or infinity.AdamW(model.parameters(), lr=0.01)
+        assert train(model, optimizer) == expected_losses()
+
+
+def test_data_parallel_is_refused_where_it_finds_devices(config, monkeypatch):
+    model = net()
+    with infinity.offload(model, config):
+        optimizer = infinity.AdamW(model.parameters(), lr=0.01)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(UsageError, match="DataParallel copies a whole model.* call the model itself"):
+            DataParallel(model)
+        monkeypatch.undo()
+        assert train(DataParallel(model), optimizer) == expected_losses()  # which only hands on the call
+
+
+def test_an_engine_takes_no_wrapper_but_what_it_wraps(config, group):
+    wrapped = DistributedDataParallel(net())
+    with pytest.raises(UsageError, match="give the engine the model that it wraps, its `.module`"):
+        infinity.offload(wrapped, config)
+    model = wrapped.module
+    del wrapped
+    with infinity.offload(model, config):
+        assert train(model, infinity.AdamW(model.parameters(), lr=0.01)) == expected_losses()
+    DistributedDataParallel(net())  # of what is in no engine is nobody's business
+
+
+def test_an_engine_is_not_taken_for_its_model(config):
+    model = infinity.offload(net(), config)
+    for use in (lambda: model.parameters(), lambda: model.train(), lambda: model.state_dict()):
+        with pytest.raises(AttributeError, match=r"the model has it.* write `infinity.offload\(model, config\)` without `model = `"):
+            use()
+    with pytest.raises(UsageError, match="an Engine is not called: the model has it"):
+        model(torch.ones(4, H))
+    with pytest.raises(AttributeError, match="^'Engine' object has no attribute 'nonsense'$"):
+        model.nonsense
+    model.close()
+    model = net()
+    infinity.offload(model, config)
+    assert train(model, infinity.AdamW(model.parameters(), lr=0.01)) == expected_losses()
+    infinity.engine_of(model).close()
+
+
+# Libraries
+
+
+@pytest.mark.parametrize("order", ["model and optimizer", "model first", "after a step"])
+def test_accelerate_prepares_a_model_and_its_optimizer(order, config):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = net()
+    with infinity.offload(model, config):
+        if order == "model first":
+            model = accelerator.prepare(model)
+        optimizer = infinity.AdamW(model.parameters(), lr=0.01)
+        before = train(model, optimizer) if order == "after a step" else []
+        if order != "model first":
+            model, optimizer = accelerator.prepare(model, optimizer)
+        scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+        got = before + train(model, optimizer, 2, accelerator.backward)
+        scheduler.step()
+        reference = net()
+        optimizer = ReferenceAdamW(reference.parameters(), lr=0.01)
+        expected = (train(reference, optimizer) if before else []) + train(reference, optimizer)
+        for losses in zip(got, expected, strict=True):
+            assert_same_bits(*losses, "loss")
