@@ -178,7 +178,13 @@ class ParameterState:
     def put(self, data: torch.Tensor) -> None:
         """Make other data the value of the parameter, which is home, counted as a write to it. Raises UsageError if it cannot be."""
         view = self.view
-        if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
+        if data.shape != view.shape:
+            raise UsageError(
+                f"{self.name} was given data of shape {tuple(data.shape)}, as by resize_token_embeddings; the engine has laid it out as "
+                f"{tuple(view.shape)}, for good. Resize the model first: before infinity.offload(model, config), or inside `with "
+                f"infinity.init(config):`."
+            )
+        if (data.dtype, data.device) != (view.dtype, view.device):
             raise UsageError(
                 f"{self.name} was given data of shape {tuple(data.shape)}, {data.dtype} on {data.device}, as by model.to() or "
                 f"model.float(); the engine keeps it as {tuple(view.shape)}, {view.dtype} on {view.device}. Choose the dtype "

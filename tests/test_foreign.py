@@ -1,5 +1,6 @@
 """Parts of PyTorch, and of libraries on it, that meet an engine: refused in the user's words, with a remedy that works; or served."""
 
+import contextlib
 import gc
 
 import pytest
@@ -200,3 +201,67 @@ def test_accelerate_prepares_a_model_and_its_optimizer(order, config):
         expected = (train(reference, optimizer) if before else []) + train(reference, optimizer)
         for losses in zip(got, expected, strict=True):
             assert_same_bits(*losses, "loss")
+
+
+def gpt(tie):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, tie_word_embeddings=tie)).eval()
+
+
+def language_loss(model):
+    tokens = torch.arange(12).view(2, 6)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+@pytest.mark.parametrize("how", ["offload", "init"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_model_is_resized_before_it_is_taken_and_is_told_so_afterwards(tie, how, config):
+    def resized(when):
+        with infinity.init(config) if how == "init" else contextlib.nullcontext():
+            model = gpt(tie)
+            if when == "before":
+                model.resize_token_embeddings(60)
+        engine = infinity.offload(model, config) if how == "offload" else infinity.engine_of(model)
+        with engine:
+            if when == "after offload":
+                model.resize_token_embeddings(60)
+            optimizer = infinity.AdamW(model.parameters())
+            if when == "after the start":
+                with infinity.gathered(model.parameters()):
+                    model.resize_token_embeddings(60)
+            language_loss(model).backward()
+            optimizer.step()
+            return {name: tuple(value.shape) for name, value in model.state_dict().items() if "wte" in name or "lm_head" in name}
+
+    first = r"before infinity.offload\(model, config\), or inside `with infinity.init\(config\):`"
+    with pytest.raises(UsageError, match=rf"transformer.wte.weight was given data of shape \(60, 16\), as by resize.*{first}"):
+        resized("after the start")
+    if not tie:  # the head is a new parameter
+        with pytest.raises(ConfigError, match=rf"lm_head.weight, of shape \(60, 16\), is in no engine.*{first}"):
+            resized("after offload")
+    assert set(resized("before").values()) == {(60, 16)}
+
+
+def test_adapters_are_merged_inside_gathered_and_told_so_outside(config):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        options = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
+        return peft.get_peft_model(gpt(True), peft.LoraConfig(**options))
+
+    reference = adapted()
+    expected = language_loss(reference)
+    model = adapted()
+    with infinity.offload(model, config):
+        infinity.AdamW([param for param in model.parameters() if param.requires_grad])
+        with torch.no_grad():
+            assert language_loss(model) == expected
+        with pytest.raises(UsageError, match=r"lora_B.default.weight has no value here.*inside `with infinity.gathered"):
+            model.merge_and_unload()
+        with infinity.gathered(model.parameters()):
+            merged = model.merge_and_unload()
+        with torch.no_grad():
+            assert language_loss(merged) == pytest.approx(expected.item(), rel=1e-5)
+        assert not any("lora" in name for name in merged.state_dict())
