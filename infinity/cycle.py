@@ -120,6 +120,11 @@ class Cycle:
                 "torch.func transforms (grad, vjp, vmap, ...) do not see when weights come and go. Use loss.backward() or "
                 "torch.autograd.grad."
             )
+        if torch.jit.is_tracing():
+            raise UsageError(
+                "torch.jit.trace notes the memory that weights are in for the moment, and would read it when they are elsewhere. Trace a "
+                "model that is in no engine, with this one's values: plain.load_state_dict(model.state_dict())."
+            )
         if torch.is_autocast_enabled(self.pipeline.device.type) and self.config.dtype == "fp32":
             raise UsageError(
                 "torch.autocast over an fp32 engine casts weights that come and go, and caches the casts. Use "

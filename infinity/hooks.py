@@ -265,7 +265,8 @@ class Hooks:
             self.end_interrupted_calls(begun=module)
         if self.pipeline.all_home and self.frames and self.frames[-1].module is not module:
             return None
-        op = self.ops[module]
+        if (op := self.ops.get(module)) is None:
+            raise UsageError(f"this {type(module).__name__} is a copy, by copy.copy, that has an engine's hooks without being in it. {NO_COPY}")
         outermost = not self.frames and phase == FORWARD
         if outermost:
             self.thread = threading.get_ident()

@@ -1,6 +1,7 @@
 """Parts of PyTorch, and of libraries on it, that meet an engine: refused in the user's words, with a remedy that works; or served."""
 
 import contextlib
+import copy
 import gc
 
 import pytest
@@ -176,6 +177,27 @@ def test_an_engine_is_not_taken_for_its_model(config):
     infinity.offload(model, config)
     assert train(model, infinity.AdamW(model.parameters(), lr=0.01)) == expected_losses()
     infinity.engine_of(model).close()
+
+
+def test_a_model_is_not_traced_but_a_plain_one_with_its_values_is(config):
+    model = net()
+    with infinity.offload(model, config):
+        train(model, infinity.AdamW(model.parameters()))
+        with pytest.raises(UsageError, match=r"torch.jit.trace .*plain.load_state_dict\(model.state_dict\(\)\)"):
+            torch.jit.trace(model, torch.ones(4, H))
+        (plain := net()).load_state_dict(model.state_dict())
+        with torch.no_grad():
+            expected = model(torch.ones(4, H))
+        assert torch.equal(torch.jit.trace(plain, torch.ones(4, H))(torch.ones(4, H)), expected)
+
+
+def test_a_shallow_copy_of_a_model_is_named_as_such(config):
+    model = net()
+    with infinity.offload(model, config):
+        optimizer = infinity.AdamW(model.parameters(), lr=0.01)
+        with pytest.raises(UsageError, match="this Sequential is a copy, by copy.copy, .* load the first one's state_dict"):
+            copy.copy(model)(torch.ones(4, H))
+        assert train(model, optimizer) == expected_losses()
 
 
 # Libraries
