@@ -471,27 +471,26 @@ class Hooks:
     @uninterrupted
     def _hold_read(self, states: list[ParameterState]) -> list[SpanState]:
         """A parameter is read by name."""
-        in_backward, held = _current_graph_task_id() != -1, []
-        try:
+        in_backward = _current_graph_task_id() != -1
+        if self.recording and not in_backward:
             for state in states:
-                if self.recording and not in_backward:
-                    self._count(state)
-                span = self.registry.span_of(state)
-                if self.pipeline.all_home:
-                    continue
-                if span.attached and span.holds:
-                    self.pipeline.hold(span)
-                    held.append(span)
-                    continue
-                if in_backward and not self.frames and any(chunk.updated for chunk in self.registry.chunks_of(state)):
-                    raise UsageError(
-                        f"{state.name} is read in a backward pass that has updated it already. Use update='deferred' for hooks that look at "
-                        f"weights in backward."
-                    )
-                self.pipeline.acquire((ATTRIBUTE, span.index), (span,), record=self.recording)
-                held.append(span)
+                self._count(state)
+        held = list(dict.fromkeys(map(self.registry.span_of, states))) if not self.pipeline.all_home else []
+        lacking = [span for span in held if not (span.attached and span.holds)]
+        for state in states if in_backward and not self.frames else ():
+            if self.registry.span_of(state) in lacking and any(chunk.updated for chunk in self.registry.chunks_of(state)):
+                raise UsageError(
+                    f"{state.name} is read in a backward pass that has updated it already. Use update='deferred' for hooks that look at "
+                    f"weights in backward."
+                )
+        there = [span for span in held if span not in lacking]
+        for span in there:
+            self.pipeline.hold(span)
+        try:
+            if lacking:
+                self.pipeline.acquire((ATTRIBUTE, *(span.index for span in lacking)), lacking, record=self.recording)
         except BaseException:
-            for span in held:
+            for span in there:
                 self.pipeline.release(span)
             raise
         for state in states:

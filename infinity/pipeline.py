@@ -512,7 +512,7 @@ class Pipeline:
         if needed and not self.tier.allows(span.nbytes):
             if self.make_way():
                 return self._make_room(span, needed)
-            raise no_room(span.nbytes, self.tier)
+            raise no_room(self.registry.spans, self.tier)
         return needed
 
     # Waiting.

@@ -197,7 +197,7 @@ def place(
             needed += on_device
 
     slack = device_budget - needed
-    extra = max(min(op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))  # the rest is for spans
+    extra = max(min(op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))  # the rest, two thirds and more, is for spans
     gradient_limit += extra
     return Placement(
         homes=beside.homes,

@@ -256,7 +256,7 @@ class SpanState:
         for state in self.params:
             state.leave()
             state.view = None
-        if self.pinned:
+        if self.pinned or not self.storage.resizable():
             self.storage = torch.UntypedStorage(0, device=self.storage.device)
         else:
             self.storage.resize_(0)
@@ -282,6 +282,8 @@ class SpanState:
     def has_escaped(self) -> bool:
         """Whether a program has kept a tensor that looks into the storage: to read it when that is gone would end the process. In backward
         nobody can tell, for autograd has some of its own."""
+        if self.allocated and not self.storage.resizable():  # a NumPy array has looked into it, and may still
+            return True
         if self.num_aliases is None or (self.handles and torch._C._current_graph_task_id() != -1):
             return False
         return self._num_aliases() > self.num_aliases
@@ -572,12 +574,18 @@ def farthest_first(spans: Iterable[SpanState], next_use: Callable[[int], float])
     return sorted(candidates, key=lambda s: (-next_use(s.index), s.index))
 
 
-def no_room(needed: int, tier: DeviceTier) -> BudgetError:
-    needed_total = tier.used_nbytes + needed
+def no_room(spans: Iterable[SpanState], tier: DeviceTier) -> BudgetError:
+    """The error where those of all spans that are held do not fit together. Ops that come later may need still more: all spans are enough."""
+    passing = [span for span in spans if not span.pinned]
+    needed = sum(span.nbytes for span in passing if span.holds and not span.allocated)
+    lacking = tier.used_nbytes + needed - tier.limit_nbytes
+    lacking, most = (-(-3 * n // 2) for n in (lacking, max(lacking, sum(span.nbytes for span in passing) - tier.limit_nbytes)))  # see `place`
+    kept = [span for span in passing if span.allocated and not span.holds and span.has_escaped]
     return BudgetError(
         f"device_memory: the ops under way hold {format_bytes(tier.used_nbytes)} and need {format_bytes(needed)} more, of "
-        f"{format_bytes(tier.limit_nbytes)} for weights. Raise device_memory by at least "
-        f"{format_bytes(needed_total - tier.limit_nbytes)}."
+        f"{format_bytes(tier.limit_nbytes)} for weights. Raise device_memory by {lacking} bytes or more: {most} bytes more are enough for "
+        f"any op of this model."
+        + (f" Tensors that the program has kept look into {kept[0].params[0].name}'s memory, which is why it cannot go." if kept else "")
     )
 
 
