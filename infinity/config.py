@@ -320,8 +320,6 @@ def parse_bytes(value: int | str) -> int:
             nbytes = int(match[1])
         elif match and match[3].lower() in _UNITS:
             nbytes = int(Fraction(match[2]) * _UNITS[match[3].lower()])
-    if nbytes is not None and nbytes > LARGEST_NBYTES:
-        raise ConfigError(f"{str(value)[:60]} is more than {format_bytes(LARGEST_NBYTES)}, which no machine has; give what this one has")
     if nbytes is not None:
         return nbytes
     raise ConfigError(f'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got {repr(value):.60}')
@@ -384,6 +382,9 @@ def _budget(name, value):
         nbytes = parse_bytes(value)
     except ConfigError as error:
         raise ConfigError(f'{name}: {error}, or "auto"') from None
+    if nbytes > LARGEST_NBYTES:
+        most = format_bytes(LARGEST_NBYTES)
+        raise ConfigError(f'{name}: {str(value)[:60]} is more than {most}, which no machine has; give what this one has, or "auto"')
     if nbytes == 0:
         raise ConfigError(f'{name}={value!r}: expected more than zero bytes, or "auto"')
     return nbytes
