@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from infinity import interrupts, planner
 from infinity.assembly import assemble, budgets
@@ -57,6 +58,7 @@ class Engine:
         self.optimizer = None
         self._model = weakref.ref(model)
         self._initial = initial or (lambda index, param: param.detach().reshape(-1))
+        _refuse_wrappers(model)
         self._named = _parameters(model)
         if not self._named:
             raise ConfigError(f"{type(model).__name__} has no floating-point parameters; there is nothing to offload")
@@ -607,6 +609,18 @@ def gathered(params: torch.Tensor | Iterable[torch.Tensor]):
 
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    """Raise ConfigError for a parameter that is made of other tensors, as DTensors and quantized ones are: it has no memory of its own."""
+    for name, param in model.named_parameters():
+        if is_traceable_wrapper_subclass(param):
+            kind = type(param).__name__
+            if kind == "DTensor":
+                cure = "give the plain model, without fully_shard or distribute_tensor: the engine shards it itself, over all ranks"
+            else:
+                cure = "give the model with plain tensors"
+            raise ConfigError(f"{name} is a {kind}, a tensor made of other tensors, which an engine cannot move; {cure}")
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -14,6 +14,7 @@ Knows modules and an engine that reads and writes whole parameters. Must not kno
 
 from __future__ import annotations
 
+import sys
 import weakref
 
 import torch
@@ -25,6 +26,12 @@ from infinity.parameters import METADATA, converts_to_itself, is_conversion
 _OF_ITSELF = frozenset({torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.data.__set__})
 
 
+NO_SCALER = (
+    "torch.amp.GradScaler looks for gradients in param.grad, which they leave for the engine's tiers: leave the scaler out. With dtype='fp16' "
+    "the optimizer scales the loss and skips steps that overflow by itself, as loss_scale=infinity.LossScale(...) says; bf16 and fp32 need no scale."
+)
+
+
 class DepartedGradient(torch.Tensor):
     """Stands in `param.grad` for a gradient that the engine has taken."""
 
@@ -34,6 +41,8 @@ class DepartedGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
+            raise UsageError(NO_SCALER)
         if func in METADATA or func in _OF_ITSELF:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -60,6 +69,7 @@ class Facade:
 
     def __init__(self, engine, model: nn.Module):
         self._engine = weakref.ref(engine)
+        self._names: tuple[weakref.ref, dict[int, str]] | None = None  # of the state_dict that is being made, by parameter
         self._loaded: dict[nn.Module, list[str]] = {}
         self._away: dict[int, str] = {}  # after close: names by the address of the placeholder
         for module in model.modules():
@@ -76,10 +86,23 @@ class Facade:
         engine = self._engine()
         for name, param in self._managed(engine, module):
             if prefix + name in state_dict:
+                if (twin := self._twin(state_dict, prefix + name, param)) is not None:
+                    state_dict[prefix + name] = twin
+                    continue
                 if engine is None:
                     name = self._away[param.data_ptr()]
                     raise UsageError(f"the engine is closed and {name} is only a placeholder; call state_dict() before")
                 state_dict[prefix + name] = engine.read_weight(param)
+
+    def _twin(self, state_dict: dict, name: str, param: nn.Parameter) -> torch.Tensor | None:
+        """The value that stands in this state_dict under another name of the parameter: who saves files knows tied ones by their storage."""
+        if self._names is None or self._names[0]() is not state_dict:
+            try:
+                self._names = weakref.ref(state_dict), {}
+            except TypeError:  # of a kind that is not known again
+                return None
+        first = self._names[1].setdefault(id(param), name)
+        return state_dict.get(first) if first != name else None
 
     def _load(self, module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
         engine, taken = self._engine(), []

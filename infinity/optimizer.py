@@ -7,6 +7,7 @@ rules.py; a rule of the user's own goes into `Elementwise`.
 from __future__ import annotations
 
 import difflib
+import warnings
 
 import torch
 
@@ -64,6 +65,7 @@ class Elementwise(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self._names = tuple(defaults)
         super().__init__(params, {name: _tuples(value) for name, value in defaults.items()})
+        self.state = States()
         try:
             for group in self.snapshot():
                 check_elementwise(rule, group)
@@ -107,14 +109,18 @@ class Elementwise(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self):
-        """The hyper-parameters of each group, for libraries that ask; states live in the engine's tiers, so it cannot be pickled."""
-        return HyperParameters(super().state_dict())
+        """The hyper-parameters of each group, for libraries that ask, and a warning: states live in the engine's tiers. So it cannot be
+        pickled, and its "state" refuses to be read."""
+        warnings.warn(f"optimizer.state_dict() has hyper-parameters, and no moments or step counts: {REMEDY}", UserWarning, stacklevel=2)
+        return HyperParameters(super().state_dict() | {"state": States()})
 
     def load_state_dict(self, state_dict):
         """Set hyper-parameters. Raises UsageError for a dict with states: `infinity.load` and `infinity.load_dcp` load these."""
-        if state_dict.get("state"):
+        state = state_dict.get("state")
+        if not isinstance(state, States) and state:
             raise UsageError(f"the optimizer's states live in the engine's tiers and are not loaded from a dict: {REMEDY}")
-        super().load_state_dict(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = States()
 
     def snapshot(self) -> list[dict]:
         """The hyper-parameters of each group as plain numbers. Raises ConfigError for one that is out of range."""
@@ -157,6 +163,25 @@ class Elementwise(torch.optim.Optimizer):
                 f"model.parameters() after that: large layers have new ones then (tile_above)."
             )
         return engine
+
+
+class States(dict):
+    """Stands for the states of an optimizer where PyTorch has them by parameter: it is empty, for who goes through all of them, and
+    refuses to be asked for one, or whether there are any."""
+
+    def __getitem__(self, key):
+        raise UsageError(f"an optimizer's states live in the engine's tiers and not in optimizer.state or state_dict(): {REMEDY}")
+
+    def __bool__(self):  # torch.distributed.checkpoint.state_dict asks, and would else call step() to have some
+        return self[None]
+
+    def get(self, key, default=None):
+        return self[key]
+
+    __contains__ = __getitem__
+
+    def __repr__(self):
+        return f"States(in the engine's tiers: {REMEDY})"
 
 
 class HyperParameters(dict):
