@@ -374,8 +374,10 @@ def _seconds(text):
 
 def _mib(text):
     value = _positive(text)
-    if not LEAST_CHUNK_MIB <= value <= LARGEST_CHUNK_MIB:
-        raise argparse.ArgumentTypeError(f"expected MiB, at least {LEAST_CHUNK_MIB} and at most {LARGEST_CHUNK_MIB}; got {text!r}")
+    if value > LARGEST_CHUNK_MIB:
+        raise argparse.ArgumentTypeError(f"expected MiB, at most {LARGEST_CHUNK_MIB}; got {text!r}")
+    if value < LEAST_CHUNK_MIB:
+        raise argparse.ArgumentTypeError(f"expected MiB, at least {LEAST_CHUNK_MIB}; got {text!r}")
     return value
 
 
