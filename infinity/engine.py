@@ -7,7 +7,10 @@ right before its start, between two steps and after its end.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
@@ -16,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from infinity import interrupts, planner
+from infinity import interrupts, partition, planner
 from infinity.assembly import assemble, budgets
 from infinity.buffers import refuse_unmixed
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, WEIGHTS
@@ -51,7 +54,6 @@ class Engine:
     def __init__(self, model: nn.Module, config: Config, initial=None, ranks: Ranks | None = None):
         self.config = config
         self.device = device_of(config.device)
-        self.ranks = ranks or Ranks(self.device)
         self.events = Events(tracing=config.trace)
         if config.trace:
             self.events.timeline = timeline_of(self.device, self.events)
@@ -65,6 +67,7 @@ class Engine:
         if meta := [name for name, param in self._named if param.is_meta]:
             raise ConfigError(f"parameters on the meta device have no values: {', '.join(meta[:3])}; build them on the CPU")
         self._started = self._closed = False
+        self.ranks = ranks or Ranks(self.device)
         self.ranks.join()
         self.saving = None  # the checkpoint under way, or the last one
         self.last_save = None  # of what a checkpoint that is whole holds
@@ -73,6 +76,7 @@ class Engine:
         for _, param in self._named:
             set_owner(param, self)
         _engines[model] = weakref.ref(self)
+        _open.add(self)
         watch_replicas()
         _guard_before_start(self, model)
         self._facade = Facade(self, model)
@@ -258,6 +262,7 @@ class Engine:
             return
         failure = self._finish_saving()
         self._closed = True
+        _open.discard(self)
         if not self._started:
             self.ranks.leave()
             return
@@ -269,6 +274,8 @@ class Engine:
             parts.callback(self.ranks.leave)
             parts.callback(self.hooks.remove)
             parts.callback(self._close_parts)
+        if self.is_stuck:
+            _stuck.append(self)
         if failure is not None:
             raise failure
 
@@ -354,6 +361,7 @@ class Engine:
         if self.saving is not None:
             self.saving.pass_step()
         self.cycle.step()
+        self.ranks.num_steps += 1
 
     @uninterrupted
     def zero_grad(self) -> None:
@@ -425,13 +433,18 @@ class Engine:
     # The end.
 
     def _free_memory(self) -> None:
-        if not any(lane.is_stuck for lane in self._lanes()):  # what a collective or a copy may still write to stays
+        if not self.is_stuck and not self.ranks.has_left_behind:  # what a collective or a copy may still write to stays
             self.registry.free_device()
             self.arena.close()
 
     def _lanes(self) -> list[Lane]:
         lanes = [self.pipeline.cg, self.pipeline.gg, self.gradients.gc, self.updater.lane]
         return lanes + ([self.activations.copies, self.activations.writer] if self.activations is not None else [])
+
+    @property
+    def is_stuck(self) -> bool:
+        """Closed, and a thread of it is still inside of what it does."""
+        return self.ranks.is_stuck or (self._started and any(lane.is_stuck for lane in self._lanes()))
 
     def _give_up(self, error: BaseException) -> None:
         """A rank has failed: nobody here waits any longer for what needs all of them."""
@@ -465,7 +478,8 @@ class Engine:
             return
         self._check_open()
         try:
-            self._set_up()
+            with self.ranks.at("the start of the engine"):
+                self._set_up()
         except (ConfigError, UsageError):  # mistakes of the program or its settings, which all ranks share as a rule
             raise
         except BaseException as error:
@@ -572,9 +586,9 @@ def offload(model: nn.Module, config: Config | None = None) -> Engine:
     if any(owner_of(param) is not None for param in model.parameters()):
         raise UsageError(f"{type(model).__name__} is in an engine already")
     config = config or Config()
-    ranks = Ranks(device_of(config.device))
-    cut_large_layers(model, config, ranks)
-    return Engine(model, config, ranks=ranks)
+    with Ranks(device_of(config.device)).joined() as ranks:
+        cut_large_layers(model, config, ranks)
+        return Engine(model, config, ranks=ranks)
 
 
 def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tuple[str, int]]:
@@ -609,6 +623,29 @@ def gathered(params: torch.Tensor | Iterable[torch.Tensor]):
 
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+_stuck: list[Engine] = []  # when they were closed
+
+
+@atexit.register
+def _end_all() -> None:
+    """Close what the program has left open; see [Note: how a process ends]."""
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # at a prompt it may be an old one
+    engines = list(_open)
+    if error is not None:
+        for engine in engines:
+            engine.ranks.report(error)
+    for engine in engines:
+        try:
+            engine.close()
+        except Exception as failure:
+            print(f"infinity: {type(failure).__name__}: {failure}", file=sys.stderr)
+    failed = partition.end_process(error)
+    is_stuck = any(engine.is_stuck for engine in _stuck)
+    if is_stuck or (failed and error is None):  # no other way leads to this status, or past a thread in C++ code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _refuse_wrappers(model: nn.Module) -> None:

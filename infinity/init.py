@@ -62,16 +62,20 @@ def init(config: Config | None = None, *, window: int | None = None):
     """
     config = config or Config()
     device = device_of(config.device)
-    ranks = Ranks(device)
-    builder = _Builder(config, ranks, _windows(device, ranks) if window is None else {"cpu": window, device.type: window})
-    with builder:
-        yield
+    with Ranks(device).joined() as ranks:
+        builder = _Builder(config, ranks, _windows(device, ranks) if window is None else {"cpu": window, device.type: window})
+        try:
+            with builder, ranks.at("infinity.init"):
+                yield
+                for root in builder.roots():
+                    if cut_large_layers(root, config, ranks):
+                        builder.forget_unused()
+        except BaseException as error:
+            ranks.report(error, "infinity.init: ")
+            raise
         for root in builder.roots():
-            if cut_large_layers(root, config, ranks):
-                builder.forget_unused()
-    for root in builder.roots():
-        if any(p.is_floating_point() and p.numel() for p in root.parameters()):
-            Engine(root, config, builder.value, ranks)
+            if any(p.is_floating_point() and p.numel() for p in root.parameters()):
+                Engine(root, config, builder.value, ranks)
 
 
 def _windows(device: torch.device, ranks: Ranks) -> dict[str, int]:

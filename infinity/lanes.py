@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 THREADS = "infinity-"  # begins the names of the engine's own
 _GLANCE_S = 0.5  # how often who waits looks whether the lane was abandoned
+_GRACE_S = 5.0  # how long the end of a lane that was is waited for: what it waits for itself, it gives up soon
 
 waiting: set[int] = set()  # threads that wait for a lane
 
@@ -125,11 +126,11 @@ class Lane:
     ) -> Job:
         """ready(): whether it could run without waiting for anything; called in the lane, of a job that is hurried. quiet: nothing waits
         for it yet, so the lane need not wake for it alone: it runs before the next that is not quiet, or once somebody waits for it."""
-        if self._ended:
-            raise RuntimeError(f"nothing can be given to lane {self.name} any more: the engine is closed")
         job = Job(work)
         job.lane, job.what = self, what
         with self._changed:
+            if self._ended:  # asked here: the lane may end, and never run what comes behind that
+                raise RuntimeError(f"nothing can be given to lane {self.name} any more: the engine is closed")
             self._line[job] = ready
             if not quiet:
                 self._changed.notify()
@@ -151,7 +152,7 @@ class Lane:
         self.push(lambda: None).wait()
 
     def abandon(self, error: BaseException) -> None:
-        """Whatever is not done soon may never be: who waits for it gets the error, and `close` no longer waits."""
+        """Whatever is not done soon may never be: who waits for it gets the error, and `close` waits for some seconds only."""
         self.abandoned = error
 
     @property
@@ -165,9 +166,9 @@ class Lane:
             with self._changed:
                 self._ended = True
                 self._changed.notify()
-            self._thread.join(_GLANCE_S)
             while self._thread.is_alive() and self.abandoned is None:
                 self._thread.join(_GLANCE_S)
+            self._thread.join(_GRACE_S)
 
     def _loop(self) -> None:
         while self._has_more():

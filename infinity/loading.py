@@ -51,6 +51,11 @@ def load(
     be loaded again.
     """
     engine = engine_of(model)
+    with engine.ranks.at("infinity.load"):
+        return _load(engine, path, optimizer, scheduler, progress)
+
+
+def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progress: Progress | None) -> Loaded:
     engine.ready_to_load(optimizer)
     checked_path(path)
     checkpoint = engine.ranks.together(lambda: Checkpoint(path), undo=Checkpoint.close)

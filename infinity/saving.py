@@ -97,11 +97,12 @@ def save(
     checkpoint is there then.
     """
     engine = engine_of(model)
-    engine.ready_to_save(optimizer)
-    saving = Saving(engine, checked_path(path), scheduler, extra, parse_bytes(host_memory))
-    engine.saving = saving
-    if wait:
-        saving.wait(progress)
+    with engine.ranks.at("infinity.save"):
+        engine.ready_to_save(optimizer)
+        saving = Saving(engine, checked_path(path), scheduler, extra, parse_bytes(host_memory))
+        engine.saving = saving
+        if wait:
+            saving.wait(progress)
     return saving
 
 
@@ -135,7 +136,6 @@ class Saving:
         self._thread = threading.Thread(target=self._run, name=f"{THREADS}save", daemon=True)
         self._prepare(scheduler, extra)
         atexit.register(self._at_exit)
-        self._ranks.beat(True)
         self._thread.start()
 
     @property
@@ -440,7 +440,6 @@ class Saving:
                 while self._busy:
                     self._lock.wait()
             self._arena.close()
-            self._ranks.beat(False)
             self._over.set()
             atexit.unregister(self._at_exit)
 

@@ -799,6 +799,9 @@ class Waiting:
     def waits_in(self):
         return self.text
 
+    def said(self):
+        return ["in step 1"] * self.world
+
 
 def looks(texts):
     """What two boards find: `texts` are pairs, where each rank is at each look."""
