@@ -6,7 +6,7 @@ says is checked before anything is done with it: what is read here may be damage
 # [Note: the format of a checkpoint]
 # A directory with `manifest.json` and one folder `data-<12 hexadecimal digits>`. The manifest is replaced as a whole, by a rename,
 # once all files of its folder are on the disk: what it does not name does not belong to the checkpoint. It is a JSON object, in ASCII, of at
-# most 64 MiB, with these keys in this order:
+# most 128 MiB, with these keys in this order:
 #
 #   format, version   "infinity checkpoint", 1
 #   folder            of the files below
@@ -66,9 +66,9 @@ FOLDER_NAME = re.compile(r"data-[0-9a-f]{12}")
 FILE_NAME = re.compile(r"rank\d{1,6}-\d{1,6}\.records")
 TENSORS_NAME = "tensors"
 MOMENTS_DTYPES = ("fp32", "bf16")
-LARGEST_NBYTES = 64 << 20  # of a manifest
-LARGEST_WORLD = 1 << 20
-_ENTRIES_NBYTES = 48 << 20  # of memory, for everything that is listed
+LARGEST_NBYTES = 128 << 20  # of a manifest
+LARGEST_WORLD = 1 << 14
+_ENTRIES_NBYTES = 56 << 20  # of memory, for everything that is listed
 _VALUES_NBYTES = 8 << 20  # for what the program gave
 _PARAMETER_NBYTES, _PIECE_NBYTES, _CHUNK_NBYTES = 184, 128, 400  # of memory, about, without names
 _MOST_ALIKE = 16  # keys of a dict with one hash
@@ -142,25 +142,23 @@ class Place:
 
 
 class Row:
-    """The places of a chunk's records by rank, as flat numbers: there may be a million of them."""
+    """The places of a chunk's records by rank, in a table: there may be a million of them."""
 
-    __slots__ = ("_numbers", "_width")
+    __slots__ = ("table",)
 
-    def __init__(self, numbers: array, width: int):
-        self._numbers, self._width = numbers, width
+    def __init__(self, table: np.ndarray):
+        self.table = table
+
+    @staticmethod
+    def dtype(num_segments: int) -> np.dtype:
+        return np.dtype([("file", np.uint32), ("offset", np.uint64), ("crcs", np.uint32, (num_segments,))])
 
     def __len__(self) -> int:
-        return len(self._numbers) // self._width
+        return len(self.table)
 
     def __getitem__(self, rank: int) -> Place:
-        if not 0 <= rank < len(self):
-            raise IndexError(rank)
-        file, offset, *crcs = self._numbers[rank * self._width : (rank + 1) * self._width]
-        return Place(file, offset, tuple(crcs))
-
-    def at(self, rank: int) -> tuple[int, int]:
-        """File and offset."""
-        return self._numbers[rank * self._width], self._numbers[rank * self._width + 1]
+        file, offset, crcs = self.table[rank]
+        return Place(int(file), int(offset), tuple(crcs.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,64 +396,48 @@ class _Checked:
         return tuple(found)
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], tuple[Row, ...]]:
-        chunks, places = [], []
+        chunks, rows = [], []
         for _ in self.text.items():
             what = f"chunk {len(chunks)}"
             self._entries.take(_CHUNK_NBYTES)
-            fields, pieces, row = {}, (), None
-            for name in self.text.members():
-                if name in fields:
-                    raise CheckpointError(f"{what}: {_short(name)} stands there twice")
-                if name == "pieces":
-                    pieces, end = self._pieces(fields["numel"], fields["trainable"], what)
-                    fields[name] = True
-                elif name == "records":
-                    row = self._row(fields["trainable"], what)
-                    fields[name] = True
-                elif name == "numel":
-                    numel = fields[name] = self._same(_number(self.text.value(), what, 1))
-                    if numel % (self.world * BLOCK_NUMEL):
-                        raise CheckpointError(f"{what} of {numel} elements cannot be shared by {self.world} ranks")
-                elif name == "trainable":
-                    fields[name] = _flag(self.text.value(), what)
-                else:
-                    raise CheckpointError(f"{what}: unknown {_short(name)}")
-            if not pieces:
-                raise CheckpointError(f"{what} is empty")
-            if row is None:
-                raise CheckpointError(f"{what} has no records")
-            chunks.append(Chunk(len(chunks), 0, 0, fields["numel"], end, pieces, self.dtype, fields["trainable"], self.world))
-            places.append(row)
-        return tuple(chunks), tuple(places)
+            entry = _object(self.text.value(self._entries.rest()), what)
+            numel, trainable = self._same(_number(entry["numel"], what, 1)), _flag(entry["trainable"], what)
+            if numel % (self.world * BLOCK_NUMEL):
+                raise CheckpointError(f"{what} of {numel} elements cannot be shared by {self.world} ranks")
+            pieces, end = self._pieces(_list(entry["pieces"], what), numel, trainable, what)
+            chunks.append(Chunk(len(chunks), 0, 0, numel, end, pieces, self.dtype, trainable, self.world))
+            rows.append(self._row(_list(entry["records"], what, self.world), trainable, what))
+        return tuple(chunks), tuple(rows)
 
-    def _pieces(self, numel: int, trainable: bool, what: str) -> tuple[tuple[Piece, ...], int]:
+    def _pieces(self, values: list, numel: int, trainable: bool, what: str) -> tuple[tuple[Piece, ...], int]:
         pieces, end = [], 0
-        for _ in self.text.items():
-            self._entries.take(_PIECE_NBYTES)
-            param, start, param_start, count = (_number(value, what) for value in _list(self.text.value(), what, 4))
+        self._entries.take(_PIECE_NBYTES * len(values))
+        for value in values:
+            param, start, param_start, count = [_number(number, what) for number in _list(value, what, 4)]
             if param >= len(self.parameters) or not end <= start < end + BLOCK_NUMEL or count < 1 or start + count > numel:
                 raise CheckpointError(f"{what}: a piece is out of order or bounds")
             if self.parameters[param].trainable != trainable:
                 raise CheckpointError(f"{what} mixes frozen and trainable parameters")
             pieces.append(Piece(param, start, param_start, count))
             end = start + count
+        if not pieces:
+            raise CheckpointError(f"{what} is empty")
         return tuple(pieces), end
 
-    def _row(self, trainable: bool, what: str) -> Row:
+    def _row(self, values: list, trainable: bool, what: str) -> Row:
         """Of every rank, the place of its record."""
-        width = 2 + len(record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments)
-        numbers = array("Q")
-        for _ in self.text.items():
-            record = _list(self.text.value(), what, width)
-            if len(record) != width or len(numbers) == self.world * width:
-                raise CheckpointError(f"{what}: expected records of {self.world} ranks, of {width} numbers each")
-            self._entries.take(8 * width)
-            numbers.extend([_number(value, what) for value in record])
-            if numbers[1 - width] % _ALIGNMENT or max(numbers[2 - width :]) >= 1 << 32:
-                raise CheckpointError(f"{what}: a record's place makes no sense")
-        if len(numbers) != self.world * width:
-            raise CheckpointError(f"{what} has records of {len(numbers) // width} ranks of {self.world}")
-        return Row(numbers, width)
+        if len(values) != self.world:
+            raise CheckpointError(f"{what} has records of {len(values)} ranks of {self.world}")
+        row = Row.dtype(len(record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments))
+        self._entries.take(row.itemsize * len(values) + 100)
+        numbers = np.array(values)
+        if numbers.dtype != np.int64 or numbers.shape != (len(values), 2 + row["crcs"].shape[0]) or numbers.min() < 0:
+            raise CheckpointError(f"{what}: its records are not whole numbers, {2 + row['crcs'].shape[0]} each")
+        if max(numbers[:, 0].max(), numbers[:, 2:].max()) >= 1 << 32 or (numbers[:, 1] % _ALIGNMENT).any():
+            raise CheckpointError(f"{what}: a record's place makes no sense")
+        table = np.empty(len(values), row)
+        table["file"], table["offset"], table["crcs"] = numbers[:, 0], numbers[:, 1], numbers[:, 2:]
+        return Row(table)
 
     def _model(self) -> dict:
         """Its buffers, of which there may be many, and the rest of it."""
@@ -517,10 +499,10 @@ class _Checked:
             for trainable in (True, False)
         }
         for chunk, row in zip(chunks, places):
-            for rank in range(self.world):
-                file, offset = row.at(rank)
+            own = enumerate(zip(row.table["file"].tolist(), row.table["offset"].tolist()))
+            for rank, (file, offset) in own:
                 used = chunk.shard_used(rank)
-                nbytes = sum(-(-used * size // _ALIGNMENT) * _ALIGNMENT for size in sizes[chunk.trainable])
+                nbytes = sum([-(-used * size // _ALIGNMENT) * _ALIGNMENT for size in sizes[chunk.trainable]])
                 if file >= len(held):
                     raise CheckpointError(f"chunk {chunk.index}: a record lies in file {file} of {len(held)}")
                 if nbytes > self.files[file].nbytes or offset > self.files[file].nbytes - nbytes:
