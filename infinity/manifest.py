@@ -45,6 +45,7 @@ import base64
 import binascii
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -150,6 +151,7 @@ class Row:
         self.table = table
 
     @staticmethod
+    @functools.cache  # one for all rows: each would take more than a row does
     def dtype(num_segments: int) -> np.dtype:
         return np.dtype([("file", np.uint32), ("offset", np.uint64), ("crcs", np.uint32, (num_segments,))])
 
