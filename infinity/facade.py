@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from infinity.errors import UsageError
-from infinity.parameters import METADATA, converts_to_itself, is_conversion
+from infinity.parameters import METADATA, TiedNames, converts_to_itself, is_conversion
 
 _OF_ITSELF = frozenset({torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.data.__set__})
 
@@ -69,7 +69,7 @@ class Facade:
 
     def __init__(self, engine, model: nn.Module):
         self._engine = weakref.ref(engine)
-        self._names: tuple[weakref.ref, dict[int, str]] | None = None  # of the state_dict that is being made, by parameter
+        self._tied = TiedNames()
         self._loaded: dict[nn.Module, list[str]] = {}
         self._away: dict[int, str] = {}  # after close: names by the address of the placeholder
         for module in model.modules():
@@ -86,23 +86,13 @@ class Facade:
         engine = self._engine()
         for name, param in self._managed(engine, module):
             if prefix + name in state_dict:
-                if (twin := self._twin(state_dict, prefix + name, param)) is not None:
+                if (twin := self._tied.twin(state_dict, prefix + name, id(param))) is not None:
                     state_dict[prefix + name] = twin
                     continue
                 if engine is None:
                     name = self._away[param.data_ptr()]
                     raise UsageError(f"the engine is closed and {name} is only a placeholder; call state_dict() before")
                 state_dict[prefix + name] = engine.read_weight(param)
-
-    def _twin(self, state_dict: dict, name: str, param: nn.Parameter) -> torch.Tensor | None:
-        """The value that stands in this state_dict under another name of the parameter: who saves files knows tied ones by their storage."""
-        if self._names is None or self._names[0]() is not state_dict:
-            try:
-                self._names = weakref.ref(state_dict), {}
-            except TypeError:  # of a kind that is not known again
-                return None
-        first = self._names[1].setdefault(id(param), name)
-        return state_dict.get(first) if first != name else None
 
     def _load(self, module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
         engine, taken = self._engine(), []

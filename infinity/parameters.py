@@ -299,3 +299,20 @@ def set_owner(param: torch.Tensor, engine) -> None:
 
 def is_open(engine) -> bool:
     return engine is not None and not engine.is_closed
+
+
+class TiedNames:
+    """Under which name each value came first into the state_dict that is being made: who saves files knows tied ones by their storage."""
+
+    def __init__(self):
+        self._last: tuple[weakref.ref, dict[object, str]] | None = None
+
+    def twin(self, state_dict: dict, name: str, value: object) -> torch.Tensor | None:
+        """What stands there under another name of the value, which is known by `value`, whatever may be hashed."""
+        if self._last is None or self._last[0]() is not state_dict:
+            try:
+                self._last = weakref.ref(state_dict), {}
+            except TypeError:  # of a kind that cannot be known again
+                return None
+        first = self._last[1].setdefault(value, name)
+        return state_dict.get(first) if first != name else None

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.parameters import TiedNames
 from infinity.recompute import checkpoint
 
 NORMAL_BLOCK = 16  # elements that normal_ makes together on the CPU
@@ -503,9 +504,15 @@ def _sums_of_tile(tile: nn.Module, flat: torch.Tensor, local: torch.Tensor) -> t
 # Names in state dicts: those of the plain layer.
 
 
+_tied = TiedNames()
+
+
 def _join_entries(module: Tiled, state_dict, prefix: str, local_metadata) -> None:
     for name, grid in module._grids().items():
-        state_dict[prefix + name] = _join([[state_dict.pop(f"{prefix}tiles.{index}.{name}") for index in row] for row in grid])
+        parts = [[state_dict.pop(f"{prefix}tiles.{index}.{name}") for index in row] for row in grid]
+        tiles = tuple(id(dict.get(module.tiles[index]._parameters, name)) for row in grid for index in row)
+        twin = _tied.twin(state_dict, prefix + name, tiles)
+        state_dict[prefix + name] = twin if twin is not None else _join(parts)
     for key in [key for key in getattr(state_dict, "_metadata", ()) if f"{key}.".startswith(f"{prefix}tiles.")]:
         del state_dict._metadata[key]
 

@@ -116,6 +116,16 @@ def test_tied_names_are_one_tensor_in_a_state_dict(tmp_path):
         assert torch.equal(mine["head.weight"], found["token.weight"])
 
 
+def test_tied_tiled_layers_are_one_tensor_in_a_state_dict(tmp_path):
+    model = Tied()
+    expected = model.token.weight.detach().clone()
+    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", tile_above=512, **NVME)):
+        assert len(list(model.parameters())) > 1
+        found = model.state_dict()
+        assert list(found) == ["token.weight", "head.weight"] and found["token.weight"] is found["head.weight"]
+        assert torch.equal(found["head.weight"], expected) and torch.equal(model.state_dict(destination={})["head.weight"], expected)
+
+
 def test_save_pretrained_writes_a_tied_head_once(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=96, n_positions=16, n_embd=16, n_layer=1, n_head=2)
