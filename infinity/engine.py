@@ -25,6 +25,7 @@ from infinity.buffers import refuse_unmixed
 from infinity.chunks import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, WEIGHTS
 from infinity.config import Config
 from infinity.cycle import Cycle
+from infinity.dropped import close_with
 from infinity.errors import ConfigError, UsageError
 from infinity.events import Events
 from infinity.facade import Facade
@@ -78,6 +79,12 @@ class Engine:
         _engines[model] = weakref.ref(self)
         _open.add(self)
         watch_replicas()
+        life = _Life(model)
+        for module in model.modules():
+            if any(self.manages(param) for param in module.parameters()):
+                module.__dict__[_LIFE] = life
+        self._life = weakref.ref(life)
+        self._dropped = close_with(life, self)
         _guard_before_start(self, model)
         self._facade = Facade(self, model)
 
@@ -263,6 +270,9 @@ class Engine:
         failure = self._finish_saving()
         self._closed = True
         _open.discard(self)
+        self._was_dropped = not self._dropped.detach()
+        for module in self._model().modules() if self._model() is not None else ():
+            module.__dict__.pop(_LIFE, None)
         if not self._started:
             self.ranks.leave()
             return
@@ -357,10 +367,12 @@ class Engine:
     @torch.no_grad()
     def step(self) -> None:
         self._check_open()
+        life = self._life()  # else the collector may find the model gone in between
         interrupts.guard()
         if self.saving is not None:
             self.saving.pass_step()
         self.cycle.step()
+        del life
         self.ranks.num_steps += 1
 
     @uninterrupted
@@ -454,7 +466,8 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("the engine is closed")
+            dropped = ": it ended with its model, which nobody holds any more; keep the model as long as you use its optimizer or graphs"
+            raise UsageError(f"the engine is closed{dropped if self._was_dropped else ''}")
         if self._started and self.hooks.thread == threading.get_ident():
             self.cycle.end_interrupted()
 
@@ -559,7 +572,7 @@ class Engine:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
-        self.hooks = self.cycle.hooks = Hooks(self.cycle, model, self.registry, self.pipeline, owner=self)
+        self.hooks = self.cycle.hooks = Hooks(self.cycle, model, self.registry, self.pipeline)
         _disarm_guard(model)
 
     def _initial_value(self, index: int, param: nn.Parameter) -> torch.Tensor:
@@ -570,6 +583,20 @@ _NO_MODEL = (
     "the model has it. infinity.offload changes the model that it is given and returns its engine, so write `infinity.offload(model, config)` "
     "without `model = `, and go on with the model."
 )
+
+
+class _Life:
+    """Lies in each module that has parameters of an engine, or children that have: the engine ends once none of them is reachable. So the model
+    stays whole while a part of it is used; neither the optimizer, nor a graph, nor a thread of the engine holds one."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __deepcopy__(self, memo):
+        raise UsageError(NO_COPY)
+
+    def __reduce_ex__(self, protocol):
+        raise UsageError(NO_COPY)
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -623,6 +650,7 @@ def gathered(params: torch.Tensor | Iterable[torch.Tensor]):
 
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
+_LIFE = "_infinity_life"
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 _stuck: list[Engine] = []  # when they were closed
 

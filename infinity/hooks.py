@@ -179,12 +179,13 @@ class Anchored(torch.autograd.Function):
 
 
 class Hooks:
-    """All hooks of one model. `cycle` is told of begin_forward, begin_backward, end_backward and gradients; `owner` lives as long as
-    the model's hooks do."""
+    """All hooks of one model. `cycle` is told of begin_forward, begin_backward, end_backward and gradients.
 
-    def __init__(self, cycle, model: nn.Module, registry: Registry, pipeline: Pipeline, *, owner: object):
+    Holds no module: graphs hold this, and a loss that is kept would keep the model.
+    """
+
+    def __init__(self, cycle, model: nn.Module, registry: Registry, pipeline: Pipeline):
         self.cycle = cycle
-        self.owner = owner
         self.registry = registry
         self.pipeline = pipeline
         self.frames: list[Frame] = []
@@ -220,7 +221,7 @@ class Hooks:
         )
 
     def _attach(self, model: nn.Module) -> None:
-        self.ops: dict[nn.Module, Op] = {}
+        self.ops: dict[int, Op] = {}  # by the identity of the module
         inside = inside_leaves(model)
         for name, module in model.named_modules():
             if module in inside:
@@ -233,7 +234,7 @@ class Hooks:
             if not self.pipeline.all_stay:
                 spans = dict.fromkeys(self.registry.span_of(state) for state in states)
                 op = dataclasses.replace(op, spans=tuple(spans), params=tuple(states), whole=is_leaf(module))
-            self.ops[module] = op
+            self.ops[id(module)] = op
             self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
         self.names = {op.index: op.name for op in self.ops.values()}
@@ -265,7 +266,7 @@ class Hooks:
             self.end_interrupted_calls(begun=module)
         if self.pipeline.all_home and self.frames and self.frames[-1].module is not module:
             return None
-        if (op := self.ops.get(module)) is None:
+        if (op := self.ops.get(id(module))) is None:
             raise UsageError(f"this {type(module).__name__} is a copy, by copy.copy, that has an engine's hooks without being in it. {NO_COPY}")
         outermost = not self.frames and phase == FORWARD
         if outermost:

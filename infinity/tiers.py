@@ -26,6 +26,7 @@ import collections
 import contextlib
 import errno
 import fcntl
+import gc
 import hashlib
 import mmap
 import os
@@ -172,12 +173,20 @@ class Swap:
         try:
             for path in paths:
                 self._directories.append(_Directory(path, run, rank, checksums))
+                if self._is_held_here(path):
+                    gc.collect()  # by what the program has dropped, maybe, such as a notebook's cell that is run again
                 self._directories[-1].claim(must_measure)
         except BaseException:
             self.close()
             raise
         rates = [directory.drive.nbytes_per_s for directory in self._directories]
         self._weights = rates if all(rates) else [1.0] * len(paths)
+
+    def _is_held_here(self, path: Path) -> bool:
+        """Whether another Swap of this process has the directory."""
+        status = os.stat(path)
+        others = [directory for swap in list(_live) if swap is not self for directory in swap._directories]
+        return (status.st_dev, status.st_ino) in [directory.identity for directory in others if directory.is_claimed]
 
     def allocate(self, nbytes: int) -> Extent:
         """Plan a range of at least nbytes, rounded up to 4096; nothing is written yet. Raises UsageError after `reserve`.
@@ -366,6 +375,10 @@ class _Directory:
         self._stripe_numbers: dict[int, int] = {}  # by offset
         self._sums: dict[int, memoryview] | None = {} if checksums else None  # by a stripe's offset, see [Note: checksums]
 
+    @property
+    def is_claimed(self) -> bool:
+        return self._lock_fd >= 0
+
     def claim(self, must_measure: bool) -> None:
         """Take the directory, remove what dead runs left there, and know its drive."""
         try:
@@ -508,7 +521,8 @@ class _Directory:
                 text = f"the swap directory is in use by rank {its_rank} of a run with process {pid}: end that run, or name "
                 text += "another directory in `nvme`"
                 if pid == str(os.getpid()):
-                    text += "; that is this process: each of its models needs a Config with directories of its own"
+                    text += "; that is this process: close() the engine that has it, infinity.engine_of(its_model).close(), or give each "
+                    text += "model a Config with directories of its own"
                 raise SwapError(errno.EBUSY, text, str(self.path))
         return {its_run for _, _, its_run in living}
 

@@ -655,6 +655,32 @@ def opened(folder):
     return found[1], found[5]
 
 
+def test_engines_that_are_dropped_on_all_ranks_end(worlds, tmp_path):
+    """At other times on each rank, and none of them waits for the others."""
+    for after_two, after_six in worlds(2).run(dropped, tmp_path):
+        assert after_six == after_two
+
+
+def dropped(folder):
+    found = []
+    for number in range(6):
+        model, adam = made(folder, **ON_NVME)
+        for step in range(2):
+            model(*tokens(step, 0)).backward()
+            adam.step()
+            adam.zero_grad()
+        del model
+        if number % 2 != dist.get_rank():
+            gc.collect()
+            dist.barrier()
+        else:
+            dist.barrier()
+            gc.collect()
+        dist.barrier()
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return found[1], found[5]
+
+
 def test_rank_0s_changes_inside_gathered_reach_all_ranks(worlds, tmp_path):
     for size in (2, 4):
         for rank in worlds(size).run(changed, tmp_path):
