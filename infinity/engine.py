@@ -593,10 +593,10 @@ class _Life:
         self.model = model
 
     def __deepcopy__(self, memo):
-        raise UsageError(NO_COPY)
+        return None  # a copy that is made before the start is no part of the model
 
-    def __reduce_ex__(self, protocol):
-        raise UsageError(NO_COPY)
+    def __reduce__(self):
+        return type(None), ()
 
 
 def engine_of(model: nn.Module) -> Engine:
