@@ -653,6 +653,7 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDic
 _LIFE = "_infinity_life"
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 _stuck: list[Engine] = []  # when they were closed
+os.register_at_fork(after_in_child=lambda: (_open.clear(), _stuck.clear()))  # a child has none of the threads
 
 
 @atexit.register

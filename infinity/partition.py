@@ -522,7 +522,7 @@ def end_process(error: BaseException | None) -> bool:
 
     Prints what another rank failed with, where the program ends otherwise; whether one has. See [Note: how a process ends].
     """
-    grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _is_parents
     if grouped:
         with contextlib.suppress(Exception):  # whoever is to make an engine with this rank
             how = "well" if error is None else f"with {type(error).__name__}: {error}"
@@ -540,7 +540,16 @@ def end_process(error: BaseException | None) -> bool:
     return bool(failed)
 
 
+def _forget_parents() -> None:
+    """In a forked child: the parent's engines and its connection to the store are not to be touched."""
+    global _is_parents
+    _closed.clear()
+    _is_parents = dist.is_available() and dist.is_initialized()
+
+
 _closed: collections.deque[Ranks] = collections.deque(maxlen=8)
+_is_parents = False  # the process group
+os.register_at_fork(after_in_child=_forget_parents)
 
 
 class _Board:
