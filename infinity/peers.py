@@ -5,6 +5,7 @@ Knows a store and processes. Must not know groups, collectives or what an engine
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from dataclasses import dataclass
@@ -68,8 +69,13 @@ class Peers:
 
 def this_process() -> str:
     """Its machine's boot, its namespace of processes, its number and when it began: no other process has these four."""
+    return _identity(os.getpid())
+
+
+@functools.cache
+def _identity(pid: int) -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_state(os.getpid())[1]}"
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {pid} {_state(pid)[1]}"
 
 
 def has_ended(process: str) -> bool:

@@ -48,7 +48,7 @@ from infinity.gpt import GPT
 from infinity.scaling import LossScale
 from models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
 from test_faults import no_hang, our_threads
-from test_ranks import gpt, ranks, settings, share, tokens, worlds  # noqa: F401, which finds no use of a fixture
+from test_ranks import gpt, num_descriptors, ranks, settings, share, tokens, worlds  # noqa: F401, which finds no use of a fixture
 from test_ranks import states_of as bytes_of
 from test_vertical import Chain, micro_batches
 from test_vertical import loss_of as loss_of_chain
@@ -892,7 +892,7 @@ def descriptors_after_failures(folder, how):
             finally:
                 os.fstatvfs = statvfs
             gc.collect()
-            found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+            found.append((num_descriptors(), len(os.listdir("/proc/self/task"))))
         train_on_ranks(model, optimizer, range(2, 3))
         infinity.save(folder / "good", model, optimizer)
         infinity.load(folder / "good", model, optimizer)
