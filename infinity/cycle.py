@@ -60,13 +60,14 @@ _MOST_FORWARDS = 16  # in a cycle that no step() ends: graphs may be built that 
 
 
 class Cycle:
-    """The steps of an engine that has started. margin, hooks, optimizer and, for fp16, scaler are given after construction.
+    """The steps of an engine that has started. margin, hooks, turn, optimizer and, for fp16, scaler are given after construction.
 
     deferred: updates follow step() instead of the backward pass.
     """
 
     margin: Margin
     hooks: Hooks
+    turn: contextlib.AbstractContextManager
 
     def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, *, deferred: bool):
         self.config = config
@@ -113,6 +114,8 @@ class Cycle:
 
     def begin_forward(self, model: nn.Module, inputs: object) -> None:
         """An outermost module of the model is called; inputs: whatever it is called with."""
+        with self.turn:  # after what another thread saves or loads; that sees by the hooks' thread that this one has begun
+            pass
         self._check_open()
         interrupts.guard()
         if torch._C._are_functorch_transforms_active():

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -32,8 +32,8 @@ from infinity.facade import Facade
 from infinity.foreign import refuse_optimizers, refuse_replicas, watch_replicas
 from infinity.gauge import device_of, gauge_of
 from infinity.hooks import Hooks
-from infinity.interrupts import uninterrupted
-from infinity.lanes import Lane
+from infinity.interrupts import Shield, shielded, uninterrupted
+from infinity.lanes import THREADS, Lane
 from infinity.margin import Margin
 from infinity.parameters import NO_COPY, owner_of, set_owner
 from infinity.partition import Ranks
@@ -70,6 +70,8 @@ class Engine:
         self._started = self._closed = False
         self.ranks = ranks or Ranks(self.device)
         self.ranks.join()
+        self._trains: int | None = None  # the thread that made the last step
+        self.turn = threading.RLock()  # of who saves or loads: a forward pass of another thread begins before that, or after it
         self.saving = None  # the checkpoint under way, or the last one
         self.last_save = None  # of what a checkpoint that is whole holds
         self._indices = {id(param): index for index, (_, param) in enumerate(self._named)}
@@ -85,6 +87,7 @@ class Engine:
                 module.__dict__[_LIFE] = life
         self._life = weakref.ref(life)
         self._dropped = close_with(life, self)
+        interrupts.prepare()
         _guard_before_start(self, model)
         self._facade = Facade(self, model)
 
@@ -123,6 +126,7 @@ class Engine:
     def flush(self) -> None:
         """Begin and finish every update that step() has announced, and its writes."""
         self._check_open()
+        self._check_thread("flush()")
         self._start()
         for chunk in self.registry.chunks:
             if chunk.pending is not None:
@@ -138,6 +142,7 @@ class Engine:
         Every rank must call it. Raises ConfigError for a parameter that is not the engine's.
         """
         self._check_open()
+        self._check_thread("read_state()")
         self._start()
         self.cycle.refuse_half_updated("read_state()")
         state = self.registry.find(param)
@@ -157,6 +162,7 @@ class Engine:
     def read_weight(self, param: torch.Tensor) -> torch.Tensor:
         """A parameter's value, whole, on the CPU, in the dtype that the model computes in. Every rank must call it."""
         self._check_open()
+        self._check_thread("state_dict()")
         index = self._indices[id(param)]
         if not self._started:
             if index not in self._loaded:
@@ -180,6 +186,7 @@ class Engine:
     def give(self, param: torch.Tensor, value) -> None:
         """As `write_weight`, of what is the same on every rank: anything whose slices are 1-D tensors on the CPU."""
         self._check_open()
+        self._check_thread("a new value of a weight")
         index = self._indices[id(param)]
         if not self._started:
             if _is_here(param):  # what the program changes afterwards counts
@@ -202,6 +209,7 @@ class Engine:
     def gathered(self, params: Iterable[torch.Tensor]):
         """The parameters are whole on the device inside the block; what it changes is kept, on every rank as on rank 0."""
         self._check_open()
+        self._check_thread("infinity.gathered")
         self._start()
         self.cycle.refuse_half_updated("infinity.gathered", change=True)
         states = [self.registry.find(param) for param in params if param.numel() and param.is_floating_point()]
@@ -367,6 +375,7 @@ class Engine:
     @torch.no_grad()
     def step(self) -> None:
         self._check_open()
+        self._trains = threading.get_ident()
         life = self._life()  # else the collector may find the model gone in between
         interrupts.guard()
         if self.saving is not None:
@@ -404,6 +413,16 @@ class Engine:
         for span in self.registry.spans:
             self.values.keep_written(span)
 
+    def shielded(self, work: Callable[[Shield], object]) -> object:
+        """Do what no interrupt may leave half done, and the training thread waits for; on its stream."""
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+        def run(shield: Shield) -> object:
+            with torch.cuda.stream(stream):
+                return work(shield)
+
+        return shielded(run)
+
     def ready_to_load(self, optimizer) -> None:
         self._check_optimizer(optimizer, "infinity.load")
         if self.cycle.backward_task is not None:
@@ -436,6 +455,7 @@ class Engine:
 
     def _check_optimizer(self, optimizer, what: str) -> None:
         self._check_open()
+        self._check_thread(what)
         if optimizer is not None and optimizer is not self.optimizer:
             raise UsageError(f"{what}: the optimizer is not that of this model")
         self._start()
@@ -470,6 +490,23 @@ class Engine:
             raise UsageError(f"the engine is closed{dropped if self._was_dropped else ''}")
         if self._started and self.hooks.thread == threading.get_ident():
             self.cycle.end_interrupted()
+
+    def _check_thread(self, what: str) -> None:
+        """Only the thread that trains knows when it is between two steps; others may run the model, but neither read nor change its state."""
+        if self.trains_elsewhere:
+            raise UsageError(
+                f"{what} from another thread than the one that trains, which may be in the middle of a step: it would see the state of no "
+                f"step. Call it in the thread that calls step(), after step(); infinity.save(..., wait=False) writes while that goes on training"
+            )
+
+    @property
+    def trains_elsewhere(self) -> bool:
+        """Whether another thread than this one made the last step, or began the first, and may make more."""
+        here = threading.current_thread()
+        trains = self.hooks.thread if self._trains is None and self._started and self.optimizer is not None else self._trains
+        if trains in (None, here.ident) or here.name.startswith((THREADS, interrupts.SHIELD)):
+            return False
+        return any(thread.ident == trains for thread in threading.enumerate())
 
     # Start.
 
@@ -524,6 +561,7 @@ class Engine:
         self.activations, self.compressor = parts.activations, parts.compressor
         self.events.count_slots = self.records.slots_in_use
         self.cycle = Cycle(self.config, self.ranks, self.events, parts, deferred=deferred)
+        self.cycle.turn = self.turn
         self.values = Values(self.registry, self.records, self.updater, self.tier, self.ranks, self.cycle.finish_announced)
         config = self.config
         self.margin = self.cycle.margin = Margin(

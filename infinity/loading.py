@@ -25,6 +25,7 @@ from infinity.chunks import STATES, WEIGHTS
 from infinity.config import checked_path, listed
 from infinity.engine import Engine, engine_of
 from infinity.errors import CheckpointError, ConfigError
+from infinity.interrupts import Shield
 from infinity.inventory import checked_generators, loose_tensors, parameters_of, set_generators, with_extra_state
 from infinity.manifest import Whole
 from infinity.residency import TORCH_DTYPES, ChunkState
@@ -51,12 +52,12 @@ def load(
     be loaded again.
     """
     engine = engine_of(model)
-    with engine.ranks.at("infinity.load"):
-        return _load(engine, path, optimizer, scheduler, progress)
+    with engine.turn, engine.ranks.at("infinity.load"):
+        engine.ready_to_load(optimizer)
+        return engine.shielded(lambda shield: _load(engine, path, optimizer, scheduler, progress, shield))
 
 
-def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progress: Progress | None) -> Loaded:
-    engine.ready_to_load(optimizer)
+def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progress: Progress | None, shield: Shield) -> Loaded:
     checked_path(path)
     checkpoint = engine.ranks.together(lambda: Checkpoint(path), undo=Checkpoint.close)
     try:
@@ -65,7 +66,7 @@ def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progres
         if not engine.ranks.agree(digest):
             raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")
         with engine.loading():
-            engine.ranks.together(lambda: loading.run(progress))
+            engine.ranks.together(lambda: loading.run(progress, shield))
         return Loaded(checkpoint.manifest.step, loading.extra, checkpoint.manifest.world)
     finally:
         checkpoint.close()
@@ -100,7 +101,8 @@ class _Loading:
             more = f"; and {len(self._wrong) - 20} more" if len(self._wrong) > 20 else ""
             raise CheckpointError(f"{checkpoint.path} does not fit the model: {'; '.join(self._wrong[:20])}{more}")
 
-    def run(self, progress: Progress | None) -> None:
+    def run(self, progress: Progress | None, shield: Shield) -> None:
+        self._shield = shield
         self._total_nbytes = sum(chunk.record.nbytes for chunk in self.engine.registry.chunks)
         self._done_nbytes, self._progress = 0, progress
         if self._is_as_it_lies():
@@ -332,6 +334,8 @@ class _Loading:
             begin, at = begin + part, at + 1
 
     def _note(self, chunk: ChunkState) -> None:
+        if self._shield.asked_to_stop:
+            raise CheckpointError(f"{self.checkpoint.path}: loading was interrupted")  # for the other ranks; here the interrupt is raised
         self._done_nbytes += chunk.record.nbytes
         if self._progress is not None:
             self._progress(self._done_nbytes, self._total_nbytes)

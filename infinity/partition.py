@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from infinity import lanes
+from infinity import interrupts, lanes
 from infinity.errors import CheckpointError, PeerError, UsageError
 from infinity.lanes import THREADS
 from infinity.peers import Peer, Peers
@@ -412,7 +412,7 @@ class Ranks:
         A rank that failed has left one out: with its next one it would meet the others in that.
         """
         self._check()
-        if where == "control":
+        if where == "control" and threading.current_thread().name != interrupts.SHIELD:
             self._training = threading.get_ident()
         with self._in(where, what):
             try:

@@ -97,10 +97,9 @@ def save(
     checkpoint is there then.
     """
     engine = engine_of(model)
-    with engine.ranks.at("infinity.save"):
+    with engine.turn, engine.ranks.at("infinity.save"):
         engine.ready_to_save(optimizer)
-        saving = Saving(engine, checked_path(path), scheduler, extra, parse_bytes(host_memory))
-        engine.saving = saving
+        saving = engine.shielded(lambda shield: Saving(engine, checked_path(path), scheduler, extra, parse_bytes(host_memory)))
         if wait:
             saving.wait(progress)
     return saving
@@ -137,6 +136,7 @@ class Saving:
         self._prepare(scheduler, extra)
         atexit.register(self._at_exit)
         self._thread.start()
+        engine.saving = self
 
     @property
     def done(self) -> bool:
@@ -144,8 +144,9 @@ class Saving:
         return self._over.is_set()
 
     def wait(self, progress: Progress | None = None) -> None:
-        """Until the checkpoint is whole. Raises what went wrong; the one that was there before is there then. Training thread only."""
-        if not self._over.is_set():
+        """Until the checkpoint is whole. Raises what went wrong; the one that was there before is there then. In another thread than the
+        one that trains, the updates that step() had announced are waited for until that one makes them."""
+        if not self._over.is_set() and not self._engine.trains_elsewhere:
             self.pass_step()
         while not self._over.wait(_POLL_S if progress is not None else 0.5):
             if progress is not None:
