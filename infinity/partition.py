@@ -486,7 +486,8 @@ class Ranks:
         if self._watcher is not threading.current_thread():
             self._watcher.join(2 * SILENCE_S)  # it is in the store, if anywhere
         with contextlib.suppress(Exception):  # the store may be gone
-            self._peers.say(self._passed, left=True)
+            # Where it failed the others may still be about to tell.
+            self._peers.say(self._passed if self.failure is None else self._peers.where, left=True)
         groups = [group for group in (self.data, self.control, self.order) if group is not None]
         self.data = self.control = self.order = None
         for group in groups:

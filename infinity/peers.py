@@ -42,11 +42,13 @@ class Peers:
 
     def __init__(self, store, rank: int, world: int):
         self._store, self.rank, self.world = store, rank, world
+        self.where = ""  # as this rank said last
         self._number = 0
         self._peers = [Peer(since=time.monotonic()) for _ in range(world)]
 
     def say(self, where: str, *, left: bool = False) -> None:
         self._number += 1
+        self.where = where
         self._store.set(f"here{self.rank}", f"{this_process()}\n{self._number}\n{'left' if left else ''}\n{where}")
 
     def has_come(self, rank: int) -> bool:
