@@ -282,7 +282,7 @@ def values_of(program, mode, directory, config):
 
 @pytest.mark.parametrize("place", ["roomy", "nvme"])
 @pytest.mark.parametrize("program, mode", [(two_that_play_against_each_other, "plain"), (a_frozen_teacher, "perceptual")])
-def test_gradients_pass_through_on_two_ranks_as_on_one(program, mode, place, two_ranks, tmp_path):
+def test_gradients_pass_through_on_two_ranks_as_on_one(program, mode, place, two_ranks, one_thread, tmp_path):
     expected = [value.detach().clone() for value in program(Engines(), mode)]
     for got in two_ranks.run(values_of, program.__name__, mode, tmp_path, PLACES[place]):
         for index, values in enumerate(zip(got, expected, strict=True)):
