@@ -3,7 +3,9 @@
 Long because each check has the texts of several machines.
 """
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import signal
@@ -19,7 +21,7 @@ from infinity.cli import main
 from infinity.gauge import cgroup_folders
 from infinity.mounts import Mount, mount_of
 from infinity.tools.devices import Card
-from infinity.tools.findings import Finding, absent, attention, ok
+from infinity.tools.findings import Finding, Status, absent, attention, ok
 from infinity.tools.volumes import Pass
 
 GIB = 1 << 30
@@ -262,17 +264,51 @@ def test_direct_io_and_preallocation():
 
 def test_time_inside_io_submit_tells_what_is_asynchronous():
     remedy = "name a directory on ext4 or xfs on a local drive; if this is one, try again when nothing else writes there"
-    fast, slow = Pass(2.0, 0.04), Pass(0.5, 0.96)
+    fast, slow = [Pass(2.0, 0.04)], [Pass(0.5, 0.96)]
     assert volumes.asynchronous(fast, fast, fast) == [
-        ok("asynchronous", "io_submit took 4% of the time reading, 4% writing"),
-        ok("first writes", "2.00 GB/s against 2.00 later; io_submit took 4% of the time"),
+        ok("asynchronous", "io_submit took 4% (4% to 4%) of the time reading, 4% (4% to 4%) writing"),
+        ok("first writes", "2.00 GB/s against 2.00 later; io_submit took 4% (4% to 4%) of the time"),
     ]
     assert volumes.asynchronous(slow, fast, fast)[1] == attention(
-        "first writes", "0.50 GB/s against 2.00 later; io_submit took 96% of the time: it waits for the drive", remedy
+        "first writes", "0.50 GB/s against 2.00 later; io_submit took 96% (96% to 96%) of the time: it waits for the drive", remedy
     )
     assert volumes.asynchronous(fast, fast, slow)[0] == attention(
-        "asynchronous", "io_submit took 96% of the time reading, 4% writing: it waits for the drive", remedy
+        "asynchronous", "io_submit took 96% (96% to 96%) of the time reading, 4% (4% to 4%) writing: it waits for the drive", remedy
     )
+
+
+def test_the_verdict_on_a_drive_does_not_follow_the_moment():
+    shares = [0.67, 0.03, 0.03, 0.41, 0.02, 0.72, 0.75, 0.83, 0.74, 0.04, 0.58, 0.70]  # first writes, one call after the other, of one drive
+    steady = [Pass(3.0, 0.05)] * 5
+    found = set()
+    for tries in itertools.combinations(shares, 5):
+        waits, first = volumes.asynchronous([Pass(1.4, share) for share in tries], steady, steady)
+        found.add((waits.status, first.status))
+        assert f"({min(tries):.0%} to {max(tries):.0%})" in first.detail
+    assert found == {(Status.OK, Status.OK)}
+    disturbed = [Pass(2.0, 0.9), Pass(2.0, 0.04), Pass(2.0, 0.7), Pass(2.0, 0.04), Pass(2.0, 0.04)]
+    assert volumes.asynchronous(steady, disturbed, steady)[0].status is Status.OK
+
+
+def test_only_a_filesystem_refuses_o_direct(tmp_path, monkeypatch):
+    real = os.open
+    error = errno.EMFILE
+
+    def refuse(path, flags, *more, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(error, os.strerror(error), path)
+        return real(path, flags, *more, **named)
+
+    def finding():
+        with volumes.scratch(tmp_path) as folder, contextlib.closing(volumes.checks(tmp_path, folder)) as checks:
+            return next(found for found in doctor._findings("DIR", checks) if found.what == "O_DIRECT")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        assert finding().remedy == "raise this process's limit of open files (ulimit -n)" and "refused" not in finding().detail
+        error = errno.EINVAL
+        assert finding().detail == "refused (Invalid argument): swap would go through the page cache"
+    assert finding().status is Status.OK
 
 
 # ---- devices ----
