@@ -14,7 +14,7 @@ import torch
 from infinity.chunks import FORMATS
 from infinity.errors import ConfigError, UsageError
 from infinity.parameters import owner_of
-from infinity.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise
+from infinity.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise, failures_named
 from infinity.scaling import LossScale
 
 
@@ -128,11 +128,19 @@ class Elementwise(torch.optim.Optimizer):
 
     def hyper_parameters(self, group: dict) -> dict:
         """Those of a group, as plain numbers. Raises ConfigError for one that is out of range."""
+        found = {}
+        for name in self._names:
+            if name not in group:
+                raise ConfigError(f"a parameter group has lost its {name!r}; set it again: optimizer.param_groups[i][{name!r}] = ...")
+            try:
+                found[name] = _plain(group[name])
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"optimizer hyper-parameters must be numbers: {name}={group[name]!r}: {error}") from None
         try:
-            found = {name: _plain(group[name]) for name in self._names}
-            wrong = self.rule.check(found)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"optimizer hyper-parameters must be numbers: {error}") from None
+            with failures_named(self.rule, found, "check"):
+                wrong = self.rule.check(found)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if wrong:
             raise ConfigError("; ".join(wrong))
         return found

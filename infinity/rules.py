@@ -11,7 +11,9 @@ of fp32, so a shard has the same bits wherever it is computed and however it is 
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -202,9 +204,31 @@ class LionRule(Rule):
         m += g * (1 - beta2)
 
 
+@contextlib.contextmanager
+def failures_named(rule: Rule, group: dict, member: str) -> Iterator[None]:
+    """Around a rule's own code, which may be the user's: what fails there is a ValueError that names the rule, what it was given and,
+    of a name that it asks for in vain, where that is declared."""
+    where = f"{type(rule).__name__}.{member}"
+    try:
+        yield
+    except KeyError as error:
+        (name,) = error.args or ("",)
+        known = f"the hyper-parameters are {', '.join(group) or 'none'}, the moments {', '.join(rule.moments) or 'none'}"
+        raise ValueError(
+            f"{where} asks for {name!r}, but {known}. Give a hyper-parameter among the optimizer's defaults ({{{name!r}: ...}}), or name a "
+            f"moment in {type(rule).__name__}.moments."
+        ) from error
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in group.items())
+        raise ValueError(
+            f"{where} failed with hyper-parameters {given or 'none'}, of fp32 tensors of one dimension: {type(error).__name__}: {error}. Mend "
+            f"these values, or the rule, where the traceback above points."
+        ) from error
+
+
 def check_elementwise(rule: Rule, group: dict) -> None:
     """Raise ValueError if three updates of a sample show that those of some elements depend on which others they are updated
-    with, or that nothing is updated at all."""
+    with, or that nothing is updated at all, or if they fail."""
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(512, generator=generator) * 10 ** torch.randint(-6, 7, (512,), generator=generator) for _ in range(3)]
     start = torch.randn(512, generator=generator)
@@ -214,7 +238,10 @@ def check_elementwise(rule: Rule, group: dict) -> None:
         for step, grad in enumerate(grads, start=1):
             for part in parts:
                 of_part = {name: segment[part] for name, segment in shard.items()}
-                rule.apply(of_part, grad[part].clone(), rule.scalars(group, step), 1.0, threads=1)
+                with failures_named(rule, group, "scalars"):
+                    scalars = rule.scalars(group, step)
+                with failures_named(rule, group, "update"):
+                    rule.apply(of_part, grad[part].clone(), scalars, 1.0, threads=1)
         found.append(shard)
     whole, cut = found
     if not all(torch.equal(whole[name].view(torch.int32), cut[name].view(torch.int32)) for name in whole):

@@ -145,6 +145,42 @@ def test_an_update_that_changes_nothing_in_place_is_refused(tmp_path):
     refused(Rebinding(), "Rebinding.update changes neither p nor a moment", tmp_path)
 
 
+def test_an_error_in_a_rule_names_it_and_what_it_asked_for_and_the_cure_it_names_is_one(tmp_path):
+    class Decaying(Rule):
+        def check(self, group):
+            return [] if group["lr"] > 0 else ["lr: expected more than 0"]
+
+        def scalars(self, group, step):
+            return {**group, "lr": group["lr"] / (1 + group["decay"] * step)}
+
+        def update(self, p, g, moments, scalars):
+            moments["speed"] *= 0.5
+            moments["speed"] += g
+            p -= moments["speed"] * scalars["lr"]
+
+    known = "but the hyper-parameters are lr, the moments none. Give a hyper-parameter among the optimizer's defaults"
+    refused(Decaying(), rf"Decaying.scalars asks for 'decay', {known} \({{'decay': ...}}\)", tmp_path)
+    refused(Decaying(), r"Decaying.update asks for 'speed', .* or name a moment in Decaying.moments", tmp_path, decay=0.1)
+    Decaying.moments = ("speed",)
+    make = lambda params, lr, **options: infinity.Elementwise(params, Decaying(), {"lr": lr, "decay": 0.1}, **options)
+    with training(tiny_gpt, tmp_path, optimizer=make, **NVME) as (model, engine, optimizer):
+        assert gpt_step(model, optimizer, 1) < gpt_step(model, optimizer, 0)  # of one batch's kind; it trains
+        del optimizer.param_groups[0]["decay"]
+        with pytest.raises(infinity.ConfigError, match=r"has lost its 'decay'; set it again: optimizer.param_groups\[i\]\['decay'\]"):
+            optimizer.step()
+        optimizer.param_groups[0]["decay"] = 0.1
+        gpt_step(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("member", ["check", "scalars", "update"])
+def test_any_other_error_in_a_rule_names_it_and_what_it_was_given(member, tmp_path):
+    def fail(self, *arguments):
+        raise IndexError("too far")
+
+    rule = type("Wrong", (Rule,), {member: fail})()
+    refused(rule, rf"Wrong.{member} failed with hyper-parameters lr=0.01, of fp32 tensors .*: IndexError: too far. Mend", tmp_path)
+
+
 @pytest.mark.parametrize(
     "names, message",
     [
