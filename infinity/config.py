@@ -186,7 +186,7 @@ class Config:
         """
         values, origins, problems, conversion = {}, {}, [], None
         if deepspeed is not None:
-            origin, conversion = _converted(deepspeed)
+            origin, conversion = converted(deepspeed)
             layers = [(origin, conversion.config), *layers]
         for origin, layer in layers:
             problems += [f"{origin}: {problem}" for problem in _unknown_fields(cls, layer)]
@@ -290,7 +290,7 @@ def _table_of(path):
     return table
 
 
-def _converted(source):
+def converted(source: Mapping | str | os.PathLike) -> tuple[str, Conversion]:
     """A configuration of DeepSpeed's: what to call it, and what becomes of it."""
     given = isinstance(source, Mapping)
     origin, content = ("DeepSpeed", source) if given else (str(source), settings.read_json(source))

@@ -177,8 +177,14 @@ def test_config_show_converts_from_deepspeed(directory, capsys):
     source = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/missing/there"}}, "gradient_clipping": 2}
     (directory / "ds.json").write_text(json.dumps(source))
     (directory / "infinity.toml").write_text('[config]\nseed = 5\n')  # another source of settings: it does not count
-    assert main("config show --from-deepspeed ds.json".split()) == 2
-    assert "ds.json: nvme: /missing/there does not exist" in capsys.readouterr().err
+    assert main("config show --from-deepspeed ds.json".split()) == 0
+    out, err = capsys.readouterr()
+    assert "nvme            /missing/there  ds.json\n" in out and "\nMapped\n" in out  # a path of another machine hides nothing
+    assert "ds.json: nvme: /missing/there is not here" in err and "mkdir -p /missing/there" in err and err.count("\n") == 1
+    assert main("config show --from-deepspeed ds.json --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["nvme"] == ["/missing/there"]
+    assert main("config show --from-deepspeed ds.json --set nvme=missing".split()) == 2  # of this machine, and wrong
+    assert "--set: nvme: missing does not exist" in capsys.readouterr().err
     assert main("config show --from-deepspeed ds.json --set nvme=.".split()) == 0
     values, _, lists = capsys.readouterr().out.partition("\n\n")
     assert [line.split() for line in values.splitlines() if not line.endswith("default")] == [
@@ -187,6 +193,13 @@ def test_config_show_converts_from_deepspeed(directory, capsys):
         ["dtype", "fp32", "ds.json"],
     ]
     assert lists.startswith("Mapped\n") and lists.endswith("infinity.OPTIMIZER(model.parameters(), max_grad_norm=2.0)\n")
+    there = directory / "made"
+    (directory / "ds.json").write_text(json.dumps(source).replace("/missing/there", str(there)))
+    assert main("config show --from-deepspeed ds.json".split()) == 0
+    made = capsys.readouterr()
+    there.mkdir()
+    assert main("config show --from-deepspeed ds.json".split()) == 0
+    assert (made.out, "") == capsys.readouterr() and "is not here" in made.err
     assert main("config show --from-deepspeed ds.json --set nvme=. --json".split()) == 0
     (directory / "out.json").write_text(capsys.readouterr().out)
     assert Config.load("out.json") == Config(nvme=directory, weights="nvme", dtype="fp32")

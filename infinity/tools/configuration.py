@@ -5,8 +5,10 @@ Uses configurations as any program would. Must not know how a setting is checked
 
 import dataclasses
 import json
+import sys
+from pathlib import Path
 
-from infinity.config import Config, command_layers, format_bytes, set_layers
+from infinity.config import DEFAULT_NVME, Config, command_layers, converted, format_bytes, set_layers
 from infinity.errors import ConfigError
 
 BYTES = ("host_memory", "device_memory", "tile_above")
@@ -14,27 +16,51 @@ BYTES = ("host_memory", "device_memory", "tile_above")
 
 def show(arguments) -> int:
     """The `show` command."""
+    elsewhere = ()  # directories that a source names, and that are not here
     if arguments.from_deepspeed is None:
         config = Config.layered(command_layers(arguments))
     elif arguments.config is None:
-        config = Config.layered(set_layers(arguments), deepspeed=arguments.from_deepspeed)
+        config, elsewhere = _from_deepspeed(arguments)
     else:
         raise ConfigError("--from-deepspeed and --config: expected one of them; leave out the other")
     names = [field.name for field in dataclasses.fields(Config)]
     origins = {name: config.origins.get(name, "default") for name in names}
+    for path in elsewhere:
+        print(
+            f"infinity: {arguments.from_deepspeed}: nvme: {path} is not here, as on the machine that it was written for: before you train, "
+            f"create it (mkdir -p {path}) or name another (--set nvme=DIR)",
+            file=sys.stderr,
+        )
     if arguments.json:
         report = {"config": config.to_table(), "origins": origins}
+        if elsewhere:
+            report["config"]["nvme"] = list(map(str, config.conversion.config["nvme"]))
         if config.conversion is not None:
             report["conversion"] = dataclasses.asdict(config.conversion)
         print(json.dumps(report, indent=2))
         return 0
     texts = {name: _text(name, getattr(config, name)) for name in names}
+    if elsewhere:
+        texts["nvme"] = _text("nvme", config.conversion.config["nvme"])
     width = max(map(len, texts.values()))
     for name in names:
         print(f"{name:<14}  {texts[name]:<{width}}  {origins[name]}")
     if config.conversion is not None:
         print(f"\n{config.conversion}")
     return 0
+
+
+def _from_deepspeed(arguments):
+    """What the source and --set make, and those of its directories that are not here, where it is only shown: then nvme has its default,
+    and all else is checked."""
+    layers = set_layers(arguments)
+    origin, conversion = converted(arguments.from_deepspeed)
+    elsewhere = []
+    if not any("nvme" in layer for _, layer in layers):
+        elsewhere = [path for path in conversion.config.get("nvme", ()) if not Path(path).expanduser().exists()]
+    if elsewhere:
+        layers = [(origin, {"nvme": DEFAULT_NVME}), *layers]
+    return Config.layered(layers, deepspeed=arguments.from_deepspeed), elsewhere
 
 
 def _text(name, value):
