@@ -82,6 +82,13 @@ def vertical(
 
 
 def _engine(segments):
+    for number, segment in enumerate(segments):
+        if not isinstance(segment, torch.nn.Module):
+            kind = "a function" if callable(segment) else type(segment).__name__
+            raise ConfigError(
+                f"infinity.vertical: segments[{number}] is {kind}, expected a torch.nn.Module, whose parameters tell what it needs; write a "
+                f"module with its code as forward, and any module that it calls as an attribute"
+            )
     owners = {id(owner): owner for segment in segments for param in segment.parameters() if (owner := owner_of(param))}
     if len(owners) != 1:
         raise ConfigError("infinity.vertical: the segments must hold parameters of one engine; build the model with infinity.init")

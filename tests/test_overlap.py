@@ -64,6 +64,19 @@ def test_the_table_has_the_fastest_of_each_stage_and_the_median_pass_with_its_sp
     ]
 
 
+@pytest.mark.parametrize("efficiencies, noisy", [([1.8, 0.9, 0.9], True), ([-1.6, 0.2, 0.3], True), ([1.02, -0.01, 0.5], False), ([math.nan], False)])
+def test_efficiencies_beyond_0_and_1_are_called_noise(efficiencies, noisy):
+    row = {"chunk_mib": 16.0, "depth": 4, "stages": {"nc": [0.2], "compute": [0.3]}, "pipelined": [0.35], "efficiency": efficiencies}
+    report = {"device": "cpu", "world": 1, "layers": 10, "repeats": 3, "balanced": False, "rows": [row]}
+    assert ("efficiencies beyond 0 to 1 are noise" in overlap.text(report)) == noisy
+
+
+def test_the_remedy_for_noise_brings_efficiencies_within_0_and_1(tmp_path, capsys):
+    options = f"--nvme {tmp_path} --balance --chunk-mib 1 --layers 8 --depth 4 --repeats 3 --device cpu --compute-ms 40"
+    assert main(["bench", "overlap", *options.split()]) == 0
+    assert "noise" not in capsys.readouterr().out
+
+
 def test_a_pass_reads_every_layer_once_and_each_stage_alone_does_the_same_work(make_bench):
     with make_bench() as bench:
         moved = lambda: (bench.engine.swap.read_nbytes, bench.engine.events.meters["cg"].nbytes)  # noqa: E731

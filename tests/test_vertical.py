@@ -210,6 +210,19 @@ def test_an_input_that_needs_a_gradient_is_refused(tmp_path):
             infinity.vertical([*model.blocks, model.last], [(torch.randn(2, 7, 32, requires_grad=True), None)], loss_of)
 
 
+def test_a_function_as_a_segment_is_refused_and_a_module_of_its_code_is_one(tmp_path):
+    class Doubled(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    with training(Chain, tmp_path, options={"accumulation_steps": MICROS}, update="deferred", **NVME) as (model, engine, optimizer):
+        segments = model.segments()
+        with pytest.raises(infinity.ConfigError, match=r"segments\[1\] is a function, expected a torch.nn.Module.* as forward"):
+            infinity.vertical([segments[0], lambda x: 2 * x, *segments[1:]], micro_batches(0), loss_of)
+        assert len(infinity.vertical([segments[0], Doubled(), *segments[1:]], micro_batches(0), loss_of)) == MICROS
+        optimizer.step()
+
+
 def test_it_says_what_it_cannot_begin_and_recovers_from_an_exception(tmp_path):
     with pytest.raises(infinity.ConfigError, match="parameters of one engine"):
         infinity.vertical([nn.Linear(2, 2)], [], loss_of)

@@ -57,6 +57,7 @@ _SHIFT = 68  # elements between the weights of two layers, in the random numbers
 _NUM_RESIDENT = 3  # layers on the device while copies alone are measured
 _NUM_TRIALS = 3  # of each stage, to know how long compute, or the common length, should be
 _BALANCE_MARGIN = 1.25  # of the common length over the longest stage
+_NOISE = 0.05  # of an efficiency, by which measured times alone may bring it beyond 0 or 1
 _PRODUCT_SIZE = {"cpu": 256, "cuda": 2048}
 _NUM_PRODUCTS = 50  # that are timed to know how many take as long as asked for
 
@@ -114,7 +115,15 @@ def text(report: dict) -> str:
     balanced = ", stages lengthened to be equal" if report["balanced"] else ""
     about = f"passes over {report['layers']} layers, all weights from NVMe, {ranks} on {report['device']}{balanced}"
     how = f"ms a layer; stages alone: fastest of {report['repeats']}, pipelined: median (lowest-highest); every byte of a pass was compared"
-    return f"{about}\n{how}\n\n{table(head, rows)}"
+    outside = [value for row in report["rows"] for value in row["efficiency"] if not -_NOISE <= value <= 1 + _NOISE]
+    hint = ""
+    if any(map(math.isfinite, outside)):
+        hint = (
+            "\n\nefficiencies beyond 0 to 1 are noise, and those of the same row tell little: above 1 something disturbed the stages alone, "
+            "below 0 the passes. Run it again when nothing else runs here, with more --repeats; on the CPU, --balance makes stages last so "
+            "long that order and waits show in spite of noise."
+        )
+    return f"{about}\n{how}\n\n{table(head, rows)}{hint}"
 
 
 class Bench:
