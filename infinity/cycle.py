@@ -390,6 +390,7 @@ class Cycle:
             raise UsageError("step() after a backward pass that raised; call zero_grad() and run it again")
         if not (self.num_backwards or self.has_passed):
             raise UsageError("step() without a finished backward pass since the last step")
+        self.hooks.refuse_running("step()")
         self.raise_failure()
         hyper = self._hyper()
         if self.early_hyper is not None and self.early_hyper.groups != hyper.groups:

@@ -197,6 +197,8 @@ class Engine:
             return
         self.cycle.refuse_half_updated("new weights", change=True)
         state = self.registry.params[index]
+        if not self.hooks.frames and not self.cycle.in_backward():
+            self.hooks.release_escaped()
         if self.pipeline.is_held(self.registry.span_of(state)):
             raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
         self.values.write_weight(state, value)
@@ -459,8 +461,7 @@ class Engine:
         if optimizer is not None and optimizer is not self.optimizer:
             raise UsageError(f"{what}: the optimizer is not that of this model")
         self._start()
-        if self.hooks.frames or self.cycle.in_backward() or any(map(self.pipeline.is_held, self.registry.spans)):
-            raise UsageError(f"{what} while the model runs or inside infinity.gathered")
+        self.hooks.refuse_running(what)
 
     # The end.
 

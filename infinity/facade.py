@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from infinity.errors import UsageError
-from infinity.parameters import METADATA, TiedNames, converts_to_itself, is_conversion
+from infinity.parameters import TiedNames, converts_to_itself, is_conversion, is_metadata
 
 _OF_ITSELF = frozenset({torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.data.__set__})
 
@@ -43,7 +43,7 @@ class DepartedGradient(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
             raise UsageError(NO_SCALER)
-        if func in METADATA or func in _OF_ITSELF:
+        if func in _OF_ITSELF or is_metadata(func, args, kwargs or {}):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if is_conversion(func) and converts_to_itself(func, args, kwargs or {}):  # as by model.cpu()

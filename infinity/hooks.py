@@ -623,6 +623,16 @@ class Hooks:
                 hold.holding = True
                 self._holding.append(hold)
 
+    def refuse_running(self, what: str) -> None:
+        """Raise UsageError where an op, or infinity.gathered, needs weights that are about to change or be saved. What the outermost module
+        has returned needs none of the engine any more: views of weights that an evaluation has returned, the program has."""
+        runs = bool(self.frames) or _current_graph_task_id() != -1
+        if not runs:
+            self.release_escaped()
+        self.pipeline.drain_dropped()
+        if runs or any(span.holds for span in self.registry.spans):
+            raise UsageError(f"{what} while the model runs or inside infinity.gathered: end that first")
+
     def release_escaped(self) -> None:
         self._returned.clear()
         while self._escaped:

@@ -90,6 +90,11 @@ def is_conversion(func) -> bool:
     return func in _CONVERSIONS
 
 
+def is_metadata(func, args: tuple, kwargs: dict) -> bool:
+    """Whether the value of a tensor, args[0], does not matter to the function. `type` without a type to convert to gives a name."""
+    return func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs)
+
+
 class Held:
     """Mixed into the class of a parameter that something holds."""
 
@@ -128,7 +133,7 @@ class Unheld:
     @torch._dynamo.disable
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in METADATA:
+        if is_metadata(func, args, kwargs):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _CONVERSIONS and isinstance(args[0], (Unheld, Absent)) and converts_to_itself(func, args, kwargs):

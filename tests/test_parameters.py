@@ -315,6 +315,53 @@ def test_a_view_that_a_module_returns_outlives_the_ops_after_it(view, tmp_path):
     train_both(lambda: Model(build, run), tmp_path, device_memory="24KiB")
 
 
+@pytest.mark.parametrize("place", [{}, NVME])
+def test_an_evaluation_that_returns_views_of_weights_keeps_nothing_from_changing(place, tmp_path):
+    """Not even where they are kept: between a backward pass and its step, before a checkpoint, before other weights."""
+
+    def build(self):
+        self.layer, self.head = nn.Linear(H, H), nn.Linear(H, H)
+
+    def run(self, x):
+        return self.head(self.layer(x)), self.layer.weight.t(), self.layer.weight
+
+    def evaluate(model):
+        with torch.no_grad():
+            return model(inputs(model, 0))
+
+    reference_model, reference = plain(lambda: Model(build, run))
+    with training(lambda: Model(build, run), tmp_path, update="deferred", **place) as (model, engine, optimizer):
+        for step in range(3):
+            for each, its_optimizer in ((reference_model, reference), (model, optimizer)):
+                each(inputs(each, step))[0].square().mean().backward()
+                kept = evaluate(each)
+                its_optimizer.step()
+                its_optimizer.zero_grad()
+            kept = evaluate(model)
+            infinity.save(tmp_path / "saved", model, optimizer)
+            kept = evaluate(model)
+            model.load_state_dict(model.state_dict())
+            assert torch.equal(kept[1], reference_model.layer.weight.t())
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+@pytest.mark.parametrize("place", [{}, NVME, NVME | {"update": "deferred"}])
+def test_a_step_inside_gathered_is_refused_and_made_after_it(place, tmp_path):
+    reference_model, reference = plain(half_frozen)
+    with training(half_frozen, tmp_path, **place) as (model, engine, optimizer):
+        for _ in range(2):
+            with infinity.gathered(model.parameters()):
+                loss_of(model(inputs(model, 0))).backward()
+                with pytest.raises(UsageError, match=r"^step\(\) while the model runs or inside infinity\.gathered: end that first$"):
+                    optimizer.step()
+            optimizer.step()
+            loss_of(reference_model(inputs(reference_model, 0))).backward()
+            reference.step()
+            optimizer.zero_grad()
+            reference.zero_grad()
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
 def test_a_bf16_engine_computes_with_all_parameters_in_bf16(tmp_path):
     """Also with those that were made in another floating-point type; buffers keep theirs."""
 
@@ -363,8 +410,10 @@ def test_what_is_said_of_a_parameter_stays_true_while_it_is_away(tmp_path):
             for what in ("shape", "dtype", "device", "ndim", "nbytes", "requires_grad", "is_leaf"):
                 assert getattr(p, what) == getattr(theirs, what), (name, what)
             assert p.numel() == theirs.numel() and p.element_size() == theirs.element_size() and len(p) == len(theirs)
-            assert isinstance(p, nn.Parameter)
+            assert isinstance(p, nn.Parameter) and p.type() == p.data.type() == theirs.type() == torch.typename(p)
+            assert p.grad is None or p.grad.type() == theirs.type()
         assert repr(model) == repr(reference_model)
+        assert repr(nn.ParameterDict({"0": p})) == repr(nn.ParameterDict({"0": theirs}))
 
 
 # Changes after the start
