@@ -198,14 +198,14 @@ def arrange(
         return _best_chunk_numel(at, planner.chunk_numels(sum(spec.numel for spec in specs), world=world), nvme_budget)
 
     may_be_late = can_advance and not accumulating and config.dtype == "bf16" and config.compression != "off"
-    refusal: BudgetError | None = None
+    refusals: list[BudgetError] = []
     for compresses in (True, False) if compresses and config.compression != "on" else (compresses,):
         plans = []
         for late in (True, False) if may_be_late else (False,):
             try:
                 numel = chunk_numel()
             except BudgetError as error:
-                refusal = error
+                refusals.append(error)
                 continue
             layout_, _, placement = at(numel, 0)
             if not late or _fits_late(placement, nvme_budget):
@@ -215,7 +215,7 @@ def arrange(
         if plans:
             break
     else:
-        raise refusal
+        raise _least(refusals)
     _, is_whole, numel = min(plans)
     late = not is_whole
     found, agreed = at(numel, rank), 0
@@ -234,20 +234,26 @@ def _fits_late(placement: planner.Placement, nvme_budget: int | None) -> bool:
 def _best_chunk_numel(arrange, candidates: list[int], nvme_budget: int | None) -> int:
     """The size with the shortest step of those for which NVMe has room, else that which needs least of it. The same on all ranks: by the
     first one's shards, which are the largest."""
-    seconds, refusal, lacking = {}, None, {}
+    seconds, refusals, lacking = {}, [], {}
     for numel in reversed(candidates):
         try:
             layout_, _, placement = arrange(numel, 0)
         except BudgetError as error:
-            refusal = error  # in the end of the smallest, which needs about the least
+            refusals.append(error)
             continue
         seconds[numel] = planner.step_seconds(layout_, placement)
         lacking[numel] = max(0, placement.nvme_nbytes - nvme_budget) if nvme_budget is not None else 0
         if not lacking[numel] and seconds[numel] > FAR_FROM_BEST * min(s for numel, s in seconds.items() if not lacking[numel]):
             break  # still smaller chunks only take more of the threads' time, and are most of the time of this search
     if not seconds:
-        raise refusal
+        raise _least(refusals)
     return min(seconds, key=lambda numel: (lacking[numel], seconds[numel]))
+
+
+def _least(refusals: list[BudgetError]) -> BudgetError:
+    """Of the ways that were tried: that which lacks host memory alone and needs the least of it, which is enough; else the last, which needs
+    about the least of the device."""
+    return min((error for error in refusals if error.least_host_nbytes), key=lambda error: error.least_host_nbytes, default=refusals[-1])
 
 
 def _connect(

@@ -29,7 +29,14 @@ class ConfigError(ValueError):
 
 
 class BudgetError(ConfigError):
-    """A memory or disk budget is too small to make progress; the message names the size that is needed."""
+    """A memory or disk budget is too small to make progress; the message names the size that is needed.
+
+    least_host_nbytes: of host_memory, where that is the budget.
+    """
+
+    def __init__(self, text: str = "", least_host_nbytes: int | None = None):
+        super().__init__(text)
+        self.least_host_nbytes = least_host_nbytes
 
 
 class UsageError(RuntimeError):

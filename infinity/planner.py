@@ -286,11 +286,13 @@ def _beside(
     given, host_budget = host_budget, int(host_budget * host_share)
     if host_budget < least:
         held = ", ".join(f"{count} for {kind}" for kind, count in slots(fewest).items() if count)
+        enough = math.ceil(least / host_share)
         raise BudgetError(
-            f"host_memory={format_bytes(given)} is too small: this model needs {_exact(math.ceil(least / host_share))} to make "
+            f"host_memory={format_bytes(given)} is too small: this model needs {_exact(enough)} to make "
             f"progress (slots: {held or 'none'}; resident: {format_bytes(nbytes_in('host', sizes))}"
             f"{'; buffers: ' + format_bytes(buffers_nbytes()) if buffers_nbytes() else ''}"
-            f"{f'; for activations: {1 - host_share:.0%}' if host_share < 1 else ''}). Raise host_memory or lower chunk_mib."
+            f"{f'; for activations: {1 - host_share:.0%}' if host_share < 1 else ''}). Raise host_memory or lower chunk_mib.",
+            least_host_nbytes=enough,
         )
     if deferred and least + sum(n for n, home in zip(sizes[GRADIENTS], homes[GRADIENTS]) if home == "nvme") <= host_budget:
         homes[GRADIENTS] = ["host" if home == "nvme" else home for home in homes[GRADIENTS]]

@@ -16,6 +16,7 @@ import infinity
 from infinity import BudgetError, CheckpointError, ConfigError, SwapError, UsageError
 from infinity.cli import main
 from infinity.conversion import export, reshard
+from infinity.gpt import GPT
 
 ROOT = Path(__file__).parent.parent
 
@@ -460,3 +461,44 @@ def test_paths_that_can_be_none_are_refused_by_whatever_takes_one(tmp_path, path
     for options in ({"chunk_mib": 1e-300}, {"chunk_mib": 1e300}, {"world": 10**30}):
         with pytest.raises(ConfigError, match="expected"):
             reshard(tmp_path / "saved", tmp_path / "other", **({"world": 2} | options))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"weights": "nvme", "states": "nvme"},
+        {"weights": "host", "states": "host"},
+        {"activations": "host"},
+        {"activations": "nvme", "chunk_mib": 0.02},
+        {"residency": "none"},
+        {"dtype": "fp32"},
+        {"compression": "on"},
+        {"compression": "on", "weights": "nvme", "states": "nvme", "activations": "host"},
+        {"update": "deferred", "nonfinite": "skip"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("make", [lambda: GPT(64, 2, 2, 256, 32), lambda: GPT(32, 3, 1, 3001, 32)], ids=["even", "wide"])
+def test_the_host_memory_that_a_refusal_names_is_enough_and_not_a_byte_too_much(make, accumulation_steps, settings, tmp_path):
+    x = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+
+    def train(nbytes):
+        model = make()
+        device_memory = "900KiB" if settings.get("dtype") != "fp32" else "1800KiB"
+        with infinity.offload(
+            model, infinity.Config(nvme=tmp_path, device="cpu", host_memory=nbytes, device_memory=device_memory, tile_above=None, **settings)
+        ):
+            optimizer = infinity.AdamW(model.parameters(), accumulation_steps=accumulation_steps)
+            for _ in range(2):
+                for _ in range(accumulation_steps):
+                    model(x, x).backward()
+                optimizer.step()
+
+    with pytest.raises(infinity.BudgetError, match="host_memory=1 B is too small") as refused:
+        train(1)
+    enough = int(re.search(r"needs (\d+) bytes", str(refused.value))[1])
+    with pytest.raises(infinity.BudgetError, match=f"needs {enough} bytes"):
+        train(enough - 1)
+    train(enough)
