@@ -331,7 +331,7 @@ def _add_plan(commands):
     model.add_argument("--layers", type=_whole, metavar="N", help="number of its blocks")
     model.add_argument("--heads", type=_whole, metavar="N", help="attention heads; by default one for each 128 of the width")
     model.add_argument("--vocab", type=_whole, default=50257, metavar="N", help="number of tokens")
-    model.add_argument("--model", type=Path, metavar="FILE", help="config.json of a causal language model of transformers, instead of a GPT")
+    model.add_argument("--model", type=Path, metavar="FILE", help="config.json of a model of transformers of text, images or sound, instead of a GPT")
     model.add_argument("--seq", type=_whole, default=1024, metavar="N", help="length of a sequence")
     model.add_argument("--batch", type=_whole, default=1, metavar="N", help="sequences a device and step")
     model.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in backward")

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from infinity import settings
 from infinity.cli import main
 from infinity.config import Config
+from infinity.tools import planning
 from infinity.tools.machine import DriveRates, Machine
 from infinity.tools.planning import gpt, largest_parameters
 
@@ -139,6 +141,46 @@ def test_a_configuration_of_transformers(node, capsys):
     assert status == 0
     attention = 256 * 256 * 2 + 256 * 128 * 2
     assert report["num_parameters"] == 2 * 1000 * 256 + 2 * (attention + 3 * 256 * 512 + 2 * 256) + 256
+
+
+_TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 200}
+_VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+_SOUND = {"conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+_BOTH = {"text_config": _TEXT | {"model_type": "llama"}, "vision_config": _VISION | {"model_type": "clip_vision_model"}, "image_token_index": 199}
+_SOUND |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+
+
+@pytest.mark.parametrize(
+    "kind, name, sizes",
+    [
+        ("T5", "T5ForConditionalGeneration", {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 200}),
+        ("CLIP", "CLIPModel", {"text_config": _TEXT | {"bos_token_id": 0, "eos_token_id": 2}, "vision_config": _VISION}),
+        ("ViT", "ViTForImageClassification", _VISION),
+        ("ViT", None, _VISION),  # no class is named: what has no head
+        ("Wav2Vec2", "Wav2Vec2ForCTC", _TEXT | _SOUND),
+        ("Llava", "LlavaForConditionalGeneration", _BOTH),
+        ("Bert", "BertForMaskedLM", _TEXT),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_of_text_images_and_sound_are_planned_as_the_class_that_their_file_names(kind, name, sizes, node, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(**sizes, architectures=name and [name])
+    config.save_pretrained(node)
+    status, report = report_of(capsys, node, "--model", str(node / "config.json"), "--seq", "16", "--batch", "2")
+    assert status == 0
+    with torch.device("meta"):
+        expected = getattr(transformers, name or f"{kind}Model")._from_config(config)
+    assert report["num_parameters"] == sum(param.numel() for param in expected.parameters())
+    assert report["compute_seconds"] > 0
+
+
+def test_a_model_that_wants_other_inputs_is_one_line(node, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    (node / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **_TEXT}))
+    monkeypatch.setattr(planning, "_inputs", lambda *arguments: {"nonsense": 1})
+    status, _, errors = run(capsys, "--model", str(node / "config.json"))
+    assert status == 2 and "BertForMaskedLM does not run on nonsense: " in errors and "or give --hidden and --layers" in errors
 
 
 def test_the_plot_is_drawn(node, capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,24 +103,66 @@ def gpt(hidden: int, layers: int, heads: int, vocab: int, seq: int, batch: int, 
 
 
 def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
-    """A model of transformers, by its config.json. Raises UsageError without that package, ConfigError for what it cannot make."""
+    """A model of transformers, by its config.json: of the class that it names, else a causal language model, else what has no head. Raises
+    UsageError without that package, ConfigError for what it cannot make."""
     if not path.is_file():
-        raise ConfigError(f"--model {path}: there is no such file; name the config.json of a causal language model")
+        raise ConfigError(f"--model {path}: there is no such file; name the config.json of a model of transformers")
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     except ImportError:
         raise UsageError(f"--model {path} needs transformers: pip install transformers; or give --hidden and --layers") from None
     try:
         found = AutoConfig.from_pretrained(path)
+        named = getattr(transformers, (found.architectures or [""])[0], None)
+        if named is None or getattr(named, "_from_config", None) is None:
+            named = AutoModelForCausalLM if type(found) in AutoModelForCausalLM._model_mapping else AutoModel
+        make = named.from_config if named in (AutoModelForCausalLM, AutoModel) else named._from_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(found, dtype=TORCH_DTYPES[dtype])
+            model = make(found, dtype=TORCH_DTYPES[dtype])
+        inputs = _inputs(model, found, seq, batch, dtype)
     except Exception as error:  # of another package, on a file of anybody's
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--model {path}: {first}; name the config.json of a causal language model") from None
-    tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+        raise ConfigError(f"--model {path}: {first}; name the config.json of a model that transformers can make") from None
     num = sum(param.numel() for param in model.parameters())
     title = f"{type(model).__name__} of {_count(num)} parameters: {batch} x {seq} tokens a device, {dtype}"
-    return Subject(title, model, lambda: model(input_ids=tokens, labels=tokens, use_cache=False), batch * seq)
+
+    def run():
+        try:
+            return model(**inputs)
+        except RuntimeError:  # of sizes
+            raise
+        except Exception as error:  # of another package
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            what = f"--model {path}: {type(model).__name__} does not run on {', '.join(inputs)}: {first}"
+            raise ConfigError(f"{what}; name a model of text, images or sound, or give --hidden and --layers") from None
+
+    return Subject(title, model, run, batch * seq)
+
+
+def _inputs(model: nn.Module, config, seq: int, batch: int, dtype: str) -> dict:
+    """What a model of transformers is trained on, by the names that its forward has: `seq` tokens, of sound as many as make about so many
+    frames, and images of the size that the model is made for. Labels where they are tokens."""
+    names = inspect.signature(model.forward).parameters
+    main = model.main_input_name
+    tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    found = {}
+    if "input_ids" in names:
+        found["input_ids"] = tokens
+    if "decoder_input_ids" in names:
+        found["decoder_input_ids"] = tokens
+    if "labels" in names and main == "input_ids":
+        found["labels"] = tokens
+    if "use_cache" in names or "cache" in names:
+        found["use_cache"] = False
+    if "pixel_values" in names:
+        vision = getattr(config, "vision_config", config)
+        sides = vision.image_size if isinstance(vision.image_size, (list, tuple)) else (vision.image_size,) * 2
+        found["pixel_values"] = torch.empty(batch, getattr(vision, "num_channels", 3), *sides, dtype=TORCH_DTYPES[dtype], device="meta")
+    if "input_values" in names:
+        numel = (seq + 1) * math.prod(getattr(config, "conv_stride", (320,)))
+        found["input_values"] = torch.empty(batch, numel, dtype=TORCH_DTYPES[dtype], device="meta")
+    return found
 
 
 @dataclass(frozen=True)
