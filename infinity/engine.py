@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -382,7 +383,8 @@ class Engine:
         interrupts.guard()
         if self.saving is not None:
             self.saving.pass_step()
-        self.cycle.step()
+        with self.turn:  # no forward pass of another thread begins meanwhile
+            self.cycle.step()
         del life
         self.ranks.num_steps += 1
 
@@ -539,6 +541,8 @@ class Engine:
 
     def _set_up(self) -> None:
         model = self._model()
+        if any(engine is not self for engine in _open):
+            gc.collect()  # what the program has dropped, such as a notebook's cell that is run again, gives its memory back first
         refuse_shared(model)  # the program may have changed the model since the engine was made
         part_versions(param for _, param in self._named)
         deferred = self._deferred()

@@ -75,7 +75,7 @@ class Frame:
     """One call of an op under way. `spans` and `params` are held for it, `viewed` as long as views of them are alive, `packed` were saved by
     autograd, `read` are other ops' parameters that it has read by name."""
 
-    __slots__ = ("module", "op", "outermost", "packed", "params", "pushed", "read", "scales", "spans", "task", "viewed")
+    __slots__ = ("module", "op", "outermost", "packed", "params", "pushed", "read", "scales", "spans", "task", "thread", "viewed")
 
     def __init__(self, module: nn.Module, op: Op, outermost: bool, scales: bool):
         self.module = module
@@ -88,7 +88,7 @@ class Frame:
         self.packed: set[int] = set()
         self.read: set[int] = set()
         self.pushed = False  # our saved-tensor hooks, in the graph task `task`, with whose end autograd takes them back by itself
-        self.task = _current_graph_task_id()
+        self.task, self.thread = _current_graph_task_id(), threading.get_ident()
 
     def hold(self, params: Sequence[ParameterState]) -> None:
         for state in params:
@@ -262,6 +262,8 @@ class Hooks:
         phase = RECOMPUTE if _current_graph_task_id() != -1 else FORWARD
         if phase == RECOMPUTE:
             self.cycle.await_end()  # now: what a reentrant checkpoint starts inside is no backward pass of its own
+        elif self.thread not in (None, threading.get_ident()):
+            self._refuse_beside(module)
         if self.frames and (self._num_interrupts != interrupts.num_raised or self.frames[0].module is module):
             self.end_interrupted_calls(begun=module)
         if self.pipeline.all_home and self.frames and self.frames[-1].module is not module:
@@ -305,6 +307,16 @@ class Hooks:
         frame.pushed = torch.is_grad_enabled() and self._push_saved_tensors()
         return map_tensors((args, kwargs), self._unscaled) if scales else None
 
+    def _refuse_beside(self, module: nn.Module) -> None:
+        """Raise UsageError where the thread that called the model last is still in that call, or in a backward pass."""
+        in_forward = any(frame.module is module and frame.thread != threading.get_ident() for frame in self.frames)
+        if in_forward or (not self.frames and self.cycle.backward_task is not None):
+            if any(thread.ident == self.thread for thread in threading.enumerate()):
+                raise UsageError(
+                    f"{type(module).__name__} is called while another thread is in a forward or backward pass of the model. Passes of a model "
+                    f"come one after the other: hold one threading.Lock around each training step and around each evaluation."
+                )
+
     def _push_saved_tensors(self) -> bool:
         """Put ours in force, unless they are or none is needed. Those of another engine, whose model calls this one, come after ours."""
         if self.pipeline.all_stay:
@@ -333,8 +345,9 @@ class Hooks:
 
     @torch._dynamo.disable
     @uninterrupted
-    def _after(self, module, args, output):
-        if not self.frames or (self.frames[-1].module is not module and all(frame.module is not module for frame in self.frames)):
+    def _after(self, module, args, output, *, of_any_thread=False):
+        here = threading.get_ident()  # a call that was refused, since another thread's was under way, has no frame
+        if not any(frame.module is module and (of_any_thread or frame.thread == here) for frame in reversed(self.frames)):
             return
         while True:
             frame = self.frames.pop()
@@ -381,7 +394,7 @@ class Hooks:
             return
         under_way[begun] -= 1
         while self.frames and under_way[module := self.frames[-1].module] < sum(frame.module is module for frame in self.frames):
-            self._after(module, (), None)
+            self._after(module, (), None, of_any_thread=True)
 
     def _goes_on(self, op: Op) -> None:
         """For the trace: what the device works for after a call of the op."""

@@ -1,5 +1,6 @@
 """Saving and loading beside what else goes on: interrupts of any handler, and other threads."""
 
+import contextlib
 import random
 import signal
 import threading
@@ -198,3 +199,57 @@ def test_each_checkpoint_of_another_thread_is_of_one_step_or_refused(tmp_path):
         for path in made:
             found = infinity.load(path, model, optimizer)
             assert known[digest(engine, model)] == found.step
+
+
+@pytest.mark.parametrize("settings", [{}, SETTINGS, SETTINGS | {"update": "deferred"}])
+def test_passes_of_two_threads_come_one_after_the_other_or_the_second_is_refused(settings, tmp_path):
+    def evaluate():
+        with torch.no_grad():
+            model(torch.ones(2, 48))
+
+    def refused():
+        error = elsewhere(evaluate)
+        assert type(error) is infinity.UsageError and "hold one threading.Lock around each training step" in str(error), error
+        met.append(error)
+
+    states = []
+    for disturbed in (False, True):
+        with training(linears, tmp_path / str(disturbed), **settings) as (model, engine, optimizer):
+            met = []
+            step(model, optimizer, 0)
+            if disturbed:  # training is on its way
+                hook = model[1].register_forward_hook(lambda *_: refused())
+            loss = model(torch.full((2, 48), 2.0)).square().mean()
+            if disturbed:
+                hook.remove()
+                hook = model[1].register_full_backward_hook(lambda *_: refused())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if disturbed:
+                hook.remove()
+                assert met
+                assert elsewhere(evaluate) is None  # between two steps
+                hook = model[1].register_forward_hook(lambda *_: found.append(elsewhere(lambda: step(model, optimizer, 2))))
+                found = []
+                evaluate()  # is on its way
+                hook.remove()
+                assert "hold one threading.Lock" in str(found[0])
+            step(model, optimizer, 2)
+            states.append(states_of(engine, model))
+    assert_same_states(states[1], states[0], "beside evaluations that were refused")
+
+
+def test_a_dropped_engine_gives_its_memory_back_before_the_next_one_takes_its_own(tmp_path):
+    """As a cell of a notebook that is run again; its directory may be another one."""
+    num_threads = []
+    for number in range(4):
+        with contextlib.suppress(NameError):
+            del model, engine, optimizer
+        (tmp_path / str(number)).mkdir()
+        model = linears()
+        engine = infinity.offload(model, infinity.Config(nvme=[tmp_path / str(number)], device="cpu", **SETTINGS))
+        optimizer = infinity.AdamW(model.parameters())
+        num_threads.append(threading.active_count())
+    assert len(set(num_threads)) == 1, num_threads
+    engine.close()
