@@ -507,6 +507,8 @@ class Engine:
         """Whether another thread than this one made the last step, or began the first, and may make more."""
         here = threading.current_thread()
         trains = self.hooks.thread if self._trains is None and self._started and self.optimizer is not None else self._trains
+        if self._model() is None:  # dropped: none can, and who closes it waits for nobody
+            return False
         if trains in (None, here.ident) or here.name.startswith((THREADS, interrupts.SHIELD)):
             return False
         return any(thread.ident == trains for thread in threading.enumerate())

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -135,3 +136,22 @@ def test_a_program_that_never_closes_leaves_nothing_and_ends_well(tmp_path):
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_a_model_that_is_dropped_beside_its_checkpoint_ends_once_that_is_whole(update, tmp_path):
+    """At once: what step() has announced is updated by the thread that closes it, for which the one that trained waits."""
+    (tmp_path / "swap").mkdir()
+    model = layers()
+    infinity.offload(model, config(tmp_path / "swap", update=update))
+    optimizer = infinity.AdamW(model.parameters())
+    train(model, optimizer)
+    saving = infinity.save(tmp_path / "saved", model, optimizer, wait=False)
+    start = time.monotonic()
+    del model, optimizer
+    gc.collect()
+    assert time.monotonic() - start < 8 and saving.done
+    saving.wait()
+    other = layers()
+    with infinity.offload(other, config(tmp_path / "swap", update=update)):
+        assert infinity.load(tmp_path / "saved", other, infinity.AdamW(other.parameters())).step == 2
