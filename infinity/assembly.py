@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from infinity.compressor import Compressor
 from infinity.config import Config
 from infinity.errors import BudgetError
 from infinity.events import Events
+from infinity.freed import keep_freed_memory
 from infinity.gauge import gauge_of, host_free_nbytes
 from infinity.gradients import Gradients
 from infinity.lanes import Monitor
@@ -41,8 +41,6 @@ FAR_FROM_BEST = 1.25  # of the shortest step found, where the search for a chunk
 HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
 DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # likewise for device_memory="auto", as long as activations are not known
 MOST_OF_FREE = 0.95  # of what is free while parameters still have their memory
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -277,7 +275,7 @@ def _connect(
 ) -> Assembly:
     cuda, keep = device.type == "cuda", config.residency == "auto"
     if not cuda:
-        _keep_freed_memory()
+        keep_freed_memory()
     dtype = TORCH_DTYPES[config.dtype]
     bank = torch.full((len(named),), float("nan"), dtype=dtype, device=device)
     params = [ParameterState(index, name, param, bank) for index, (name, param) in enumerate(named)]
@@ -502,11 +500,3 @@ def _written_in_forward(model: nn.Module, named: Named) -> set[int]:
     index = {id(param): i for i, (_, param) in enumerate(named)}
     writers = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
     return {index[id(p)] for module in writers for p in module._parameters.values() if p is not None and id(p) in index}
-
-
-def _keep_freed_memory() -> None:
-    """Let the C library keep large freed blocks: spans come and go, and the kernel would zero their pages each time."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
-        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)

@@ -31,6 +31,7 @@ from infinity.errors import ConfigError, UsageError
 from infinity.events import Events
 from infinity.facade import Facade
 from infinity.foreign import refuse_optimizers, refuse_replicas, watch_replicas
+from infinity.freed import Freed
 from infinity.gauge import device_of, gauge_of
 from infinity.hooks import Hooks
 from infinity.interrupts import Shield, shielded, uninterrupted
@@ -386,6 +387,7 @@ class Engine:
         with self.turn:  # no forward pass of another thread begins meanwhile
             self.cycle.step()
         del life
+        self.freed.give_back()
         self.ranks.num_steps += 1
 
     @uninterrupted
@@ -596,6 +598,8 @@ class Engine:
             self._close_parts()
             raise
         self._started = True
+        self.freed = Freed(self.placement.host_nbytes + (self.placement.device_nbytes if self.device.type == "cpu" else 0))
+        self.freed.give_back()
 
     def _begin(self, module, args, kwargs):
         """The model's first pre-hook."""

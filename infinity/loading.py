@@ -70,6 +70,7 @@ def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progres
         return Loaded(checkpoint.manifest.step, loading.extra, checkpoint.manifest.world)
     finally:
         checkpoint.close()
+        engine.freed.give_back()
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,7 @@ class Saving:
         if progress is not None and self.error is None:
             progress(self._total_nbytes, self._total_nbytes)
         self.was_told = True
+        self._engine.freed.give_back()
         if self.error is not None:
             raise self.error
 

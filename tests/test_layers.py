@@ -11,7 +11,7 @@ PACKAGE = Path(infinity.__file__).parent
 
 # From the ground up; what stands in one row does not know its neighbours. The engine first: `__init__` is its public face.
 LAYERS = [
-    {"errors", "events", "interrupts", "lanes", "recompute", "_adam", "_adam_triton", "_huffman", "aio_ext", "peers"},
+    {"errors", "events", "interrupts", "lanes", "recompute", "freed", "_adam", "_adam_triton", "_huffman", "aio_ext", "peers"},
     {"settings", "dropped", "output", "jsontext", "deepspeed", "timeline", "gauge", "mounts", "parameters"},
     {"config", "adam", "arena", "chunks", "partition", "scaling", "schedule", "sharing", "gpt", "tiling", "facade", "tensorfiles", "buffers"},
     {"drives", "late"},
