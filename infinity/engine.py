@@ -387,7 +387,7 @@ class Engine:
         with self.turn:  # no forward pass of another thread begins meanwhile
             self.cycle.step()
         del life
-        self.freed.give_back()
+        self.freed.give_back_after_step()
         self.ranks.num_steps += 1
 
     @uninterrupted
@@ -598,7 +598,8 @@ class Engine:
             self._close_parts()
             raise
         self._started = True
-        self.freed = Freed(self.placement.host_nbytes + (self.placement.device_nbytes if self.device.type == "cpu" else 0))
+        span_nbytes = self.placement.device_nbytes if self.device.type == "cpu" else 0
+        self.freed = Freed(self.placement.host_nbytes + span_nbytes, span_nbytes)
         self.freed.give_back()
 
     def _begin(self, module, args, kwargs):

@@ -52,7 +52,7 @@ def test_a_settled_process_takes_its_budgets_and_what_pytorch_takes(sizes, tmp_p
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_memory_goes_back_when_it_has_grown_by_a_share_of_the_budgets(monkeypatch):
+def test_memory_goes_back_when_it_has_grown_by_a_share_of_the_budgets_or_by_more_than_a_step_needs(monkeypatch):
     sizes, trims = [], []
     monkeypatch.setattr(freed, "resident_nbytes", lambda: sizes.pop(0))
     monkeypatch.setattr(freed.ctypes, "CDLL", lambda name: type("Libc", (), {"malloc_trim": lambda self, pad: trims.append(pad)})())
@@ -60,6 +60,17 @@ def test_memory_goes_back_when_it_has_grown_by_a_share_of_the_budgets(monkeypatc
     for found, num_trims in (([900 << 20, 500 << 20], 1), ([600 << 20], 1), ([601 << 20, 550 << 20], 2), ([300 << 20], 2), ([401 << 20] * 2, 3)):
         sizes[:] = found
         kept.give_back()
+        assert (len(trims), sizes) == (num_trims, [])
+    spans = Freed(100 << 20, span_nbytes=50 << 20)
+    trims.clear()
+    for end, found, num_trims in (
+        (spans.give_back, [400 << 20, 300 << 20], 1),
+        (spans.give_back_after_step, [350 << 20], 1),
+        (spans.give_back_after_step, [351 << 20, 310 << 20], 2),
+        (spans.give_back, [327 << 20, 310 << 20], 3),
+    ):
+        sizes[:] = found
+        end()
         assert (len(trims), sizes) == (num_trims, [])
     small = Freed(0)
     for found, num_trims in (([LEAST_NBYTES + 1, 0], 4), ([LEAST_NBYTES], 4)):
