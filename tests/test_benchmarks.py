@@ -82,7 +82,7 @@ def test_a_wrong_byte_ends_in_one_line_and_leaves_nothing(paths, monkeypatch, ca
         (["cg", "--sizes", "0"], "expected a multiple of 4096"),
         (["cg", "--sizes", "4M"], "expected bytes"),
         (["nc", "--sizes", "4KiB", "8192PiB"], "--sizes 8192.0 PiB: 5 chunks at a time take 40960.0 PiB of host memory"),
-        (["cg", "--sizes", "192MiB"], "8 chunks at a time take 1.5 GiB of host memory, of which 1.0 GiB are free; give smaller"),
+        (["cg", "--sizes", "192MiB", "--device", "cpu"], "8 chunks at a time take 1.5 GiB of host memory, of which 1.0 GiB are free; give smaller"),
         (["nc", "--nvme", ""], "nvme=['']: a name is empty"),
         (["cg", "--nvme", "here"], "unrecognized arguments: --nvme"),
     ],

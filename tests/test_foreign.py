@@ -149,6 +149,7 @@ def test_data_parallel_is_refused_where_it_finds_devices(config, monkeypatch):
         with pytest.raises(UsageError, match="DataParallel copies a whole model.* call the model itself"):
             DataParallel(model)
         monkeypatch.undo()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert train(DataParallel(model), optimizer) == expected_losses()  # which only hands on the call
 
 
