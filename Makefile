@@ -20,8 +20,8 @@ PARTS := 1 2 3 4 5 6 7 8
 
 VENV := .venv
 PY := $(VENV)/bin/python
-C_SOURCES := $(wildcard infinity/*.c infinity/*.h aio_ext/*.c aio_ext/*.h)
-C_TESTS := $(wildcard tests/test_aio*.py tests/test_adam*.py tests/test_crc32c.py tests/test_compressor.py)
+C_SOURCES := $(wildcard infinity/*/*.c infinity/*/*.h aio_ext/*.c aio_ext/*.h)
+C_TESTS := $(wildcard tests/aio/*.py tests/optim/test_adam*.py) tests/tiers/test_compression.py
 
 .PHONY: train test test-long test-torch test-gpu bench sanitize sanitize-thread build clean
 .DELETE_ON_ERROR:
@@ -60,7 +60,7 @@ sanitize: build
 sanitize-thread: build
 	rm -f build/tsan.*
 	$(call sanitized,thread,libtsan.so,TSAN_OPTIONS="log_path=$(CURDIR)/build/tsan" $$(setarch -R true 2>/dev/null && echo setarch -R),\
-	  tests/test_aio.py tests/test_crc32c.py --deselect tests/test_aio.py::test_a_forked_child_is_refused_and_harms_nothing)
+	  tests/aio/test_aio.py tests/aio/test_crc32c.py --deselect tests/aio/test_aio.py::test_a_forked_child_is_refused_and_harms_nothing)
 
 # INFINITY_SANITIZE, libraries to load first, what stands before the command, tests.
 define sanitized
@@ -72,7 +72,7 @@ endef
 
 clean:
 	rm -rf build *.egg-info infinity-swap .pytest_cache
-	rm -f infinity/*.so aio_ext/*.so
+	rm -f infinity/*/*.so aio_ext/*.so
 	find infinity aio_ext tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 build: build/.extensions

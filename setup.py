@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 WARNINGS = ["-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
@@ -50,7 +50,7 @@ def extension(name, sources, *, depends=(), flags=(), libraries=()):
 
 
 setup(
-    packages=["infinity", "infinity.tools", "aio_ext"],
+    packages=find_packages(include=["infinity", "infinity.*", "aio_ext"]),
     cmdclass={"build_ext": BuildWithChecks},
     ext_modules=[
         extension(
@@ -60,7 +60,7 @@ setup(
             flags=["-O2"],
             libraries=["aio"],
         ),
-        extension("infinity._adam", ["infinity/_adam.c"], flags=["-O3", "-ffp-contract=off"]),
-        extension("infinity._huffman", ["infinity/_huffman.c"], flags=["-O3"]),
+        extension("infinity.optim._adam", ["infinity/optim/_adam.c"], flags=["-O3", "-ffp-contract=off"]),
+        extension("infinity.tiers._huffman", ["infinity/tiers/_huffman.c"], flags=["-O3"]),
     ],
 )

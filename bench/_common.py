@@ -19,11 +19,12 @@ from typing import NoReturn
 
 import torch
 
-from infinity import drives, output
+from infinity import output
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError, UsageError
-from infinity.tiers import MEASURE_FROM_NBYTES, Swap
-from infinity.tools.tuning import probe_in
+from infinity.system import drives
+from infinity.system.swap import MEASURE_FROM_NBYTES, Swap
+from infinity.tools.measure.tuning import probe_in
 
 _REPORTS = "INFINITY_BENCH_REPORTS"  # names the directory in which ranks leave theirs
 

@@ -23,10 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-import aio_ext
 from _common import exit_with, positive, positive_float
-from infinity import drives
-from infinity.arena import Arena
+
+import aio_ext
+from infinity.system import drives
+from infinity.system.arena import Arena
 
 MIB = 1 << 20
 REQUEST_NBYTES = 16 * MIB  # of the writes that a demand read comes behind: a chunk's segment, so to speak

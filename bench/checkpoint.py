@@ -23,12 +23,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from _common import directory, exit_with, positive
 
 import aio_ext
 import infinity
-from _common import directory, exit_with, positive
-from infinity.arena import Arena
-from infinity.gpt import GPT
+from infinity.model.gpt import GPT
+from infinity.system.arena import Arena
 
 _REQUEST_NBYTES = 16 << 20
 

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 import torch
+from _common import at_least, exit_with, positive, positive_float
 from torch import nn
 
 import infinity
-from _common import at_least, exit_with, positive, positive_float
-from infinity.gpt import GPT
+from infinity.model.gpt import GPT
 
 PLACES = {
     "nvme": {"weights": "nvme", "states": "nvme", "residency": "none"},

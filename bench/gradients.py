@@ -20,12 +20,25 @@ import time
 
 import torch
 import torch.distributed as dist
+from _common import (
+    RunError,
+    agree,
+    apart,
+    error_bars,
+    exit_with,
+    given,
+    leave,
+    on_ranks,
+    parse,
+    positive,
+    positive_float,
+    positives,
+    spread,
+)
 
 import infinity
-from _common import RunError, agree, apart, error_bars, exit_with, given, leave, on_ranks, parse, spread
-from _common import positive, positive_float, positives
 from infinity import output
-from infinity.gpt import GPT
+from infinity.model.gpt import GPT
 
 WAYS = ("all", "owner")
 OWNER = 0

@@ -23,9 +23,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _common import exit_with, positive  # noqa: E402
-from infinity import _adam  # noqa: E402
-from infinity.adam import AdamScalars, Dither, adam_step, split_master  # noqa: E402
-from infinity.arena import Arena  # noqa: E402
+
+from infinity.optim import _adam  # noqa: E402
+from infinity.optim.adam import AdamScalars, Dither, adam_step, split_master  # noqa: E402
+from infinity.system.arena import Arena  # noqa: E402
 
 HYPER = {"lr": 1e-4, "weight_decay": 0.1, "eps": 1e-8}
 BETAS = (0.9, 0.95)

@@ -13,11 +13,11 @@ import argparse
 import statistics
 
 import torch
+from _common import add_tolerance, agree, apart, at_least, bars, exit_with, given, parse, positive, spread, step
 
 import infinity
-from _common import add_tolerance, agree, apart, at_least, bars, exit_with, given, parse, positive, spread, step
 from infinity import output
-from infinity.gpt import GPT
+from infinity.model.gpt import GPT
 
 NUM_WARM = 2  # steps of a block that are not counted
 

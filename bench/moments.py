@@ -12,10 +12,10 @@ import json
 import tempfile
 
 import torch
+from _common import exit_with, positive
 
 import infinity
-from _common import exit_with, positive
-from infinity.gpt import GPT, Batches, read_bytes, standard_library_paths
+from infinity.model.gpt import GPT, Batches, read_bytes, standard_library_paths
 
 
 def main():

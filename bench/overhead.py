@@ -12,11 +12,11 @@ import statistics
 import time
 
 import torch
+from _common import add_tolerance, agree, apart, at_least, bars, exit_with, given, parse, positive, synchronize
 
 import infinity
-from _common import add_tolerance, agree, apart, at_least, bars, exit_with, given, parse, positive, synchronize
 from infinity import output
-from infinity.gpt import GPT
+from infinity.model.gpt import GPT
 
 NUM_WARM = 2  # steps that are not counted
 

@@ -46,13 +46,30 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _common import (
+    RunError,
+    agree,
+    apart,
+    at_least,
+    directory,
+    drive_rates,
+    error_bars,
+    exit_with,
+    given,
+    leave,
+    nbytes_of,
+    on_ranks,
+    parse,
+    positive,
+    positive_float,
+    spread,
+)
 
 import infinity
-from _common import RunError, agree, apart, drive_rates, error_bars, exit_with, given, leave, on_ranks, parse, spread
-from _common import at_least, directory, nbytes_of, positive, positive_float
-from infinity import drives, output
+from infinity import output
 from infinity.errors import ConfigError
-from infinity.gpt import GPT, Batches
+from infinity.model.gpt import GPT, Batches
+from infinity.system import drives
 
 PLACES = {
     "infinity": ("nvme", "host", "device"),

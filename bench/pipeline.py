@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 
 import torch
+from _common import exit_with, positive, positive_float
 from torch import nn
 
 import aio_ext
 import infinity
-from _common import exit_with, positive, positive_float
-from infinity.arena import Arena, Slots
-from infinity.chunks import STATES, WEIGHTS
+from infinity.plan.packing import STATES, WEIGHTS
+from infinity.system.arena import Arena, Slots
 
 
 def main():

@@ -27,14 +27,14 @@ import torch
 
 import infinity
 from infinity.config import Config
-from infinity.gpt import GPT
+from infinity.model.gpt import GPT
 from infinity.output import pyplot, table, write_json
-from infinity.residency import TORCH_DTYPES
-from infinity.tools import probes
-from infinity.tools.machine import Machine
-from infinity.tools.planning import gpt
-from infinity.tools.prediction import predict
-from infinity.tools.workload import workload
+from infinity.tiers.state import TORCH_DTYPES
+from infinity.tools.measure import probes
+from infinity.tools.predict.machine import Machine
+from infinity.tools.predict.planning import gpt
+from infinity.tools.predict.prediction import predict
+from infinity.tools.predict.workload import workload
 
 WARM_UP_STEPS = 3
 MAX_SECONDS = 1800  # of one configuration; a run that takes longer hangs

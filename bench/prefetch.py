@@ -14,11 +14,11 @@ import statistics
 import tempfile
 
 import torch
+from _common import at_least, directory, error_bars, exit_with, given, parse, positive, positives, spread, step
 
 import infinity
-from _common import at_least, directory, error_bars, exit_with, given, parse, positive, positives, spread, step
 from infinity import output
-from infinity.gpt import GPT
+from infinity.model.gpt import GPT
 
 WAYS = ("ahead", "on demand")
 

@@ -15,11 +15,11 @@ import _common
 from infinity.config import Config, format_bytes
 from infinity.errors import BudgetError
 from infinity.output import pyplot, table, write_json
-from infinity.tools.formulas import gpt_size
-from infinity.tools.machine import Machine
-from infinity.tools.planning import gpt
-from infinity.tools.prediction import predict
-from infinity.tools.workload import workload
+from infinity.tools.predict.formulas import gpt_size
+from infinity.tools.predict.machine import Machine
+from infinity.tools.predict.planning import gpt
+from infinity.tools.predict.prediction import predict
+from infinity.tools.predict.workload import workload
 
 SEQ, VOCAB = 1024, 50257
 

@@ -22,10 +22,10 @@ import tempfile
 
 import torch
 import torch.nn.functional as F
+from _common import exit_with, given, parse, positive, positive_float
 from torch import nn
 
 import infinity
-from _common import exit_with, given, parse, positive, positive_float
 from infinity import output
 
 SEPARATOR_NBYTES = 2 << 20

@@ -16,10 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from _common import exit_with, given, parse, positive, spread
+
 from infinity import output
-from infinity.tools import search, tuning
 from infinity.config import format_bytes
-from infinity.drives import Drive
+from infinity.system.drives import Drive
+from infinity.tools.measure import search, tuning
 
 
 def main():

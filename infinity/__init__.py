@@ -1,20 +1,20 @@
 """Train PyTorch models far larger than device memory: every state lives on the device, in host memory or on NVMe."""
 
+from infinity.checkpoints.load import Loaded, load
+from infinity.checkpoints.load_safetensors import load_safetensors
+from infinity.checkpoints.save import Saving, save
 from infinity.config import Config
-from infinity.engine import Engine, engine_of, gathered, offload
-from infinity.importing import load_safetensors
-from infinity.init import init
+from infinity.engine.construction import init
+from infinity.engine.engine import Engine, engine_of, gathered, offload
+from infinity.engine.trace_file import save_trace
+from infinity.engine.vertical import vertical
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
-from infinity.optimizer import SGD, Adam, AdamW, Elementwise, Lion
-from infinity.recompute import checkpoint
-from infinity.residency import leaf
-from infinity.rules import Rule
-from infinity.loading import Loaded, load
-from infinity.saving import Saving, save
-from infinity.scaling import LossScale
-from infinity.tiling import TiledEmbedding, TiledLinear, linear_cross_entropy, tile_large_layers
-from infinity.tracing import save_trace
-from infinity.vertical import vertical
+from infinity.model.recompute import checkpoint
+from infinity.model.tiling import TiledEmbedding, TiledLinear, linear_cross_entropy, tile_large_layers
+from infinity.optim.loss_scale import LossScale
+from infinity.optim.optimizers import SGD, Adam, AdamW, Elementwise, Lion
+from infinity.optim.rules import Rule
+from infinity.tiers.state import leaf
 
 __all__ = [
     "Adam",
@@ -58,7 +58,7 @@ __all__ = [
 def __getattr__(name: str):
     """The bridge to torch.distributed.checkpoint comes when it is asked for: that package alone takes a second to import."""
     if name in ("load_dcp", "save_dcp"):
-        from infinity import dcp
+        from infinity.checkpoints import dcp
 
         return getattr(dcp, name)
     raise AttributeError(f"module 'infinity' has no attribute {name!r}")

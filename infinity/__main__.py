@@ -2,7 +2,7 @@
 
 import sys
 
-from infinity.cli import main
+from infinity.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

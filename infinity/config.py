@@ -15,10 +15,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
-from infinity import settings
+from infinity import config_files
 from infinity.deepspeed import Conversion, convert
 from infinity.errors import ConfigError
-from infinity.mounts import why_no_path
+from infinity.system.mounts import why_no_path
 
 DEFAULT_NVME = Path("infinity-swap")
 LEAST_CHUNK_MIB, LARGEST_CHUNK_MIB = 2**-9, 2**30  # the least is a block
@@ -258,8 +258,8 @@ def command_layers(arguments, options: Sequence[str] = ()) -> list[Layer]:
     """What a command was told: infinity.toml if it is here and has a table [config], then the file of --config, then --set, then
     those of the command's own options, named by their fields, that were given (are not None)."""
     layers = []
-    if Path(settings.DEFAULT_NAME).is_file() and "config" in settings.read(settings.DEFAULT_NAME):
-        layers.append((settings.DEFAULT_NAME, _table_of(settings.DEFAULT_NAME)))
+    if Path(config_files.DEFAULT_NAME).is_file() and "config" in config_files.read(config_files.DEFAULT_NAME):
+        layers.append((config_files.DEFAULT_NAME, _table_of(config_files.DEFAULT_NAME)))
     if arguments.config is not None:
         layers.append((str(arguments.config), _table_of(arguments.config)))
     layers += set_layers(arguments)
@@ -272,13 +272,13 @@ def command_layers(arguments, options: Sequence[str] = ()) -> list[Layer]:
 
 def set_layers(arguments) -> list[Layer]:
     """Those of --set alone."""
-    pairs = [settings.assignment(text) for text in arguments.set]
+    pairs = [config_files.assignment(text) for text in arguments.set]
     return [("--set", {name: value}) for name, value in pairs]
 
 
 def _table_of(path):
     """[config] of a file, paths of nvme as seen from here."""
-    content = settings.read(path).get("config")
+    content = config_files.read(path).get("config")
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} has no table [config]; put the settings of the engine into one")
     table = dict(content)
@@ -293,7 +293,7 @@ def _table_of(path):
 def converted(source: Mapping | str | os.PathLike) -> tuple[str, Conversion]:
     """A configuration of DeepSpeed's: what to call it, and what becomes of it."""
     given = isinstance(source, Mapping)
-    origin, content = ("DeepSpeed", source) if given else (str(source), settings.read_json(source))
+    origin, content = ("DeepSpeed", source) if given else (str(source), config_files.read_json(source))
     try:
         return origin, convert(content)
     except ConfigError as error:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import infinity
-from infinity.arena import Arena
-from infinity.compressor import NUM_BUFFERS, NUM_LANES, Compressor
-from infinity.tiers import Swap
+from infinity.system.arena import Arena
+from infinity.system.swap import Swap
+from infinity.tiers.compression import NUM_BUFFERS, NUM_LANES, Compressor
 
 NVME = {"weights": "nvme", "states": "nvme", "residency": "none"}
 

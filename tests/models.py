@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.gpt import GPT
+from infinity.model.gpt import GPT
 
 H = 24  # a width that no alignment divides
 
@@ -371,7 +371,7 @@ def inputs(model, step):
 
 
 def loss_of(output):
-    from infinity.hooks import tensors_in
+    from infinity.engine.hooks import tensors_in
 
     return sum(tensor.float().square().mean() for tensor in tensors_in(output) if tensor.is_floating_point())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity import settings
+from infinity import config_files
 from infinity.config import CHOICES, Config, command_layers, format_bytes, parse_bytes
 from infinity.errors import BudgetError, ConfigError, SwapError, UsageError
 
@@ -218,7 +218,7 @@ def test_errors_are_the_builtin_kinds_that_callers_expect():
     assert isinstance(error, OSError) and (error.errno, error.filename) == (28, "/swap/file")
 
 
-@pytest.mark.parametrize("module", ["errors", "config", "chunks"])
+@pytest.mark.parametrize("module", ["errors", "config"])
 def test_the_pure_layers_do_not_import_torch(module):
     source = Path(sys.modules[Config.__module__].__file__).parent / f"{module}.py"
     code = (
@@ -251,7 +251,7 @@ def test_fields_that_do_not_go_together_are_refused_with_the_cure(fields, expect
 def write(path, **values):
     """A file of settings as a user writes one."""
     content = {"config": values, "machine": {"devices": 8}}
-    path.write_text(json.dumps(content) if path.suffix == ".json" else settings.to_toml(content))
+    path.write_text(json.dumps(content) if path.suffix == ".json" else config_files.to_toml(content))
     return path
 
 

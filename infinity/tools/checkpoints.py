@@ -7,11 +7,11 @@ import json
 import time
 from pathlib import Path
 
+from infinity.checkpoints.convert import export, reshard
+from infinity.checkpoints.manifest import VERSION
+from infinity.checkpoints.store import Checkpoint
 from infinity.config import format_bytes, parse_bytes
-from infinity.conversion import export, reshard
 from infinity.errors import printable
-from infinity.manifest import VERSION
-from infinity.store import Checkpoint
 from infinity.tools.progress import BytesProgress
 
 

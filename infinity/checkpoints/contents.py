@@ -1,0 +1,121 @@
+"""What a checkpoint of an engine holds beside records: names of parameters, loose tensors, generators.
+
+Knows modules, and how a manifest calls things. Must not know bytes, files or steps.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import numpy as np
+import torch
+from torch import nn
+
+from infinity.checkpoints import manifest as manifests
+from infinity.checkpoints.manifest import Parameter, Whole
+from infinity.engine.engine import Engine
+from infinity.errors import CheckpointError
+from infinity.model import tiling
+
+_MT_WORDS = 624  # of a Mersenne twister
+
+def parameters_of(engine: Engine) -> tuple[list[Parameter], dict[str, str]]:
+    """The engine's parameters as a manifest has them, but for their steps, and the other names of tied ones (of tiled layers)."""
+    places = tiling.places(engine.model)
+    found, names = [], {}
+    for state in engine.registry.params:
+        place = places.get(state.param)
+        whole = Whole(place.name, place.shape, place.begin) if place is not None else None
+        found.append(Parameter(state.name, tuple(state.shape), state.trainable, state.group, whole=whole))
+        names[id(state.param)] = state.name
+    everything = engine.model.named_parameters(remove_duplicate=False)
+    aliases = {name: names[id(param)] for name, param in everything if id(param) in names and param not in places}
+    return found, {name: first for name, first in aliases.items() if name != first} | tiling.tied(engine.model)
+
+
+def loose_tensors(engine: Engine) -> dict[str, torch.Tensor]:
+    """What of a state_dict is in no record: persistent buffers, and parameters that are no floating-point numbers or empty."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in engine.model.named_modules():
+        own = {name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        own |= {name: param for name, param in dict.items(module._parameters) if param is not None and not engine.manages(param)}
+        found |= {f"{prefix}.{name}" if prefix else name: value for name, value in own.items() if value is not None}
+    return found
+
+
+def with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    plain = nn.Module.get_extra_state
+    return [(name, module) for name, module in model.named_modules() if type(module).get_extra_state is not plain]
+
+
+def generators(device: torch.device) -> dict:
+    """The states of the random number generators of this process, in JSON."""
+    kind, keys, *rest = np.random.get_state()
+    version, words, gauss = random.getstate()
+    found = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "cuda": torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else None,
+        "numpy": (kind, keys.tobytes(), *rest),
+        "python": (version, np.array(words, dtype=np.uint32).tobytes(), gauss),
+    }
+    return manifests.encode(found, lambda tensor: 0, "generators")
+
+
+def checked_generators(found: object, device: torch.device) -> dict:
+    """States as `set_generators` takes them. Raises CheckpointError for what is none: native code reads and writes where they say."""
+    try:
+        kind, keys, position, *gauss = found["numpy"]
+        version, words, next_gauss = found["python"]
+        if not isinstance(words, bytes):  # as it was first written
+            words = np.array(words, dtype=np.uint32).tobytes() if all(type(word) is int and 0 <= word < 1 << 32 for word in words) else b""
+        *_, last = struct.unpack(f"<{_MT_WORDS + 1}I", words)
+        cuda = found["cuda"] if device.type == "cuda" else None
+        checks = {
+            "torch": _is_torch_state(found["torch"]),
+            "cuda": cuda is None or _is_cuda_state(cuda, device),
+            "numpy": kind == "MT19937"
+            and isinstance(keys, bytes)
+            and len(keys) == 4 * _MT_WORDS
+            and type(position) is int
+            and 0 <= position <= _MT_WORDS
+            and len(gauss) == 2
+            and type(gauss[0]) is int
+            and gauss[0] in (0, 1)
+            and type(gauss[1]) is float,
+            "python": version == 3 and 0 <= last <= _MT_WORDS and (next_gauss is None or type(next_gauss) is float),
+        }
+    except (KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
+        raise CheckpointError(f"the generators' states in the checkpoint make no sense ({type(error).__name__}: {error})") from None
+    if wrong := [name for name, is_right in checks.items() if not is_right]:
+        raise CheckpointError(f"the generators' states in the checkpoint make no sense: that of {', '.join(wrong)} is none")
+    python = (version, struct.unpack(f"<{_MT_WORDS + 1}I", words), next_gauss)
+    numpy = (kind, np.frombuffer(keys, dtype=np.uint32), position, *gauss)
+    return {"torch": found["torch"], "cuda": cuda, "numpy": numpy, "python": python}
+
+
+def set_generators(found: dict, device: torch.device) -> None:
+    """found: of `checked_generators`."""
+    torch.set_rng_state(torch.frombuffer(bytearray(found["torch"]), dtype=torch.uint8))
+    if found["cuda"] is not None:
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(found["cuda"]), dtype=torch.uint8), device)
+    np.random.set_state(found["numpy"])
+    random.setstate(found["python"])
+
+
+def _is_torch_state(state: object) -> bool:
+    """Whether it is one of torch's generator on the CPU. It is told how many of its words are left and which is next, each checked by
+    torch for itself alone, and then draws: so many words behind the next one must be there."""
+    here = torch.get_rng_state().numpy().tobytes()
+    if not isinstance(state, bytes) or len(state) != len(here):
+        return False
+    left, seeded, following = struct.unpack_from("<iiQ", state, 8)
+    is_fresh = (left, following) == (1, 0)
+    flags = {struct.unpack_from("<i", state, 5040)[0], state[5052]}  # whether a normal number was drawn ahead
+    return seeded == 1 and (is_fresh or (0 < left <= _MT_WORDS and left + following == _MT_WORDS + 1)) and flags <= {0, 1}
+
+
+def _is_cuda_state(state: object, device: torch.device) -> bool:
+    """Whether it is a seed and an offset, of which each draw takes a multiple of four."""
+    here = torch.cuda.get_rng_state(device).numel()
+    return isinstance(state, bytes) and len(state) == here == 16 and 0 <= struct.unpack_from("<q", state, 8)[0] and not state[8] % 4

@@ -1,0 +1,125 @@
+"""Filling a model of an engine with the weights of safetensors files: `infinity.load_safetensors`.
+
+Knows names, and which part of a file's tensor each parameter is. Must not know records: the engine takes slices of what it is given.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from infinity.checkpoints.safetensors import TensorFiles
+from infinity.config import checked_path, listed
+from infinity.engine.engine import Engine, engine_of
+from infinity.errors import CheckpointError
+from infinity.model import tiling
+
+
+def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool = True) -> None:
+    """Give a model the weights and buffers of a safetensors file, or of a folder of them such as a Hugging Face model's.
+
+    Names are those of the model's state_dict(); one of several tied ones is enough. Any floating dtype; fp32 values become
+    masters. Each rank reads its slices only, a part of a tensor at a time. Before the optimizer is made, what a model built in
+    `infinity.init` gets is read when that is made: the files must stay until then. Moments of a model that has some stay. Call
+    it on all ranks.
+
+    Raises CheckpointError for damaged files, and for names that are missing, unknown (both allowed with strict=False) or of
+    another shape: all in one, before anything is changed.
+    """
+    engine = engine_of(model)
+    checked_path(path)
+    files = engine.ranks.together(lambda: TensorFiles(path), undo=TensorFiles.close)
+    try:
+        sources = engine.ranks.together(lambda: _match(model, files, strict))
+        engine.ranks.together(lambda: _give(engine, sources))
+    except BaseException:
+        files.close()
+        raise
+
+
+def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[torch.Tensor, _Part]]:
+    """Each parameter and buffer, once, with its values."""
+    places = tiling.places(model)
+    wanted: dict[str, list[tuple[str, torch.Tensor]]] = {}  # by tensor: (a name of it, the parameter or buffer)
+    tied: dict[int, set[str]] = {}
+    for name, value in _entries(model):
+        place = places.get(value)
+        whole = place.name if place is not None else name
+        tied.setdefault(id(value), set()).add(whole)
+        wanted.setdefault(whole, []).append((name, value))
+    wrong, missing, sources = [], [], {}
+    for whole, entries in wanted.items():
+        names = [whole, *(other for _, value in entries for other in sorted(tied[id(value)]))]
+        found = next((name for name in names if name in files.names), None)
+        if found is None:
+            unreadable = next((name for name in names if name in files.unreadable), None)
+            if unreadable is not None:
+                wrong.append(files.unreadable[unreadable].refusal)
+            else:
+                missing.append(whole)
+            continue
+        info = files.names[found]
+        for name, value in entries:
+            place = places.get(value)
+            shape = place.shape if place is not None else tuple(value.shape)
+            if info.shape != shape:
+                wrong.append(f"{whole} has shape {list(info.shape)} there and {list(shape)} here")
+                break
+            if value.is_floating_point() and not info.dtype.is_floating_point:
+                wrong.append(f"{whole} is {info.dtype} there, no floating-point numbers")
+                break
+            sources.setdefault(id(value), (value, _Part(files, found, value.shape, place.begin if place is not None else None)))
+    unknown = sorted((files.names.keys() | files.unreadable.keys()) - {name for names in tied.values() for name in names})
+    if strict:
+        wrong += [f"{what}: {listed(names)}" for what, names in (("missing there", missing), ("unknown here", unknown)) if names]
+    if wrong:
+        raise CheckpointError(f"{files.path} does not fit the model: {'; '.join(wrong)}")
+    return list(sources.values())
+
+
+def _give(engine: Engine, sources: list[tuple[torch.Tensor, _Part]]) -> None:
+    for value, part in sources:
+        if engine.manages(value):
+            engine.give(value, part)
+        else:
+            with torch.no_grad():
+                value.copy_(part[: value.numel()].view(value.shape))
+
+
+class _Part:
+    """A parameter's values, in a file: what is sliced is read. 1-D."""
+
+    def __init__(self, files: TensorFiles, name: str, shape: torch.Size, begin: tuple[int, ...] | None):
+        self.files, self.name = files, name
+        self.numel = shape.numel()
+        whole = files.names[name].shape
+        self.row = shape[1:].numel() if len(shape) > 1 else 1  # elements of a row of it, and of the whole tensor
+        self.whole_row = torch.Size(whole[1:]).numel() if len(whole) > 1 else 1
+        self.begin = begin[0] if begin else 0
+        self.column = begin[1] if begin and len(begin) > 1 else 0
+
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        start, stop, _ = part.indices(self.numel)
+        if self.row == self.whole_row:
+            return self._read(self.begin * self.row + start, stop - start)
+        first, last = start // self.row, -(-stop // self.row)
+        rows = self._read((self.begin + first) * self.whole_row, (last - first) * self.whole_row).view(-1, self.whole_row)
+        values = rows[:, self.column : self.column + self.row].reshape(-1)
+        return values[start - first * self.row : stop - first * self.row]
+
+    def to(self, dtype: torch.dtype, **options) -> torch.Tensor:
+        return self[:].to(dtype, **options)
+
+    def _read(self, start: int, numel: int) -> torch.Tensor:
+        return self.files.read(self.name, start, numel)
+
+
+def _entries(model: nn.Module):
+    """Every parameter, under each of its names, and every buffer that a state_dict has."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

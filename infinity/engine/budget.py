@@ -1,0 +1,241 @@
+"""What the device has room for beside the activations: measures these, and gives what they leave free to weights and records.
+
+Knows budgets, spans and where records live. Must not know ops, what gradients are worth or what an update computes. The
+training thread calls it, on every rank at the same point.
+"""
+
+# [Note: the device margin]
+# What ops allocate for themselves, activations and workspaces, is known only once they ran. So the first step, and a step
+# whose inputs are so much larger than those before that they might not fit, runs on the least that the engine needs, while the
+# allocator's peak in each op is read; what the engine did not hold of it is the op's. After the step, the engine takes what
+# this leaves free. The plan keeps weights there; if there is room for all of them, records follow, those of the first spans
+# first: their gradients come last and their weights are needed first, so nothing else could hide their update. They are
+# updated on the device. Each keeps its place in its home, host memory or NVMe, to which it returns when inputs grow. Only where
+# these are too small for the model do the first records live on the device from the start, and stay.
+#
+# Sending records of the host to the device for their update alone does not pay where the host's memory is what bounds both:
+# on a host of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+
+import torch
+
+from infinity.plan import placement as planner
+from infinity.plan.packing import STATES, WEIGHTS
+from infinity.plan.placement import Placement
+from infinity.system.ranks import Ranks
+from infinity.tiers.gradients import Gradients
+from infinity.tiers.records import Records
+from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, Registry, SpanState
+from infinity.tiers.updates import Updater, segments
+from infinity.tiers.values import Values
+from infinity.tiers.weights import Pipeline
+
+SLACK = 0.05  # of what the device has for this process: left to the gaps between the allocator's blocks
+GROWTH_EXPONENT = 2  # how fast an op's memory may grow with a dimension of the inputs: attention's does
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Margin:
+    """Divides the engine's device memory between spans and records.
+
+    bound_nbytes: the most that the engine may hold there; None where only activations bound it. finish(chunk) applies and
+    awaits an update of the chunk that is announced.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        records: Records,
+        pipeline: Pipeline,
+        gradients: Gradients,
+        updater: Updater,
+        values: Values,
+        tier: DeviceTier,
+        ranks: Ranks,
+        placement: Placement,
+        gauge,
+        *,
+        bound_nbytes: int | None,
+        finish: Callable[[ChunkState], None],
+    ):
+        self.registry = registry
+        self.records = records
+        self.pipeline = pipeline
+        self.gradients = gradients
+        self.updater = updater
+        self.values = values
+        self.tier = tier
+        self.ranks = ranks
+        self.placement = placement
+        self.gauge = gauge
+        self.bound_nbytes = bound_nbytes
+        self.holds_records = False
+        self.finish = finish
+        self.op_nbytes: dict[Hashable, int] = {}  # the most that each op was seen to allocate, by its key
+        self.promoted: list[tuple[SpanState, int]] = []  # whose records are on the device, and what these take there
+        self.movable = set(placement.homes[STATES]) != {"device"}  # else all lives on the device and has no other home
+        self.budget_nbytes = placement.least_nbytes if self.movable and gauge is not None else placement.device_nbytes
+        self._measured: dict[bool, list[Shapes]] = {True: [], False: []}  # inputs known to fit, of passes that build a graph or not
+        self._growing: list[tuple[bool, Shapes]] = []  # those of the step under way that none of them covers
+        self._op: Hashable = None
+        self._held_nbytes = 0  # by the engine when the op began
+        self._unsettled = True
+        self._divide()
+
+    @property
+    def activation_nbytes(self) -> int:
+        """The most that was allocated beside the engine's own."""
+        return max(self.op_nbytes.values(), default=0)
+
+    def hold_records(self) -> None:
+        """From now on records may leave their homes for the device."""
+        self.holds_records = self._unsettled = True
+
+    def begin_forward(self, shapes: Shapes, builds_graph: bool) -> None:
+        """A pass over inputs of these shapes begins: measure it if it is larger than those before, make room if it may not fit.
+
+        Inputs in which no shape is to be seen are measured every time, but no room is made for them.
+        """
+        if self.gauge is None or not self.movable:  # nothing to measure, or nothing to give back
+            return
+        known = self._measured[True] + ([] if builds_graph else self._measured[False])
+        growth = min((_growth(shapes, seen) for seen in known), default=math.inf)
+        if growth > 1 and all(_growth(shapes, seen) > 1 for graph, seen in self._growing if graph or not builds_graph):
+            self._growing.append((builds_graph, shapes))
+        first = not any(self._measured.values())  # the budget is still the least
+        fits = first or growth <= 1 or self._room(self.activation_nbytes * growth**GROWTH_EXPONENT) >= self.budget_nbytes
+        grows, lacks = self.ranks.max_(torch.tensor([growth > 1 or not shapes, not fits], dtype=torch.int32)).tolist()
+        if lacks:
+            self._retreat()
+        if grows and self.pipeline.on_acquire is None:
+            self._unsettled = True
+            self.gauge.peak_nbytes()
+            self._op, self._held_nbytes = None, self.tier.held_nbytes
+            self.pipeline.on_acquire = self._note
+
+    def settle(self) -> bool:
+        """A step is over: divide what its activations left free. Returns whether another plan is due."""
+        if not self._unsettled:
+            return False
+        self._unsettled = False
+        if self.pipeline.on_acquire is not None:
+            self._note(None)
+            self.pipeline.on_acquire = None
+            for builds_graph, shapes in self._growing:
+                known = self._measured[builds_graph]
+                known[:] = [seen for seen in known if _growth(seen, shapes) > 1] + [shapes]
+            self._growing = []
+        budget = self.placement.device_nbytes
+        if self.movable and self.gauge is not None:
+            budget = max(self._room(self.activation_nbytes), self.placement.least_nbytes)
+        budget = int(self.ranks.min_(torch.tensor([budget])).item())
+        before = self.tier.budget_nbytes, len(self.promoted)
+        room = budget - self.placement.gradient_limit_nbytes if self.holds_records and self.movable else 0
+        due = planner.records_on_device(
+            self.registry.layout,
+            [chunk.record for chunk in self.registry.chunks],
+            self.placement.homes[STATES],
+            room_nbytes=room,
+            gradient_itemsize=4 if self.gradients.accumulate else None,
+            snapshots={span.index for span in self.registry.spans if self.values.keeps_snapshot(span)},
+        )
+        while len(self.promoted) > len(due):
+            self._demote()
+        self.budget_nbytes = budget
+        self._divide()
+        for index, nbytes in due[len(self.promoted) :]:
+            self._promote(self.registry.spans[index], nbytes)
+        return before != (self.tier.budget_nbytes, len(self.promoted))
+
+    def _room(self, activation_nbytes: float) -> float:
+        """Device bytes for the engine beside activations of that many."""
+        room = int(self.gauge.capacity_nbytes() * (1 - SLACK)) - activation_nbytes
+        return room if self.bound_nbytes is None else min(room, self.bound_nbytes)
+
+    def _note(self, key: Hashable) -> None:
+        """An op begins; the allocator's peak was that of the one before."""
+        held = self.tier.held_nbytes
+        taken = self.gauge.peak_nbytes() - min(held, self._held_nbytes)
+        self.op_nbytes[self._op] = max(taken, self.op_nbytes.get(self._op, 0))
+        self._op, self._held_nbytes = key, held
+
+    def _divide(self) -> None:
+        """What records on the device do not take is for spans that come and go."""
+        taken = self.placement.fixed_nbytes + sum(nbytes for _, nbytes in self.promoted)
+        if not self.placement.pinned:
+            taken += sum(span.nbytes for span, _ in self.promoted)
+        self.tier.budget_nbytes = max(self.budget_nbytes - taken, self.placement.least_nbytes - self.placement.fixed_nbytes)
+        self.tier.limit_nbytes = max(self.placement.device_nbytes - taken, self.tier.budget_nbytes)
+
+    def _retreat(self) -> None:
+        """Leave to the activations all but the least."""
+        while self.promoted:
+            self._demote()
+        self.budget_nbytes = self.placement.least_nbytes
+        self._divide()
+        self.pipeline.evict_idle()
+
+    def _promote(self, span: SpanState, nbytes: int) -> None:
+        """Bring a span's records to the device, for good or until `_demote`."""
+        for chunk in self.registry.chunks_in(span):
+            self.finish(chunk)
+            chunk.save_first()
+        self.pipeline.acquire_aside([span])
+        self.values.keep_written(span)
+        if not span.pinned:
+            self.tier.pin(span)
+        for chunk in self.registry.chunks_in(span):
+            entry = self.records.obtain(chunk, STATES)
+            states = entry.memory.tensor(torch.uint8, 0, chunk.record.states_nbytes).to(span.flat.device, copy=True)  # in one block
+            chunk.device_states = {
+                segment.name: states[offset : offset + chunk.record.numel * segment.itemsize].view(TORCH_DTYPES[segment.dtype])
+                for segment, offset, _ in chunk.record.of(STATES)
+            }
+            self.records.unpin(chunk, STATES, entry)
+            self.tier.book(chunk.record.states_nbytes)
+            chunk.weights_home = chunk.states_home = "device"
+            for kind in (WEIGHTS, STATES):
+                self.records.discard(chunk, kind)
+        self.values.make_snapshot(span)
+        self.pipeline.release(span)
+        self.promoted.append((span, nbytes))
+        self._divide()
+
+    def _demote(self) -> None:
+        """Send the records that were promoted last back to their homes; weights that an op holds stay as long as it does."""
+        span, _ = self.promoted[-1]
+        self.gradients.drain()
+        self.updater.drain()
+        self.values.keep_written(span)
+        for chunk in self.registry.chunks_in(span):
+            state = self.updater.device_state(chunk)
+            entries = {kind: self.records.fresh(chunk, kind) for kind in (WEIGHTS, STATES)}
+            self.records.begin_update(chunk, entries)
+            for name, tensor in segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory).items():
+                tensor.copy_(state[name])
+            self.records.write_back(chunk, entries)
+            chunk.weights_home = self.placement.homes[WEIGHTS][chunk.index]
+            chunk.states_home = self.placement.homes[STATES][chunk.index]
+            chunk.device_states = None
+            self.tier.book(-chunk.record.states_nbytes)
+            self.gradients.leave_device(chunk)
+        self.values.drop_snapshot(span)
+        if not self.placement.pinned:
+            self.tier.unpin(span)
+            if not span.holds:
+                self.pipeline.invalidate(span)
+        self.promoted.pop()
+        self._divide()
+
+
+def _growth(shapes: Shapes, seen: Shapes) -> float:
+    """By how much one of the inputs exceeds its like, as the product over its dimensions that do; infinite for others in kind."""
+    if [len(shape) for shape in shapes] != [len(shape) for shape in seen]:
+        return math.inf
+    pairs = zip(shapes, seen)
+    return max((math.prod(max(1.0, size / max(known, 1)) for size, known in zip(*pair)) for pair in pairs), default=1.0)

@@ -1,0 +1,80 @@
+"""Parts of PyTorch that would do an engine's work with its parameters: replicas of a model, optimizers of torch's own. Found and refused.
+
+Knows these classes of torch, and whose a parameter is. Must not know what an engine does.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from infinity.errors import UsageError
+from infinity.model.parameters import owner_of
+from infinity.optim.optimizers import Elementwise
+
+
+def refuse_optimizers(named: Collection[tuple[str, nn.Parameter]]) -> None:
+    """Raise UsageError if an optimizer of torch's own was made over one of these parameters, which train and have no other."""
+    names = {id(param): name for name, param in named}
+    if not _optimizer_over(names):
+        return
+    gc.collect()  # some are only garbage
+    if found := _optimizer_over(names):
+        kind, name = found
+        raise UsageError(
+            f"torch.optim.{kind} was made over {name}, which is in an engine: its gradient leaves for the engine's tiers, where its states "
+            f"live, too. Make infinity.{kind if kind in _OURS else 'AdamW'}(model.parameters(), ...) instead, before the first forward pass."
+        )
+
+
+_OURS = {kind.__name__ for kind in Elementwise.__subclasses__()}
+
+
+def _optimizer_over(names: dict[int, str]) -> tuple[str, str] | None:
+    """The class of such an optimizer and a parameter's name. Nothing else knows all optimizers but the garbage collector."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.optim.Optimizer) and not isinstance(thing, Elementwise):
+            for group in vars(thing).get("param_groups", ()):
+                for param in group["params"]:
+                    if id(param) in names:
+                        return type(thing).__name__, names[id(param)]
+    return None
+
+
+def refuse_replicas(model: nn.Module) -> None:
+    """Raise UsageError if a model that an engine is to take is, or holds, a wrapper that copies it to devices or ranks."""
+    for module in model.modules():
+        if isinstance(module, _REPLICAS) and _copies(module):
+            raise UsageError(_refusal(module, "give the engine the model that it wraps, its `.module`"))
+
+
+@functools.cache
+def watch_replicas() -> None:
+    """From now on, refuse such a wrapper when it is made around a model that is in an engine."""
+    register_module_module_registration_hook(_registered)
+
+
+def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if isinstance(parent, _REPLICAS) and child is not None and _copies(parent):
+        if any(owner_of(param) is not None for param in child.parameters()):
+            raise UsageError(_refusal(parent, "call the model itself"))
+
+
+_REPLICAS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def _copies(wrapper: nn.Module) -> bool:
+    """DataParallel hands on the call where it finds no second device."""
+    return not isinstance(wrapper, nn.DataParallel) or torch.cuda.device_count() > 1
+
+
+def _refusal(wrapper: nn.Module, remedy: str) -> str:
+    return (
+        f"{type(wrapper).__name__} copies a whole model for each device or rank, but an engine slices its parameters over all ranks and sums "
+        f"their gradients itself. Leave the wrapper out: {remedy}. With several GPUs, start a process for each one with torchrun."
+    )

@@ -1,0 +1,746 @@
+"""From one step to the next: decides when gradients, updates and plans are due, and what may not happen in between.
+
+Knows the parts that do it by their faces, and the optimizer. Must not know how bytes move, what a kernel computes, what hooks a module
+has, or how an engine starts and ends. Over 400 lines because the rules for what may happen between forward, backward and step() hang
+together: each guards the state that another one changes.
+"""
+
+# [Note: when a chunk is updated]
+# Deferred: step() announces the update of each chunk that has a gradient (`pending`) and remembers the hyper-parameters;
+# the update begins when the next forward fetches the chunk, or when something else needs it: its next gradient, a read.
+# Backward: in the last backward pass before step(), a chunk is updated as soon as all its gradients are there and no op
+# and no saved view needs its weights any more; step() updates the rest. Both compute the same, see updates.py.
+#
+# [Note: expected gradients]
+# How many gradients a parameter receives in one backward pass is known from the same one of the last step, if as many forward passes came
+# before that and as many ops used the parameter: several if reentrant checkpoints share it, none if it is unused. In the first step, or if
+# others run than in the last one or parameters are frozen or thawed, a parameter of an op that ran once is expected to receive one, of an op that did not run none. With
+# anything else, such as a backward pass over a graph that is older than the last one, the chunk waits for the end of the pass. So it
+# does once it has received more than was expected, and where one of several forward passes uses a parameter that had no gradient in
+# the last step: the one that goes backward may be another this time.
+#
+# [Note: backward passes that only pass through]
+# A frozen model hands gradients on to what it was given: a critic, a teacher, a base under adapters that are not the engine's. So a
+# backward pass belongs to a step only once it brings a gradient to one of the engine's parameters, on any rank; before that, it is taken to
+# if a forward pass since the last such one had anything to train. One that brings none needs no optimizer, counts as none of
+# `accumulation_steps`, and a step() after it changes nothing, as in plain PyTorch. With no step() to end it, a cycle of the pipeline ends
+# there, or where a forward pass has built no graph.
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass
+
+from infinity.config import Config
+from infinity.engine.budget import Margin
+from infinity.engine.build import Assembly
+from infinity.engine.foreign import refuse_optimizers
+from infinity.engine.hooks import Hooks, map_tensors, tensors_in
+from infinity.errors import NonFiniteError, UsageError
+from infinity.model.parameters import get_grad, set_grad
+from infinity.optim.adam import NormAccumulator
+from infinity.optim.loss_scale import Scaler
+from infinity.plan.packing import STATES, WEIGHTS
+from infinity.plan.schedule import NEVER
+from infinity.system import interrupts
+from infinity.system.events import Events
+from infinity.system.interrupts import uninterrupted
+from infinity.system.ranks import Ranks
+from infinity.tiers.state import ChunkState, ParameterState, Presence
+from infinity.tiers.updates import Hyper, add_norm
+
+_MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
+_TORN = "a backward pass after one that failed half-way and had begun to update; see step()"
+_EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_MOST_FORWARDS = 16  # in a cycle that no step() ends: graphs may be built that never go backward
+
+
+class Cycle:
+    """The steps of an engine that has started. margin, hooks, turn, optimizer and, for fp16, scaler are given after construction.
+
+    deferred: updates follow step() instead of the backward pass.
+    """
+
+    margin: Margin
+    hooks: Hooks
+    turn: contextlib.AbstractContextManager
+
+    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, *, deferred: bool):
+        self.config = config
+        self.ranks = ranks
+        self.events = events
+        self.registry, self.records, self.pipeline = parts.registry, parts.records, parts.pipeline
+        self.gradients, self.updater, self.activations = parts.gradients, parts.updater, parts.activations
+        self.deferred = deferred
+        self.optimizer = None
+        self.scaler: Scaler | None = None
+        self.closed = False
+        self.half_loaded = False  # a checkpoint's records are not all there
+        self.num_skipped = 0  # steps whose gradients were not finite
+        self._awaits_end = False  # a backward pass under way will call end_backward
+        self.num_forwards = 0  # that built a graph and had something to train, since the last backward pass that counts
+        self._num_passing = 0  # forward passes of a cycle of the pipeline that no step() ends
+        self._looked = False  # for optimizers of torch's own, before the first forward pass that trains
+        self._cycle_is_over = True  # the next such pass begins another
+        self._forwards_last: dict[int, int] = {}  # in the step before, by backward pass
+        self.by_layer: bool | None = None  # whether the step under way, or the last one, is one of infinity.vertical
+        self._frozen = [state for state in self.registry.params if not state.trainable]
+        self._trainable = [state for state in self.registry.params if state.trainable]
+        self._departed: list[ParameterState] = []  # whose gradients have left, and param.grad says so
+        self._gradients_wait = False  # for a step() or zero_grad()
+        self._reset()
+        self.first_step = True
+        self.gradients.raise_failure = self.raise_failure
+        self.pipeline.begin_update = lambda chunk: self.begin_update(chunk, chunk.pending)
+        self.pipeline.hurry_update = self.updater.hurry
+        self.pipeline.in_backward = lambda: self.backward_task is not None
+        self.pipeline.reduce = self._reduce
+        self.pipeline.reduce_unplanned = self._reduce_unplanned
+        self.pipeline.read_states = self._read_states
+
+    def close(self) -> None:
+        """Nothing may follow."""
+        self.closed = True
+        with DisableTorchFunctionSubclass():
+            for state in self._departed:
+                set_grad(state.param, None)
+        self._departed.clear()
+
+    # What the hooks call.
+
+    def begin_forward(self, model: nn.Module, inputs: object) -> None:
+        """An outermost module of the model is called; inputs: whatever it is called with."""
+        with self.turn:  # after what another thread saves or loads; that sees by the hooks' thread that this one has begun
+            pass
+        self._check_open()
+        interrupts.guard()
+        if torch._C._are_functorch_transforms_active():
+            raise UsageError(
+                "torch.func transforms (grad, vjp, vmap, ...) do not see when weights come and go. Use loss.backward() or "
+                "torch.autograd.grad."
+            )
+        if torch.jit.is_tracing():
+            raise UsageError(
+                "torch.jit.trace notes the memory that weights are in for the moment, and would read it when they are elsewhere. Trace a "
+                "model that is in no engine, with this one's values: plain.load_state_dict(model.state_dict())."
+            )
+        if torch.is_autocast_enabled(self.pipeline.device.type) and self.config.dtype == "fp32":
+            raise UsageError(
+                "torch.autocast over an fp32 engine casts weights that come and go, and caches the casts. Use "
+                'infinity.Config(dtype="bf16") instead, which keeps fp32 masters.'
+            )
+        self.raise_failure()
+        self.end_interrupted()
+        self.refuse_half_updated("a forward pass")
+        if not self.in_backward():
+            self._awaits_end = False  # of a backward pass that failed
+            self._clear_gradients()
+            self._check_frozen()
+            trains = torch.is_grad_enabled() and any(state.param.requires_grad for state in self._trainable)
+            self.num_forwards += trains
+            if trains and not self._looked:
+                self._refuse_other_optimizers()
+                self._looked = True
+            passes = torch.is_grad_enabled() and not (self.num_forwards or self.num_backwards)
+            if self.optimizer is None or passes:
+                self._begin_passing()
+        if self.backward_task is None and self.optimizer is not None and torch.is_grad_enabled():
+            self._begin_step_of(by_layer=False)
+        if self.activations is not None:
+            self.activations.begin_forward(model.buffers())
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
+        self.margin.begin_forward(shapes, self.hooks.recording)
+
+    def _begin_passing(self) -> None:
+        """A forward pass of a cycle that no step() will end; see [Note: backward passes that only pass through]."""
+        self.hooks.recording = True
+        self._num_passing += 1
+        if self._cycle_is_over or self._num_passing > _MOST_FORWARDS:
+            if self.pipeline.trace:
+                self.pipeline.adopt((), (), anew=self.optimizer is None and self.margin.settle())
+                self.pipeline.begin_cycle()
+            self._cycle_is_over, self._num_passing = True, 1
+
+    def graph_built(self) -> None:
+        """The outermost forward pass returned something that has a gradient: its backward pass belongs to the cycle."""
+        self._cycle_is_over = False
+
+    def _begin_step_of(self, *, by_layer: bool) -> None:
+        """An ordinary step and one of `infinity.vertical` have nothing to learn from each other: trace, gradients, plan."""
+        if self.by_layer is not None and self.by_layer != by_layer:
+            self.first_step = True
+            self.pipeline.forget()
+        self.by_layer = by_layer
+        if not self.num_backwards and not self.pipeline.trace and self.pipeline.has_begun:
+            self.pipeline.begin_cycle()  # evaluations have run since the last step
+
+    def scaled(self, output):
+        """The whole model's outputs: of an fp16 model in fp32, and their gradients loss-scaled."""
+        scaler = self.scaler
+        if scaler is None:
+            return output
+        return map_tensors(output, lambda tensor: scaler.apply(tensor) if tensor.is_floating_point() else tensor)
+
+    def begin_backward(self) -> None:
+        """The gradient of an outermost output is known; once a backward pass."""
+        if self.backward_task is not None:
+            return
+        self._clear_gradients()
+        self._check_open()
+        self.await_end()
+        self.backward_task = torch._C._current_graph_task_id()
+        self.hooks.recording = True  # an evaluation may have run since the forward pass
+        self.trains, self.came = self.num_forwards > 0 and self._why_not_train() is None, False
+        if self.trains:
+            self._expect_gradients()
+        else:
+            for state in self.registry.params:
+                state.arrivals = 0
+
+    def _why_not_train(self, state: ParameterState | None = None) -> str | None:
+        """What is wrong with gradients now, if anything is, or with this parameter's."""
+        if self.optimizer is None:
+            return (
+                f"a backward pass brings a gradient to {state.name if state else 'a parameter'}, and its engine has no optimizer. Make "
+                f"infinity.AdamW(model.parameters()) before the first forward pass; or freeze the model, with model.requires_grad_(False), "
+                f"where gradients are only to pass through, as through a critic, a reward model or a teacher."
+            )
+        if self.torn:
+            return _TORN
+        if self.num_backwards >= self.optimizer.accumulation_steps:
+            return (
+                f"backward pass {self.num_backwards + 1} since the last step, but accumulation_steps="
+                f"{self.optimizer.accumulation_steps}. Declare it: infinity.AdamW(..., accumulation_steps=...)."
+            )
+        return None
+
+    def _refuse_other_optimizers(self) -> None:
+        if self.optimizer is None:
+            refuse_optimizers([(state.name, state.param) for state in self._trainable if state.param.requires_grad])
+
+    def await_end(self) -> None:
+        """Have end_backward called when the backward pass under way is over, ours or not: of nested ones that from which this is called
+        first."""
+        if self.backward_task is None and not self._awaits_end:
+            self._awaits_end = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _expect_gradients(self) -> None:
+        last = self.num_backwards + 1 == self.optimizer.accumulation_steps
+        self.early_hyper = self._hyper() if last and not self.deferred else None
+        number, forwards = self.num_backwards, self.num_forwards
+        later = self.backward_task == _MANY_GRAPHS  # forward passes are still to come
+        as_before = not self.first_step and forwards == self._forwards_last.get(number) and (forwards or later)
+        self._forwards_last[number] = forwards
+        for state in self.registry.params:
+            state.arrivals = 0
+            if as_before and state.touched == state.touched_last.get(number):
+                arrived = state.arrived_last.get(number, math.inf)
+                state.expected = arrived if arrived or not state.touched or forwards <= 1 else math.inf
+            else:
+                state.expected = state.touched if forwards and not later and state.touched <= 1 else math.inf
+            state.touched_last[number] = state.touched
+        for chunk in self.registry.chunks:
+            chunk.missing = sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces)
+            chunk.update_expected = self.early_hyper is not None and chunk.trainable and chunk.missing > 0
+
+    def expect_gradient(self, state: ParameterState) -> None:
+        """Autograd is about to add to `param.grad`."""
+        if self.backward_task is None:
+            if self.scaler is not None:
+                raise UsageError(
+                    f"{state.name} has a gradient that comes from no output of the model, so it is not loss-scaled, as dtype='fp16' "
+                    f"needs it. Return what the loss is made of as tensors, in tuples, lists, dicts or dataclasses; or use bf16."
+                )
+            self.begin_backward()
+        if not self.trains:
+            if (refusal := self._why_not_train(state)) is not None:
+                self.backward_task, self._awaits_end = None, False  # nothing of the step has changed
+                self.hooks.release_all()
+                self.pipeline.drain_dropped()
+                self._refuse_other_optimizers()
+                raise UsageError(refusal)
+            self.trains = True
+            self._expect_gradients()
+        self.came = True
+
+    def gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
+        """A parameter's gradient of this backward pass, or of one region of it."""
+        self.expect_gradient(state)
+        if state.group is None:
+            return
+        chunks = self.registry.chunks_of(state)
+        for chunk in chunks:
+            if chunk.updated or (self.ranks.world > 1 and chunk in self.waiting):  # other ranks may not have waited
+                raise UsageError(
+                    f"{state.name} received a gradient after it was updated in this backward pass, which the last step did "
+                    f"not show. Use update='deferred' for a model whose gradients come in changing numbers."
+                )
+            self.finish_announced(chunk)
+        self.gradients.arrive(state, grad)
+        del grad
+        state.arrivals += 1
+        if state.arrivals == state.expected:
+            for chunk in chunks:
+                chunk.missing -= 1
+                if not chunk.missing:
+                    self._complete(chunk)
+        elif state.arrivals > state.expected:
+            for chunk in chunks:
+                chunk.missing = math.inf
+        self._update_waiting()
+        self.gradients.wait_for_room()
+
+    @uninterrupted
+    def end_backward(self) -> None:
+        """The backward pass has succeeded."""
+        self._awaits_end = False
+        if self.backward_task is None:
+            return
+        self.backward_task = None
+        self.gradients.hurry()
+        self.hooks.release_all()
+        self.pipeline.drain_dropped()
+        if self.activations is not None:
+            self.activations.drain()
+        for chunk in self.reduce_all():
+            self._sum_squares(chunk)
+        self._cycle_is_over, self.has_passed = True, True
+        if not self.came:
+            return
+        number = self.num_backwards
+        self._ends[number] = len(self.pipeline.trace)
+        self.num_backwards += 1
+        self.num_forwards = 0
+        with DisableTorchFunctionSubclass():
+            for state in self.registry.params:
+                state.arrived_last[number] = state.arrivals
+                state.touched = 0
+                if state.arrivals:
+                    set_grad(state.param, state.departed)
+                    self._departed.append(state)
+        self._gradients_wait = True
+        self._update_waiting()
+
+    @uninterrupted
+    def reduce_all(self) -> list[ChunkState]:
+        """Reduce whatever gradients any rank has gathered since the last reduction; every rank must call it."""
+        if self.ranks.world == 1:
+            return []
+        waiting = torch.tensor([self.came, *(chunk.flat_gradient is not None for chunk in self.registry.chunks)], dtype=torch.int32)
+        self.came, *waiting = map(bool, self.ranks.max_(waiting).tolist())
+        found = [chunk for chunk, waits in zip(self.registry.chunks, waiting) if waits]
+        for chunk in found:
+            self.gradients.reduce(chunk)
+        return found
+
+    # What vertical accumulation calls.
+
+    @contextlib.contextmanager
+    def one_backward(self, num_micro_batches: int):
+        """All backward passes of a step are one inside the block, however many graphs it runs."""
+        self._check_open()
+        if self.backward_task is not None:
+            raise UsageError("infinity.vertical inside a backward pass or another infinity.vertical")
+        if self.failed:
+            raise UsageError("infinity.vertical after a backward pass that raised; call zero_grad() first")
+        if num_micro_batches != self.optimizer.accumulation_steps or self.num_backwards:
+            raise UsageError(
+                f"infinity.vertical takes all {num_micro_batches} micro-batches of a step at once, but there is accumulation_steps="
+                f"{self.optimizer.accumulation_steps} and {self.num_backwards} backward passes were made since the last step. Give them "
+                f"to the optimizer's constructor."
+            )
+        self._refuse_torn()
+        self._begin_step_of(by_layer=True)
+        self.backward_task, self.num_backwards, self.trains, self.came = _MANY_GRAPHS, num_micro_batches - 1, True, True
+        self._expect_gradients()
+        try:
+            yield
+        except BaseException:
+            self.abandon_backward()
+            raise
+        self.end_backward()
+
+    @contextlib.contextmanager
+    def one_segment(self):
+        """What the block's ops fetch stays until it ends."""
+        self.hooks.begin_segment()
+        try:
+            yield
+        finally:
+            self.hooks.end_segment()
+
+    # What the optimizer calls.
+
+    def step(self) -> None:
+        """Ends a step; called without gradients."""
+        self.check_gradients()
+        if self.backward_task is not None:
+            self.abandon_backward()
+        if self.torn:
+            raise UsageError(
+                "the last backward pass failed after some chunks had been updated: weights are of two steps. Start again from "
+                "a checkpoint; with update='deferred' a failed backward pass can be repeated."
+            )
+        if self.failed:
+            raise UsageError("step() after a backward pass that raised; call zero_grad() and run it again")
+        if not (self.num_backwards or self.has_passed):
+            raise UsageError("step() without a finished backward pass since the last step")
+        self.hooks.refuse_running("step()")
+        self.raise_failure()
+        hyper = self._hyper()
+        if self.early_hyper is not None and self.early_hyper.groups != hyper.groups:
+            raise UsageError(
+                "hyper-parameters changed between the backward pass, which has begun to update, and step(). Change them after "
+                "step(), or use update='deferred'."
+            )
+        ready = [chunk for chunk in self.registry.chunks if chunk.gradient_job is not None and not chunk.updated]
+        ready = [chunk for chunk in ready if chunk.pending is None]
+        if not self.deferred:
+            ready.sort(key=lambda chunk: chunk.gradient_number)  # in the order in which their gradients came
+        if self._sums_squares():
+            norm = self._norm(ready) * hyper.grad_scale
+            overflow = self.config.watches_nonfinite and not math.isfinite(norm)
+            if self.scaler is not None:
+                self.scaler.update(overflow)
+            if self.optimizer.max_grad_norm is not None:
+                self.optimizer.grad_norm = norm
+            if overflow:
+                self._skip(ready)
+                return
+            if self.optimizer.max_grad_norm is not None:
+                clip = self.optimizer.max_grad_norm / (norm + _EPS_OF_CLIPPING)
+                hyper.grad_scale *= 1.0 if clip >= 1 else clip  # a norm that is no number makes every gradient none, as in PyTorch
+        for chunk in ready:
+            if self.deferred and not chunk.on_device:
+                self._announce(chunk, hyper)
+            else:
+                self.gradients.wait_for(chunk)
+                self.begin_update(chunk, hyper)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        completions = self._completions()
+        self.pipeline.adopt(*completions, anew=self.margin.settle())
+        self._reset()
+        self._gradients_wait = False
+        self.events.step_done()
+        self.pipeline.begin_cycle()
+
+    def _skip(self, ready: list[ChunkState]) -> None:
+        """Forget the step's gradients, which are not finite on some rank: no state changes, on any rank."""
+        self.num_skipped += 1
+        raises = self.config.nonfinite == "raise"
+        found = self._first_nonfinite(ready) if raises else None
+        for chunk in ready:
+            self.gradients.wait_for(chunk)
+            self.gradients.drop(chunk)
+        self._end_step()
+        if raises:
+            raise NonFiniteError(
+                f"{self.ranks.name}: gradients of this step are not finite; {found}. No state was "
+                f"changed; a lower learning rate or max_grad_norm may help, nonfinite='skip' goes on without the step."
+            )
+
+    def _first_nonfinite(self, ready: list[ChunkState]) -> str:
+        for chunk in ready:
+            with self.gradients.shard(chunk) as gradient:
+                for piece in chunk.pieces:
+                    part = gradient[piece.start : piece.start + piece.numel]
+                    if piece.param in chunk.received and not part.isfinite().all():
+                        return f"the first is of {self.registry.params[piece.param].name}"
+        return "they lie in the shards of other ranks"
+
+    def zero_grad(self) -> None:
+        self._gradients_wait = False
+        self.hooks.end_interrupted_calls()
+        self._clear_gradients()
+        if self.backward_task is not None:
+            self.abandon_backward()
+        if any(chunk.updated for chunk in self.registry.chunks) and not self.torn:
+            raise UsageError(
+                "zero_grad() between a backward pass that has begun to update and its step(). Call it after step(), or use "
+                "update='deferred'."
+            )
+        dropped = [
+            chunk
+            for chunk in self.registry.chunks
+            if chunk.pending is None and not chunk.updated
+            if chunk.gradient_job or chunk.flat_gradient is not None or chunk.received  # the last alone after an interrupt on the way
+            if chunk.updating is None or chunk.updating.done
+        ]
+        if dropped:
+            self.gradients.drain()
+        for chunk in dropped:
+            self.gradients.drop(chunk)
+        self.pipeline.trace.clear()
+        self._reset(torn=self.torn)
+
+    # What is refused.
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong in a lane, if anything did."""
+        self._refuse_half_loaded()
+        failure = self.records.failure or self.updater.failure or self.gradients.failure
+        if self.activations is not None:
+            failure = failure or self.activations.failure
+        if failure is not None:
+            raise failure
+
+    def refuse_half_updated(self, what: str, *, change: bool = False) -> None:
+        """Between a backward pass that updates and step(), weights are of two steps, which would go unnoticed. change: those that stay on
+        the device are not, yet; but what a program may change then must not depend on where they are."""
+        self._refuse_half_loaded()
+        updates = change and self.early_hyper is not None or any(chunk.updated for chunk in self.registry.chunks)
+        if self.backward_task is None and not self.torn and updates:
+            raise UsageError(
+                f"{what} between a backward pass that has begun to update and its step(): some weights are new already. Call "
+                f"step() first, or use update='deferred'. Where several backward passes make a step, declare it: "
+                f"infinity.AdamW(..., accumulation_steps=...)."
+            )
+
+    def _refuse_half_loaded(self) -> None:
+        if self.half_loaded:
+            raise UsageError("the last infinity.load failed half-way: weights are of two states. Load one that is whole.")
+
+    def _refuse_torn(self) -> None:
+        if self.torn:
+            raise UsageError(_TORN)
+
+    def check_gradients(self) -> None:
+        """Drop what model.zero_grad() did; raises UsageError where it dropped some only, or too late."""
+        with DisableTorchFunctionSubclass():
+            found = [(state, get_grad(state.param)) for state in self._departed]
+        given = [state.name for state, grad in found if grad is not None and grad is not state.departed]
+        if given:
+            raise UsageError(
+                f"{given[0]}.grad was given a value, which the engine would not use: gradients have left for its tiers. Change them as "
+                f"they arrive, with param.register_hook(...)."
+            )
+        dropped = [state.name for state, grad in found if grad is None] if self._gradients_wait else []
+        if dropped and len(dropped) == len(self._departed):
+            self.zero_grad()
+        elif dropped:
+            raise UsageError(
+                f"the gradient of {dropped[0]} was dropped and others were not; the engine can only drop all: call "
+                f"optimizer.zero_grad(). To train a part of the model, freeze the others with requires_grad_(False)."
+            )
+
+    def _clear_gradients(self) -> None:
+        """Autograd is to find no gradient to add to."""
+        self.check_gradients()
+        with DisableTorchFunctionSubclass():
+            for state in self._departed:
+                set_grad(state.param, None)
+        self._departed.clear()
+
+    def _check_frozen(self) -> None:
+        for state in self._frozen:
+            if state.param.requires_grad:
+                raise UsageError(
+                    f"{state.name} was frozen when the engine started and has no optimizer states. Call requires_grad_() before the "
+                    f"optimizer is made; parameters that train may be frozen, and thawed again, at any time."
+                )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise UsageError("the engine is closed")
+
+    # Gradients and updates.
+
+    def _complete(self, chunk: ChunkState) -> None:
+        """All gradients that are expected of a chunk have arrived: no op of this pass wants its weights again."""
+        chunk.weights_expected = False
+        if chunk.span.presence is not Presence.FETCHING:
+            self.records.drop(chunk, WEIGHTS)
+        self.completed.append((self.num_backwards, max(len(self.pipeline.trace) - 1, 0), chunk.index))
+        if self.ranks.world == 1:
+            self._gradient_ready(chunk)
+
+    def _reduce(self, chunk: ChunkState) -> None:
+        """The plan says that it is the chunk's turn; all ranks are at this point.
+
+        In a step that has left the plan the chunk's gradient may not be complete here.
+        """
+        if self.backward_task is None or chunk.updated or self.pipeline.off_plan:
+            return
+        self.gradients.reduce(chunk)
+        self._gradient_ready(chunk)
+
+    def _reduce_unplanned(self) -> None:
+        """Where no plan says when, all ranks meet at each acquire: reduce what is complete on all of them.
+
+        A gradient that some rank never gets is thus left to the end of the pass, in one order everywhere; so is one of a span that
+        autograd still needs on some rank, for the op may bring more of it.
+        """
+        if self.ranks.world == 1 or self.backward_task is None:
+            return
+        chunks = self.registry.chunks
+        complete = torch.tensor([not chunk.missing and not chunk.span.handles for chunk in chunks], dtype=torch.int32)
+        empty = torch.tensor([chunk.flat_gradient is None for chunk in chunks], dtype=torch.int32)
+        self.ranks.min_(agreed := torch.stack([complete, empty]))
+        for chunk, is_complete, is_empty in zip(chunks, *agreed.tolist()):
+            if is_complete and not is_empty:
+                self.gradients.reduce(chunk)
+                self._gradient_ready(chunk)
+
+    def _gradient_ready(self, chunk: ChunkState) -> None:
+        if self.early_hyper is not None and not chunk.on_device:
+            self.waiting.append(chunk)
+            self._update_waiting()
+        else:
+            self._sum_squares(chunk)
+
+    def _update_waiting(self) -> None:
+        """Update chunks whose gradients are complete and whose weights nobody needs any more."""
+        if not self.waiting:
+            return
+        self.pipeline.drain_dropped()
+        for chunk in list(self.waiting):
+            if not chunk.span.holds and not chunk.span.handles:
+                self.waiting.remove(chunk)
+                chunk.updated = True
+                self.begin_update(chunk, self.early_hyper)
+
+    def _announce(self, chunk: ChunkState, hyper: Hyper) -> None:
+        """The chunk is updated when it is next needed; until then its device copy is stale."""
+        self.make_stale(chunk)  # first: it may adopt what forward wrote, which waits for an update that is pending
+        chunk.pending = hyper
+
+    def begin_update(self, chunk: ChunkState, hyper: Hyper) -> None:
+        if chunk.pending is None:
+            self.make_stale(chunk)
+        self.updater.begin(chunk, hyper, urgent=not self.deferred)
+        self.pipeline.num_updates_begun += 1  # only now: what it asks for must not look like the last to be used again
+
+    def make_stale(self, chunk: ChunkState) -> None:
+        self.pipeline.invalidate(chunk.span)
+        for param in chunk.whole_pieces:
+            self.note_change(self.registry.params[param])
+
+    @staticmethod
+    def note_change(state: ParameterState) -> None:
+        """What autograd has saved of the parameter is old; the engine knows its value."""
+        torch.autograd.graph.increment_version(state.counter)
+        state.version = state.counter._version
+
+    def finish_announced(self, chunk: ChunkState) -> None:
+        """Wait for the chunk's update: before its next gradient arrives, or its record is read."""
+        if chunk.pending is not None:
+            self.begin_update(chunk, chunk.pending)
+        if chunk.updating is not None:
+            if not chunk.updating.done:
+                self.records.hurry_all()
+            self.events.wait("update", chunk.updating, chunk.index)
+
+    def _read_states(self, chunk: ChunkState) -> None:
+        if chunk.states_home == "nvme" and chunk.trainable and not chunk.updated and chunk.pending is None:
+            self.records.request(chunk, STATES, pin=False)
+
+    # The norm of all gradients.
+
+    def _sums_squares(self) -> bool:
+        return self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite
+
+    def _sum_squares(self, chunk: ChunkState) -> None:
+        """Add up the squares of a complete gradient behind the backward pass, if the norm is asked for."""
+        if self._sums_squares() and self.num_backwards + 1 >= self.optimizer.accumulation_steps:
+            self._begin_sum(chunk)
+
+    def _begin_sum(self, chunk: ChunkState) -> None:
+        job = chunk.gradient_job
+
+        def work() -> NormAccumulator:
+            stream = job.wait()
+            if stream is not None:  # of a gradient that stays on the device
+                stream.synchronize()
+            total = NormAccumulator()
+            with self.gradients.shard(chunk) as gradient:
+                add_norm(chunk, gradient, total)
+            return total
+
+        chunk.norm_job = self.updater.sum_squares(work)
+
+    def _norm(self, chunks: list[ChunkState]) -> float:
+        """The global norm of the summed gradients, the same bits for every placement and chunk size."""
+        total = NormAccumulator()
+        for chunk in chunks:
+            if chunk.norm_job is None:
+                self._begin_sum(chunk)
+            total.merge(self.events.wait("gc", chunk.norm_job, chunk.index))
+        self.ranks.sum_(total.limbs)
+        return total.value()
+
+    # Steps and passes.
+
+    def _hyper(self) -> Hyper:
+        scale = self.scaler.scale if self.scaler is not None else self.ranks.world
+        return Hyper(self.optimizer.rule, self.optimizer.snapshot(), 1.0 / scale)
+
+    def _completions(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(position, chunk), in order, of gradients that were complete on every rank, and those of them due for an update."""
+        completed = self.completed if self.ranks.world == 1 else self._completed_by_all()
+        final = -1 if self.deferred else self.optimizer.accumulation_steps - 1
+        early = [(p, c) for b, p, c in completed if b == final and not self.registry.chunks[c].on_device]
+        return [(p, c) for _, p, c in completed], early
+
+    def _completed_by_all(self) -> list[tuple[int, int, int]]:
+        """As `completed`, on several ranks: not before the pass's last use of their span, for which of an op's parameters have gradients may
+        differ between ranks and steps. What is complete only after the last use of a pass is reduced with the rest: it comes last."""
+        trace, found = self.pipeline.trace, []
+        positions = torch.full((self.optimizer.accumulation_steps, len(self.registry.chunks)), NEVER)
+        for backward, position, chunk in self.completed:
+            positions[backward, chunk] = position
+        agreed = self.ranks.max_(positions).tolist()
+        for backward, end in self._ends.items():
+            last_uses = {span: position for position, use in enumerate(trace[:end]) for span in use.spans}
+            for chunk, position in reversed([*enumerate(agreed[backward])]):
+                if position < NEVER:
+                    position = max(position, last_uses.get(self.registry.chunks[chunk].span.index, 0))
+                    found.append((backward, position if position + 1 < end else len(trace), chunk))
+        return sorted(found, key=lambda entry: entry[1])
+
+    def end_interrupted(self) -> None:
+        """Calls of modules and backward passes that an interrupt or an error has ended, in this thread, are over."""
+        self.hooks.end_interrupted_calls()
+        if self.backward_task not in (None, _MANY_GRAPHS) and not self.in_backward():
+            self.abandon_backward()
+
+    @uninterrupted
+    def abandon_backward(self) -> None:
+        """The last backward pass raised."""
+        self.backward_task, self._awaits_end = None, False
+        self.failed = True
+        with DisableTorchFunctionSubclass():
+            for state in self.registry.params:
+                if state.trainable and get_grad(state.param) is not state.departed:
+                    set_grad(state.param, None)  # it came, but its hook did not
+        self.gradients.hurry()
+        self.hooks.release_all()
+        self.torn = self.torn or any(chunk.updated for chunk in self.registry.chunks)
+
+    def _reset(self, torn: bool = False) -> None:
+        """Nothing has happened since the last step."""
+        self.backward_task: int | None = None
+        self.num_backwards = 0  # that brought gradients
+        self.trains = False  # the backward pass under way, or the last one, is taken to be one of the step
+        self.came = False  # it has brought a gradient: until it is over on this rank, then on any
+        self.has_passed = False  # a backward pass is over
+        self.early_hyper: Hyper | None = None
+        self.torn = torn
+        self.failed = False  # a backward pass raised
+        self.waiting: list[ChunkState] = []
+        self.completed: list[tuple[int, int, int]] = []  # (backward pass, position in the trace, chunk)
+        self._ends: dict[int, int] = {}  # of backward passes, in the trace
+        self.first_step = False
+        for chunk in self.registry.chunks:
+            chunk.updated = False
+            chunk.update_expected = False
+
+    @staticmethod
+    def in_backward() -> bool:
+        return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,123 @@
+"""What a program meets where it looks for values and gradients that are not there: state_dict, load_state_dict, param.grad.
+
+Knows modules and an engine that reads and writes whole parameters. Must not know where these live.
+"""
+
+# [Note: values by name]
+# A module's entries in a state_dict are replaced, as each is made, by the values that the engine has: one parameter at a time,
+# whole, on the CPU. Loading takes the entry away before PyTorch sees it, for PyTorch would copy it into a placeholder, or with
+# assign=True put another parameter in its place; the key does not count as missing afterwards.
+#
+# [Note: gradients that have left]
+# After a backward pass `param.grad` is an object that has the gradient's shape, dtype and device, and refuses everything else
+# with the remedy: what clips, scales or sums gradients must not silently find none. It goes before the next gradient arrives.
+
+from __future__ import annotations
+
+import sys
+import weakref
+
+import torch
+from torch import nn
+
+from infinity.errors import UsageError
+from infinity.model.parameters import TiedNames, converts_to_itself, is_conversion, is_metadata
+
+_OF_ITSELF = frozenset({torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.data.__set__})
+
+
+NO_SCALER = (
+    "torch.amp.GradScaler looks for gradients in param.grad, which they leave for the engine's tiers: leave the scaler out. With dtype='fp16' "
+    "the optimizer scales the loss and skips steps that overflow by itself, as loss_scale=infinity.LossScale(...) says; bf16 and fp32 need no scale."
+)
+
+
+class DepartedGradient(torch.Tensor):
+    """Stands in `param.grad` for a gradient that the engine has taken."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor):
+        return torch.Tensor._make_subclass(cls, like.detach(), False)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
+            raise UsageError(NO_SCALER)
+        if func in _OF_ITSELF or is_metadata(func, args, kwargs or {}):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if is_conversion(func) and converts_to_itself(func, args, kwargs or {}):  # as by model.cpu()
+            return args[0]
+        raise UsageError(
+            "gradients leave param.grad for the engine's tiers as they arrive, so they cannot be clipped, scaled or read there. "
+            "Clip with the optimizer's max_grad_norm=..., which also leaves the norm in optimizer.grad_norm; drop them with "
+            "optimizer.zero_grad(); to look at one, use param.register_hook(...)."
+        )
+
+    def __repr__(self, **options):
+        return "DepartedGradient()"
+
+    def __deepcopy__(self, memo):
+        return None
+
+
+class Facade:
+    """Puts itself between a model and its state_dict.
+
+    engine: has `manages(param)`, `is_held(param)`, `read_weight(param)` and `write_weight(param, value)`.
+    """
+
+    def __init__(self, engine, model: nn.Module):
+        self._engine = weakref.ref(engine)
+        self._tied = TiedNames()
+        self._loaded: dict[nn.Module, list[str]] = {}
+        self._away: dict[int, str] = {}  # after close: names by the address of the placeholder
+        for module in model.modules():
+            if any(param is not None and engine.manages(param) for param in module._parameters.values()):
+                module.register_state_dict_post_hook(lambda *args: self._save(*args))
+                module.register_load_state_dict_pre_hook(lambda *args: self._load(*args))
+                module.register_load_state_dict_post_hook(lambda *args: self._forgive(*args))
+
+    def close(self, away: dict[int, str]) -> None:
+        """The engine is closed: from now on the model has what it is given. away: placeholders, by their addresses."""
+        self._engine, self._away = (lambda: None), away
+
+    def _save(self, module: nn.Module, state_dict: dict, prefix: str, local_metadata) -> None:
+        engine = self._engine()
+        for name, param in self._managed(engine, module):
+            if prefix + name in state_dict:
+                if (twin := self._tied.twin(state_dict, prefix + name, id(param))) is not None:
+                    state_dict[prefix + name] = twin
+                    continue
+                if engine is None:
+                    name = self._away[param.data_ptr()]
+                    raise UsageError(f"the engine is closed and {name} is only a placeholder; call state_dict() before")
+                state_dict[prefix + name] = engine.read_weight(param)
+
+    def _load(self, module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+        engine, taken = self._engine(), []
+        for name, param in self._managed(engine, module):
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+                continue  # PyTorch says what is wrong
+            if engine is None:
+                param.data = torch.empty_like(value, dtype=param.dtype, device=param.device)
+            elif engine.is_held(param):
+                local_metadata["assign_to_params_buffers"] = False  # PyTorch copies it into the parameter, which is there
+            else:
+                engine.write_weight(param, value)
+                del state_dict[prefix + name]
+                taken.append(prefix + name)
+        self._loaded[module] = taken
+
+    def _forgive(self, module: nn.Module, incompatible) -> None:
+        for key in self._loaded.pop(module, ()):
+            if key in incompatible.missing_keys:
+                incompatible.missing_keys.remove(key)
+
+    def _managed(self, engine, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """The module's own parameters that are placeholders, or may be."""
+        found = [(name, param) for name, param in dict.items(module._parameters) if param is not None]
+        if engine is None:
+            return [(name, param) for name, param in found if param.data_ptr() in self._away]
+        return [(name, param) for name, param in found if engine.manages(param)]

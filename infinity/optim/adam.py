@@ -1,0 +1,367 @@
+"""The Adam update of one shard, the split master, and the exact gradient norm: the Python face of _adam.c.
+
+Knows flat tensors, and of a parameter no more than the name that its random bits are drawn from. Must not know chunks, ranks
+or tiers. On the CPU the C kernel works on the tensors' own memory; on CUDA a Triton kernel does, and where there is no Triton
+elementwise torch operations do, all with equal bits: the arithmetic is that of [Note: the fixed arithmetic] in _adam.c.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+
+from infinity.optim import _adam
+
+NUM_LIMBS = 72
+BLOCK_NUMEL = 1024
+_LANES = 32
+_FALLBACK_NUMEL = 1 << 22  # of a gradient squared in float64 at a time
+_GRAD_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamScalars:
+    """What one update of one parameter group multiplies by. Doubles; the kernel rounds each to fp32 once."""
+
+    grad_scale: float
+    decay_or_l2: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    inv_sqrt_bias2: float
+    eps: float
+    step_size: float
+    decoupled: bool
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float = 1.0,
+        decoupled: bool = True,
+    ) -> AdamScalars:
+        """step counts from 1. grad_scale multiplies the gradient first (clipping, 1 / loss scale, 1 / accumulation).
+
+        decoupled: AdamW (Loshchilov & Hutter 2019, Algorithm 2); otherwise Adam with weight_decay as an L2 term.
+        """
+        if step < 1:
+            raise ValueError(f"step is {step}, expected 1 or more: steps count from 1")
+        beta1, beta2 = betas
+        return cls(
+            grad_scale=grad_scale,
+            decay_or_l2=1 - lr * weight_decay if decoupled else weight_decay,
+            beta1=beta1,
+            one_minus_beta1=1 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1 - beta2,
+            inv_sqrt_bias2=1 / math.sqrt(1 - beta2**step),
+            eps=eps,
+            step_size=lr / (1 - beta1**step),
+            decoupled=decoupled,
+        )
+
+    def scaled(self, grad_scale: float) -> AdamScalars:
+        """The same for a gradient that is multiplied by grad_scale first."""
+        return dataclasses.replace(self, grad_scale=self.grad_scale * grad_scale)
+
+
+@dataclass(frozen=True)
+class Dither:
+    """Random bits for elements index, index + 1, ... of a parameter, drawn from two 32-bit keys."""
+
+    key0: int
+    key1: int
+    index: int
+
+    @classmethod
+    def of(cls, seed: int, name: str, step: int, index: int) -> Dither:
+        """Of a seed, a parameter's name, its optimizer step and the element to begin with: whatever chunk or rank it is in.
+
+        One value serves up to the next multiple of 2^32 of the index.
+        """
+        text = f"{seed} {step} {index >> 32} {name}".encode()
+        key = hashlib.blake2b(text, digest_size=8).digest()
+        return cls(int.from_bytes(key[:4], "little"), int.from_bytes(key[4:], "little"), index & 0xFFFFFFFF)
+
+    def after(self, numel: int) -> Dither:
+        """Of the elements behind the next numel."""
+        return Dither(self.key0, self.key1, self.index + numel)
+
+    def of_pair(self, number: int) -> Dither:
+        """Of the moments 2 * number and 2 * number + 1 of a rule that has more than two."""
+        return Dither(self.key0, (self.key1 + 0x9E3779B9 * number) & 0xFFFFFFFF, self.index)
+
+    def bits(self, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """32 random bits an element, int64 [numel]: what [Note: bf16 moments] in _adam.c states."""
+        x = torch.arange(self.index + self.key0, self.index + self.key0 + numel, device=device) & 0xFFFFFFFF
+        x = x * 0x85EBCA6B & 0xFFFFFFFF
+        x = (x ^ x >> 15 ^ self.key1) * 0xC2B2AE35 & 0xFFFFFFFF
+        return x ^ x >> 16
+
+
+def adam_step(
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    momentum: torch.Tensor,
+    variance: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    *,
+    dither: Dither | None = None,
+    threads: int = 0,
+    isa: str | None = None,
+) -> None:
+    """Update one shard in place. All 1-D contiguous [numel] on one device; grad bf16 or fp32.
+
+    weight bf16 and residual int16 are a split master ([Note: weight and residual] in _adam.c); weight fp32 and residual
+    None are the master itself. The moments are fp32, or with `dither`, for a split master, bf16 and rounded stochastically
+    ([Note: bf16 moments] in _adam.c). threads: 0 is one for each CPU that the calling thread may run on. isa: one of
+    `_adam.isas()`, "triton" or "torch" forces a variant. All give equal bits; a NaN is left behind as 0x7FC00000.
+    Raises ValueError if lengths, dtypes or devices differ, or if the CPU lacks isa.
+    """
+    _check(weight, "weight", torch.float32 if residual is None else torch.bfloat16)
+    if residual is not None:
+        _check(residual, "residual", torch.int16, like=weight)
+    if dither is not None and residual is None:
+        raise ValueError("dither goes with a split master only; an fp32 master has fp32 moments")
+    moment_dtype = torch.float32 if dither is None else torch.bfloat16
+    _check(momentum, "momentum", moment_dtype, like=weight)
+    _check(variance, "variance", moment_dtype, like=weight)
+    _check(grad, "grad", *_GRAD_DTYPES, like=weight)
+    s = scalars
+    numbers = (s.grad_scale, s.decay_or_l2, s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2)
+    numbers += (s.inv_sqrt_bias2, s.eps, s.step_size)
+    keys = None if dither is None else (dither.key0, dither.key1, dither.index)
+    if isa == "triton" or (isa is None and weight.is_cuda and _device_kernel() is not None):
+        return _device_kernel()(weight, residual, momentum, variance, grad, numbers, s.decoupled, keys)
+    if isa == "torch" or weight.device.type != "cpu":
+        return _adam_torch(weight, residual, momentum, variance, grad, s, dither)
+    _adam.adam(
+        weight.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        momentum.data_ptr(),
+        variance.data_ptr(),
+        grad.data_ptr(),
+        weight.numel(),
+        grad.dtype == torch.float32,
+        numbers,
+        s.decoupled,
+        keys,
+        threads,
+        isa,
+    )
+
+
+@functools.cache
+def _device_kernel():
+    """The Triton kernel, or None without Triton."""
+    try:
+        from infinity.optim import _adam_triton
+    except ImportError:
+        return None
+    return _adam_triton.adam
+
+
+def split_master(
+    master: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None, threads: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [numel] -> (weight bf16 [numel], residual int16 [numel]), into `out` if given.
+
+    Exact, but for a NaN, which becomes the quiet NaN of its sign.
+    """
+    _check(master, "master", torch.float32)
+    if out is None:
+        out = (torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16))
+    weight, residual = out
+    _check(weight, "weight", torch.bfloat16, like=master)
+    _check(residual, "residual", torch.int16, like=master)
+    if master.device.type == "cpu":
+        _adam.split(master.data_ptr(), weight.data_ptr(), residual.data_ptr(), master.numel(), threads)
+    else:
+        _split_torch(master, weight, residual)
+    return weight, residual
+
+
+def masters(shard: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The fp32 values of some elements of a shard, from its segments by name: weight, and residual or master. All 1-D [numel]."""
+    if "residual" in shard:
+        return join_master(shard["weight"].contiguous(), shard["residual"].contiguous())
+    return shard.get("master", shard["weight"]).float()
+
+
+def join_master(
+    weight: torch.Tensor, residual: torch.Tensor, *, out: torch.Tensor | None = None, threads: int = 0
+) -> torch.Tensor:
+    """(weight bf16 [numel], residual int16 [numel]) -> fp32 [numel], into `out` if given."""
+    _check(weight, "weight", torch.bfloat16)
+    _check(residual, "residual", torch.int16, like=weight)
+    if out is None:
+        out = torch.empty_like(weight, dtype=torch.float32)
+    _check(out, "out", torch.float32, like=weight)
+    if weight.device.type == "cpu":
+        _adam.join(weight.data_ptr(), residual.data_ptr(), out.data_ptr(), weight.numel(), threads)
+    else:
+        out.copy_(_join_torch(weight, residual))
+    return out
+
+
+def accumulate_(dst: torch.Tensor, src: torch.Tensor, first: bool, *, threads: int = 0) -> torch.Tensor:
+    """dst fp32 [numel] = src (bf16, fp16 or fp32 [numel]) if first, else += src. Returns dst."""
+    _check(dst, "dst", torch.float32)
+    _check(src, "src", *_GRAD_DTYPES, torch.float16, like=dst)
+    if dst.device.type == "cpu" and src.dtype != torch.float16:
+        is_fp32 = src.dtype == torch.float32
+        _adam.accumulate(dst.data_ptr(), src.data_ptr(), dst.numel(), is_fp32, first, threads)
+        return dst
+    return dst.copy_(src) if first else dst.add_(src)
+
+
+class NormAccumulator:
+    """The L2 norm of gradients that arrive in pieces; its bits depend on no order, split, thread or rank count.
+
+    limbs: int64 [72], the sum of squares as a fixed-point number ([Note: sums without an order] in _adam.c). Adding the
+    limbs of two accumulators as integers adds what they have seen: all_reduce them with SUM. Good for 2^41 elements.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self.limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=device)
+
+    def add(self, grad: torch.Tensor, *, threads: int = 0, isa: str | None = None) -> None:
+        """grad: bf16, fp16 or fp32, 1-D contiguous; it begins on a border of 1,024 elements of its parameter."""
+        _check(grad, "grad", *_GRAD_DTYPES, torch.float16)
+        if grad.dtype == torch.float16:
+            for part in grad.split(_FALLBACK_NUMEL):
+                self.add(part.float(), threads=threads, isa=isa)
+            return
+        if grad.device.type == "cpu" and self.limbs.device.type == "cpu" and isa != "torch":
+            is_fp32 = grad.dtype == torch.float32
+            _adam.sum_squares(grad.data_ptr(), grad.numel(), is_fp32, self.limbs.data_ptr(), threads)
+            return
+        for part in grad.detach().split(_FALLBACK_NUMEL):
+            self.limbs += _limbs_torch(_block_sums_torch(part)).to(self.limbs.device)
+
+    def merge(self, other: NormAccumulator) -> None:
+        self.limbs += other.limbs.to(self.limbs.device)
+
+    @property
+    def nonfinite(self) -> bool:
+        return bool(self.limbs[-2:].any())
+
+    def value(self) -> float:
+        """The square root of the sum, correctly rounded; NaN or infinity if a block's sum was."""
+        *digits, num_infinite, num_nan = self.limbs.tolist()
+        if num_nan or num_infinite:
+            return math.nan if num_nan else math.inf
+        # Units of 2^-1126, shifted so that the root has over 53 bits; its last bit stands for all that are cut off.
+        total = sum(digit << (32 * k) for k, digit in enumerate(digits)) << 128
+        root = math.isqrt(total)
+        root = 2 * root + (root * root != total)
+        return math.ldexp(root, -(1126 + 128) // 2 - 1)
+
+
+def _check(tensor: torch.Tensor, name: str, *dtypes: torch.dtype, like: torch.Tensor | None = None) -> None:
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, expected 1-D contiguous. "
+            "Pass a flat shard."
+        )
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if like is not None and tensor.numel() != like.numel():
+        raise ValueError(f"{name} has {tensor.numel()} elements, expected {like.numel()} as in the others")
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, expected {like.device} as the others")
+
+
+@torch.no_grad()
+def _adam_torch(weight, residual, momentum, variance, grad, s: AdamScalars, dither: Dither | None) -> None:
+    # One torch operation a rounding: addcmul_, lerp_ and alpha= would be contracted. No division by a scalar either,
+    # which on CUDA is a multiplication by the reciprocal. torch's own fp32 square root is MKL's on the CPU and 1 ulp off in
+    # one case of six; a float64 one within 1 ulp always rounds to the right fp32, since no root of an fp32 is that close
+    # to the middle of two.
+    p = weight.clone() if residual is None else _join_torch(weight, residual)
+    g = grad.float() * s.grad_scale
+    if s.decoupled:
+        p = p * s.decay_or_l2
+    else:
+        g = g + p * s.decay_or_l2
+    m = momentum.float() * s.beta1 + g * s.one_minus_beta1
+    v = variance.float() * s.beta2 + (g * g) * s.one_minus_beta2
+    d = v.double().sqrt().float() * s.inv_sqrt_bias2 + s.eps
+    p = p - (m / d) * s.step_size
+    m.masked_fill_(m.isnan(), math.nan)
+    v.masked_fill_(v.isnan(), math.nan)
+    if dither is None:
+        momentum.copy_(m)
+        variance.copy_(v)
+    else:
+        random = dither.bits(m.numel(), m.device)
+        store_dithered(momentum, m, random & 0xFFFF)
+        store_dithered(variance, v, random >> 16)
+    p.masked_fill_(p.isnan(), math.nan)
+    if residual is None:
+        weight.copy_(p)
+    else:
+        _split_torch(p, weight, residual)
+
+
+@torch.no_grad()
+def store_dithered(target: torch.Tensor, value: torch.Tensor, random: torch.Tensor) -> None:
+    """target bf16 [numel] = value fp32 [numel], rounded by adding 16 random bits an element (int64 [numel])."""
+    target.view(torch.int16).copy_((value.view(torch.int32) + random.int()) >> 16)
+
+
+@torch.no_grad()
+def _split_torch(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
+    bits = master.view(torch.int32)
+    bits = torch.where(master.isnan(), bits & -0x80000000 | 0x7FC00000, bits)
+    weight.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    residual.copy_(bits)
+
+
+@torch.no_grad()
+def _join_torch(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return ((weight.view(torch.int16).int() << 16) + residual).view(torch.float32)
+
+
+@torch.no_grad()
+def _block_sums_torch(grad: torch.Tensor) -> torch.Tensor:
+    """float64 [num_blocks], each block summed in the order of [Note: sums without an order]."""
+    padding = -grad.numel() % BLOCK_NUMEL
+    squares = torch.nn.functional.pad(grad.double(), (0, padding)).square_().view(-1, BLOCK_NUMEL // _LANES, _LANES)
+    lanes = squares[:, 0]
+    for row in range(1, squares.shape[1]):
+        lanes = lanes + squares[:, row]
+    while lanes.shape[1] > 1:
+        low, high = lanes.chunk(2, dim=1)
+        lanes = low + high
+    return lanes.squeeze(1)
+
+
+@torch.no_grad()
+def _limbs_torch(sums: torch.Tensor) -> torch.Tensor:
+    """The exact sum of float64 values, none negative, as limbs."""
+    bits = sums.view(torch.int64)
+    exponent = bits >> 52 & 0x7FF
+    mantissa = bits & 0xFFFFFFFFFFFFF | (exponent != 0).long() << 52
+    mantissa = torch.where(exponent == 0x7FF, 0, mantissa)
+    position = exponent.clamp(1, 0x7FE) + 51
+    limb, shift = position >> 5, position & 31
+    limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=sums.device)
+    limbs.index_add_(0, limb, mantissa << shift & 0xFFFFFFFF)
+    limbs.index_add_(0, limb + 1, mantissa >> (32 - shift) & 0xFFFFFFFF)
+    limbs.index_add_(0, limb + 2, mantissa >> (63 - shift) >> 1)
+    limbs[-2] = sums.isinf().sum()
+    limbs[-1] = sums.isnan().sum()
+    return limbs

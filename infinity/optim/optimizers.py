@@ -1,0 +1,245 @@
+"""AdamW, Adam, SGD and Lion as torch.optim.Optimizers whose states live in the engine's tiers.
+
+Knows parameter groups and hyper-parameters. The engine does the work; must not know how. What an update computes is in
+rules.py; a rule of the user's own goes into `Elementwise`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+
+import torch
+
+from infinity.errors import ConfigError, UsageError
+from infinity.model.parameters import owner_of
+from infinity.optim.loss_scale import LossScale
+from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise, failures_named
+from infinity.plan.packing import FORMATS
+
+REMEDY = "infinity.save and infinity.load keep them, infinity.save_dcp and load_dcp move them to and from other engines"
+
+_OF_KERNELS = ("foreach", "fused", "capturable", "differentiable")  # of torch's optimizers, without an effect on what they compute
+_RESERVED = tuple(dict.fromkeys(segment.name for format in FORMATS.values() for segment in format))  # weight, residual, master
+
+
+class Elementwise(torch.optim.Optimizer):
+    """An optimizer over parameters of one engine that computes what its rule says.
+
+    defaults: the rule's hyper-parameters; a parameter group may give its own. max_grad_norm: clip the global gradient norm
+    to it; `grad_norm` then holds the norm of the last step, skipped or not. accumulation_steps: backward passes a step; their gradients are
+    summed in fp32. loss_scale: for fp16, how the scale starts and moves. Learning-rate schedulers and parameter groups work
+    as usual. Raises ConfigError for hyper-parameters out of range, parameters that no engine owns, a rule that is not
+    elementwise, or a loss scale without fp16.
+    """
+
+    def __init__(
+        self,
+        params,
+        rule: Rule,
+        defaults: dict,
+        *,
+        max_grad_norm: float | None = None,
+        accumulation_steps: int = 1,
+        loss_scale: LossScale | None = None,
+        **unknown,
+    ):
+        if unknown:
+            self._refuse_unknown(next(iter(unknown)), defaults)
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above zero, or None")
+        if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+            raise ConfigError(f"accumulation_steps={accumulation_steps!r}: expected an integer of 1 or more")
+        names = rule.moments
+        if not isinstance(names, tuple) or not all(isinstance(name, str) and name.isidentifier() for name in names):
+            raise ConfigError(f"{type(rule).__name__}.moments={names!r}: expected a tuple of names")
+        if len({*names, *_RESERVED}) < len(names) + len(_RESERVED):
+            raise ConfigError(f"{type(rule).__name__}.moments={names!r}: expected different names, none of {', '.join(_RESERVED)}")
+        if loss_scale is not None and not isinstance(loss_scale, LossScale):
+            raise ConfigError(f"loss_scale={loss_scale!r}: expected infinity.LossScale(initial=...)")
+        self.rule = rule
+        self.max_grad_norm = max_grad_norm
+        self.accumulation_steps = accumulation_steps
+        self.loss_scale = loss_scale
+        self.grad_norm: float | None = None
+        self._names = tuple(defaults)
+        super().__init__(params, {name: _tuples(value) for name, value in defaults.items()})
+        self.state = States()
+        try:
+            for group in self.snapshot():
+                check_elementwise(rule, group)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        engines = {id(engine): engine for param in self._parameters() if (engine := self._engine_of(param))}
+        if not engines:
+            raise ConfigError("none of the parameters has elements that can be updated; give the optimizer those that train")
+        if len(engines) > 1:
+            raise ConfigError("the parameters belong to several engines; make one optimizer for each")
+        (self._engine,) = engines.values()
+        self._engine.attach(self)
+
+    def _refuse_unknown(self, name: str, defaults: dict) -> None:
+        kind, known = type(self).__name__, [*defaults, "max_grad_norm", "accumulation_steps", "loss_scale"]
+        if name in _OF_KERNELS:
+            remedy = "Leave it out: it chooses among kernels of torch's own, and the engine has others."
+        elif close := difflib.get_close_matches(name, known, 1):
+            remedy = f"Did you mean {close[0]}?"
+        else:
+            remedy = f"It takes {', '.join(known)}; what computes another update is an infinity.Rule of your own."
+        raise TypeError(f"infinity.{kind} has no argument {name!r}. {remedy}")
+
+    def step(self, closure=None):
+        """Update every parameter that has a gradient. Raises UsageError without a backward pass since the last step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.snapshot()
+        self._engine.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that no step() has used; those of the last step() are on their way and stay."""
+        self._engine.zero_grad()
+
+    def add_param_group(self, param_group: dict) -> None:
+        if getattr(self, "_engine", None) is not None:
+            raise UsageError("parameter groups are fixed once the optimizer is made; give all of them to its constructor")
+        super().add_param_group(param_group)
+
+    def state_dict(self):
+        """The hyper-parameters of each group, for libraries that ask, and a warning: states live in the engine's tiers. So it cannot be
+        pickled, and its "state" refuses to be read."""
+        warnings.warn(f"optimizer.state_dict() has hyper-parameters, and no moments or step counts: {REMEDY}", UserWarning, stacklevel=2)
+        return HyperParameters(super().state_dict() | {"state": States()})
+
+    def load_state_dict(self, state_dict):
+        """Set hyper-parameters. Raises UsageError for a dict with states: `infinity.load` and `infinity.load_dcp` load these."""
+        state = state_dict.get("state")
+        if not isinstance(state, States) and state:
+            raise UsageError(f"the optimizer's states live in the engine's tiers and are not loaded from a dict: {REMEDY}")
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = States()
+
+    def snapshot(self) -> list[dict]:
+        """The hyper-parameters of each group as plain numbers. Raises ConfigError for one that is out of range."""
+        return [self.hyper_parameters(group) for group in self.param_groups]
+
+    def hyper_parameters(self, group: dict) -> dict:
+        """Those of a group, as plain numbers. Raises ConfigError for one that is out of range."""
+        found = {}
+        for name in self._names:
+            if name not in group:
+                raise ConfigError(f"a parameter group has lost its {name!r}; set it again: optimizer.param_groups[i][{name!r}] = ...")
+            try:
+                found[name] = _plain(group[name])
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"optimizer hyper-parameters must be numbers: {name}={group[name]!r}: {error}") from None
+        try:
+            with failures_named(self.rule, found, "check"):
+                wrong = self.rule.check(found)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if wrong:
+            raise ConfigError("; ".join(wrong))
+        return found
+
+    def _parameters(self):
+        """Those that can be updated: what has no elements, or is frozen and no floating-point number, is nobody's."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [param for param in params if param.numel() and (param.is_floating_point() or param.requires_grad)]
+
+    def _engine_of(self, param):
+        engine = owner_of(param)
+        if engine is None and param.is_complex():
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is of {param.dtype}, which is not supported. Make it one of real numbers with a "
+                f"last dimension of 2, and use torch.view_as_complex(parameter) in forward."
+            )
+        if engine is None:
+            for other in filter(None, map(owner_of, self._parameters())):  # whose model it may have joined
+                if name := next((name for name, found in other.model.named_parameters() if found is param), None):
+                    raise ConfigError(
+                        f"{name}, of shape {tuple(param.shape)}, is in no engine: it became the model's after the engine had taken that, as by "
+                        f"resize_token_embeddings or a new layer. Do this first: before infinity.offload(model, config), or inside `with "
+                        f"infinity.init(config):`."
+                    )
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is in no engine. Build the model inside `with "
+                f"infinity.init(config):` or call infinity.offload(model, config) before making the optimizer, and take "
+                f"model.parameters() after that: large layers have new ones then (tile_above)."
+            )
+        return engine
+
+
+class States(dict):
+    """Stands for the states of an optimizer where PyTorch has them by parameter: it is empty, for who goes through all of them, and
+    refuses to be asked for one, or whether there are any."""
+
+    def __getitem__(self, key):
+        raise UsageError(f"an optimizer's states live in the engine's tiers and not in optimizer.state or state_dict(): {REMEDY}")
+
+    def __bool__(self):  # torch.distributed.checkpoint.state_dict asks, and would else call step() to have some
+        return self[None]
+
+    def get(self, key, default=None):
+        return self[key]
+
+    __contains__ = __getitem__
+
+    def __repr__(self):
+        return f"States(in the engine's tiers: {REMEDY})"
+
+
+class HyperParameters(dict):
+    """What an optimizer's `state_dict` has without states."""
+
+    def __reduce_ex__(self, protocol):
+        raise UsageError(f"optimizer.state_dict() has no states, for these live in the engine's tiers, and cannot be saved or copied: {REMEDY}")
+
+
+class AdamW(Elementwise):
+    """Adam with decoupled weight decay; what plain PyTorch's AdamW computes. options: of `Elementwise`.
+
+    Source: Loshchilov & Hutter 2019, Algorithm 2.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, **options):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, AdamRule(decoupled=True), defaults, **options)
+
+
+class Adam(Elementwise):
+    """As `AdamW`, with weight decay as an L2 term of the gradient, as plain PyTorch's Adam. Source: Kingma & Ba 2015."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **options):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, AdamRule(decoupled=False), defaults, **options)
+
+
+class SGD(Elementwise):
+    """Stochastic gradient descent; what plain PyTorch's SGD computes. options: of `Elementwise`.
+
+    Its record has a momentum only if `momentum` is above zero here; then groups may have momenta of their own.
+    """
+
+    def __init__(self, params, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, **options):
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, SGDRule(with_momentum=momentum != 0), defaults, **options)
+
+
+class Lion(Elementwise):
+    """Lion: the sign of an interpolated momentum. Source: Chen et al. 2023, Program 1. options: of `Elementwise`."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **options):
+        super().__init__(params, LionRule(), {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
+
+
+def _tuples(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _plain(value):
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    return float(value)

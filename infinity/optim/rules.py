@@ -1,0 +1,257 @@
+"""What an elementwise optimizer computes for one shard: Adam, SGD with momentum, Lion, and what it takes to add one.
+
+Knows flat tensors and hyper-parameters. Must not know chunks, ranks, tiers or the engine. Every operation is one rounding
+of fp32, so a shard has the same bits wherever it is computed and however it is cut.
+"""
+
+# [Note: how a shard is updated]
+# A rule sees an fp32 master, an fp32 gradient and fp32 moments, whatever the record holds: a split master is joined and
+# split again, an fp16 weight is rounded from its fp32 master, bf16 moments are widened and stored stochastically. This is
+# done in blocks that stay in the processor's cache. Adam on the host has a kernel that does all of it in one pass.
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from infinity.optim.adam import AdamScalars, Dither, adam_step, join_master, split_master, store_dithered
+
+_BLOCK_NUMEL = 1 << 16
+
+
+class Rule:
+    """An elementwise update. To add an optimizer, subclass it and give the four members below.
+
+    moments: names of the states that each element has beside its weight, one record segment each; all zero at the start.
+    """
+
+    moments: tuple[str, ...] = ()
+
+    def check(self, group: dict) -> list[str]:
+        """What is wrong with a parameter group's hyper-parameters, each as "lr=-1.0: expected 0 or more"."""
+        return []
+
+    def scalars(self, group: dict, step: int) -> Any:
+        """Whatever `update` multiplies by, made once a group and step. step counts from 1."""
+        return group
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, moments: dict[str, torch.Tensor], scalars: Any) -> None:
+        """Change p and the moments in place. All fp32 [numel]; g may be overwritten. Use one torch operation a rounding
+        (no addcmul_, lerp_ or alpha=), and look at no neighbour: numel is arbitrary."""
+        raise NotImplementedError
+
+    # What the engine calls.
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether moments follow from those before and the gradient alone, by `advance`, which is called only then."""
+        return False
+
+    def advance(
+        self, shard: dict[str, torch.Tensor], grad: torch.Tensor, scalars: Any, grad_scale: float, *, dither: Dither | None = None
+    ) -> None:
+        """Do to a shard's moments, in place, what `apply` does; all else is left alone. Arguments as there, in memory."""
+        raise NotImplementedError
+
+    def apply(
+        self,
+        shard: dict[str, torch.Tensor],
+        grad: torch.Tensor,
+        scalars: Any,
+        grad_scale: float,
+        *,
+        dither: Dither | None = None,
+        threads: int = 0,
+    ) -> None:
+        """Update a shard's segments in place; see [Note: how a shard is updated]. All 1-D [numel] on one device.
+
+        shard: by name, "weight", then "residual" (split master) or "master" (fp16) or neither (fp32), and the moments. grad:
+        bf16, fp16 or fp32, multiplied by grad_scale first. dither: for moments in bf16.
+        """
+        numel = grad.numel()
+        block = _BLOCK_NUMEL if grad.device.type == "cpu" else max(numel, 1)
+        for begin in range(0, numel, block):
+            part = {name: segment[begin : begin + block] for name, segment in shard.items()}
+            self._apply_block(part, grad[begin : begin + block], scalars, grad_scale, dither, begin)
+
+    @torch.no_grad()
+    def _apply_block(self, part, grad, scalars, grad_scale, dither, begin) -> None:
+        weight, residual, master = part["weight"], part.get("residual"), part.get("master")
+        if residual is not None:
+            p = join_master(weight, residual, threads=1)
+        else:
+            p = weight if master is None else master
+        g = grad.float() * grad_scale
+        moments = {name: part[name].float() for name in self.moments}
+        self.update(p, g, moments, scalars)
+        for tensor in (p, *moments.values()):
+            tensor.masked_fill_(tensor.isnan(), math.nan)  # one NaN, whatever the operations made
+        if residual is not None:
+            split_master(p, out=(weight, residual), threads=1)
+        elif master is not None:
+            weight.copy_(p)
+        if dither is not None:
+            draws = dither.after(begin)
+        for index, (name, value) in enumerate(moments.items()):
+            if dither is not None:
+                if index % 2 == 0:
+                    random = draws.of_pair(index // 2).bits(p.numel(), p.device)
+                store_dithered(part[name], value, random >> 16 * (index % 2) & 0xFFFF)
+            elif part[name] is not value:
+                part[name].copy_(value)
+
+
+class AdamRule(Rule):
+    """AdamW (Loshchilov & Hutter 2019, Algorithm 2) or, coupled, Adam (Kingma & Ba 2015). [Note: the fixed arithmetic] in
+    _adam.c."""
+
+    moments = ("momentum", "variance")
+
+    def __init__(self, decoupled: bool):
+        self.decoupled = decoupled
+
+    def check(self, group):
+        beta1, beta2 = group["betas"]
+        return [
+            *_wrong(group, "lr", "eps", "weight_decay"),
+            *(f"betas[{i}]={beta!r}: expected from 0 to below 1" for i, beta in ((0, beta1), (1, beta2)) if not 0 <= beta < 1),
+        ]
+
+    def scalars(self, group, step):
+        names = ("lr", "betas", "eps", "weight_decay")
+        return AdamScalars.of(**{name: group[name] for name in names}, step=step, decoupled=self.decoupled)
+
+    def apply(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0):
+        moments = shard["momentum"], shard["variance"]
+        scalars = scalars.scaled(grad_scale)
+        if "master" not in shard:
+            adam_step(shard["weight"], shard.get("residual"), *moments, grad, scalars, dither=dither, threads=threads)
+            return
+        block = _BLOCK_NUMEL * 8 if grad.device.type == "cpu" else max(grad.numel(), 1)
+        for begin in range(0, grad.numel(), block):
+            part = slice(begin, begin + block)
+            master = shard["master"][part]
+            adam_step(master, None, *(m[part] for m in moments), grad[part].float(), scalars, threads=threads)
+            shard["weight"][part].copy_(master)
+
+    @property
+    def can_advance(self):
+        return self.decoupled and type(self).apply is AdamRule.apply  # a subclass may do otherwise
+
+    def advance(self, shard, grad, scalars, grad_scale, *, dither=None):
+        scalars = scalars.scaled(grad_scale)
+        numel = min(_BLOCK_NUMEL, grad.numel())
+        weight = torch.zeros(numel, dtype=torch.float32 if dither is None else torch.bfloat16, device="cpu")  # nobody's
+        residual = None if dither is None else torch.zeros(numel, dtype=torch.int16, device="cpu")
+        for begin in range(0, grad.numel(), _BLOCK_NUMEL):
+            part = slice(begin, begin + _BLOCK_NUMEL)
+            momentum, variance, g = shard["momentum"][part], shard["variance"][part], grad[part]
+            masters = weight[: g.numel()], None if residual is None else residual[: g.numel()]
+            adam_step(*masters, momentum, variance, g, scalars, dither=None if dither is None else dither.after(begin), threads=1)
+
+
+class SGDRule(Rule):
+    """Stochastic gradient descent with weight decay as an L2 term and, if `with_momentum`, a velocity, as torch.optim.SGD."""
+
+    def __init__(self, with_momentum: bool):
+        self.moments = ("momentum",) if with_momentum else ()
+
+    def check(self, group):
+        found = _wrong(group, "lr", "momentum", "weight_decay")
+        if not math.isfinite(group["dampening"]):
+            found.append(f"dampening={group['dampening']!r}: expected a finite number")
+        if group["nesterov"] and (not group["momentum"] > 0 or group["dampening"]):
+            found.append(f"nesterov=True: expected momentum above 0 and no dampening, got {group['momentum']!r}, {group['dampening']!r}")
+        if group["momentum"] and not self.moments:
+            found.append(f"momentum={group['momentum']!r}: the records were made without one; give momentum > 0 to the constructor")
+        return found
+
+    def scalars(self, group, step):
+        return {**group, "first": step == 1}
+
+    def update(self, p, g, moments, s):
+        if s["weight_decay"]:
+            g += p * s["weight_decay"]
+        if self.moments and s["momentum"]:
+            velocity = moments["momentum"]
+            velocity *= s["momentum"]
+            velocity += g if s["first"] else g * (1 - s["dampening"])
+            g = g + velocity * s["momentum"] if s["nesterov"] else velocity
+        p -= g * s["lr"]
+
+
+class LionRule(Rule):
+    """Lion. Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, Program 1."""
+
+    moments = ("momentum",)
+
+    def check(self, group):
+        betas = enumerate(group["betas"])
+        return [
+            *_wrong(group, "lr", "weight_decay"),
+            *(f"betas[{i}]={beta!r}: expected from 0 to below 1" for i, beta in betas if not 0 <= beta < 1),
+        ]
+
+    def update(self, p, g, moments, s):
+        (beta1, beta2), m = s["betas"], moments["momentum"]
+        p *= 1 - s["lr"] * s["weight_decay"]
+        p -= (m * beta1 + g * (1 - beta1)).sign() * s["lr"]
+        m *= beta2
+        m += g * (1 - beta2)
+
+
+@contextlib.contextmanager
+def failures_named(rule: Rule, group: dict, member: str) -> Iterator[None]:
+    """Around a rule's own code, which may be the user's: what fails there is a ValueError that names the rule, what it was given and,
+    of a name that it asks for in vain, where that is declared."""
+    where = f"{type(rule).__name__}.{member}"
+    try:
+        yield
+    except KeyError as error:
+        (name,) = error.args or ("",)
+        known = f"the hyper-parameters are {', '.join(group) or 'none'}, the moments {', '.join(rule.moments) or 'none'}"
+        raise ValueError(
+            f"{where} asks for {name!r}, but {known}. Give a hyper-parameter among the optimizer's defaults ({{{name!r}: ...}}), or name a "
+            f"moment in {type(rule).__name__}.moments."
+        ) from error
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in group.items())
+        raise ValueError(
+            f"{where} failed with hyper-parameters {given or 'none'}, of fp32 tensors of one dimension: {type(error).__name__}: {error}. Mend "
+            f"these values, or the rule, where the traceback above points."
+        ) from error
+
+
+def check_elementwise(rule: Rule, group: dict) -> None:
+    """Raise ValueError if three updates of a sample show that those of some elements depend on which others they are updated
+    with, or that nothing is updated at all, or if they fail."""
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(512, generator=generator) * 10 ** torch.randint(-6, 7, (512,), generator=generator) for _ in range(3)]
+    start = torch.randn(512, generator=generator)
+    found = []
+    for parts in ([slice(0, 512)], [slice(0, 100), slice(100, 511), slice(511, 512)]):
+        shard = {"weight": start.clone()} | {name: torch.zeros(512) for name in rule.moments}
+        for step, grad in enumerate(grads, start=1):
+            for part in parts:
+                of_part = {name: segment[part] for name, segment in shard.items()}
+                with failures_named(rule, group, "scalars"):
+                    scalars = rule.scalars(group, step)
+                with failures_named(rule, group, "update"):
+                    rule.apply(of_part, grad[part].clone(), scalars, 1.0, threads=1)
+        found.append(shard)
+    whole, cut = found
+    if not all(torch.equal(whole[name].view(torch.int32), cut[name].view(torch.int32)) for name in whole):
+        raise ValueError(
+            f"{type(rule).__name__} is not elementwise: what it does to an element depends on others. Shards hold parts of "
+            f"parameters, so such an optimizer (LAMB, Muon, Shampoo, ...) cannot run on them."
+        )
+    if group.get("lr", 1) and torch.equal(whole["weight"], start) and not any(whole[name].any() for name in rule.moments):
+        raise ValueError(f"{type(rule).__name__}.update changes neither p nor a moment: it must change them in place (p -= ...)")
+
+
+def _wrong(group: dict, *names: str) -> list[str]:
+    return [f"{name}={group[name]!r}: expected 0 or more" for name in names if not 0 <= group[name] < math.inf]

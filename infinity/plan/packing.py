@@ -1,0 +1,404 @@
+"""Where each parameter lies: the packing of parameters into chunks, of chunks into shards, and of a shard's record.
+
+Pure arithmetic over names and sizes. Must not know torch, processes, tiers or files. Offsets and sizes are in
+elements unless a name says `nbytes`.
+"""
+
+# [Note: how parameters are packed]
+#
+# Parameters of one dtype and trainability share chunks, in registration order; each such class fills chunks of its own, so
+# adapters strewn between frozen layers lie together. Chunks are numbered in the order of their first parameters.
+#
+#   block    1024 elements. A gradient norm sums blocks counted from a parameter's start, so that its bits depend on no
+#            layout. A parameter starts on a block border, or lies whole within one block, aligned to 128 bytes there.
+#            Every border of a shard or chunk is a block border: no block of a norm is ever cut.
+#   chunk    a multiple of world * 1024 elements, so that it is cut into equal shards. Trimmed to what it holds.
+#   span     one chunk, if each of its parameters fits into a chunk: these never straddle. Else the run that one larger
+#            parameter is cut into, in equal chunks (the last one trimmed); a bounded tail of small parameters rides
+#            along, so that the biases and norms behind each large matrix need no chunk of their own:
+#
+#            |<- chunk 3 ->|<- chunk 4 ->|<- 5 ->|
+#            | qkv.weight ................ | b |ln|        b, ln: the tail
+#
+#            Small ones whose names have more modules in common with what follows lead that instead, as many as make a tail:
+#            the norm at a block's start would else bring back the matrix before it, or the embedding, each time the block is
+#            run again.
+#
+# `used` ends with the last parameter of a chunk. A record covers only what is used of a shard, so the padding behind it
+# exists in gathered storage but neither in host records nor on disk; gaps in front of it are below one block each.
+
+import functools
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+
+BLOCK_NUMEL = 1024
+ALIGNMENT_NBYTES = 128
+SEGMENT_ALIGNMENT_NBYTES = 4096
+DEFAULT_CHUNK_MIB = 8
+TAIL_FRACTION = 8  # a span's tail, and each parameter in it, is at most this part of a chunk
+
+WEIGHT_NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What packing needs to know of one parameter. dtype: bf16, fp16 or fp32."""
+
+    name: str
+    numel: int
+    dtype: str
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`numel` elements of parameter `param`, from `param_start` in it, at `start` in a chunk or shard."""
+
+    param: int
+    start: int
+    param_start: int
+    numel: int
+
+    def __repr__(self):
+        return f"Piece({self.param}[{self.param_start}:{self.param_start + self.numel}] at {self.start})"
+
+
+@dataclass(frozen=True, repr=False)
+class Chunk:
+    """The unit of every tier. `offset` is in its span; `used` ends with its last parameter; numel is a multiple of
+    world * BLOCK_NUMEL."""
+
+    index: int
+    span: int
+    offset: int
+    numel: int
+    used: int
+    pieces: tuple[Piece, ...]
+    dtype: str
+    trainable: bool
+    world: int
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.world
+
+    def shard_used(self, rank: int) -> int:
+        """How many elements of the rank's shard lie before `used`."""
+        return min(max(self.used - rank * self.shard_numel, 0), self.shard_numel)
+
+    def shard_pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What the rank's shard holds, cut at its borders; `start` is relative to the shard."""
+        begin = rank * self.shard_numel
+        return tuple(_cut(self.pieces, begin, begin + self.shard_numel))
+
+    def __repr__(self):
+        kind = self.dtype if self.trainable else f"frozen {self.dtype}"
+        params = sorted({piece.param for piece in self.pieces})
+        names = f"{params[0]}" if len(params) == 1 else f"{params[0]}-{params[-1]}"
+        return f"Chunk({self.index}, {self.numel} {kind}, parameters {names})"
+
+
+@dataclass(frozen=True, repr=False)
+class Span:
+    """Contiguous device storage: one chunk, or the chunks of one large parameter. `params` in order of offset."""
+
+    index: int
+    chunks: tuple[int, ...]
+    numel: int
+    dtype: str
+    trainable: bool
+    params: tuple[int, ...]
+
+    def __repr__(self):
+        return f"Span({self.index}, chunks {self.chunks[0]}-{self.chunks[-1]}, {self.numel} {self.dtype})"
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter begins: element `offset` of span `span`."""
+
+    span: int
+    offset: int
+
+
+@dataclass(frozen=True, repr=False)
+class Layout:
+    """The whole packing. `homes` is indexed like `specs`; chunks of a span are consecutive."""
+
+    specs: tuple[ParameterSpec, ...]
+    chunks: tuple[Chunk, ...]
+    spans: tuple[Span, ...]
+    homes: tuple[Home, ...]
+    chunk_numel: int
+    world: int
+
+    @functools.cached_property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(spec.numel for spec in self.specs)
+
+    @functools.cached_property
+    def num_allocated(self) -> int:
+        """Elements of all chunks, with padding."""
+        return sum(chunk.numel for chunk in self.chunks)
+
+    def chunks_of(self, param: int) -> tuple[int, ...]:
+        """The chunks that hold some part of a parameter, in order."""
+        home = self.homes[param]
+        end = home.offset + self.specs[param].numel
+        span = self.spans[home.span]
+        if len(span.chunks) == 1:
+            return span.chunks
+        size = self.chunks[span.chunks[0]].numel  # all but the last are equal
+        return span.chunks[home.offset // size : (end - 1) // size + 1]
+
+    def __repr__(self):
+        return (
+            f"Layout({len(self.specs)} parameters, {self.num_parameters} elements, "
+            f"{len(self.chunks)} chunks in {len(self.spans)} spans, world {self.world})"
+        )
+
+
+def default_chunk_numel(chunk_mib: float | None, world: int) -> int:
+    """Elements of a chunk of `chunk_mib` MiB of 16-bit weights, rounded down to what can be sliced, at least that."""
+    unit = world * BLOCK_NUMEL
+    numel = int((DEFAULT_CHUNK_MIB if chunk_mib is None else chunk_mib) * 2**20 / 2)
+    return max(numel // unit, 1) * unit
+
+
+def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> Layout:
+    """Pack parameters as [Note: how parameters are packed] says.
+
+    chunk_numel must be a multiple of world * BLOCK_NUMEL, and no parameter empty; else ValueError.
+    """
+    specs = tuple(specs)
+    unit = world * BLOCK_NUMEL
+    if chunk_numel <= 0 or chunk_numel % unit:
+        raise ValueError(f"chunk_numel={chunk_numel}: expected a positive multiple of {unit} ({world} ranks)")
+    empty = [spec.name for spec in specs if spec.numel < 1]
+    if empty:
+        raise ValueError(f"parameters without elements cannot be packed: {', '.join(empty)}")
+
+    classes = {}
+    for param, spec in enumerate(specs):
+        classes.setdefault((spec.dtype, spec.trainable), []).append(param)
+    runs = [run for params in classes.values() for run in _runs(specs, params, chunk_numel)]
+    runs.sort(key=lambda run: run.params[0])
+
+    chunks, spans = [], []
+    homes = [None] * len(specs)
+    for run in runs:
+        first = specs[run.params[0]]
+        sizes = _chunk_sizes(run.used, chunk_numel, unit)
+        indices = tuple(range(len(chunks), len(chunks) + len(sizes)))
+        span = Span(len(spans), indices, sum(sizes), first.dtype, first.trainable, tuple(run.params))
+        whole = [Piece(param, offset, 0, specs[param].numel) for param, offset in zip(run.params, run.offsets)]
+        begin = 0
+        for index, size in zip(indices, sizes):
+            pieces = tuple(_cut(whole, begin, begin + size))
+            used = pieces[-1].start + pieces[-1].numel
+            chunks.append(Chunk(index, span.index, begin, size, used, pieces, first.dtype, first.trainable, world))
+            begin += size
+        for param, offset in zip(run.params, run.offsets):
+            homes[param] = Home(span.index, offset)
+        spans.append(span)
+    return Layout(specs, tuple(chunks), tuple(spans), tuple(homes), chunk_numel, world)
+
+
+class _Run:
+    """A span in the making: parameters with their offsets, and how far they may reach."""
+
+    def __init__(self, chunk_numel):
+        self.chunk_numel = chunk_numel
+        self.limit = self.largest = chunk_numel  # elements that the whole run may take, that one more parameter may have
+        self.params = []
+        self.offsets = []
+        self.used = 0
+
+    def has_room(self, specs):
+        return _end(self.used, specs) <= self.limit and all(spec.numel <= self.largest for spec in specs)
+
+    def append(self, param, spec):
+        """Place the parameter behind the last one. One that is larger than a chunk leaves room only for a tail."""
+        offset = _place(self.used, spec)
+        self.params.append(param)
+        self.offsets.append(offset)
+        self.used = offset + spec.numel
+        if spec.numel > self.chunk_numel:
+            self.largest = self.chunk_numel // TAIL_FRACTION
+            self.limit = max(round_up(self.used, self.chunk_numel), self.used + self.largest)
+
+
+def _runs(specs, params, chunk_numel):
+    """Divide parameters of one class into runs, each of which becomes a span."""
+    run = None
+    for unit in _units(specs, params, chunk_numel):
+        if run is None or not run.has_room([specs[param] for param in unit]):
+            if run is not None:
+                yield run
+            run = _Run(chunk_numel)
+        for param in unit:
+            run.append(param, specs[param])
+    if run is not None:
+        yield run
+
+
+def _units(specs, params, chunk_numel):
+    """The parameters one by one, but those that lead a large one together with it: up to a tail of small ones right before it that belong
+    to it rather than to the large one before them, by their modules' names, unless they would cut over two chunks what fits into one."""
+    tail = chunk_numel // TAIL_FRACTION
+    small, before = [], ()  # since the last large one, with the modules that each is in
+    for param in params:
+        *path, _ = specs[param].name.split(".")
+        if specs[param].numel <= tail:
+            small.append((param, path))
+            continue
+        room, num_alone = tail, len(small)
+        for leading, modules in reversed(small):
+            room -= specs[leading].numel
+            if room < 0 or _num_common(modules, path) <= _num_common(modules, before):
+                break
+            num_alone -= 1
+        unit = [*(leading for leading, _ in small[num_alone:]), param]
+        if specs[param].numel <= chunk_numel < _end(0, [specs[one] for one in unit]):
+            num_alone, unit = len(small), [param]
+        yield from ([alone] for alone, _ in small[:num_alone])
+        yield unit
+        small, before = [], path
+    yield from ([alone] for alone, _ in small)
+
+
+def _num_common(path, other):
+    """How many names two paths begin with alike."""
+    return sum(1 for _ in takewhile(bool, map(operator.eq, path, other)))
+
+
+def _end(used, specs):
+    """Where these end if they are placed from `used` on."""
+    for spec in specs:
+        used = _place(used, spec) + spec.numel
+    return used
+
+
+def _place(used, spec):
+    """The first offset from `used` on at which the parameter may start."""
+    aligned = round_up(used, ALIGNMENT_NBYTES // WEIGHT_NBYTES[spec.dtype])
+    border = round_up(used, BLOCK_NUMEL)
+    return aligned if aligned + spec.numel <= border else border
+
+
+def _chunk_sizes(used, chunk_numel, unit):
+    """Cut `used` elements into the fewest equal chunks; the last one is trimmed."""
+    num = math.ceil(used / chunk_numel)
+    size = round_up(math.ceil(used / num), unit)
+    return [size] * (num - 1) + [round_up(used - (num - 1) * size, unit)]
+
+
+def _cut(pieces, begin, end):
+    """The parts of sorted pieces that lie in [begin, end), relative to `begin`."""
+    first = max(bisect_right(pieces, begin, key=lambda piece: piece.start) - 1, 0)
+    for piece in pieces[first:]:
+        start = max(piece.start, begin)
+        stop = min(piece.start + piece.numel, end)
+        if piece.start >= end:
+            break
+        if start < stop:
+            yield Piece(piece.param, start - begin, piece.param_start + start - piece.start, stop - start)
+
+
+def round_up(value, multiple):
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One kind of state in a record; `itemsize` in bytes."""
+
+    name: str
+    dtype: str
+    itemsize: int
+
+
+KINDS = WEIGHTS, STATES, GRADIENTS = "weights", "states", "gradients"
+"""What a host copy or an extent holds of a shard: its weight segment, its other segments, its gradient."""
+
+FORMATS = {
+    "bf16": (Segment("weight", "bf16", 2), Segment("residual", "int16", 2)),
+    "fp16": (Segment("weight", "fp16", 2), Segment("master", "fp32", 4)),
+    "fp32": (Segment("weight", "fp32", 4),),
+}
+"""Segments of a trainable record before its moments, in the order in which they lie. A frozen record has only the first."""
+
+ADAM_MOMENTS = ("momentum", "variance")
+LATE_GRADIENT = Segment("gradient", "bf16", 2)
+"""What lies behind a record's states where their moments may be late: [Note: late moments] in redo.py."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Byte layout of one shard's record, the same in every tier. Segments start on 4096-byte borders.
+
+    `numel` elements a segment; the weight is first, so [0, weight_nbytes) is what a forward pass reads and
+    [states_offset, nbytes) are the optimizer's states.
+    """
+
+    numel: int
+    segments: tuple[Segment, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def weight_nbytes(self) -> int:
+        """The weight segment with its padding."""
+        return self.offsets[1] if len(self.offsets) > 1 else self.nbytes
+
+    @property
+    def states_offset(self) -> int:
+        return self.weight_nbytes
+
+    @property
+    def states_nbytes(self) -> int:
+        return self.nbytes - self.states_offset
+
+    @property
+    def late_gradient(self) -> tuple[Segment, int, int]:
+        """LATE_GRADIENT, its offset behind the states and its bytes, padding included."""
+        return LATE_GRADIENT, self.states_nbytes, round_up(self.numel * LATE_GRADIENT.itemsize, SEGMENT_ALIGNMENT_NBYTES)
+
+    def of(self, kind: str, *, late: bool = False) -> list[tuple[Segment, int, int]]:
+        """The segments that a kind of copy holds, each with its offset there and its bytes, padding included; none of a gradient's. late:
+        with what lies behind them where moments may be late."""
+        ends = (*self.offsets[1:], self.nbytes)
+        found = [(segment, offset, end - offset) for segment, offset, end in zip(self.segments, self.offsets, ends)]
+        if kind == STATES:
+            states = [(segment, offset - self.states_offset, nbytes) for segment, offset, nbytes in found[1:]]
+            return [*states, self.late_gradient] if late else states
+        return found[:1] if kind == WEIGHTS else []
+
+    def offset_of(self, name: str) -> int:
+        """Byte offset of the named segment. Raises KeyError if the record has none."""
+        for segment, offset in zip(self.segments, self.offsets):
+            if segment.name == name:
+                return offset
+        raise KeyError(name)
+
+
+@functools.lru_cache(maxsize=None)
+def record_layout(
+    shard_used: int, format: str, trainable: bool, moments: tuple[str, ...] = ADAM_MOMENTS, moments_dtype: str = "fp32"
+) -> Record:
+    """The record of a shard of which `shard_used` elements (maybe none) hold parameters. format: a key of FORMATS; moments:
+    names of the optimizer's states, of dtype fp32 or bf16."""
+    segments = FORMATS[format][:1]
+    if trainable:
+        itemsize = {"fp32": 4, "bf16": 2}[moments_dtype]
+        segments = FORMATS[format] + tuple(Segment(name, moments_dtype, itemsize) for name in moments)
+    offsets, nbytes = [], 0
+    for segment in segments:
+        offsets.append(nbytes)
+        nbytes += round_up(shard_used * segment.itemsize, SEGMENT_ALIGNMENT_NBYTES)
+    return Record(shard_used, segments, tuple(offsets), nbytes)

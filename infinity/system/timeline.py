@@ -1,0 +1,120 @@
+"""What the device computes, and when: the compute lane of a trace, and marks in the streams of a CUDA device.
+
+Knows ops by name and the device's clock. Must not know modules, spans or what moves. Exists only where a trace is asked for.
+"""
+
+# [Note: time on a CUDA device]
+# The training thread runs ahead of the device. So marks are timing events in a stream, which are read at the end of a step if they
+# have passed by then, and later if not: nobody waits. A mark's time is that of the last one that was read and what the device says
+# lies between the two; it cannot lie before the thread recorded it, nor after it was seen to have passed. That keeps the device's
+# clock and the host's together in a run of days. Where a thread was held up between a mark and its time, what follows is moved, and back
+# again later; ops are in one stream, so none begins before the end of the one before.
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from infinity.system.events import COMPUTE, Events, now
+
+_MANY = 4096  # marks that wait to be read where no step ends
+
+
+class Timeline:
+    """The compute lane by the host's clock, for the CPU. One op computes at a time: a module's inner ones interrupt it."""
+
+    def __init__(self, events: Events):
+        self.events = events
+        self._op: tuple[str, str] | None = None
+        self._start = None
+
+    def begin(self, phase: str, op: str) -> None:
+        """From here on the device works for this op; what it worked for before has ended."""
+        end = self.end()
+        self._op, self._start = (phase, op), end if end is not None else self._here()
+
+    def end(self):
+        """The op under way ends, if there is one; returns the time or mark then."""
+        if self._op is None:
+            return None
+        end = self._here()
+        self._note(self._op, self._start, end)
+        self._op = None
+        return end
+
+    def interrupt(self, start: float, end: float) -> None:
+        """The training thread waited, and computed nothing meanwhile."""
+        if self._op is not None:
+            self._note(self._op, self._start, start)
+            self._start = end
+
+    def mark(self) -> None:
+        """Of the current stream; the CPU has none."""
+
+    def resolve(self, *, wait: bool = False) -> None:
+        """Give what has passed to the trace. wait: for the rest, too."""
+
+    def _here(self):
+        return now()
+
+    def _note(self, op, start, end) -> None:
+        self.events.mark(COMPUTE, op, start, end)
+
+
+class CudaTimeline(Timeline):
+    """The same by the clock of a CUDA device; see [Note: time on a CUDA device]."""
+
+    def __init__(self, events: Events, device: torch.device):
+        super().__init__(events)
+        self.device = device
+        self._waiting: deque[tuple] = deque()  # (lane, what, nbytes, first mark, last mark)
+        event, _ = self.mark()
+        event.synchronize()
+        self._last = event, now()  # the mark that was read last, and its time
+        self._computed = 0.0  # up to then
+
+    def interrupt(self, start: float, end: float) -> None:
+        """The device goes on meanwhile."""
+
+    def mark(self) -> tuple[torch.cuda.Event, float]:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event, now()
+
+    def note(self, lane: str, what: object, nbytes: int, first, last) -> None:
+        """What lies between two marks, once they have passed. From any thread."""
+        self._waiting.append((lane, what, nbytes, first, last))
+
+    def resolve(self, *, wait: bool = False) -> None:
+        while self._waiting:
+            lane, what, nbytes, first, last = self._waiting[0]
+            if wait:
+                last[0].synchronize()
+            elif not last[0].query():
+                return
+            self._waiting.popleft()
+            start = max(self._time(first), self._computed if lane == COMPUTE else 0.0)
+            end = max(start, self._time(last))
+            if lane == COMPUTE:
+                self._computed = end
+            self.events.mark(lane, what, start, end, nbytes)
+
+    def _time(self, mark: tuple[torch.cuda.Event, float]) -> float:
+        event, recorded = mark
+        known, time = self._last
+        found = min(max(time + known.elapsed_time(event) / 1e3, recorded), now())
+        self._last = event, found
+        return found
+
+    def _here(self):
+        return self.mark()
+
+    def _note(self, op, start, end) -> None:
+        self.note(COMPUTE, op, 0, start, end)
+        if len(self._waiting) > _MANY:
+            self.resolve()
+
+
+def timeline_of(device: torch.device, events: Events) -> Timeline:
+    return CudaTimeline(events, device) if device.type == "cuda" else Timeline(events)

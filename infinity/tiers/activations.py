@@ -1,0 +1,494 @@
+"""Saved activations away from the device: to host memory while forward goes on, past its budget to NVMe, back before backward.
+
+Knows storages, host memory and a swap. Must not know modules, autograd's graph or weights: whoever packs and unpacks saved
+tensors asks here, in the training thread. Over 400 lines because a storage's way out, back and to its end is one protocol.
+"""
+
+# [Note: what is moved]
+# The unit is a storage, as it is what plain PyTorch keeps alive: views of one are moved once, whatever their shapes and
+# strides, and are views of one storage again when they are back. A tensor that is a small part of its storage stays, as it may
+# be a slice of somebody's data set; so do small ones, and model buffers, which stay on the device anyway.
+#
+# [Note: what lives when]
+#
+#     DEVICE --copy begun--> LEAVING --let go--> HOST --copied back--> HOME
+#                                                | ^
+#                                         write  v | read
+#                                WRITING --> NVME --> READING
+#
+# A storage stays on the DEVICE until as many bytes as it has were saved after it, for what was saved last is needed first; at
+# most NUM_LEAVING are LEAVING at a time. Both are referred to until they are let go; the compute stream waits for the copy then,
+# so that what is allocated in its place is written after it was read. HOME is a new storage; it lives until the last saved
+# tensor of it is dropped. While somebody else keeps the original alive, nothing comes back: it is used itself. Whether it was
+# changed is told by a tensor of no bytes that shares its version counter.
+#
+# Host memory is given to another storage once the last transfer from or to it is over. The first saved are needed last, so
+# they are the ones written to NVMe; backward fetches in reverse order, and reads ahead as far as host memory allows.
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import enum
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+import aio_ext
+from infinity.config import format_bytes
+from infinity.errors import BudgetError, SwapError, UsageError
+from infinity.system.arena import PAGE_NBYTES, Area, Arena, Heap
+from infinity.system.interrupts import uninterrupted
+from infinity.system.lanes import Job, Lane, Monitor, Need
+
+MIN_NBYTES = 64 << 10  # smaller storages stay: a copy would cost more than it frees
+MIN_PART = 1 / 4  # of its storage that a tensor must be to move it
+NUM_LEAVING = 2  # storages under way to the host: one is copied while the next is filled
+NUM_COMING = 2  # storages on the device ahead of their use
+LOOK_AHEAD = 32  # storages that are looked at for it
+
+
+class Place(enum.Enum):
+    """Of a storage's bytes, see [Note: what lives when]."""
+
+    DEVICE = "device"
+    LEAVING = "leaving"
+    HOST = "host"
+    WRITING = "writing"
+    NVME = "nvme"
+    READING = "reading"
+    HOME = "home"
+
+
+_MOVES = {
+    (Place.DEVICE, Place.LEAVING),
+    (Place.LEAVING, Place.HOST),
+    (Place.HOST, Place.HOME),
+    (Place.HOST, Place.WRITING),
+    (Place.WRITING, Place.NVME),
+    (Place.WRITING, Place.HOST),  # it was wanted before its memory was given away, or could not be written
+    (Place.NVME, Place.READING),
+    (Place.READING, Place.HOST),
+    (Place.READING, Place.NVME),  # another one needed its memory more
+}
+
+
+class Copy:
+    """A copy from or to the device. `order` lets what the device does next come after it, `wait` lets this thread."""
+
+    __slots__ = ("_device", "_event", "_job")
+
+    def __init__(self, *, job: Job | None = None, event: torch.cuda.Event | None = None, device: torch.device | None = None):
+        self._job, self._event, self._device = job, event, device
+
+    @property
+    def done(self) -> bool:
+        return self._job.done if self._event is None else self._event.query()
+
+    def order(self) -> None:
+        if self._event is None:
+            self._job.wait()
+        else:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def wait(self) -> None:
+        if self._event is None:
+            self._job.wait()
+        else:
+            self._event.synchronize()
+
+
+class Kept:
+    """The bytes of one storage, needed until backward."""
+
+    def __init__(self, number: int, tensor: torch.Tensor, storage: torch.UntypedStorage, key: tuple[int, int]):
+        self.number = number  # in order of saving
+        self.nbytes = storage.nbytes()
+        self.key = key
+        self.place = Place.DEVICE
+        self.memory: Area | None = None
+        self.extent = None
+        self.copy: Copy | None = None  # the last one
+        self.read = None  # the transfer from NVMe
+        self.home: torch.UntypedStorage | None = None
+        self.looks: set[Look] = set()  # of saved tensors
+        self.saved_until = 0  # bytes that were saved when it was, all storages together
+        self.wanted = False  # again, while it is being written
+        self.was_cut = False  # before it left the device
+        self.watch = tensor.detach()
+        self.watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._original = storage._weak_ref()
+
+    def counts_versions_of(self, tensor: torch.Tensor) -> bool:
+        """Whether its version counter is the tensor's; parts of a storage may have their own, such as those of unsafe_chunk."""
+        version = self.watch._version
+        with torch.autograd._unsafe_preserve_version_counter(tensor):
+            torch.autograd.graph.increment_version(tensor)
+            return self.watch._version != version
+
+    def original(self) -> torch.UntypedStorage | None:
+        """The storage that was saved, if it is still alive."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._original)
+        return storage if storage is not None and storage.nbytes() >= self.nbytes else None
+
+    def become(self, place: Place) -> None:
+        assert (self.place, place) in _MOVES, f"{self}: {place} from {self.place}"
+        self.place = place
+
+    def __del__(self):
+        torch.UntypedStorage._free_weak_ref(self._original)
+
+    def __repr__(self):
+        return f"Kept({self.number}, {format_bytes(self.nbytes)}, {self.place.value})"
+
+
+class Look(Need):
+    """What a saved tensor needs."""
+
+    __slots__ = ("kept",)
+
+
+class Saved:
+    """A tensor that autograd saved: a view of what is kept."""
+
+    __slots__ = ("__weakref__", "_dtype", "_layout", "_version", "kept")
+
+    def __init__(self, kept: Kept, tensor: torch.Tensor, dropped: deque[Look]):
+        self.kept = kept
+        self._layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        self._version = tensor._version
+        self._dtype = tensor.dtype
+        look = Look(self, dropped.append)
+        look.kept = kept
+        kept.looks.add(look)
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """When it was saved, and now."""
+        return self._version, self.kept.watch._version
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._layout[1]
+
+    def look_into(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._layout)
+
+class Activations:
+    """Keeps saved activations in host memory, at most budget_nbytes of it, and what does not fit there on NVMe.
+
+    to_nvme: write all of them; host memory only passes them on. who: begins the text of errors, such as "rank 1 of 2, ".
+    """
+
+    def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, who: str = ""):
+        self.device = device
+        self.to_nvme = to_nvme
+        self.who = who
+        self.swap = swap
+        self.heap = Heap(arena, budget_nbytes)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copies = Lane("activations")  # does on the CPU what the stream does on CUDA
+        self.writer = Lane("activations-cn")
+        self.failure: BaseException | None = None
+        self._changed = Monitor()  # guards what the writer changes: places, their memory and the counts
+        self._kept: dict[int, Kept] = {}  # by number
+        self._by_storage: dict[tuple[int, int], Kept] = {}  # by address and version
+        self._staying: dict[int, torch.UntypedStorage] = {}  # by number, oldest first
+        self._leaving: dict[int, torch.UntypedStorage] = {}  # whose copies are under way
+        self._coming: dict[int, Kept] = {}  # fetched ahead
+        self._cooling: deque = deque()  # (transfer, memory that is free when it is over)
+        self._dropped: deque[Look] = deque()  # in whatever thread
+        self._extents: list = []  # that nothing is in, smallest first
+        self._fixed: set[int] = set()  # addresses of buffers
+        self._num_kept = self._largest_nbytes = self._saved_nbytes = self._moved_nbytes = self._nvme_nbytes = 0
+        self._num_writing = self._num_written = 0
+        self._closed = False
+
+    def begin_forward(self, buffers: Iterable[torch.Tensor]) -> None:
+        """buffers: the model's, which stay where they are."""
+        self.drain()
+        self._fixed = {buffer.untyped_storage()._cdata for buffer in buffers}
+
+    @uninterrupted
+    def save(self, tensor: torch.Tensor) -> Saved | None:
+        """Keep a tensor's bytes; None if it is to stay. Raises BudgetError if no memory can hold them, SwapError."""
+        if type(tensor) is not torch.Tensor or tensor.device != self.device or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < MIN_NBYTES:
+            return None
+        if storage._cdata in self._fixed or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+            return None
+        self.drain()
+        key = (storage._cdata, tensor._version)
+        kept = self._by_storage.get(key)
+        if kept is None or kept.nbytes != storage.nbytes() or not kept.counts_versions_of(tensor):
+            if tensor.numel() * tensor.element_size() < MIN_PART * storage.nbytes():
+                return None
+            kept = self._by_storage[key] = self._keep(tensor, storage, key)
+        return Saved(kept, tensor, self._dropped)
+
+    @uninterrupted
+    def restore(self, saved: Saved) -> torch.Tensor:
+        """The tensor, on the device; what was saved before it is fetched ahead. Raises SwapError."""
+        self.drain()
+        kept = saved.kept
+        storage = kept.original()
+        if storage is None:
+            if self._closed:
+                raise UsageError("a backward pass after close(): the engine is closed, and what was saved for it is gone")
+            while kept.place is Place.LEAVING:
+                self._let_go()
+            if kept.place is Place.DEVICE or kept.was_cut:
+                raise UsageError(f"the storage of a saved tensor of shape {saved.shape} was cut before it left the device")
+            if kept.place is not Place.HOME:
+                self._to_host(kept)
+                self._to_device(kept)
+            self._coming.pop(kept.number, None)
+            kept.copy.order()
+            storage = kept.home
+        self._fetch_ahead(kept.number)
+        return saved.look_into(storage)
+
+    def stats(self) -> dict[str, int]:
+        """Bytes: moved to the host so far, of host memory, in use there at most, and of room on NVMe."""
+        return {
+            "moved_nbytes": self._moved_nbytes,
+            "host_nbytes": self.heap.nbytes,
+            "host_peak_nbytes": self.heap.peak_nbytes,
+            "nvme_nbytes": self._nvme_nbytes,
+        }
+
+    def close(self) -> None:
+        self._closed = True
+        self.copies.close()
+        self.writer.close()
+        if self.stream is not None:
+            self.stream.synchronize()
+        self._staying.clear()
+        self._leaving.clear()
+        self._coming.clear()
+
+    # Forward: to the host, and on to NVMe.
+
+    def _keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: tuple[int, int]) -> Kept:
+        self._largest_nbytes = max(self._largest_nbytes, storage.nbytes())
+        kept = Kept(self._num_kept, tensor, storage, key)
+        self._num_kept += 1
+        self._kept[kept.number] = kept
+        self._staying[kept.number] = storage
+        self._saved_nbytes += kept.nbytes
+        kept.saved_until = self._saved_nbytes
+        for number in list(self._staying):
+            if self._saved_nbytes - self._kept[number].saved_until >= self._kept[number].nbytes:
+                try:
+                    self._send(self._kept[number])
+                except BaseException:  # nothing is saved then
+                    self._forget(kept)
+                    raise
+        return kept
+
+    def _send(self, kept: Kept) -> None:
+        """Begin to copy it."""
+        kept.memory = self._take(kept.nbytes)
+        storage = self._leaving[kept.number] = self._staying.pop(kept.number)
+        kept.was_cut = storage.nbytes() < kept.nbytes
+        kept.copy = self._copy(kept.memory, storage, min(kept.nbytes, storage.nbytes()), out=True)
+        kept.become(Place.LEAVING)
+        self._moved_nbytes += kept.nbytes
+        if len(self._leaving) > NUM_LEAVING:
+            self._let_go()
+        if self.heap.free_nbytes < 2 * self._largest_nbytes:  # so that the next ones need not wait for it
+            self._write_oldest()
+
+    def _let_go(self) -> None:
+        """What left first may be overwritten on the device by what is done there from now on."""
+        number = next(iter(self._leaving))
+        kept = self._kept[number]
+        kept.copy.order()
+        del self._leaving[number]
+        kept.become(Place.HOST)
+        if self.to_nvme:
+            self._write(kept)
+
+    def _take(self, nbytes: int) -> Area:
+        """Host memory; if there is none, that of what is needed last, once it is on NVMe."""
+        while True:
+            num_written = self._num_written
+            self._reclaim()
+            if (piece := self.heap.take(nbytes)) is not None:
+                return piece
+            if self.failure is not None:
+                raise self.failure
+            with self._changed:
+                if self._num_writing or self._num_written != num_written:
+                    self._changed.wait_for(lambda: self._num_written != num_written)
+                    continue
+            if self._cooling:
+                self._cooling[0][0].wait()
+            elif not self._write_oldest() and not self._give_up_oldest():
+                if not self._leaving:
+                    raise BudgetError(
+                        f"{self.who}a saved activation of {format_bytes(nbytes)} does not fit into the quarter of host_memory "
+                        f"that is kept for activations, {format_bytes(self.heap.budget_nbytes)}. Raise host_memory, or use "
+                        f"activations='device'."
+                    )
+                self._let_go()
+
+    def _write_oldest(self) -> bool:
+        oldest = next((kept for kept in self._kept.values() if kept.place is Place.HOST), None)
+        if oldest is not None:
+            self._write(oldest)
+        return oldest is not None
+
+    def _give_up_oldest(self) -> bool:
+        """Let go of what was read ahead; it is on NVMe still."""
+        oldest = next((kept for kept in self._kept.values() if kept.place is Place.READING), None)
+        if oldest is not None:
+            with contextlib.suppress(SwapError):  # it may never be needed
+                oldest.read.wait()
+            oldest.become(Place.NVME)
+            self.heap.give_back(oldest.memory)
+            oldest.memory = None
+        return oldest is not None
+
+    def _reclaim(self) -> None:
+        while self._cooling and self._cooling[0][0].done:
+            self.heap.give_back(self._cooling.popleft()[1])
+
+    def _write(self, kept: Kept) -> None:
+        """Begin to move it from host memory to NVMe."""
+        if kept.extent is None:
+            index = bisect.bisect_left(self._extents, kept.memory.nbytes, key=_size)
+            if index < len(self._extents):
+                kept.extent = self._extents.pop(index)
+            else:
+                unit = max(1 << kept.memory.nbytes.bit_length() - 4, PAGE_NBYTES)  # sizes alike share theirs
+                kept.extent = self.swap.extend(-(-kept.memory.nbytes // unit) * unit)
+                self._nvme_nbytes += kept.extent.nbytes
+        kept.wanted = False
+        with self._changed:
+            kept.become(Place.WRITING)
+            self._num_writing += 1
+        self.writer.push(lambda: self._run_write(kept), f"activation {kept.number}")
+
+    def _run_write(self, kept: Kept) -> None:
+        error = None
+        try:
+            kept.copy.wait()
+            self.swap.write(kept.extent, kept.memory.buffer, what=self._name(kept)).wait()
+        except BaseException as caught:
+            error = caught
+        with self._changed:
+            self.failure = self.failure or error
+            if error is not None or kept.wanted:
+                kept.become(Place.HOST)
+            else:
+                kept.become(Place.NVME)
+                self.heap.give_back(kept.memory)
+                kept.memory = None
+            self._num_writing -= 1
+            self._num_written += 1
+            self._changed.notify_all()
+        if error is not None:
+            raise error
+
+    # Backward: to the host, and on to the device.
+
+    def _to_host(self, kept: Kept) -> None:
+        """Have its bytes in host memory."""
+        with self._changed:
+            kept.wanted = True
+            self._changed.wait_for(lambda: kept.place is not Place.WRITING)
+        if kept.place is Place.NVME:
+            self._read(kept, self._take(kept.nbytes), aio_ext.DEMAND)
+        if kept.place is Place.READING:
+            kept.read.promote()
+            kept.read.wait()
+            kept.become(Place.HOST)
+
+    def _read(self, kept: Kept, memory: Area, priority: int) -> None:
+        kept.memory = memory
+        kept.become(Place.READING)
+        kept.read = self.swap.read(kept.extent, memory.buffer, priority=priority, what=self._name(kept))
+
+    def _to_device(self, kept: Kept) -> None:
+        kept.home = torch.UntypedStorage(kept.nbytes, device=self.device)
+        kept.copy = self._copy(kept.memory, kept.home, kept.nbytes, out=False)
+        self._cooling.append((kept.copy, kept.memory))
+        kept.memory = None
+        kept.become(Place.HOME)
+
+    def _fetch_ahead(self, number: int) -> None:
+        """Bring what was saved just before this one closer: to the device, or to host memory while there is room."""
+        room = NUM_COMING - len(self._coming)
+        reads = True
+        self._reclaim()
+        for earlier in range(number - 1, max(number - 1 - LOOK_AHEAD, -1), -1):
+            kept = self._kept.get(earlier)
+            if kept is None or kept.place in (Place.DEVICE, Place.LEAVING, Place.HOME) or kept.original() is not None:
+                continue
+            with self._changed:
+                kept.wanted = True  # if it is being written, its memory stays
+                if kept.place is Place.WRITING:
+                    continue
+            if kept.place is Place.NVME and reads:
+                memory = self.heap.take(kept.nbytes)
+                reads = memory is not None
+                if reads:
+                    self._read(kept, memory, aio_ext.PREFETCH)
+            if kept.place is Place.READING and kept.read.done:
+                self._to_host(kept)
+            if kept.place is Place.HOST and room > 0:
+                self._to_device(kept)
+                self._coming[earlier] = kept
+                room -= 1
+            elif not reads:
+                break
+
+    def _copy(self, memory: Area, storage: torch.UntypedStorage, nbytes: int, *, out: bool) -> Copy:
+        """Between host memory and a storage on the device, after what the device was given so far."""
+        if self.stream is None:
+            ends = (memory.address, storage.data_ptr()) if out else (storage.data_ptr(), memory.address)
+            return Copy(job=self.copies.push(lambda _alive=(memory, storage): ctypes.memmove(*ends, nbytes)))
+        on_host = torch.frombuffer(memory.buffer, dtype=torch.uint8, count=nbytes)
+        on_device = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (nbytes,), (1,))
+        self.stream.wait_event(torch.cuda.current_stream(self.device).record_event())
+        with torch.cuda.stream(self.stream):
+            if out:
+                on_host.copy_(on_device, non_blocking=True)
+            else:
+                on_device.copy_(on_host, non_blocking=True)
+            return Copy(event=self.stream.record_event(), device=self.device)
+
+    def drain(self) -> None:
+        """Forget what no saved tensor needs any more."""
+        while self._dropped:
+            look = self._dropped.popleft()
+            look.kept.looks.discard(look)
+            if not look.kept.looks:
+                self._forget(look.kept)
+
+    def _forget(self, kept: Kept) -> None:
+        del self._kept[kept.number]
+        if self._by_storage.get(kept.key) is kept:
+            del self._by_storage[kept.key]
+        self._staying.pop(kept.number, None)
+        if self._leaving.pop(kept.number, None) is not None or self._coming.pop(kept.number, None) is not None:
+            kept.copy.order()  # the device memory is free for what comes next
+        with self._changed:
+            kept.wanted = True
+            self._changed.wait_for(lambda: kept.place is not Place.WRITING)
+        if kept.memory is not None:
+            self._cooling.append((kept.read if kept.place is Place.READING else kept.copy, kept.memory))
+        if kept.extent is not None:
+            bisect.insort(self._extents, kept.extent, key=_size)
+
+    def _name(self, kept: Kept) -> str:
+        return f"{self.who}activation {kept.number}: "
+
+
+def _size(extent) -> int:
+    return extent.nbytes

@@ -1,0 +1,416 @@
+"""Gradients on their way to the records: reduce-scatter and the gc link.
+
+A gradient that autograd has accumulated leaves the device at once, a small one together with what follows: on one rank straight
+into the host memory of its chunk's shard; on several into a flat buffer of the chunk, which is reduce-scattered when all its gradients
+are there. What belongs to a record on the device stays there.
+Knows chunks and when they are complete. Must not know when or how they are used. Over 400 lines because a gradient's way differs
+with the ranks and with the home of its record, and all ways end in one place.
+"""
+
+# [Note: which parameters were used]
+# A parameter without a gradient on any rank is skipped by the update. So each rank sends, behind each slice of a chunk's
+# gradient, one number a parameter: 1 where it had a gradient. Their sums arrive with the gradient's.
+#
+# [Note: who holds gradients]
+# A chunk's gradient shard is pinned by the gc lane while it adds to it, and by the update lane while it uses it; between the
+# two it may leave for NVMe if its slot is wanted. Neither lane waits for anything that the other, or the training thread,
+# must do while it pins one: an update that has begun takes its record's slots from whatever was read ahead for ops. So two
+# slots are enough, however late a pass completes its chunks. While the update at the head of its lane has all that it needs
+# of the gc lane, this one waits for the slot that it will free; else it has the gradient written that is used last. (The
+# update itself may have to read its gradient back: then another one is written for it.)
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from infinity.optim.adam import accumulate_
+from infinity.plan.packing import GRADIENTS, Piece
+from infinity.system.events import Events, now
+from infinity.system.lanes import Job, Lane, Monitor, waits
+from infinity.system.ranks import Ranks
+from infinity.tiers.records import Records
+from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
+
+MAX_BATCH_NBYTES = 4 << 20  # that leave the device together, where a parameter's gradient is not larger
+SMALL_NBYTES = 256 << 10  # so few are not worth a change of threads: they leave with what comes next
+
+
+@dataclasses.dataclass
+class Batch:
+    """Parts of one chunk's gradient that leave the device together: each with its start in the shard, whether it is its parameter's first,
+    and the event after which it is made. sent_nbytes: of the device, free once all of them have left."""
+
+    chunk: ChunkState
+    parts: list[tuple[torch.Tensor, int, bool, object]] = dataclasses.field(default_factory=list)
+    nbytes: int = 0
+    sent_nbytes: int = 0
+    job: Job | None = None
+
+
+class Gradients:
+    """Collects gradients, in each chunk's own dtype. accumulate: in fp32, since micro-batches add up.
+
+    spill: gradients wait for step() and there are fewer slots than chunks, so write some before their slots are wanted.
+    limit_nbytes: device bytes of gradients under way; past it the training thread waits.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        records: Records,
+        ranks: Ranks,
+        tier: DeviceTier,
+        gather_lane: Lane,
+        gather_stream,
+        device: torch.device,
+        events: Events,
+        *,
+        staging: torch.Tensor | None,
+        accumulate: bool,
+        spill: bool,
+        limit_nbytes: int,
+    ):
+        self.registry = registry
+        self.records = records
+        self.ranks = ranks
+        self.tier = tier
+        self.gg, self.gather_stream = gather_lane, gather_stream
+        self.device = device
+        self.events = events
+        self.staging = staging
+        self.accumulate = accumulate
+        self.spill = spill
+        self.limit_nbytes = limit_nbytes
+        self.gc = Lane("gc")
+        self.cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self.raise_failure: Callable[[], None] = lambda: None
+        self.failure: BaseException | None = None  # of a transfer in the gc lane; an update would miss its bytes
+        self._changed = Monitor()
+        self._under_way_nbytes = 0
+        self._num_arrivals = 0
+        self._batch: Batch | None = None  # the last one that the gc lane was given, until it begins with it
+
+    def dtype(self, chunk: ChunkState) -> torch.dtype:
+        return torch.float32 if self.accumulate else TORCH_DTYPES[chunk.chunk.dtype]
+
+    @contextlib.contextmanager
+    def shard(self, chunk: ChunkState):
+        """The gradient shard of a chunk, 1-D [shard_used], in memory inside the block."""
+        if chunk.on_device:
+            yield chunk.device_gradient
+            return
+        entry = self.records.obtain(chunk, GRADIENTS)
+        try:
+            yield self._tensor(chunk, entry)
+        finally:
+            self.records.unpin(chunk, GRADIENTS, entry)
+
+    def arrive(self, state: ParameterState, grad: torch.Tensor) -> None:
+        """Take a whole parameter's gradient; what can be sent is sent."""
+        if self.ranks.world > 1:
+            self.wait_for_room()  # the buffers that it is copied to take as much again
+        flat = grad.detach().reshape(-1)
+        chunks = self.registry.chunks_of(state)
+        if self.ranks.world == 1 and chunks[0].on_device:  # a span's records are in one place
+            for chunk in chunks:
+                self._keep(chunk, state, flat)
+            return
+        nbytes = flat.numel() * flat.element_size()
+        self._send(nbytes)
+        ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        for chunk in chunks:
+            piece = chunk.whole_pieces[state.index]
+            last = chunk is chunks[-1]
+            if self.ranks.world == 1:
+                first = state.index not in chunk.received
+                chunk.received.add(state.index)
+                part = flat[piece.param_start : piece.param_start + piece.numel]
+                self._put(chunk, (part, piece.start, first, ready), nbytes if last else 0)
+            else:
+                self._insert(chunk, piece, flat)
+                chunk.used.add(state.index)
+            self._note_arrival(chunk)
+        if self.ranks.world > 1:
+            self._send(-nbytes)
+
+    def reduce(self, chunk: ChunkState) -> None:
+        """Reduce-scatter what has arrived of a chunk, zeros for the rest. All ranks must call it at the same point."""
+        numel = chunk.chunk.shard_numel
+        flat = chunk.flat_gradient
+        if flat is None:
+            flat = self._flat(chunk)
+        view = flat.view(self.ranks.world, -1)
+        params = list(chunk.whole_pieces)
+        for index, param in enumerate(params):
+            if param in chunk.used:
+                view[:, numel + index] = 1
+        chunk.flat_gradient = None
+        chunk.used = set()
+        ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        scattered = self.gg.push(lambda: self._run_reduce(chunk, flat, ready), chunk.title)
+        nbytes = flat.numel() * flat.element_size()
+        self.tier.book(-nbytes)
+        self._send(nbytes)
+        chunk.gradient_job = self.gc.push(
+            lambda: self._transfer(nbytes, lambda: self._collect_shard(chunk, scattered, params))
+        )
+        chunk.norm_job = None
+
+    def drop(self, chunk: ChunkState) -> None:
+        """Forget what has arrived of a chunk; nothing of it may be under way."""
+        self.release(chunk)
+        if chunk.flat_gradient is not None:
+            self.tier.book(-chunk.flat_gradient.numel() * chunk.flat_gradient.element_size())
+        chunk.flat_gradient = None
+        chunk.used = set()
+
+    def release(self, chunk: ChunkState) -> None:
+        """The gradient was used: its memory is free, the next arrival is a first one."""
+        if chunk.has_gradient and not chunk.on_device:
+            self.records.discard(chunk, GRADIENTS)
+        chunk.has_gradient = False
+        chunk.gradient_job = chunk.norm_job = None
+        chunk.received = set()
+
+    def leave_device(self, chunk: ChunkState) -> None:
+        """The record has gone back to its home: send what has arrived of its gradient after it. Nothing is under way."""
+        gradient, chunk.device_gradient = chunk.device_gradient, None
+        if gradient is None:
+            return
+        if chunk.has_gradient:
+            if (stream := self._last_stream(chunk)) is not None:
+                stream.synchronize()
+            chunk.has_gradient = False
+            with self._open(chunk) as memory:
+                memory.copy_(gradient)
+        self.tier.book(-gradient.nbytes)
+
+    def wait_for_room(self) -> None:
+        """Hold the training thread while too many gradients are on the device."""
+        if self._under_way_nbytes <= self.limit_nbytes:  # only this thread makes it larger
+            return
+        with self._changed:
+            start = now()
+            self.hurry()
+            with waits():
+                while self._under_way_nbytes > self.limit_nbytes:
+                    self.raise_failure()
+                    self._changed.wait(1.0)
+            self.events.stalled("gc", "room for gradients", start, now())
+
+    def wait_for(self, chunk: ChunkState) -> None:
+        """Wait until all that was sent of a chunk has arrived."""
+        self.events.wait("gc", chunk.gradient_job, chunk.index)
+        self.raise_failure()
+
+    def hurry(self) -> None:
+        """Let small parts that wait for company leave."""
+        self.gc.wake()
+
+    def drain(self) -> None:
+        """Wait until nothing is under way, whether it succeeded or not."""
+        self.gc.drain()
+
+    def close(self) -> None:
+        self.gc.close()
+
+    def _put(self, chunk: ChunkState, part: tuple, sent_nbytes: int) -> None:
+        """On one rank: have the gc lane move a part, together with those before it of the same chunk that it has not begun with."""
+        nbytes = part[0].numel() * part[0].element_size()
+        with self._changed:
+            batch = self._batch
+            joins = batch is not None and batch.job is not None and batch.job is chunk.gradient_job
+            if not joins or batch.nbytes + nbytes > MAX_BATCH_NBYTES:
+                batch = self._batch = Batch(chunk)
+            batch.parts.append(part)
+            batch.nbytes += nbytes
+            batch.sent_nbytes += sent_nbytes
+        more_comes = chunk.missing > 1 and nbytes <= SMALL_NBYTES and 2 * self._under_way_nbytes <= self.limit_nbytes
+        if batch.job is None:
+            batch.job = chunk.gradient_job = self.gc.push(lambda: self._run_batch(batch), quiet=more_comes)
+        elif not more_comes:
+            self.hurry()
+
+    def _run_batch(self, batch: Batch) -> None:
+        with self._changed:
+            if self._batch is batch:
+                self._batch = None
+        self._transfer(batch.sent_nbytes, lambda: self._collect(batch))
+
+    def _note_arrival(self, chunk: ChunkState) -> None:
+        chunk.norm_job = None
+        chunk.gradient_number = self._num_arrivals = self._num_arrivals + 1
+
+    def _keep(self, chunk: ChunkState, state: ParameterState, flat: torch.Tensor) -> None:
+        """On one rank: put a parameter's part into the gradient of a record on the device, by the stream that made it and will use it."""
+        piece = chunk.whole_pieces[state.index]
+        stream = torch.cuda.current_stream(self.device) if self.cuda else None
+        if chunk.device_gradient is None:
+            self._make_device_gradient(chunk)
+            if self.cuda:
+                stream.wait_stream(self.stream)
+        if (last := self._last_stream(chunk)) not in (None, stream):
+            stream.wait_stream(last)
+        target = chunk.device_gradient[piece.start : piece.start + piece.numel]
+        part = flat if piece.numel == state.numel else flat[piece.param_start : piece.param_start + piece.numel]
+        if state.index in chunk.received:
+            target.add_(part)
+        else:
+            target.copy_(part)
+        chunk.received.add(state.index)
+        chunk.has_gradient = True
+        if chunk.gradient_job is None or last != stream:
+            chunk.gradient_job = Job.over(stream)
+        self._note_arrival(chunk)
+
+    @staticmethod
+    def _last_stream(chunk: ChunkState):
+        """Which brought what arrived last for a record on a CUDA device, else None."""
+        return chunk.gradient_job.wait() if chunk.gradient_job is not None else None
+
+    def _make_device_gradient(self, chunk: ChunkState) -> None:
+        """By a stream of its own: what stays must not lie between activations, which come and go in the memory of the ops' stream."""
+        with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():
+            chunk.device_gradient = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
+        self.tier.book(chunk.device_gradient.nbytes)
+
+    def _send(self, nbytes: int) -> None:
+        """Count device bytes that are on their way to the host, and again when they have left."""
+        with self._changed:
+            self._under_way_nbytes += nbytes
+            self.tier.book(nbytes)
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _open(self, chunk: ChunkState):
+        """The chunk's gradient shard, to be written to; its gaps are zero. Waits for a slot."""
+        if chunk.on_device:
+            if chunk.device_gradient is None:
+                self._make_device_gradient(chunk)
+            chunk.has_gradient = True
+            yield chunk.device_gradient
+            return
+        take = self.records.obtain if chunk.has_gradient else self.records.fresh
+        entry = take(chunk, GRADIENTS)
+        try:
+            self.records.begin_update(chunk, {GRADIENTS: entry})
+            tensor = self._tensor(chunk, entry)
+            if not chunk.has_gradient:
+                for start, end in chunk.gaps:
+                    tensor[start:end].zero_()
+            chunk.has_gradient = True
+            yield tensor
+        finally:
+            self.records.unpin(chunk, GRADIENTS, entry)
+        if self.spill:
+            self.records.clean_ahead(GRADIENTS)
+
+    def _tensor(self, chunk: ChunkState, entry) -> torch.Tensor:
+        return entry.memory.tensor(self.dtype(chunk), 0, chunk.record.numel)
+
+    def _transfer(self, nbytes: int, work: Callable[[], None]) -> None:
+        """Run a transfer of the gc lane; `nbytes` of the device have left with it, also if it fails."""
+        try:
+            work()
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+        finally:
+            self._send(-nbytes)
+
+    def _collect(self, batch: Batch) -> None:
+        """On one rank: move parts of parameters into the chunk's gradient shard."""
+        with self._open(batch.chunk) as memory:
+            begin = now()
+            moves = [self._move(memory[start : start + part.numel()], part, first, ready) for part, start, first, ready in batch.parts]
+        marks = (moves[0][0], moves[-1][1]) if self.cuda else None
+        self.events.moved("gc", batch.chunk.index, batch.nbytes, begin, now(), marks)
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready):
+        """target = source if first, else += source. Over when it returns; on CUDA it returns the marks of the copy."""
+        if not self.cuda:
+            if self.accumulate:
+                accumulate_(target, source, first, threads=1)
+            elif first:
+                source = source.contiguous()
+                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+            else:
+                target.add_(source)
+            return None
+        with torch.cuda.stream(self.stream):
+            if ready is not None:
+                self.stream.wait_event(ready)
+            begin = self.events.device_mark()
+            if target.is_cuda:
+                target.copy_(source) if first else target.add_(source)
+            elif first and target.dtype == source.dtype:
+                target.copy_(source, non_blocking=True)
+            else:
+                staged = self.staging.view(source.dtype)[: source.numel()]
+                staged.copy_(source, non_blocking=True)
+            marks = begin, self.events.device_mark()
+            self.stream.record_event().synchronize()
+        if not target.is_cuda and not (first and target.dtype == source.dtype):
+            if self.accumulate:
+                accumulate_(target, staged, first)
+            else:
+                target.add_(staged)
+        return marks
+
+    # More than one rank.
+
+    def _flat(self, chunk: ChunkState) -> torch.Tensor:
+        numel = self.ranks.world * (chunk.chunk.shard_numel + len(chunk.whole_pieces))
+        flat = torch.zeros(numel, dtype=TORCH_DTYPES[chunk.chunk.dtype], device=self.device)
+        self.tier.book(flat.numel() * flat.element_size())
+        return flat
+
+    def _insert(self, chunk: ChunkState, piece: Piece, flat_grad: torch.Tensor) -> None:
+        """Add a parameter's part to the chunk's flat buffer, each rank's slice in its place."""
+        if chunk.flat_gradient is None:
+            chunk.flat_gradient = self._flat(chunk)
+        view = chunk.flat_gradient.view(self.ranks.world, -1)
+        numel = chunk.chunk.shard_numel
+        done = 0
+        while done < piece.numel:
+            rank, start = divmod(piece.start + done, numel)
+            count = min(numel - start, piece.numel - done)
+            begin = piece.param_start + done
+            view[rank, start : start + count] += flat_grad[begin : begin + count]
+            done += count
+
+    def _run_reduce(self, chunk: ChunkState, flat: torch.Tensor, ready):
+        start, marks = now(), None
+        if self.cuda:
+            with torch.cuda.stream(self.gather_stream):
+                self.gather_stream.wait_event(ready)
+                first = self.events.device_mark()
+                shard = self.ranks.reduce_scatter(flat, chunk.title)
+                marks = first, self.events.device_mark()
+                flat.record_stream(self.gather_stream)
+                done = self.gather_stream.record_event()
+        else:
+            shard, done = self.ranks.reduce_scatter(flat, chunk.title), None
+        self.events.moved("rs", chunk.index, flat.numel() * flat.element_size(), start, now(), marks)
+        return shard, done
+
+    def _collect_shard(self, chunk: ChunkState, scattered, params: list[int]) -> None:
+        shard, done = scattered.wait()
+        scattered.result = None
+        first = not chunk.has_gradient
+        numel = chunk.chunk.shard_numel
+        with self._open(chunk) as memory:
+            begin = now()
+            if self.cuda:
+                self.stream.wait_event(done)
+                shard.record_stream(self.stream)
+            marks = self._move(memory, shard[: memory.numel()], first, done)
+        flags = shard[numel:].tolist()
+        chunk.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
+        self.events.moved("gc", chunk.index, chunk.record.numel * shard.element_size(), begin, now(), marks)

@@ -1,0 +1,392 @@
+"""Records on their way between NVMe and host memory: the nc and cn links.
+
+A request asks for a chunk's weights, states or gradient in host memory and is granted when a slot is there; the reader
+picks, in order of asking, the first that can be granted, so what waits for one kind of slot never holds up the others.
+Must not know the device, plans or arithmetic.
+"""
+
+# [Note: order of reads and writes]
+# An update pins its entry from before it computes until its write is over, and an entry leaves host memory only when it
+# is clean. So whoever asks for a chunk with an update under way is given that very entry and waits for the update;
+# whoever finds no entry reads what a completed write left. (aio_ext keeps overlapping reads and writes in order, too, but not those that
+# compression.py has not yet given to it.)
+
+# [Note: order of grants]
+# Who is granted an entry keeps its slot until done, and the lanes that wait for grants work first in, first out. So
+# pinned requests of one kind are granted in their order: were a later one served first because its copy happens to be
+# there, or because it is urgent, it could hold the last slot while the one before it, which its lane waits for, gets none.
+# An urgent request makes those before it urgent, too: what is urgent is a number, up to which all of a kind are.
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import aio_ext
+from infinity.errors import UsageError
+from infinity.plan.packing import GRADIENTS, KINDS, STATES, WEIGHTS
+from infinity.system.events import Events, now
+from infinity.system.lanes import Job, Lane, Monitor
+from infinity.tiers.state import ChunkState, Entry, HostCache, HostState
+
+
+class Request(Job):
+    """A wish for one kind of segments of a chunk in host memory. Its result is the entry, pinned for the asker."""
+
+    __slots__ = ("chunk", "kind", "number", "pin")
+
+    def __init__(self, chunk: ChunkState, kind: str, number: int, pin: bool):
+        super().__init__(None)
+        self.chunk = chunk
+        self.kind = kind
+        self.number = number  # in order of asking
+        self.pin = pin
+
+    def refuse(self, error: BaseException) -> None:
+        self._error = error
+        self.finish()
+
+
+class Records:
+    """Moves records between the swap and host memory. `keep` leaves clean copies in their slots until these are needed."""
+
+    def __init__(self, swap, caches: dict[str, HostCache], lock: Monitor, events: Events, keep: bool, who: str = ""):
+        self.swap = swap  # or what compresses for it; None if nothing lives on NVMe
+        self.caches = caches
+        self.lock = lock
+        self.events = events
+        self.keep = keep
+        self.who = who  # begins the text of errors, such as "rank 1 of 2, "
+        self.on_failure: Callable[[BaseException, str], None] | None = None  # told of the first one, and at what it was
+        self.on_read = None  # runs before each read, in the reader; tests inject delays here
+        self.failure: BaseException | None = None
+        self._pinned: dict[str, deque[Request]] = {kind: deque() for kind in KINDS}  # both in order of asking
+        self._ahead: list[Request] = []
+        self._urgent_until = dict.fromkeys(KINDS, -1)  # pinned requests of the kind up to this number are waited for
+        self._num_requests = 0
+        self._closing = False
+        self._writer = Lane("cn")
+        self._settler = Lane("nc-settle")
+        self._reader = threading.Thread(target=self._read_loop, name="infinity-nc", daemon=True)
+        self._reader.start()
+
+    def request(self, chunk: ChunkState, kind: str, *, urgent: bool = False, pin: bool = True) -> Request:
+        """Ask for a copy. `pin=False` reads ahead: the copy may be taken back while unused."""
+        with self.lock:
+            request = Request(chunk, kind, self._num_requests, pin)
+            self._num_requests += 1
+            if pin:  # what was to be read ahead is needed now; read later, it would be read once more for nobody
+                self._ahead = [r for r in self._ahead if (r.chunk, r.kind) != (chunk, kind)]
+            if pin and urgent:
+                self._urgent_until[kind] = request.number
+            entry = self.caches[kind].find(chunk)
+            try:
+                if entry is not None and entry.resident:  # takes nobody's slot
+                    self._grant(request)
+                elif self._ahead or any(self._pinned.values()) or self.on_read is not None or not self._try(request):
+                    (self._pinned[kind] if pin else self._ahead).append(request)
+                    self.lock.notify_all()
+            except BaseException:
+                self._withdraw(request)
+                raise
+        return request
+
+    def hurry(self, request: Request) -> None:
+        """Somebody waits for it: let it, and what was asked for of its kind before it, pass whatever is read ahead."""
+        with self.lock:
+            self._urgent_until[request.kind] = max(self._urgent_until[request.kind], request.number)
+            self.lock.notify_all()
+        if request.done and request.result is not None and hasattr(request.result.source, "promote"):
+            request.result.source.promote()
+
+    def hurry_all(self) -> None:
+        """The training thread waits for updates: let all that was asked for, in its order, pass what is read ahead."""
+        with self.lock:
+            self._urgent_until = dict.fromkeys(KINDS, self._num_requests - 1)
+            self.lock.notify_all()
+
+    def settle(self, entry: Entry) -> None:
+        """Wait until the entry's bytes are there."""
+        source = entry.source
+        if source is not None:
+            source.wait()
+        with self.lock:
+            if entry.state is HostState.READING:
+                entry.become(HostState.CLEAN)
+                self.lock.notify_all()
+
+    def obtain(self, chunk: ChunkState, kind: str) -> Entry:
+        """The copy, pinned, once its bytes are there."""
+        return self.obtain_all(chunk, (kind,))[kind]
+
+    def fresh(self, chunk: ChunkState, kind: str) -> Entry:
+        """A pinned, clean entry to be filled by the caller; nothing is read."""
+        cache = self.caches[kind]
+        with self.lock:
+            while True:
+                self._raise_failure()
+                entry = cache.find(chunk) or cache.claim(chunk, urgent=True)
+                if entry is not None:
+                    break
+                if not cache.frees_soon():
+                    self._make_clean(kind)
+                self.lock.wait()
+            entry.pins += 1
+            if entry.state is HostState.READING and entry.source is None:
+                entry.become(HostState.CLEAN)
+        self.settle(entry)
+        return entry
+
+    def obtain_all(self, chunk: ChunkState, kinds: Iterable[str]) -> dict[str, Entry]:
+        """Copies of several kinds, pinned. Asked for at once: two who ask for the same kinds are granted them in one order."""
+        requests: list[Request] = []
+        try:
+            with self.lock:
+                for kind in kinds:
+                    requests.append(self.request(chunk, kind, urgent=True))
+            for request in requests:
+                self.hurry(request)
+            entries = {request.kind: request.wait() for request in requests}
+            for entry in entries.values():
+                self.settle(entry)
+            return entries
+        except BaseException:  # after an interrupt others go on
+            for request in requests:
+                self._withdraw(request)
+            raise
+
+    def _withdraw(self, request: Request) -> None:
+        """Nobody waits for a request any more, nor, if it is pinned, for what it was granted."""
+        with self.lock:
+            if request.pin and request.result is not None:
+                self.unpin(request.chunk, request.kind, request.result)
+            elif request in self._pinned[request.kind]:
+                self._pinned[request.kind].remove(request)
+                self.lock.notify_all()
+
+    def begin_update(self, chunk: ChunkState, entries: dict[str, Entry]) -> bool:
+        """Entries of a chunk, by kind, pinned by the caller, are about to change: its gradient, or all of its record. Returns whether all were
+        clean."""
+        if WEIGHTS in entries:
+            chunk.begin_change(entries)
+        clean = True
+        with self.lock:
+            for entry in entries.values():
+                while entry.state is HostState.WRITING:
+                    self._raise_failure()
+                    self.lock.wait()
+                if entry.state is HostState.DIRTY:
+                    clean = False
+                else:
+                    entry.become(HostState.DIRTY)
+        return clean
+
+    def write_back(self, chunk: ChunkState, entries: dict[str, Entry], catch_up: Callable[[memoryview], None] | None = None) -> None:
+        """Send dirty entries to NVMe and drop the caller's pins once they are there; resident ones stay. catch_up: moments may be late
+        there, see `Compressor.write`."""
+        started = []
+        try:
+            for kind, entry in entries.items():
+                with self.lock:
+                    if entry.resident:
+                        entry.become(HostState.CLEAN)
+                        self.caches[kind].unpin(entry, keep=True)
+                        continue
+                    entry.become(HostState.WRITING)
+                how = {"catch_up": catch_up} if catch_up is not None and kind == STATES else {}
+                transfer = self.swap.write(*self._place(chunk, kind, entry), what=self._name(chunk, kind), **how)
+                started.append((kind, entry, transfer, now()))
+            if started:
+                self._writer.push(lambda: self._finish_writes(chunk, started))
+        except BaseException as error:  # an interrupt, too: else who wants such an entry would wait for a write that nobody ends
+            self.fail(error)
+            raise
+
+    def clean_ahead(self, kind: str) -> None:
+        """Have a dirty copy written before its slot is wanted, if none can be had otherwise."""
+        with self.lock:
+            cache = self.caches[kind]
+            if cache.farthest(HostState.CLEAN) is None and not cache.frees_soon():
+                self._make_clean(kind)
+
+    def discard(self, chunk: ChunkState, kind: str) -> None:
+        """The copy's value is of no use any more, nor is what NVMe holds of it."""
+        with self.lock:
+            entry = self.caches[kind].find(chunk)
+            if entry is not None and entry.state is HostState.DIRTY:
+                entry.become(HostState.CLEAN)
+            if entry is not None:
+                self.caches[kind].drop(entry)
+            self._forget_late(chunk, kind)
+
+    def unpin(self, chunk: ChunkState, kind: str, entry: Entry) -> None:
+        with self.lock:
+            self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
+
+    def drop(self, chunk: ChunkState, kind: str) -> None:
+        """Give up a copy that is not needed after all, unless it is kept anyway."""
+        with self.lock:
+            entry = self.caches[kind].find(chunk)
+            if entry is not None and not self._keeps(chunk, kind):
+                self.caches[kind].drop(entry)
+
+    def look_again(self) -> None:
+        """Whether a slot frees itself has changed."""
+        with self.lock:
+            self.lock.notify_all()
+
+    def slots_in_use(self) -> dict[str, int]:
+        """Of each kind that has slots."""
+        return {kind: cache.slots.count - cache.slots.num_free for kind, cache in self.caches.items() if cache.slots is not None}
+
+    def flush(self) -> None:
+        """Wait until every write that was begun is over."""
+        self._writer.drain()
+        self._raise_failure()
+
+    def close(self) -> None:
+        with self.lock:
+            self._closing = True
+            self.lock.notify_all()
+        self._reader.join()
+        self._settler.close()
+        self._writer.close()
+
+    def _is_urgent(self, request: Request) -> bool:
+        return request.pin and request.number <= self._urgent_until[request.kind]
+
+    def _keeps(self, chunk: ChunkState, kind: str) -> bool:
+        return self.keep or kind == GRADIENTS or (kind == WEIGHTS and chunk.keep_weights)
+
+    def _place(self, chunk: ChunkState, kind: str, entry: Entry):
+        """The extent of an entry that borrows a slot, and its bytes; what has none is resident."""
+        extent = chunk.extents[kind]
+        return extent, entry.memory.buffer[: extent.nbytes]
+
+    def _make_clean(self, kind: str) -> None:
+        """No slot of the kind can be had: write the dirty copy that is used last, unless one is becoming free anyway."""
+        cache = self.caches[kind]
+        if cache.waits_for_nobody and (entry := cache.farthest(HostState.DIRTY)) is not None:
+            entry.pins += 1
+            self.write_back(entry.chunk, {kind: entry})
+
+    def _finish_writes(self, chunk: ChunkState, started) -> None:
+        try:
+            for kind, entry, transfer, start in started:
+                transfer.wait()
+                self.events.moved("cn", (chunk.index, kind), transfer.nbytes, start, now())
+                with self.lock:
+                    entry.become(HostState.CLEAN)
+                    self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
+                    self._forget_late(chunk, kind)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _forget_late(self, chunk: ChunkState, kind: str) -> None:
+        """A record that has moved to the device leaves nothing behind. A write of it that is under way comes here again when it ends."""
+        if kind == STATES and chunk.on_device and hasattr(chunk.extents[kind], "forget_late"):
+            chunk.extents[kind].forget_late()
+
+    def fail(self, error: BaseException, what: str = "") -> None:
+        """A write or an update was lost, its slots with it: who waits for one must learn of it instead of waiting for ever."""
+        with self.lock:
+            is_first, self.failure = self.failure is None, self.failure or error
+            self.lock.notify_all()
+        if is_first and self.on_failure is not None:
+            self.on_failure(error, what)
+
+    def _name(self, chunk: ChunkState, kind: str) -> str:
+        return f"{self.who}chunk {chunk.index} ({kind}): "
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _grant(self, request: Request) -> bool:
+        """Give the request its entry if one is there or a slot can be had. Called with the lock held."""
+        entry = self.caches[request.kind].find(request.chunk) or self._begin_read(request)
+        if entry is None:
+            return False
+        if request.pin:
+            entry.pins += 1
+        request.result = entry  # right behind: an interrupt finds both or none, and `_withdraw` takes both back
+        request.finish()
+        return True
+
+    def _begin_read(self, request: Request) -> Entry | None:
+        """Into a slot, if one can be had; what fails leaves no entry."""
+        cache, chunk = self.caches[request.kind], request.chunk
+        try:
+            entry = cache.claim(chunk, urgent=self._is_urgent(request))
+            if entry is not None:
+                self._submit(request, entry)
+            elif request.pin:
+                self._make_clean(request.kind)
+            return entry
+        except BaseException as error:
+            entry = cache.entries.pop(chunk.index, None)
+            if entry is not None and isinstance(error, Exception):
+                entry.memory.release()  # after an interrupt a read may be on its way there that nobody knows of: it stays lost
+            raise
+
+    def _submit(self, request: Request, entry: Entry) -> None:
+        if self.on_read is not None:
+            self.on_read()
+        extent, buffer = self._place(request.chunk, request.kind, entry)
+        start = now()
+        priority = aio_ext.DEMAND if self._is_urgent(request) else aio_ext.PREFETCH
+        entry.source = self.swap.read(extent, buffer, priority=priority, what=self._name(request.chunk, request.kind))
+        what = (request.chunk.index, request.kind)
+        self._settler.push(lambda: self._note_read(entry, entry.source, what, start))
+
+    def _note_read(self, entry: Entry, transfer, what, start: float) -> None:
+        try:
+            transfer.wait()
+        except BaseException as error:  # nobody may have asked for it yet, and its slot is lost
+            self.fail(error)
+            raise
+        self.events.moved("nc", what, transfer.nbytes, start, now())
+        with self.lock:
+            if entry.state is HostState.READING:
+                entry.become(HostState.CLEAN)
+                self.lock.notify_all()
+
+    def _read_loop(self) -> None:
+        with self.lock:
+            while True:
+                granted = None
+                blocked: set[str] = set()  # kinds whose first pinned request waits
+                full: set[str] = set()  # kinds that have no slot for what is read ahead: what was asked for first is used first
+                for request in self._next_ones():
+                    if self.failure is not None:
+                        request.refuse(self.failure)
+                    elif request.kind in blocked or (request.kind in full and not request.pin) or not self._try(request):
+                        (blocked if request.pin else full).add(request.kind)
+                        continue
+                    granted = request
+                    break
+                if granted is not None and granted.pin:
+                    self._pinned[granted.kind].popleft()
+                elif granted is not None:
+                    self._ahead.remove(granted)
+                elif self._closing:
+                    for request in [r for line in (*self._pinned.values(), self._ahead) for r in line]:
+                        request.refuse(UsageError("the engine was closed before this could be read"))
+                    return
+                else:
+                    self.lock.wait()
+
+    def _next_ones(self) -> list[Request]:
+        """What may be granted next; see [Note: order of grants]."""
+        waiting = [*(requests[0] for requests in self._pinned.values() if requests), *self._ahead]
+        return sorted(waiting, key=lambda request: (not self._is_urgent(request), request.number))
+
+    def _try(self, request: Request) -> bool:
+        """As `_grant`, but an error goes to who waits for the request; an interrupt does not, it is the caller's."""
+        try:
+            return self._grant(request)
+        except Exception as error:
+            request.refuse(error)
+            return True

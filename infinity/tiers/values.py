@@ -1,0 +1,244 @@
+"""What parameters are worth: their first records, reading them back, and adopting what was written to them on the device.
+
+Knows segments of records in host or device memory. Must not know when this is asked for; callers see to it that no update
+of the chunk is pending. Every rank must call these at the same point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infinity.optim.adam import masters, split_master
+from infinity.plan.packing import STATES, WEIGHTS
+from infinity.system.ranks import Ranks
+from infinity.tiers.records import Records
+from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry, SpanState
+from infinity.tiers.updates import Updater, segments
+
+
+class Values:
+    """Reads and writes whole parameters. finish(chunk) applies and awaits an update of the chunk that is announced."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        records: Records,
+        updater: Updater,
+        tier: DeviceTier,
+        ranks: Ranks,
+        finish: Callable[[ChunkState], None],
+    ):
+        self.registry = registry
+        self.records = records
+        self.updater = updater
+        self.tier = tier
+        self.ranks = ranks
+        self.finish = finish
+
+    def read(self, state: ParameterState, *, weight_only: bool = False) -> dict[str, torch.Tensor]:
+        """The parameter's segments by name, whole, in its shape, on the CPU, as they are stored."""
+        found: dict[str, list[torch.Tensor]] = {}
+        for chunk in self.registry.chunks_of(state):
+            self.finish(chunk)
+            self.keep_written(chunk.span)
+            piece = chunk.whole_pieces[state.index]
+            with self.shard(chunk, weight_only=weight_only) as shard:
+                for segment in chunk.record.segments[: 1 if weight_only else None]:
+                    dtype = TORCH_DTYPES[segment.dtype]
+                    part = torch.zeros(chunk.chunk.shard_numel, dtype=dtype)
+                    part[: chunk.record.numel] = shard[segment.name]
+                    whole = self.ranks.all_gather_slices(part.view(torch.uint8)).view(dtype)
+                    found.setdefault(segment.name, []).append(whole[piece.start : piece.start + piece.numel].clone())
+        return {name: torch.cat(parts).reshape(state.shape) for name, parts in found.items()}
+
+    @torch.no_grad()
+    def write_weight(self, state: ParameterState, value: torch.Tensor) -> None:
+        """Make value, 1-D on the CPU in any floating dtype, the parameter's weight and its master. Moments stay.
+
+        Where value has the weight's dtype, an element that is not changed keeps its master.
+        """
+        for chunk in self.registry.chunks_of(state):
+            self.finish(chunk)
+            self.keep_written(chunk.span)
+            with self.shard(chunk, change=True) as shard:
+                for piece in chunk.pieces:
+                    if piece.param == state.index:
+                        part = value[piece.param_start : piece.param_start + piece.numel]
+                        here = {name: tensor[piece.start : piece.start + piece.numel] for name, tensor in shard.items()}
+                        if part.dtype is here["weight"].dtype:
+                            same = here["weight"].cpu().view(torch.uint8) == part.contiguous().view(torch.uint8)
+                            same = same.view(piece.numel, -1).all(1)
+                            part = torch.where(same, masters({name: tensor.cpu() for name, tensor in here.items()}), part.float())
+                        self.put(shard, slice(piece.start, piece.start + piece.numel), part)
+            self.updater.take_snapshot(chunk)
+            if chunk.on_device and self.ranks.world > 1:
+                piece = chunk.whole_pieces[state.index]
+                part = value[piece.param_start : piece.param_start + piece.numel]
+                if chunk.span.dtype is torch.bfloat16:
+                    part, _ = split_master(part.float().contiguous())
+                chunk.span.flat[chunk.chunk.offset + piece.start :][: piece.numel].copy_(part)
+
+    def keep_written(self, span: SpanState) -> None:
+        """Make what forward passes wrote to a span that is still home its value."""
+        written = span.written()
+        if written:
+            self.adopt(span, written)
+            for state in written:
+                state.version = state.counter._version
+
+    @torch.no_grad()
+    def adopt(self, span: SpanState, written: Sequence[ParameterState], before: torch.Tensor | None = None) -> None:
+        """Make what is in a span's device storage its value; an element that changed is its own master. Where nothing tells which ones did,
+        all of the written parameters count as changed."""
+        if self.ranks.world > 1:
+            values = span.flat.cpu()
+            self.ranks.broadcast_(values)
+            span.flat.copy_(values)
+        if before is not None and torch.equal(before.view(torch.uint8), span.flat.view(torch.uint8)):
+            return
+        for index in span.span.chunks:
+            chunk = self.registry.chunks[index]
+            self.finish(chunk)
+            begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
+            here = slice(begin, begin + chunk.record.numel)
+            new = span.flat[here]
+            with self.shard(chunk, change=True) as shard:
+                before_here = before if before is not None else span.snapshot
+                if before_here is None and chunk.on_device:
+                    changed = self._parts_of(chunk, written)
+                else:
+                    old = before_here[here] if before_here is not None else shard["weight"].to(new.device)
+                    bits = torch.int16 if new.element_size() == 2 else torch.int32
+                    changed = new.view(bits) != old.view(bits)
+                if shard["weight"].data_ptr() != new.data_ptr():
+                    shard["weight"].copy_(new)
+                if "residual" in shard:
+                    shard["residual"].masked_fill_(changed.to(shard["residual"].device), 0)
+                if "master" in shard:
+                    changed = changed.to(shard["master"].device)
+                    shard["master"].copy_(torch.where(changed, shard["weight"].float(), shard["master"]))
+            self.updater.take_snapshot(chunk)
+
+    def _parts_of(self, chunk: ChunkState, params: Sequence[ParameterState]) -> torch.Tensor:
+        """Which elements of a shard are of these parameters, on the device."""
+        found = torch.zeros(chunk.record.numel, dtype=torch.bool, device=chunk.span.flat.device)
+        indices = {state.index for state in params}
+        for piece in chunk.pieces:
+            if piece.param in indices:
+                found[piece.start : piece.start + piece.numel] = True
+        return found
+
+    @torch.no_grad()
+    def write_initial(self, initial: Callable[[int, torch.nn.Parameter], torch.Tensor]) -> None:
+        """Write every chunk's first record, one span's parameters at a time, and let these go."""
+        for span in self.registry.spans:
+            values = {state.index: initial(state.index, state.param) for state in span.params}
+            for index in span.span.chunks:
+                chunk = self.registry.chunks[index]
+                if chunk.on_device:
+                    self._fill_on_device(chunk, values)
+                    continue
+                kinds = (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,)
+                entries = {kind: self.records.fresh(chunk, kind) for kind in kinds}
+                self.records.begin_update(chunk, entries)
+                memory = [entry.memory for entry in entries.values()]
+                self._fill(chunk, segments(chunk, memory[0], memory[1] if len(memory) > 1 else None), values)
+                self.records.write_back(chunk, entries)
+            if chunk.on_device:
+                self.make_snapshot(span)
+            del values
+            for state in span.params:
+                state.leave()
+        self.records.flush()
+
+    @contextlib.contextmanager
+    def filled(self, chunk: ChunkState):
+        """The shard's segments by name, zero, to be filled with another record inside the block."""
+        if chunk.on_device:
+            chunk.begin_change()
+            shard = self.updater.device_state(chunk)
+            for tensor in shard.values():
+                tensor.zero_()
+            yield shard
+            self.updater.take_snapshot(chunk)
+            return
+        entries = {kind: self.records.fresh(chunk, kind) for kind in ((WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,))}
+        self.records.begin_update(chunk, entries)
+        try:
+            shard = segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory if chunk.trainable else None)
+            for tensor in shard.values():
+                tensor.zero_()
+            yield shard
+        finally:
+            self.records.write_back(chunk, entries)
+
+    def _fill(self, chunk: ChunkState, shard: dict[str, torch.Tensor], values: dict[int, torch.Tensor]) -> None:
+        """A shard's first record: weights, their residuals, and moments of zero."""
+        for tensor in shard.values():
+            tensor.zero_()
+        for piece in chunk.pieces:
+            part = slice(piece.start, piece.start + piece.numel)
+            self.put(shard, part, values[piece.param][piece.param_start : piece.param_start + piece.numel])
+
+    @staticmethod
+    def put(shard: dict[str, torch.Tensor], part: slice, value: torch.Tensor) -> None:
+        """Values, on any device, become weights, in part of a shard, with their residuals or masters."""
+        if "residual" not in shard:
+            for name in ("weight", "master") if "master" in shard else ("weight",):
+                shard[name][part].copy_(value)
+            return
+        there = shard["weight"][part], shard["residual"][part]
+        out = there if value.device == there[0].device else tuple(torch.empty_like(tensor, device=value.device) for tensor in there)
+        split_master(value.float().contiguous(), out=out)
+        if out is not there:
+            for tensor, new in zip(there, out):
+                tensor.copy_(new)
+
+    def _fill_on_device(self, chunk: ChunkState, values) -> None:
+        device, states = chunk.span.flat.device, chunk.record.segments[1:]
+        chunk.device_states = {s.name: torch.empty(chunk.record.numel, dtype=TORCH_DTYPES[s.dtype], device=device) for s in states}
+        self._fill(chunk, self.updater.device_state(chunk), values)
+        self.tier.book(chunk.record.states_nbytes)
+
+    def keeps_snapshot(self, span: SpanState) -> bool:
+        """Whether, on the device, it needs one; see [Note: weights written in forward] in state.py."""
+        masters = {segment.name for chunk in self.registry.chunks_in(span) for segment in chunk.record.segments}
+        return bool(masters & {"residual", "master"}) and any(state.written_in_forward for state in span.params)
+
+    def make_snapshot(self, span: SpanState) -> None:
+        """Make the span's first snapshot, its records having come to the device, if it needs one."""
+        if self.keeps_snapshot(span):
+            span.snapshot = span.flat.clone()
+            self.tier.book(span.nbytes)
+
+    def drop_snapshot(self, span: SpanState) -> None:
+        """Its records have left."""
+        if span.snapshot is not None:
+            span.snapshot = None
+            self.tier.book(-span.nbytes)
+
+    @contextlib.contextmanager
+    def shard(self, chunk: ChunkState, *, change: bool = False, weight_only: bool = False):
+        """The shard's segments as host tensors; with `change` they are written back."""
+        if chunk.on_device:
+            if change:
+                chunk.begin_change()
+            state = self.updater.device_state(chunk)
+            yield {name: tensor if change else tensor.cpu() for name, tensor in state.items()}
+            return
+        kinds = (WEIGHTS, STATES) if chunk.trainable and not weight_only else (WEIGHTS,)
+        entries = self.records.obtain_all(chunk, kinds)
+        if change:
+            self.records.begin_update(chunk, entries)
+        memory = [entry.memory for entry in entries.values()]
+        try:
+            yield segments(chunk, memory[0], memory[1] if len(memory) > 1 else None)
+        finally:
+            if change:
+                self.records.write_back(chunk, entries)
+            else:
+                for kind, entry in entries.items():
+                    self.records.unpin(chunk, kind, entry)

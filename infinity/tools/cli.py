@@ -1,0 +1,395 @@
+"""The command line: the options, and how a command ends. `python -m infinity`, or `infinity`.
+
+Knows how options are spelled and which values they take, and that a mistake of the user's, a failing disk and gradients that
+are not finite end in one line and exit status 2. Must not know what a command does: that is the command's module.
+"""
+
+import argparse
+import difflib
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+from infinity.checkpoints.convert import EXPORT_DTYPES
+from infinity.config import CHOICES, LARGEST_CHUNK_MIB, LARGEST_SEED, LEAST_CHUNK_MIB
+from infinity.config_files import DEFAULT_NAME
+from infinity.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError, printable
+from infinity.output import check_different
+from infinity.tools import checkpoints, configuration
+from infinity.tools.doctor import doctor
+from infinity.tools.measure import benchmarks, breakdown, overlap, tuning
+from infinity.tools.predict import planning
+from infinity.tools.train import status
+from infinity.tools.train.training import KEEP, OPTIMIZERS, train
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # paths may be of any bytes
+    try:
+        arguments = _parser().parse_args(argv)
+        given = {f"--{name}": getattr(arguments, name, None) for name in ("json", "trace", "plot")}
+        check_different({option: path for option, path in given.items() if isinstance(path, Path)})  # --json may be a flag
+        return arguments.command(arguments)
+    except (CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError) as error:
+        return _failed(str(error))
+    except BrokenPipeError:  # of whoever reads our output, and has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _failed(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except KeyboardInterrupt:
+        print("infinity: interrupted", file=sys.stderr)
+        return 130
+
+
+def _failed(text):
+    where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and os.environ.get("WORLD_SIZE") not in (None, "", "1") else ""
+    print(f"infinity: error: {where}{'; '.join(map(printable, text.splitlines()))}", file=sys.stderr)
+    return 2
+
+
+# Options
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other mistake is reported, and which option may have been meant."""
+
+    def error(self, message):
+        unknown = re.match(r"unrecognized arguments: (-[^\s=]*)", message)
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        near = difflib.get_close_matches(unknown[1], known, n=1) if unknown else ()
+        hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
+        raise ConfigError(message + hint)
+
+    def parse_known_args(self, args=None, namespace=None):
+        # A subcommand's parser is asked for what it knows; what it does not know is its own error, with its own hint.
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names the default of an option that has one."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+
+
+def _parser():
+    parser = _Parser(prog="infinity", description="Train models far larger than device memory.", allow_abbrev=False)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_train(commands)
+    _add_checkpoint(commands)
+    _add_status(commands)
+    _add_trace(commands)
+    _add_config(commands)
+    _add_doctor(commands)
+    _add_tune(commands)
+    _add_bench(commands)
+    _add_plan(commands)
+    return parser
+
+
+def _command(commands, name, run, text, description):
+    """A command that `run(arguments)` carries out."""
+    command = commands.add_parser(name, allow_abbrev=False, help=text, description=description, formatter_class=_Help)
+    command.set_defaults(command=run)
+    return command
+
+
+def _group(commands, name, text, description):
+    """A command that has its own."""
+    parser = commands.add_parser(name, allow_abbrev=False, help=text, description=description)
+    return parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
+
+
+def _add_train(commands):
+    """The `train` command."""
+    command = _command(
+        commands,
+        "train",
+        train,
+        "train a GPT",
+        "Train a GPT on bytes of text, with every state in the fastest tier that has room. Runs under torchrun, too.",
+    )
+
+    model = command.add_argument_group("model")
+    model.add_argument("--hidden", type=_whole, default=384, metavar="N", help="width")
+    model.add_argument("--layers", type=_whole, default=6, metavar="N", help="number of blocks")
+    model.add_argument("--heads", type=_whole, default=6, metavar="N", help="attention heads; must divide --hidden")
+    model.add_argument("--vocab", type=_whole, default=256, metavar="N", help="number of tokens; text needs 256")
+    model.add_argument("--seq", type=_whole, default=128, metavar="N", help="length of a sequence")
+    model.add_argument("--tie", action="store_true", help="use the token embedding as the output layer")
+    model.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
+
+    run = command.add_argument_group("training")
+    run.add_argument(
+        "--data",
+        nargs="+",
+        metavar="FILE",
+        help="files of text, or `random` tokens; by default the sources of Python's standard library",
+    )
+    run.add_argument("--batch", type=_whole, default=8, metavar="N", help="sequences in a micro-batch, over all ranks")
+    run.add_argument("--accumulate", type=_whole, default=1, metavar="N", help="micro-batches in a step")
+    run.add_argument("--steps", type=_whole, default=70, metavar="N", help="optimizer steps")
+    run.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw, adam, sgd (momentum 0.9) or lion")
+    run.add_argument("--lr", type=_positive, default=3e-4, metavar="X", help="learning rate")
+    run.add_argument("--max-grad-norm", type=_positive, metavar="X", help="clip the gradient's global norm to this")
+    run.add_argument("--seed", type=_seed, metavar="N", help="seed of the weights and of the data's order (default: 0)")
+
+    place = command.add_argument_group("placement")
+    place.add_argument("--dtype", metavar=_either("dtype"), help="by default bf16 on CUDA and fp32 on the CPU")
+    place.add_argument("--moments", metavar=_either("moments"), help="dtype of the optimizer's moments (default: fp32)")
+    place.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
+    place.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
+    place.add_argument("--host-memory", metavar="SIZE", help="bound of pinned host memory, such as 48GiB (default: auto)")
+    place.add_argument("--device-memory", metavar="SIZE", help="bound of the engine's device memory (default: auto)")
+    place.add_argument("--weights", metavar=_either("weights"), help="tier of the weights (default: auto)")
+    place.add_argument("--states", metavar=_either("states"), help="tier of the optimizer states (default: auto)")
+    place.add_argument("--activations", metavar=_either("activations"), help="tier of what backward needs of forward (default: auto)")
+    place.add_argument("--tile-above", metavar="SIZE", help="cut larger layers into tiles (default: auto, if they do not fit)")
+    place.add_argument("--residency", metavar=_either("residency"), help="none: only what is in use stays (default: auto)")
+    place.add_argument("--chunk-mib", type=_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
+    place.add_argument("--update", metavar=_either("update"), help="when states are updated (default: auto)")
+    _add_config_options(place)
+
+    save = command.add_argument_group("checkpoints")
+    save.add_argument(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="save a checkpoint in this directory at the end, and on SIGTERM, which then ends the run after a whole step",
+    )
+    save.add_argument("--save-every", type=_whole, metavar="N", help="and after every N steps, while training goes on")
+    save.add_argument("--keep", type=_whole, metavar="N", help=f"checkpoints that stay; one more needs room (default: {KEEP})")
+    save.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the latest checkpoint in --save, if there is one; --steps counts from the very first step",
+    )
+
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE, too")
+    command.add_argument("--trace", type=Path, metavar="FILE", help="write what happened when to FILE, for `infinity trace` and Perfetto")
+    command.add_argument("--live", action="store_true", help="show links, memory and checkpoints, too, while it goes on")
+
+
+def _add_trace(commands):
+    """The `trace` command."""
+    command = _command(
+        commands,
+        "trace",
+        breakdown.trace,
+        "say where the time of a traced run went",
+        "Print the share of a step that each lane of a trace was busy and waited for.",
+    )
+    command.add_argument("file", type=Path, metavar="FILE", help="that `infinity train --trace` or infinity.save_trace wrote")
+    command.add_argument("--json", action="store_true", help="print JSON, with every rank's numbers")
+
+
+def _add_status(commands):
+    """The `status` command."""
+    command = _command(
+        commands,
+        "status",
+        status.status,
+        "show a run that is under way",
+        "List your runs of `infinity train` on this machine, or show one of them.",
+    )
+    command.add_argument("run", nargs="?", metavar="RUN", help="its process, or its status file; by default all are listed")
+    command.add_argument("--follow", action="store_true", help="show it again and again, until it ends")
+
+
+def _add_checkpoint(commands):
+    """The `checkpoint` command and its own."""
+    commands = _group(commands, "checkpoint", "look at a checkpoint, or make something of it", "What to do with a checkpoint.")
+
+    def add(name, run, text):
+        command = _command(commands, name, run, text, f"{text[0].upper()}{text[1:]}.")
+        command.add_argument("directory", type=Path, metavar="DIR", help="of the checkpoint")
+        return command
+
+    command = add("inspect", checkpoints.inspect, "say what a checkpoint holds")
+    command.add_argument("--parameters", action="store_true", help="list the parameters instead")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    add("verify", checkpoints.verify, "read all of a checkpoint and compare every checksum")
+    command = add("export", checkpoints.export_weights, "write the weights as safetensors, as transformers' from_pretrained reads them")
+    command.add_argument("target", type=Path, metavar="OUT", help="directory for the files; put the model's config.json beside them")
+    command.add_argument("--dtype", choices=EXPORT_DTYPES, help="of the weights, by default the checkpoint's own; fp32: the masters")
+    command.add_argument("--max-file", default="5GB", metavar="SIZE", help="size of a file, at most")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be written")
+    command = add("reshard", checkpoints.reshard_ranks, "write a checkpoint as another number of ranks would have")
+    command.add_argument("target", type=Path, metavar="OUT", help="directory of the new checkpoint")
+    command.add_argument("--world", type=_whole, required=True, metavar="N", help="number of ranks")
+    command.add_argument("--chunk-mib", type=_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights; by default as it was")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be written")
+
+
+def _add_config(commands):
+    """The `config` command and its own."""
+    commands = _group(commands, "config", "look at settings", "What the engine is told.")
+    command = _command(
+        commands,
+        "show",
+        configuration.show,
+        "every setting, and where it came from",
+        "Every setting of the engine, and where it came from. --json prints what --config reads.",
+    )
+    command.add_argument(
+        "--from-deepspeed", type=Path, metavar="FILE", help="show what DeepSpeed's JSON becomes here, instead of files of settings"
+    )
+    _add_config_options(command)
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_config_options(command):
+    """For commands that make a Config: see `infinity.config.command_layers`."""
+    command.add_argument("--config", type=Path, metavar="FILE", help=f"settings, TOML or JSON; they count more than those of ./{DEFAULT_NAME}")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; counts more than files. Several may be given"
+    )
+
+
+def _add_tune(commands):
+    """The `tune` command."""
+    command = _command(
+        commands,
+        "tune",
+        tuning.tune,
+        "measure this machine",
+        "Find the fastest settings of each drive, measure what the machine's links carry, and write both to a file that every "
+        "command reads. Run it under torchrun, a process a device, to measure collectives and links together.",
+    )
+    command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="swap directories, one a drive")
+    command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
+    command.add_argument("--output", type=Path, default=Path(DEFAULT_NAME), metavar="FILE", help="what is written")
+
+
+def _add_bench(commands):
+    """The `bench` command and its own."""
+    commands = _group(commands, "bench", "measure one transfer, or the pipeline", "What moves how fast, by size of a chunk.")
+    for link, text in benchmarks.LINKS.items():
+        command = _command(commands, link, benchmarks.transfers, text, f"Measure: {text}.")
+        command.set_defaults(link=link)
+        command.add_argument("--sizes", nargs="+", metavar="SIZE", help=f"of a chunk; by default {' '.join(benchmarks.SIZES)}")
+        command.add_argument("--repeats", type=_whole, default=7, metavar="N", help="measurements of each size")
+        command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
+        if link in benchmarks.NVME_LINKS:
+            command.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
+        command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE, too")
+        command.add_argument("--plot", type=Path, metavar="FILE", help="draw bandwidth against size into FILE, such as nc.png")
+    command = _command(
+        commands,
+        "overlap",
+        overlap.overlap,
+        "how much of all transfers hides behind compute",
+        "Measure the whole pipeline: passes over a model of equal layers whose weights are read from NVMe in every pass, against each "
+        "stage alone. Runs under torchrun, too.",
+    )
+    command.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
+    command.add_argument("--chunk-mib", nargs="+", type=_mib, default=[4.0, 16.0], metavar="X", help="sizes of a layer, in MiB")
+    command.add_argument("--depth", nargs="+", type=_whole, default=[2, 4, 8], metavar="N", help="how many layers ahead of the ops reads are")
+    command.add_argument("--layers", type=_whole, default=32, metavar="N", help="in a pass")
+    command.add_argument("--repeats", type=_whole, default=7, metavar="N", help="measurements of each size and depth")
+    command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
+    command.add_argument("--compute-ms", type=_positive, metavar="X", help="compute a layer; by default as long as the longest transfer")
+    command.add_argument("--balance", action="store_true", help="on the CPU: lengthen every stage to the same length, see README")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE, too")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw the times, and one pass, into FILE, such as overlap.png")
+
+
+def _add_doctor(commands):
+    """The `doctor` command."""
+    command = _command(
+        commands,
+        "doctor",
+        doctor.doctor,
+        "check this machine",
+        "Check this machine and these directories, with a remedy for whatever needs attention, and try a small training run. The exit "
+        "status is 1 if anything needs attention.",
+    )
+    text = "swap directories, one a drive; by default those of infinity.toml, else ./infinity-swap, else the current directory"
+    command.add_argument("directories", nargs="*", type=Path, metavar="DIR", help=text)
+    command.add_argument("--seconds", type=_seconds, default=60.0, metavar="N", help="that the self-test may take; 0 leaves it out")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_plan(commands):
+    """The `plan` command."""
+    command = _command(
+        commands,
+        "plan",
+        planning.plan,
+        "say whether a model fits a machine, and how fast it will train",
+        "Bytes of every tier and link, the predicted time of a step and what it waits for, of a model on a machine that need not "
+        "be this one. Exit status 1 if it does not fit.",
+    )
+    model = command.add_argument_group("model")
+    model.add_argument("--params", type=_count, metavar="N", help="a GPT whose blocks have about N parameters, such as 7B or 1T")
+    model.add_argument("--hidden", type=_whole, metavar="N", help="width of a GPT")
+    model.add_argument("--layers", type=_whole, metavar="N", help="number of its blocks")
+    model.add_argument("--heads", type=_whole, metavar="N", help="attention heads; by default one for each 128 of the width")
+    model.add_argument("--vocab", type=_whole, default=50257, metavar="N", help="number of tokens")
+    model.add_argument("--model", type=Path, metavar="FILE", help="config.json of a model of transformers of text, images or sound, instead of a GPT")
+    model.add_argument("--seq", type=_whole, default=1024, metavar="N", help="length of a sequence")
+    model.add_argument("--batch", type=_whole, default=1, metavar="N", help="sequences a device and step")
+    model.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in backward")
+    machine = command.add_argument_group("machine")
+    machine.add_argument("--machine", type=Path, metavar="FILE", help=f"with a table [machine]; by default ./{DEFAULT_NAME}, as `infinity tune` writes it")
+    machine.add_argument("--nodes", type=_whole, metavar="N", help="so many nodes of the kind")
+    machine.add_argument("--devices", type=_whole, metavar="N", help="devices a node")
+    _add_config_options(command.add_argument_group("settings of the engine"))
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE, too")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw efficiency against bandwidth for this machine")
+
+
+def _either(field):
+    return "{" + ",".join(CHOICES[field]) + "}"
+
+
+def _whole(text):
+    if not re.fullmatch(r"0*[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"expected a whole number above zero; got {text!r}")
+    return int(text)
+
+
+def _count(text):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGBT]?)", text, re.IGNORECASE)
+    number = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0
+    if not 1 <= number < 1e16:
+        raise argparse.ArgumentTypeError(f"expected a number of parameters such as 350M, 7B or 1T, below 10000T; got {text!r}")
+    return number
+
+
+def _seed(text):
+    if not re.fullmatch(r"\d+", text) or int(text) > LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {LARGEST_SEED}; got {text!r}")
+    return int(text)
+
+
+def _seconds(text):
+    return 0.0 if re.fullmatch(r"0+(\.0*)?", text) else _positive(text)
+
+
+def _mib(text):
+    value = _positive(text)
+    if value > LARGEST_CHUNK_MIB:
+        raise argparse.ArgumentTypeError(f"expected MiB, at most {LARGEST_CHUNK_MIB}; got {text!r}")
+    if value < LEAST_CHUNK_MIB:
+        raise argparse.ArgumentTypeError(f"expected MiB, at least {LEAST_CHUNK_MIB}; got {text!r}")
+    return value
+
+
+def _positive(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"expected a number above zero; got {text!r}")
+    return value

@@ -1,0 +1,236 @@
+"""The `doctor` command: looks at this machine as a place to train, and prints a line a check, to be pasted.
+
+Knows which checks there are and their order. Must not know how any of them is made. One that fails has its error as its line, and
+the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from infinity import config_files
+from infinity.config import DEFAULT_NVME, Config
+from infinity.errors import BudgetError, ConfigError
+from infinity.optim import _adam
+from infinity.system import drives
+from infinity.system.arena import Arena
+from infinity.system.swap import REMEDIES
+from infinity.tools.doctor import devices, selftest, system, volumes
+from infinity.tools.doctor.findings import Finding, Status, absent, attention, ok
+from infinity.tools.progress import Progress
+
+ARENA_NBYTES = 64 << 20  # that are tried
+RATES_SECONDS = 3.0  # a directory, at most
+
+Check = tuple[str, Callable[[], Finding | list[Finding]]]
+
+
+def doctor(arguments) -> int:
+    """The `doctor` command; exit status 1 if anything needs attention."""
+    before = signal.signal(signal.SIGTERM, _leave)  # what is made in directories goes, whoever ends this
+    try:
+        return _doctor(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _doctor(arguments) -> int:
+    report = _Report(shown=not arguments.json)
+    cards = devices.read_cards()
+    directories = list(dict.fromkeys(path.absolute() for path in arguments.directories or _default_directories()))
+    report.section("system", _system(cards, directories))
+    report.section("devices", _devices(cards))
+    with contextlib.ExitStack() as stack:
+        folders = {}
+        for path in directories:
+            report.section(f"directory {path}", _directory(path, folders, stack))
+        if arguments.seconds and folders:
+            report.section("self-test", _self_test(folders, arguments.seconds), at_once=False)
+    return report.close()
+
+
+class _Report:
+    """Findings by section, printed as they come."""
+
+    def __init__(self, shown: bool):
+        self.shown = shown
+        self.findings: list[tuple[str, Finding]] = []
+
+    def section(self, title: str, checks: Iterator[Check], *, at_once: bool = True) -> None:
+        """at_once: not only after the last one, as is better where progress is shown meanwhile."""
+        self._print(f"\n{title}" if self.findings else title)
+        late = []
+        for finding in _findings(title, checks):
+            self.findings.append((title, finding))
+            if at_once:
+                self._print(finding)
+            else:
+                late.append(finding)
+        for finding in late:
+            self._print(finding)
+
+    def close(self) -> int:
+        """The last line; the exit status."""
+        num = sum(finding.status is Status.ATTENTION for _, finding in self.findings)
+        if not self.shown:
+            listed = [{"section": title} | asdict(finding) | {"status": finding.status.name.lower()} for title, finding in self.findings]
+            print(json.dumps({"findings": listed, "num_attention": num}, indent=2))
+        self._print(f"\n{num or 'none'} of {len(self.findings)} need{'s' if num == 1 else ''} attention")
+        return 1 if num else 0
+
+    def _print(self, line) -> None:
+        if self.shown:
+            print(line, flush=True)
+
+
+def _findings(title: str, checks: Iterator[Check]) -> Iterator[Finding]:
+    """Of all checks; an error of one, or of what comes before the next, is a finding."""
+    try:
+        with contextlib.closing(checks):
+            for what, check in checks:
+                try:
+                    found = check()
+                except Exception as error:
+                    found = _failed(what, error)
+                yield from [found] if isinstance(found, Finding) else found
+    except Exception as error:
+        yield _failed(title.partition(" ")[0], error)
+
+
+def _failed(what: str, error: Exception) -> Finding:
+    detail = " ".join(f"{type(error).__name__}: {error}".split())
+    remedy = REMEDIES.get(getattr(error, "errno", None), "see the error; if it names no cause, report it with this text")
+    return attention(what, f"the check failed: {detail}", remedy)
+
+
+def _system(cards: list[devices.Card], directories: list[Path]) -> Iterator[Check]:
+    yield "kernel", lambda: system.kernel(platform.release(), platform.machine())
+    yield "versions", lambda: devices.versions(devices.read_versions(cards))
+    yield "extensions", lambda: devices.kernels(_adam.isas(), platform.machine())
+    yield "settings", _settings
+    yield "memory", lambda: system.memory(Path("/proc/meminfo").read_text(), system.read_memory_limit())
+    yield "CPUs", lambda: system.processors(os.cpu_count(), len(os.sched_getaffinity(0)), system.read_cpu_quota())
+    yield "NUMA", lambda: _numa(cards, directories)
+    yield "huge pages", lambda: system.huge_pages(system.read_huge_pages())
+    yield "arena pages", _arena_pages
+    yield "memlock", _locked_memory
+    yield "open files", lambda: system.open_files(*_limits(resource.RLIMIT_NOFILE))
+    yield "aio-max-nr", lambda: system.aio_requests(*system.read_aio(), needed=_aio_needed(directories))
+
+
+def _devices(cards: list[devices.Card]) -> Iterator[Check]:
+    yield "GPU", lambda: devices.gpus(devices.read_seen(), cards, devices.cuda_version(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    for card in cards:
+        yield f"PCIe {card.index}", lambda card=card: devices.link(card)
+    yield "peer access", lambda: devices.peers(devices.read_reach())
+    yield "distributed", lambda: devices.backends(devices.has_backend("gloo"), devices.has_backend("nccl"), devices.count())
+
+
+def _directory(path: Path, folders: dict[Path, Path], stack: contextlib.ExitStack) -> Iterator[Check]:
+    try:
+        folder = folders[path] = stack.enter_context(volumes.scratch(path))
+    except OSError as error:
+        finding = volumes.refused(path, error)
+        yield "directory", lambda: finding
+        return
+    yield from volumes.checks(path, folder)
+
+
+def _self_test(folders: dict[Path, Path], seconds: float) -> Iterator[Check]:
+    start = time.monotonic()
+    with Progress(live_seconds=0.1) as progress:
+        yield from selftest.checks(list(folders.values()), seconds, progress.show)
+        for path, folder in folders.items():
+            left = (seconds - (time.monotonic() - start)) / len(folders)
+            progress.show(f"self-test: rates of {path}")
+            yield "rates", lambda: _rates(path, folder, min(left, RATES_SECONDS))
+
+
+def _rates(path: Path, folder: Path, seconds: float) -> Finding:
+    if seconds <= 0:
+        return absent("rates", f"{path}: left out: the time was over; see --seconds")
+    return volumes.rates(path, folder, seconds)
+
+
+def _settings() -> Finding:
+    if not Path(config_files.DEFAULT_NAME).exists():
+        return absent("settings", f"no {config_files.DEFAULT_NAME} here; `infinity tune DIR` writes one")
+    try:
+        if "config" not in config_files.read(config_files.DEFAULT_NAME):
+            return absent("settings", f"{config_files.DEFAULT_NAME} has no table [config]: every setting has its default")
+        Config.load(config_files.DEFAULT_NAME)
+    except ConfigError as error:
+        problems = "; ".join(str(error).splitlines())
+        return attention("settings", f"{config_files.DEFAULT_NAME} cannot be used: {problems}", f"edit {config_files.DEFAULT_NAME}")
+    return ok("settings", f"{config_files.DEFAULT_NAME} is valid")
+
+
+def _default_directories() -> list[Path]:
+    """Where training started here would swap to, whether it exists or not."""
+    with contextlib.suppress(ConfigError, KeyError, TypeError):
+        nvme = config_files.read(config_files.DEFAULT_NAME)["config"]["nvme"]
+        return [Path(path).expanduser() for path in ([nvme] if isinstance(nvme, str) else nvme)]
+    return [DEFAULT_NVME if DEFAULT_NVME.is_dir() else Path(".")]
+
+
+def _numa(cards: list[devices.Card], directories: list[Path]) -> list[Finding]:
+    found = {}
+    for path in filter(Path.exists, directories):
+        for device in volumes.block_devices(volumes.read_mount(path)):
+            found[device.name] = system.read_node_of(device)
+    gpus = {f"GPU {card.index}": system.read_node_of(Path("/sys/bus/pci/devices", card.bus)) for card in cards}
+    return system.numa(system.read_nodes(), os.sched_getaffinity(0), found, gpus)
+
+
+def _arena_pages() -> Finding:
+    arena = Arena()
+    try:
+        region = arena.region(ARENA_NBYTES)
+        return system.arena_pages(Path("/proc/self/smaps").read_text(), region.address, region.nbytes)
+    finally:
+        arena.close()
+
+
+def _locked_memory() -> Finding:
+    num_devices, failure = devices.count(), ""
+    arena = Arena(pin=True)
+    try:
+        if num_devices:
+            arena.region(ARENA_NBYTES)
+    except BudgetError as error:
+        failure = str(error).partition(";")[0]
+    finally:
+        arena.close()
+    return system.locked_memory(_limits(resource.RLIMIT_MEMLOCK)[0], num_devices, failure)
+
+
+def _aio_needed(directories: list[Path]) -> int:
+    """Requests of all queues, of a rank a device."""
+    needed = 0
+    for path in directories:
+        drive = None
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            drive = drives.load(fd)
+        drive = drive or drives.Drive()
+        needed += drive.depth * drive.num_queues
+    return needed * max(1, devices.count())
+
+
+def _limits(what: int) -> tuple[int | None, int | None]:
+    return tuple(None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(what))
+
+
+def _leave(number: int, frame) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,159 @@
+"""A small training run that shows whether this machine trains as it should: the bits of a run without NVMe, and a checkpoint.
+
+Uses the engine as any program would. Must not know what the machine is like, nor how findings are shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+import infinity
+from infinity.checkpoints.store import Checkpoint
+from infinity.config import Config, format_bytes
+from infinity.model.gpt import GPT, Batches
+from infinity.tools.doctor.findings import Finding, absent, attention, ok
+
+STEPS = 10
+REPEATED_STEPS = 2  # behind the checkpoint
+SIZES = {"hidden": 256, "layers": 4, "heads": 4, "vocab": 256, "seq": 64}
+BATCH = 4
+# Of one run's device and host memory: less than the states, 38 MiB.
+BUDGETS = {"device_memory": "8MiB", "host_memory": "16MiB"}
+_TRAINING_SHARE = 0.4  # of the time, for all steps of the run with NVMe
+_DIFFERENT = "see dmesg for errors of memory or drive; with none there, report it with this text"
+
+
+def checks(
+    folders: Sequence[Path], seconds: float, say: Callable[[str], None], steps: int = STEPS
+) -> Iterator[tuple[str, Callable[[], Finding]]]:
+    """In order, by name; they take so many seconds at most, about. folders: empty ones of our own, a drive each."""
+    run = _Run(folders, seconds, say, steps)
+    with _same_bits_each_time(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of filesystems without O_DIRECT, which have a finding of their own
+        with contextlib.ExitStack() as stack:
+            yield "training", lambda: run.train(stack)
+            yield "checkpoint", run.checkpoint
+        yield "same bits", run.compare
+
+
+class _Run:
+    """The model in its engine, from `train` on, and what came of it."""
+
+    def __init__(self, folders, seconds, say, steps):
+        self.folders = folders
+        self.started = time.monotonic()
+        self.seconds = seconds
+        self.say = say
+        self.most_steps = steps
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.batches = Batches(None, vocab=SIZES["vocab"], batch=BATCH, seq=SIZES["seq"], seed=0)
+        self.losses = []
+        self.weights = None
+
+    def train(self, stack: contextlib.ExitStack) -> Finding:
+        """With every state on NVMe. The engine closes with the stack."""
+        self.model, self.optimizer = self._build(nvme=self.folders, weights="nvme", states="nvme", residency="none", **BUDGETS)
+        engine = stack.enter_context(infinity.engine_of(self.model))
+        start = time.monotonic()
+        while len(self.losses) < self.most_steps and (not self.losses or self._share() < _TRAINING_SHARE):
+            self.losses += self._steps(self.model, self.optimizer, len(self.losses), 1)
+            self.say(f"self-test: step {len(self.losses)} of {self.most_steps}, every state on NVMe")
+        seconds = time.monotonic() - start
+        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        stats = engine.stats()
+        self.weights = weights
+        names = ("state_nbytes", "host_arena_nbytes", "peak_device_nbytes", "nvme_read_nbytes", "nvme_write_nbytes")
+        states, host, device, read, written = (format_bytes(stats[name]) for name in names)
+        return ok(
+            "training",
+            f"{len(self.losses)} of {self.most_steps} steps in {seconds:.1f} s on {self.device}: "
+            f"{stats['num_parameters'] / 1e6:.1f} M parameters, states of {states} on NVMe, {host} of host memory, {device} on the device; {read} read, {written} written",
+        )
+
+    def checkpoint(self) -> Finding:
+        """Save, verify, train, go back, train: the losses must be the same."""
+        if left_out := self._left_out("checkpoint"):
+            return left_out
+        self.say("self-test: checkpoint")
+        path, number = self.folders[0] / "checkpoint", len(self.losses)
+        infinity.save(path, self.model, self.optimizer)
+        with Checkpoint(path) as checkpoint:
+            nbytes = checkpoint.verify()
+        onward = self._steps(self.model, self.optimizer, number, REPEATED_STEPS)
+        infinity.load(path, self.model, self.optimizer)
+        again = self._steps(self.model, self.optimizer, number, REPEATED_STEPS)
+        detail = f"{format_bytes(nbytes)} saved, read and compared with its checksums, loaded"
+        if onward == again:
+            return ok("checkpoint", f"{detail}; {REPEATED_STEPS} steps from there have the same losses as before")
+        return attention("checkpoint", f"{detail}; steps from there lose {again} where they lost {onward}", _DIFFERENT)
+
+    def compare(self) -> Finding:
+        """The same run with everything on the device."""
+        if left_out := self._left_out("same bits"):
+            return left_out
+        self.say("self-test: the same without NVMe")
+        model, optimizer = self._build(weights="device", states="device")
+        with infinity.engine_of(model) as engine:
+            losses = self._steps(model, optimizer, 0, len(self.losses))
+            weights = model.state_dict()
+            swapped_nbytes = engine.stats()["nvme_write_nbytes"]
+        assert not swapped_nbytes
+        differ = [name for name, value in weights.items() if not torch.equal(_bits(value), _bits(self.weights[name]))]
+        if losses == self.losses and not differ:
+            return ok("same bits", f"{len(losses)} losses and {len(weights)} tensors of weights as in a run all on the device")
+        wrong = sum(mine != other for mine, other in zip(self.losses, losses))
+        detail = f"{wrong} of {len(losses)} losses and {len(differ)} of {len(weights)} tensors differ from a run all on the device"
+        return attention("same bits", detail, _DIFFERENT)
+
+    def _build(self, **places):
+        torch.manual_seed(0)
+        dtype = "bf16" if self.device == "cuda" else "fp32"  # many CPUs have no bf16 instructions
+        with infinity.init(Config(device=self.device, dtype=dtype, chunk_mib=0.25, **places)):
+            model = GPT(**SIZES)
+        return model, infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+
+    def _steps(self, model, optimizer, first, count):
+        """Train steps of these numbers; their losses."""
+        losses = []
+        for step in range(first, first + count):
+            x, y = (rows.to(self.device) for rows in self.batches(step))
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def _share(self) -> float:
+        """Of the time, that is over."""
+        return (time.monotonic() - self.started) / self.seconds
+
+    def _left_out(self, what: str) -> Finding | None:
+        if self.weights is None:
+            return absent(what, "left out: there was no training before it")
+        return absent(what, "left out: the time was over; see --seconds") if self._share() >= 1 else None
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(torch.uint8)
+
+
+@contextlib.contextmanager
+def _same_bits_each_time():
+    """Kernels whose sums have one order: of one thread on the CPU, those that torch calls deterministic on CUDA."""
+    num_threads, were = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(were)
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,318 @@
+"""A directory as a place for swap: its filesystem and drive, and whether these do what the engine needs.
+
+Knows paths, mounts, block devices, and how to try and time them. Must not know models, devices or swap files. As in system.py, what
+interprets takes texts and numbers.
+
+# [Note: truly asynchronous]
+# io_submit promises to return at once and may sleep instead, as it does for buffered files and for writes that make a file grow. The
+# share of a transfer's time that is spent in it tells: on one ext4 drive 0.04 reading and 0.02 to 0.25 writing with O_DIRECT, 0.96
+# appending, 0.7 and more through the page cache or on tmpfs. There, first writes to reserved space take 0.04, but up to 0.84 while others
+# keep the filesystem's journal busy, now this and now that: twelve in a row gave 0.02 to 0.83. So all is tried a few times, the median
+counts, and first writes, which each byte of a swap file sees once, are judged by what appending takes, further from what they take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aio_ext
+from infinity.config import format_bytes
+from infinity.errors import NO_DESCRIPTORS, refuses_direct
+from infinity.system import drives
+from infinity.system.arena import Arena
+from infinity.system.mounts import MEMORY_FILESYSTEMS, Mount, mount_at
+from infinity.system.swap import ALIGNMENT
+from infinity.tools.doctor.findings import Finding, absent, attention, ok
+
+NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "beegfs", "gpfs", "glusterfs", "9p", "virtiofs", "afs")
+SCRATCH_PREFIX = ".infinity-doctor-"
+LEAST_FREE_NBYTES = 12 * 10**9  # the states of a model of 10^9 parameters
+PROBE_NBYTES = 128 << 20
+SYNCHRONOUS_SHARE, APPENDING_SHARE = 0.5, 0.9  # see [Note: truly asynchronous]
+ROTATING_GBPS = 0.6  # more than a rotating drive's cable carries
+
+_REQUEST_NBYTES = 4 << 20
+_NUM_REQUESTS = 8
+_TRIES = 5
+_REMEDIES = {
+    errno.ENOENT: "mkdir -p {path}",
+    errno.ENOTDIR: "name a directory",
+    errno.EACCES: "name a directory that this user may write, or: sudo chown $USER {path}",
+    errno.EPERM: "name a directory that this user may write, or: sudo chown $USER {path}",
+    errno.EROFS: "name another directory, or: sudo mount -o remount,rw $(findmnt -no TARGET -T {path})",
+    errno.ENOSPC: "free space there, or name another directory",
+    errno.EDQUOT: "raise the quota, or name another directory",
+    **NO_DESCRIPTORS,
+}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One passage over a file: its rate, and the share of the time that was spent in io_submit."""
+
+    gbps: float
+    submit_share: float
+
+
+def filesystem(mount: Mount) -> Finding:
+    detail = f"{mount.kind} on {mount.source}, mounted at {mount.point}"
+    if mount.kind in MEMORY_FILESYSTEMS:
+        return attention("filesystem", f"{detail}: it keeps files in memory", "name a directory on a local drive")
+    if mount.kind == "overlay":
+        remedy = "give the container a directory of the host's drive (docker: -v /ssd0/swap:/swap) and name that"
+        return attention("filesystem", f"{detail}: a layer of a container", remedy)
+    if mount.kind in NETWORK_FILESYSTEMS or mount.kind.startswith("fuse"):
+        return attention("filesystem", f"{detail}: it is not a local drive's", "name a directory on ext4 or xfs on a local drive")
+    return ok("filesystem", detail)
+
+
+def drive(name: str, rotational: str | None, scheduler: str | None, gbps: float) -> list[Finding]:
+    """By the texts of queue/rotational and queue/scheduler of a block device, and the highest rate seen, 0 if it was not measured."""
+    if rotational is None:
+        return [absent("drive", f"{name}; the kernel does not say of which kind")]
+    findings = []
+    if rotational.strip() == "0":
+        findings.append(ok("drive", f"{name}, not rotating"))
+    elif gbps > ROTATING_GBPS:
+        findings.append(ok("drive", f"{name}, which calls itself rotating and is faster than such a drive can be"))
+    else:
+        remedy = f"name a directory on an SSD; if this is one: echo 0 | sudo tee /sys/block/{name}/queue/rotational"
+        findings.append(attention("drive", f"{name} calls itself rotating", remedy))
+    chosen = re.search(r"\[([\w-]+)\]", scheduler or "")
+    mode = chosen[1] if chosen else (scheduler or "none").strip()
+    if mode in ("bfq", "cfq"):
+        remedy = f"echo none | sudo tee /sys/block/{name}/queue/scheduler"
+        findings.append(attention("scheduler", f"{mode} on {name} orders requests at the cost of speed", remedy))
+    else:
+        findings.append(ok("scheduler", f"{mode} on {name}"))
+    return findings
+
+
+def space(free_nbytes: int, total_nbytes: int) -> Finding:
+    detail = f"{format_bytes(free_nbytes)} of {format_bytes(total_nbytes)} free: states of {free_nbytes / 12e9:,.1f} B parameters at 12 bytes"
+    if free_nbytes < LEAST_FREE_NBYTES:
+        return attention("space", detail, "free space there, or name another directory")
+    return ok("space", detail)
+
+
+def direct(memory: int, offset: int, refusal: str = "") -> Finding:
+    """The alignment of direct I/O as of aio_ext.direct_alignment, and why a direct write failed, if it did."""
+    remedy = "name a directory on ext4 or xfs on a local drive"
+    if refusal or not memory:
+        return attention("O_DIRECT", f"refused{f' ({refusal})' if refusal else ''}: swap would go through the page cache", remedy)
+    detail = f"works; memory aligned to {memory} bytes, offsets to {offset}"
+    if ALIGNMENT % memory or ALIGNMENT % offset:
+        return attention("O_DIRECT", f"{detail}: the engine's {ALIGNMENT} are too few", remedy)
+    return ok("O_DIRECT", detail)
+
+
+def preallocation(failure: int) -> Finding:
+    """failure: the errno of fallocate, 0 if it worked."""
+    if not failure:
+        return ok("fallocate", "works")
+    if failure in (errno.ENOSPC, errno.EDQUOT):
+        return attention("fallocate", f"no {format_bytes(PROBE_NBYTES)} to try it with", _REMEDIES[failure])
+    detail = f"refused ({os.strerror(failure)}): making the swap file writes all of it"
+    return attention("fallocate", detail, "name a directory on ext4 or xfs on a local drive")
+
+
+def asynchronous(firsts: Sequence[Pass], agains: Sequence[Pass], reads: Sequence[Pass]) -> list[Finding]:
+    """First writes to reserved space, later writes, and reads, of each try; see [Note: truly asynchronous]."""
+    remedy = "name a directory on ext4 or xfs on a local drive; if this is one, try again when nothing else writes there"
+    findings = []
+    (reading, read_text), (writing, written_text), (beginning, first_text) = map(_shares, (reads, agains, firsts))
+    detail = f"io_submit took {read_text} of the time reading, {written_text} writing"
+    if max(reading, writing) < SYNCHRONOUS_SHARE:
+        findings.append(ok("asynchronous", detail))
+    else:
+        findings.append(attention("asynchronous", f"{detail}: it waits for the drive", remedy))
+    first_gbps, again_gbps = (statistics.median(each.gbps for each in passes) for passes in (firsts, agains))
+    detail = f"{first_gbps:.2f} GB/s against {again_gbps:.2f} later; io_submit took {first_text} of the time"
+    if beginning < APPENDING_SHARE:
+        findings.append(ok("first writes", detail))
+    else:
+        findings.append(attention("first writes", f"{detail}: it waits for the drive", remedy))
+    return findings
+
+
+def _shares(passes: Sequence[Pass]) -> tuple[float, str]:
+    """The median of what io_submit took, and a text with its range."""
+    shares = [each.submit_share for each in passes]
+    return (median := statistics.median(shares)), f"{median:.0%} ({min(shares):.0%} to {max(shares):.0%})"
+
+
+def refused(path: Path, error: OSError) -> Finding:
+    """A directory in which nothing can be made."""
+    remedy = _REMEDIES.get(error.errno, "name another directory").format(path=path)
+    return attention("directory", f"{path}: {(error.strerror or str(error)).lower()}", remedy)
+
+
+@contextlib.contextmanager
+def scratch(path: Path) -> Iterator[Path]:
+    """A folder of our own in a directory, gone at the end. Raises OSError."""
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=path, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def checks(path: Path, folder: Path) -> Iterator[tuple[str, Callable[[], Finding | list[Finding]]]]:
+    """Those of a directory, in order, by name. folder: as of `scratch`."""
+    yield "filesystem", lambda: filesystem(read_mount(path))
+    yield "space", lambda: _space(path)
+    with _probe(folder) as probe:
+        yield "O_DIRECT", probe.direct
+        yield "fallocate", lambda: preallocation(probe.fallocate())
+        yield "asynchronous", lambda: asynchronous(*probe.passes())
+        yield "drive", lambda: _drive(read_mount(path), probe.gbps)
+
+
+def rates(path: Path, folder: Path, seconds: float) -> Finding:
+    """What the drive moves with default settings, from and to the arena. Takes the seconds, about, and at least once over the file each."""
+    with _probe(folder) as probe:
+        probe.direct()
+        measured = probe.rates(seconds)
+    each = ", ".join(f"{name} {gbps:.2f}" for name, gbps in measured.items())
+    return ok("rates", f"{path}: {each} GB/s (14 reads to 12 writes)")
+
+
+def read_mount(path: Path) -> Mount:
+    return mount_at(path)
+
+
+def block_devices(mount: Mount) -> list[Path]:
+    """Folders in /sys of the whole drives under a mount, those under a RAID or a logical volume; none of what has no drive."""
+    numbers = mount.device
+    with contextlib.suppress(OSError):  # btrfs numbers its mounts by itself
+        real = os.stat(mount.source).st_rdev
+        numbers = f"{os.major(real)}:{os.minor(real)}" if real else numbers
+    device = Path("/sys/dev/block", numbers)
+    return _whole(Path(os.path.realpath(device))) if device.exists() else []
+
+
+def _whole(device: Path) -> list[Path]:
+    if (device / "partition").exists():
+        device = device.parent
+    slaves = sorted((device / "slaves").glob("*"))
+    return [drive for slave in slaves for drive in _whole(Path(os.path.realpath(slave)))] or [device]
+
+
+def _space(path: Path) -> Finding:
+    status = os.statvfs(path)
+    return space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
+
+
+def _drive(mount: Mount, gbps: float) -> Finding | list[Finding]:
+    devices = block_devices(mount)
+    if not devices:
+        return absent("drive", f"{mount.source} is no block device of this system")
+    texts = [[_text(device / "queue" / name) for name in ("rotational", "scheduler")] for device in devices]
+    return [finding for device, both in zip(devices, texts) for finding in drive(device.name, *both, gbps / len(devices))]
+
+
+def _text(path: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return None
+
+
+@contextlib.contextmanager
+def _probe(folder: Path) -> Iterator[_Probe]:
+    """A file that has lost its name already: however this process ends, nothing stays."""
+    fd, name = tempfile.mkstemp(dir=folder)
+    probe = _Probe(fd)
+    try:
+        os.unlink(name)
+        yield probe
+    finally:
+        probe.close()
+
+
+class _Probe:
+    """A file of PROBE_NBYTES to try, and memory of the arena. gbps: the highest rate at which a try of `passes` wrote and read."""
+
+    gbps = 0.0
+
+    def __init__(self, fd: int):
+        self.fd = fd
+        self._arena = Arena()
+        memory = self._arena.region(_NUM_REQUESTS * _REQUEST_NBYTES).buffer
+        noise = os.urandom(1 << 20)  # some drives are faster with zeros
+        for start in range(0, len(memory), len(noise)):
+            memory[start : start + len(noise)] = noise
+        self._buffers = [memory[i * _REQUEST_NBYTES : (i + 1) * _REQUEST_NBYTES] for i in range(_NUM_REQUESTS)]
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self._buffers.clear()
+        self._arena.close()
+
+    def direct(self) -> Finding:
+        """Whether direct I/O works; from then on it is used if it does."""
+        try:
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if not refuses_direct(error):
+                raise
+            return direct(0, 0, error.strerror)
+        try:
+            memory, offset = aio_ext.direct_alignment(fd)
+            with mmap.mmap(-1, ALIGNMENT) as page:
+                os.pwrite(fd, page, 0)
+        except OSError as error:
+            os.close(fd)
+            if not refuses_direct(error):
+                raise
+            return direct(0, 0, error.strerror)
+        os.close(self.fd)
+        self.fd = fd
+        return direct(memory, offset)
+
+    def fallocate(self) -> int:
+        """The errno, or 0. Not os.posix_fallocate, which writes zeros where the filesystem cannot."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        os.ftruncate(self.fd, 0)
+        return ctypes.get_errno() if libc.fallocate(self.fd, 0, ctypes.c_int64(0), ctypes.c_int64(PROBE_NBYTES)) else 0
+
+    def passes(self) -> tuple[list[Pass], list[Pass], list[Pass]]:
+        """First writes, writes, reads, of some tries."""
+        tries = []
+        for _ in range(_TRIES):
+            os.ftruncate(self.fd, 0)
+            os.posix_fallocate(self.fd, 0, PROBE_NBYTES)
+            tries.append([self._pass(op) for op in ("write", "write", "read")])
+        self.gbps = max(min(again.gbps, read.gbps) for _, again, read in tries)  # one that is fast proves that it can be
+        firsts, agains, reads = map(list, zip(*tries))
+        return firsts, agains, reads
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """GB/s by mix, of drives.MIXES."""
+        os.posix_fallocate(self.fd, 0, PROBE_NBYTES)
+        self._pass("write")
+        return {mix: self._pass(mix, seconds / len(drives.MIXES)).gbps for mix in drives.MIXES}
+
+    def _pass(self, mix: str, seconds: float = 0.0) -> Pass:
+        """Once over the file, and on until so many seconds are over."""
+        tickets, number = [], 0
+        with drives.Drive().queue() as queue:
+            start = time.perf_counter()
+            while number * _REQUEST_NBYTES < PROBE_NBYTES or time.perf_counter() - start < seconds:
+                if number >= _NUM_REQUESTS:
+                    tickets[number - _NUM_REQUESTS].wait()
+                submit = queue.read if drives.is_read(mix, number) else queue.write
+                offset = number * _REQUEST_NBYTES % PROBE_NBYTES
+                tickets.append(submit(self.fd, self._buffers[number % _NUM_REQUESTS], offset))
+                number += 1
+            for ticket in tickets:
+                ticket.wait()
+            taken = time.perf_counter() - start
+            return Pass(number * _REQUEST_NBYTES / taken / 1e9, queue.stats()["submit_seconds"] / taken)

@@ -1,0 +1,133 @@
+"""The `bench` commands of single links: what each carries alone, by size of a chunk.
+
+Knows sizes, tables and plots. Must not know how bytes are moved: probes do that, and compare them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+
+import torch
+
+from infinity.config import DEFAULT_NVME, Config, format_bytes, parse_bytes
+from infinity.errors import ConfigError, UsageError
+from infinity.output import check_file, check_plot, pyplot, table, write_json
+from infinity.system.capacity import gauge_of, host_free_nbytes
+from infinity.system.ranks import Ranks
+from infinity.system.swap import ALIGNMENT
+from infinity.tools.measure import probes
+from infinity.tools.progress import Progress
+
+LINKS = {
+    "nc": "reads from NVMe to host memory",
+    "cg": "copies from host memory to the device",
+    "gg": "all-gathers between devices",
+    "rs": "reduce-scatters between devices",
+    "gc": "copies from the device to host memory",
+    "cn": "writes from host memory to NVMe",
+}
+NVME_LINKS, RANK_LINKS = ("nc", "cn"), ("gg", "rs")
+SIZES = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB", "32MiB", "64MiB")
+
+
+def transfers(arguments) -> int:
+    """The `bench nc`, `cg`, `gg`, `rs`, `gc` and `cn` commands. Whatever moves is compared with what was sent."""
+    link, sizes = arguments.link, sorted({_size(text) for text in arguments.sizes or SIZES})
+    check_file(arguments.json, "--json")
+    check_plot(arguments.plot, "--plot")
+    with contextlib.ExitStack() as stack:
+        device, ranks = stack.enter_context(probes.launched(arguments.device))
+        if link in RANK_LINKS and ranks.world == 1:
+            raise UsageError(f"{link} is between devices: run `torchrun --nproc-per-node 2 -m infinity bench {link}`, a process a device")
+        _check_memory(link, sizes[-1], device, ranks)
+        # What is of one process only, the first one does; the others wait for it.
+        first = ranks.rank == 0
+        if first:
+            progress = stack.enter_context(Progress())
+            paths = _paths(arguments, stack) if link in NVME_LINKS else ()
+        results = []
+        for nbytes in sizes if first or link in RANK_LINKS else ():
+            if first:
+                progress.show(f"{link}: chunks of {format_bytes(nbytes)}", last=True)
+            if link in NVME_LINKS:
+                probe = probes.SwapTransfers(paths, nbytes, write=link == "cn")
+            elif link in RANK_LINKS:
+                probe = probes.Collectives(ranks, device, nbytes, reduce=link == "rs")
+            else:
+                probe = probes.Copies(device, nbytes, to_device=link == "cg")
+            with contextlib.closing(probe):
+                gbps = [rate / 1e9 for rate in probes.rates(probe, arguments.repeats)]
+            results.append({"chunk_nbytes": nbytes, "gbps": gbps})
+        ranks.barrier()
+    if first:
+        report = {"link": link, "what": LINKS[link], "device": str(device), "world": ranks.world, "sizes": results}
+        print(_table(report))
+        if arguments.json:
+            write_json(arguments.json, report)
+        if arguments.plot:
+            _plot(report, arguments.plot)
+    return 0
+
+
+def _size(text: str) -> int:
+    nbytes = parse_bytes(text)
+    if not nbytes or nbytes % ALIGNMENT:
+        raise ConfigError(f"--sizes {text}: expected a multiple of {ALIGNMENT} bytes, as drives take them")
+    return nbytes
+
+
+def _check_memory(link: str, nbytes: int, device: torch.device, ranks: Ranks) -> None:
+    """Raise ConfigError if as many of the largest chunks as a probe has at a time, at least, find no room."""
+    on_host = 0 if link in RANK_LINKS else probes.MIN_CHUNKS + (link in NVME_LINKS)  # one more, to compare with
+    on_device = 0 if link in NVME_LINKS else probes.MIN_CHUNKS
+    if device.type == "cpu":
+        on_host, on_device = on_host + on_device * (ranks.num_local if link in RANK_LINKS else 1), 0
+    rooms = [("host memory", on_host, host_free_nbytes())]
+    if on_device:
+        rooms.append((f"memory of {device}", on_device, gauge_of(device).free_nbytes()))
+    for where, num_chunks, free_nbytes in rooms:
+        if num_chunks * nbytes > free_nbytes:
+            raise ConfigError(
+                f"--sizes {format_bytes(nbytes)}: {num_chunks} chunks at a time take {format_bytes(num_chunks * nbytes)} of {where}, "
+                f"of which {format_bytes(free_nbytes)} are free; give smaller ones"
+            )
+
+
+def _paths(arguments, stack: contextlib.ExitStack):
+    """Of swap; the default directory is made, and goes again if it was."""
+    paths = Config(nvme=arguments.nvme or (DEFAULT_NVME,)).nvme
+    if paths == (DEFAULT_NVME,) and not DEFAULT_NVME.exists():
+        DEFAULT_NVME.mkdir()
+        stack.callback(DEFAULT_NVME.rmdir)
+    return paths
+
+
+def _table(report: dict) -> str:
+    ranks = f", {report['world']} ranks, bytes that each receives" if report["link"] == "gg" else ""
+    ranks = f", {report['world']} ranks, bytes that each gives" if report["link"] == "rs" else ranks
+    rows = []
+    for result in report["sizes"]:
+        gbps = result["gbps"]
+        rows.append([format_bytes(result["chunk_nbytes"]), f"{statistics.median(gbps):.2f}", f"{min(gbps):.2f}", f"{max(gbps):.2f}"])
+    return f"{report['what']}, {report['device']}{ranks}\n\n" + table(["chunk", "GB/s", "least", "most"], rows) + "\n\nall bytes compared"
+
+
+def _plot(report: dict, path) -> None:
+    """Bandwidth against the size of a chunk: the median, and the spread."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    sizes = [result["chunk_nbytes"] for result in report["sizes"]]
+    each = [result["gbps"] for result in report["sizes"]]
+    axes.fill_between(sizes, list(map(min, each)), list(map(max, each)), alpha=0.2, label=f"least to most of {len(each[0])}")
+    axes.plot(sizes, list(map(statistics.median, each)), marker="o", label="median")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [format_bytes(nbytes).replace(".0 ", " ") for nbytes in sizes])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("size of a chunk")
+    axes.set_ylabel("GB/s")
+    axes.set_title(f"{report['link']}: {report['what']}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

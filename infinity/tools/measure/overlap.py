@@ -1,0 +1,488 @@
+"""The `bench overlap` command: how much of reading, copying and gathering weights an engine hides behind compute of a given length.
+
+A model of equal layers, each of one chunk, runs forward through an engine that keeps nothing: every byte comes from NVMe in every
+pass, and every op compares what it sees with what was put there. Knows an engine's parts by their face. Must not know how plans are
+made, nor how an error ends the process. Over 400 lines because each stage is also measured alone, and lengthened on request.
+"""
+
+# [Note: overlap efficiency]
+# efficiency = (serial - pipelined) / (serial - longest): 1 if a pass takes no longer than its longest stage, 0 if nothing overlaps.
+#
+# pipelined: a whole pass through the engine, from the call of the model until the device is done. Filling the pipeline is part of it:
+# nothing is fetched before the call.
+# serial: the sum of the stages, each measured alone for the same layers right before the pass: all chunks are read to host memory,
+# then all copied to the device, then as many gathered, then as many ops computed. Alone, a stage has the drive, the memory and the
+# processors for itself, is given its work at once, and waits for no other. What stages lose to each other when they run together counts
+# against the pass; taken from a trace of the pass, it would count as their work, and waiting, too. Device memory is used again as in a
+# pass, three layers at a time: with fresh pages for all layers, copies on the CPU took up to ten times as long alone as in a pass.
+# Stages and passes are measured by turns. Of a stage the fastest of all repeats counts, of the pass the median: what else the machine
+# does lowers the efficiency, and raises it only where it disturbs a stage in every repeat.
+#
+# [Note: balanced stages]
+# Where links are far from equal, hiding the small ones proves little. --balance, on the CPU, lengthens every job to one length, longer
+# than any takes of itself: its bytes move, then it sleeps. It never sleeps before its input is there. The result tells of order, threads
+# and waits, not of bandwidth. Lane.on_job will not do for this, which runs before a copy waits for its read, nor Records.on_read, which
+# runs under the lock that the other stages need: a read is lengthened at the swap, copies and gathers where they report their time.
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from time import sleep
+
+import torch
+from torch import nn
+
+from infinity.config import DEFAULT_NVME, Config, format_bytes
+from infinity.engine.engine import Engine
+from infinity.errors import ConfigError, SwapError
+from infinity.output import check_file, check_plot, pyplot, table, write_json
+from infinity.plan.packing import WEIGHTS, default_chunk_numel
+from infinity.plan.placement import WEIGHT_SLOTS
+from infinity.system.capacity import host_free_nbytes
+from infinity.system.events import COMPUTE, now
+from infinity.system.lanes import Lane
+from infinity.system.ranks import Ranks
+from infinity.tools.measure.probes import launched
+from infinity.tools.progress import Progress
+
+STAGES = {"nc": "#4c78a8", "cg": "#f58518", "gg": "#b279a2", COMPUTE: "#54a24b"}  # and their colours
+
+_SHIFT = 68  # elements between the weights of two layers, in the random numbers that all are cut from
+_NUM_RESIDENT = 3  # layers on the device while copies alone are measured
+_NUM_TRIALS = 3  # of each stage, to know how long compute, or the common length, should be
+_BALANCE_MARGIN = 1.25  # of the common length over the longest stage
+_NOISE = 0.05  # of an efficiency, by which measured times alone may bring it beyond 0 or 1
+_PRODUCT_SIZE = {"cpu": 256, "cuda": 2048}
+_NUM_PRODUCTS = 50  # that are timed to know how many take as long as asked for
+
+
+def overlap(arguments) -> int:
+    """The `bench overlap` command."""
+    check_file(arguments.json, "--json")
+    check_plot(arguments.plot, "--plot")
+    if arguments.layers > WEIGHT_SLOTS:
+        raise ConfigError(
+            f"--layers {arguments.layers}: each stage is measured alone with all layers in host memory; give {WEIGHT_SLOTS} at most"
+        )
+    if min(arguments.depth) < 2:
+        raise ConfigError(f"--depth {min(arguments.depth)}: copies run two layers ahead and reads before them; give 2 at least")
+    with launched(arguments.device) as (device, ranks):
+        if arguments.balance and device.type != "cpu":
+            raise ConfigError(f"--balance with device {device}: stages are lengthened on the CPU only; leave it out or give --device cpu")
+        for chunk_mib in arguments.chunk_mib:
+            _check_memory(chunk_mib, arguments.layers, ranks)
+        rows = []
+        with Progress() as progress:
+            for chunk_mib in arguments.chunk_mib:
+                with Bench(arguments, device, chunk_mib, ranks.world) as bench:
+                    for depth in arguments.depth:
+                        if ranks.rank == 0:
+                            progress.show(f"chunks of {chunk_mib:g} MiB, {depth} ahead", last=True)
+                        rows.append(bench.measure(depth, arguments.repeats))
+        if ranks.rank == 0:
+            head = {"device": str(device), "world": ranks.world, "layers": arguments.layers, "repeats": arguments.repeats}
+            report = head | {"balanced": arguments.balance, "rows": rows}
+            print(text(report))
+            if arguments.json:
+                write_json(arguments.json, report)
+            if arguments.plot:
+                _draw(report, arguments.plot)
+    return 0
+
+
+def efficiency(stages: Sequence[float], pipelined: float) -> float:
+    """See [Note: overlap efficiency]; all in one unit. Not a number where all stages but one take no time."""
+    hidden_at_best = sum(stages) - max(stages)
+    return (sum(stages) - pipelined) / hidden_at_best if hidden_at_best else math.nan
+
+
+def text(report: dict) -> str:
+    """What was measured as a table, in milliseconds a layer."""
+    head = ["chunk", "ahead", *report["rows"][0]["stages"], "serial", "longest", "pipelined", "", "efficiency", ""]
+    rows = []
+    for row in report["rows"]:
+        alone = list(map(min, row["stages"].values()))
+        cells = [f"{1e3 * seconds / report['layers']:.2f}" for seconds in (*alone, sum(alone), max(alone))]
+        pipelined = _spread([1e3 * seconds / report["layers"] for seconds in row["pipelined"]])
+        rows.append([f"{row['chunk_mib']:g} MiB", str(row["depth"]), *cells, *pipelined, *_spread(row["efficiency"])])
+    ranks = f"{report['world']} ranks" if report["world"] > 1 else "1 rank"
+    balanced = ", stages lengthened to be equal" if report["balanced"] else ""
+    about = f"passes over {report['layers']} layers, all weights from NVMe, {ranks} on {report['device']}{balanced}"
+    how = f"ms a layer; stages alone: fastest of {report['repeats']}, pipelined: median (lowest-highest); every byte of a pass was compared"
+    outside = [value for row in report["rows"] for value in row["efficiency"] if not -_NOISE <= value <= 1 + _NOISE]
+    hint = ""
+    if any(map(math.isfinite, outside)):
+        hint = (
+            "\n\nefficiencies beyond 0 to 1 are noise, and those of the same row tell little: above 1 something disturbed the stages alone, "
+            "below 0 the passes. Run it again when nothing else runs here, with more --repeats; on the CPU, --balance makes stages last so "
+            "long that order and waits show in spite of noise."
+        )
+    return f"{about}\n{how}\n\n{table(head, rows)}{hint}"
+
+
+class Bench:
+    """An engine with its model, for one chunk size; a context manager."""
+
+    def __init__(self, arguments, device: torch.device, chunk_mib: float, world: int):
+        config = Config(
+            nvme=arguments.nvme or DEFAULT_NVME,
+            device=str(device),
+            dtype="bf16",
+            weights="nvme",
+            states="nvme",
+            residency="none",
+            compression="off",  # bytes are read and compared where they lie
+            chunk_mib=chunk_mib,
+            tile_above=None,
+            trace=True,
+        )
+        self.num_layers, self.chunk_mib = arguments.layers, chunk_mib
+        self.compute_ms, self.balance = arguments.compute_ms, arguments.balance
+        numel = default_chunk_numel(chunk_mib, world)
+        torch.manual_seed(0)  # every rank has the same weights
+        numbers = torch.randn(numel + _SHIFT * arguments.layers).to(torch.bfloat16)
+        self.model = nn.Sequential(*(Layer(numel) for _ in range(arguments.layers)))
+        self.engine = Engine(self.model, config, lambda index, param: numbers[_SHIFT * index :][:numel])
+        self.device, self.world = self.engine.device, world
+        self.cuda = self.device.type == "cuda"
+        self.pace = Pace()
+        self.token = torch.zeros((), device=self.device)
+        numbers = numbers.to(self.device)
+        self.ops = [Op(numbers[_SHIFT * index :][:numel], self.pace) for index in range(arguments.layers)]
+        for layer, op in zip(self.model, self.ops):
+            layer.op = op
+        self.swap = None
+        self._num_threads = torch.get_num_threads()
+
+    def __enter__(self) -> Bench:
+        if not self.cuda:
+            torch.set_num_threads(1)  # the lanes copy and gather on the other processors
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.engine.__exit__(*error)
+        if self.swap is not None:
+            self.swap.close()
+        torch.set_num_threads(self._num_threads)
+
+    def measure(self, depth: int, repeats: int) -> dict:
+        """Stages alone and passes by turns, reads being `depth` layers ahead. Seconds of all layers, by repeat; of the slowest rank.
+        compute_ms is of a layer, as compute took alone.
+
+        Raises SwapError if an op saw other weights than its own.
+        """
+        self.engine.pipeline.read_ahead, self.engine.pipeline.slots_ahead = depth, 0
+        self.engine.pipeline.forget()
+        self.run()  # makes another plan
+        repeated = [(self.alone(), self.run()) for _ in range(repeats)]
+        stages = {name: [alone[name] for alone, _ in repeated] for name in repeated[0][0]}
+        pipelined = [seconds for _, seconds in repeated]
+        return {
+            "chunk_mib": self.chunk_mib,
+            "depth": depth,
+            "compute_ms": 1e3 * min(stages[COMPUTE]) / self.num_layers,
+            "stages": stages,
+            "pipelined": pipelined,
+            "efficiency": [efficiency(list(map(min, stages.values())), seconds) for seconds in pipelined],
+            "bars": self._bars(),
+        }
+
+    def run(self) -> float:
+        """Seconds of a pass through the engine."""
+        seconds = {}
+        self._start_s = now()
+        with self._timed(seconds, "pass"), torch.no_grad():
+            self.model(self.token)
+        self._check()
+        return self._slowest(seconds)["pass"]
+
+    def alone(self) -> dict[str, float]:
+        """Seconds of each stage for all layers, one stage after the other; see [Note: overlap efficiency]."""
+        pipeline, records, registry = self.engine.pipeline, self.engine.records, self.engine.registry
+        seconds = {}
+        pipeline.evict_idle()
+        with self._timed(seconds, "nc"):
+            requests = [records.request(chunk, WEIGHTS) for chunk in registry.chunks]
+            entries = [request.wait() for request in requests]
+            for entry in entries:
+                records.settle(entry)
+        with self._timed(seconds, "cg"):
+            for index, span in enumerate(registry.spans):
+                if index >= _NUM_RESIDENT:
+                    pipeline._evict(registry.spans[index - _NUM_RESIDENT])  # waits for its copy; later ones are under way
+                pipeline._copy(span, needed=True)
+            last = registry.spans[-_NUM_RESIDENT:]
+            parts = [part for span in last for part in span.fetch]
+            for part in parts:
+                part.copy.wait()
+        if self.world > 1:
+            with self._timed(seconds, "gg"):
+                jobs = [pipeline.gg.push(lambda p=part: pipeline._run_gather(p, None)) for part in self._in_turn(parts)]
+                for job in jobs:
+                    job.wait()
+        for span in last:
+            pipeline._settle(span)
+        with self._timed(seconds, COMPUTE):
+            for span in self._in_turn(last):
+                self.ops[span.index](span.flat)
+        for chunk, entry in zip(registry.chunks, entries):
+            records.unpin(chunk, WEIGHTS, entry)
+        pipeline.evict_idle()
+        self._check()
+        return self._slowest(seconds)
+
+    def _start(self) -> None:
+        """Write the weights; find out how long compute, or the common length, is to be."""
+        self.run()
+        if (num_slots := self.engine.placement.slots[WEIGHTS]) < self.num_layers:
+            raise ConfigError(
+                f"{num_slots} layers of {self.chunk_mib:g} MiB fit into host memory, and all {self.num_layers} must, for each stage to be "
+                f"measured alone; lower --layers or --chunk-mib"
+            )
+        self.run()  # the first that follows a plan
+        trials = [self.alone() for _ in range(_NUM_TRIALS)]
+        medians = {name: statistics.median(trial[name] for trial in trials) / self.num_layers for name in trials[0]}
+        longest = max(medians, key=medians.get)
+        # Compute compares bytes, which takes its time, and no stage becomes shorter.
+        least = longest if self.balance else COMPUTE
+        least_ms = 1e3 * medians[least]
+        if self.compute_ms is None:
+            self.compute_ms = 1e3 * medians[longest] * (_BALANCE_MARGIN if self.balance else 1)
+        elif self.compute_ms < least_ms:
+            what = f"{least} takes" if self.balance else "comparing bytes takes"
+            raise ConfigError(
+                f"--compute-ms {self.compute_ms:g}{' with --balance' if self.balance else ''}: {what} {least_ms:.3g} ms a layer of itself, "
+                f"in chunks of {self.chunk_mib:g} MiB; give that at least, better {_BALANCE_MARGIN * least_ms:.3g}"
+            )
+        if self.balance:
+            self.pace.seconds = self.compute_ms / 1e3
+            self.engine.events.moved = self.pace.around(self.engine.events.moved)
+            self.swap = self.engine.records.swap = PacedSwap(self.engine.swap, self.pace)
+        else:
+            products = Products(self.device)
+            products.count = round((self.compute_ms / 1e3 - medians[COMPUTE]) / products.seconds_of_one())
+            for op in self.ops:
+                op.products = products
+
+    def _bars(self) -> dict[str, list[tuple[float, float]]]:
+        """(start, end) of each stage's jobs in the last pass, in seconds since it began.
+
+        Of reads that are under way together, one begins where the one before it has ended.
+        """
+        self.engine.events.timeline.resolve(wait=True)
+        found = {stage: [] for stage in STAGES}
+        for event in self.engine.events.trace:
+            start, end = event.start - self._start_s, event.end - self._start_s
+            between_layers = event.lane == COMPUTE and event.what[1] == type(self.model).__name__
+            if event.lane in found and start >= 0 and not between_layers:
+                bars = found[event.lane]
+                bars.append((max(start, bars[-1][1] if bars else 0.0), end))
+        return {stage: bars for stage, bars in found.items() if bars}
+
+    def _in_turn(self, items: Sequence) -> Iterator:
+        """As many as there are layers."""
+        return itertools.islice(itertools.cycle(items), self.num_layers)
+
+    @contextlib.contextmanager
+    def _timed(self, seconds: dict[str, float], name: str):
+        """What runs inside, on the device, too; all ranks begin together."""
+        self._synchronize()
+        self.engine.ranks.barrier()
+        start = now()
+        yield
+        self._synchronize()
+        seconds[name] = now() - start
+
+    def _synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _slowest(self, seconds: dict[str, float]) -> dict[str, float]:
+        slowest = self.engine.ranks.max_(torch.tensor(list(seconds.values()), dtype=torch.float64))
+        return dict(zip(seconds, slowest.tolist()))
+
+    def _check(self) -> None:
+        for index, op in enumerate(self.ops):
+            if num_wrong := int(op.num_wrong):
+                raise SwapError(
+                    errno.EIO,
+                    f"layer {index} of {self.num_layers} saw {num_wrong} words of 8 bytes that are not those put there; check the drive",
+                    str(self.engine.config.nvme[0]),
+                )
+
+
+class Layer(nn.Module):
+    """Holds a chunk; `op` is what it computes."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        stand_in = torch.full((), float("nan"), dtype=torch.bfloat16)  # the engine is told the values
+        self.weight = nn.Parameter(stand_in.expand(numel), requires_grad=False)
+
+    def forward(self, token):
+        self.op(self.weight)
+        return token
+
+
+class Op:
+    """Compares the weights, then makes its products, then lasts as long as a balanced stage does."""
+
+    def __init__(self, expected: torch.Tensor, pace: Pace):
+        self.expected = expected.view(torch.int64)
+        self.num_wrong = torch.zeros((), dtype=torch.int64, device=expected.device)
+        self.products = None
+        self.pace = pace
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        start = now()
+        self.num_wrong += (weight.view(torch.int64) != self.expected).count_nonzero()
+        if self.products is not None:
+            self.products()
+        self.pace.lengthen(start)
+
+
+class Products:
+    """So many products of matrices as take a given time."""
+
+    def __init__(self, device: torch.device):
+        size = _PRODUCT_SIZE[device.type]
+        self.a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+        self.out = torch.empty_like(self.a)
+        self.device = device
+        self.count = _NUM_PRODUCTS
+
+    def __call__(self) -> None:
+        for _ in range(self.count):
+            torch.mm(self.a, self.a, out=self.out)
+
+    def seconds_of_one(self) -> float:
+        def seconds():
+            start = now()
+            self()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return (now() - start) / self.count
+
+        return min(seconds() for _ in range(_NUM_TRIALS))
+
+
+class Pace:
+    """Lengthens jobs until they have taken `seconds`."""
+
+    seconds = 0.0
+
+    def lengthen(self, start: float) -> None:
+        sleep(max(0.0, start + self.seconds - now()))
+
+    def around(self, moved):
+        """For `Events.moved`, which copies and gathers call when they are over."""
+
+        def lengthened(link, what, nbytes, start, end, *marks):
+            if link in ("cg", "gg"):
+                self.lengthen(start)
+            moved(link, what, nbytes, start, now(), *marks)
+
+        return lengthened
+
+
+class PacedSwap:
+    """A swap whose reads are over one after the other, each lengthened."""
+
+    def __init__(self, swap, pace: Pace):
+        self.swap = swap
+        self.pace = pace
+        self.lane = Lane("nc-pace")
+
+    def read(self, extent, buffer, **options) -> PacedRead:
+        transfer = self.swap.read(extent, buffer, **options)
+
+        def wait():
+            start = now()
+            transfer.wait()
+            self.pace.lengthen(start)
+
+        return PacedRead(transfer, self.lane.push(wait))
+
+    def close(self) -> None:
+        self.lane.close()
+
+
+class PacedRead:
+    """As a tiers.Transfer."""
+
+    def __init__(self, transfer, job):
+        self.nbytes = transfer.nbytes
+        self.promote = transfer.promote
+        self.wait = job.wait
+        self._job = job
+
+    @property
+    def done(self) -> bool:
+        return self._job.done
+
+
+def _check_memory(chunk_mib: float, num_layers: int, ranks: Ranks) -> None:
+    """Raise ConfigError if there is no room for the layers and for what they are compared with."""
+    numel = default_chunk_numel(chunk_mib, ranks.world)
+    # A rank makes all numbers, in fp32 and then in bf16, before it has its part of the layers beside those in bf16.
+    nbytes = int(2 * numel * max(3, 1 + num_layers / ranks.world) * ranks.num_local)
+    if nbytes > (free_nbytes := host_free_nbytes()):
+        raise ConfigError(
+            f"--chunk-mib {chunk_mib:g}: {num_layers} layers, and what they are compared with, take {format_bytes(nbytes)} of host memory, "
+            f"of which {format_bytes(free_nbytes)} are free; lower --layers or --chunk-mib"
+        )
+
+
+def _spread(values: Sequence[float]) -> tuple[str, str]:
+    return f"{statistics.median(values):.2f}", f"({min(values):.2f}-{max(values):.2f})"
+
+
+def _draw(report: dict, path) -> None:
+    """Times by chunk size and depth as bars, and when each stage worked in the last pass of the row that overlaps best."""
+    pyplot_ = pyplot()
+    rows, layers = report["rows"], report["layers"]
+    figure, (bars, gantt) = pyplot_.subplots(2, 1, figsize=(max(8, 2 + 1.3 * len(rows)), 7.5), height_ratios=(3, 2), layout="constrained")
+    width, scale, top = 0.27, 1e3 / layers, 0.0
+    for place, row in enumerate(rows):
+        alone, pipelined = {stage: min(seconds) for stage, seconds in row["stages"].items()}, statistics.median(row["pipelined"])
+        bottom = 0.0
+        for stage, seconds in alone.items():
+            bars.bar(place - width, seconds * scale, 0.9 * width, bottom, color=STAGES[stage], label=None if place else stage)
+            bottom += seconds * scale
+        bars.bar(place, max(alone.values()) * scale, 0.9 * width, color="#bab0ac", label=None if place else "longest stage")
+        spread = [[(pipelined - min(row["pipelined"])) * scale], [(max(row["pipelined"]) - pipelined) * scale]]
+        style = {"color": "#4a4a4a", "ecolor": "#9a9a9a", "capsize": 3, "label": None if place else "pipelined"}
+        bars.bar(place + width, pipelined * scale, 0.9 * width, yerr=spread, **style)
+        highest = max(bottom, max(row["pipelined"]) * scale)
+        bars.text(place, highest, f"{statistics.median(row['efficiency']):.2f}", ha="center", va="bottom")
+        top = max(top, highest)
+    bars.set_ylim(0, 1.25 * top)
+    bars.set_xticks(range(len(rows)), [f"{row['chunk_mib']:g} MiB\n{row['depth']} ahead" for row in rows])
+    bars.set_ylabel("ms a layer")
+    bars.set_title("stages alone, stacked; the longest of them; a pass through the engine; above: overlap efficiency", fontsize=10)
+    bars.legend(ncols=6, loc="upper center", frameon=False, fontsize=9)
+
+    best = max(rows, key=lambda row: statistics.median(row["efficiency"]))
+    for height, (stage, found) in enumerate(best["bars"].items()):
+        for number, (start, end) in enumerate(found):
+            gantt.barh(height, 1e3 * (end - start), 0.75, 1e3 * start, color=STAGES[stage], alpha=1 - 0.35 * (number % 2))
+    gantt.set_yticks(range(len(best["bars"])), list(best["bars"]))
+    gantt.invert_yaxis()
+    gantt.set_xlim(0)
+    gantt.set_xlabel("ms since the pass began")
+    gantt.set_title(f"one pass over {layers} layers, chunks of {best['chunk_mib']:g} MiB, {best['depth']} ahead", fontsize=10)
+    for axes in (bars, gantt):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    pyplot_.close(figure)

@@ -1,0 +1,388 @@
+"""What links and processors do a second, measured with real bytes through the pieces that the engine uses.
+
+A probe moves chunks round by round, and afterwards, outside of what is timed, compares what has arrived. No round brings what the
+one before has brought, so that what was not moved shows. Knows buffers, devices, ranks and seconds. Must not know what the numbers
+are for, nor drives' settings: drives.Probe measures these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+import aio_ext
+from infinity.config import Config
+from infinity.engine.engine import offload
+from infinity.errors import SwapError
+from infinity.model.gpt import Block
+from infinity.optim.adam import AdamScalars, adam_step
+from infinity.optim.optimizers import AdamW
+from infinity.plan.packing import BLOCK_NUMEL
+from infinity.system.arena import Arena
+from infinity.system.capacity import device_of
+from infinity.system.ranks import Ranks
+from infinity.system.swap import Swap
+
+ROUND_NBYTES = 256 << 20  # moved in a round, where that is no more than MAX_CHUNKS
+MIN_CHUNKS, MAX_CHUNKS = 4, 64
+AHEAD = 8  # chunks under way to and from NVMe
+NUM_ROUNDS = 5  # of what a processor does, of which the median counts
+UPDATE_NUMEL = 4 << 20  # parameters of a record
+SMALL_LAYERS = 64
+BLOCKS = {"cuda": (4096, 32, 4, 1024, torch.bfloat16), "cpu": (512, 8, 4, 128, torch.float32)}  # hidden, heads, batch, length
+
+_SCALARS = AdamScalars.of(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3)
+_SMALL_NBYTES = 4096
+
+
+@contextlib.contextmanager
+def launched(name: str | None) -> Iterator[tuple[torch.device, Ranks]]:
+    """The device of a name, by default CUDA where there is one, and this process among those that torchrun has started."""
+    device = device_of(name)
+    makes_group = "RANK" in os.environ and not dist.is_initialized()
+    if makes_group:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    ranks = Ranks(device)
+    try:
+        yield device, ranks
+    except BaseException as error:
+        ranks.report(error)
+        raise
+    finally:
+        ranks.close()
+    if makes_group:  # not after an error: it may wait for ranks that wait for this one
+        dist.destroy_process_group()
+
+
+class SwapTransfers:
+    """Chunks between NVMe and host memory, through the swap files and queues that an engine would use in these directories."""
+
+    def __init__(self, paths: Sequence[str | os.PathLike], chunk_nbytes: int, *, write: bool):
+        self.chunk_nbytes, self._write, self.num_chunks = chunk_nbytes, write, _num_chunks(chunk_nbytes)
+        self._arena = Arena()
+        memory = _random(self._arena, (self.num_chunks + 1) * chunk_nbytes)
+        buffers = [memory[start : start + chunk_nbytes] for start in range(0, len(memory), chunk_nbytes)]
+        self._spare, self._buffers = buffers[-1], buffers[:-1]
+        self._sums = [aio_ext.crc32c(buffer) for buffer in self._buffers]
+        self._swap = Swap(paths, checksums=False)  # all is compared, outside of what is timed
+        try:
+            self._extents = [self._swap.allocate(chunk_nbytes) for _ in range(self.num_chunks)]
+            self._swap.reserve()
+            self._run(self._swap.write, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def move(self, round_: int) -> float:
+        """Seconds."""
+        return self._run(self._swap.write if self._write else self._swap.read, 1 + round_)
+
+    def check(self, round_: int) -> None:
+        for index, extent in enumerate(self._extents):
+            buffer = (index + 1 + round_) % self.num_chunks
+            if self._write:
+                self._swap.read(extent, self._spare).wait()
+            found = aio_ext.crc32c(self._spare if self._write else self._buffers[buffer])
+            _require(found == self._sums[buffer if self._write else index], index, "NVMe")
+
+    def close(self) -> None:
+        self._swap.close()
+        self._buffers, self._spare = [], None
+        self._arena.close()
+
+    def _run(self, start, shift: int) -> float:
+        began, transfers = time.perf_counter(), []
+        for index, extent in enumerate(self._extents):
+            if index >= AHEAD:
+                transfers[index - AHEAD].wait()
+            transfers.append(start(extent, self._buffers[(index + shift) % self.num_chunks]))
+        for transfer in transfers[-AHEAD:]:
+            transfer.wait()
+        return time.perf_counter() - began
+
+
+class Copies:
+    """Chunks between pinned host memory and a device, on a stream of their own; on the CPU, within host memory."""
+
+    def __init__(self, device: torch.device, chunk_nbytes: int, *, to_device: bool):
+        self.chunk_nbytes, self.num_chunks, self._device = chunk_nbytes, _num_chunks(chunk_nbytes), device
+        self._arena = Arena(pin=device.type == "cuda")
+        nbytes = self.num_chunks * chunk_nbytes
+        host = torch.frombuffer(_random(self._arena, nbytes), dtype=torch.uint8)
+        away = host.clone() if device.type == "cpu" else host.to(device)
+        source, target = (host, away) if to_device else (away, host)
+        target.zero_()
+        self._sources, self._targets = source.split(chunk_nbytes), target.split(chunk_nbytes)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        _wait_for(device)
+
+    def begin(self, round_: int) -> None:
+        with torch.cuda.stream(self._stream):
+            for index, source in enumerate(self._sources):
+                target = self._targets[(index + round_) % self.num_chunks]
+                if self._stream is None:  # with one thread, as the engine
+                    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+                else:
+                    target.copy_(source, non_blocking=True)
+
+    def move(self, round_: int) -> float:
+        """Seconds."""
+        began = time.perf_counter()
+        self.begin(round_)
+        _wait_for(self._device)
+        return time.perf_counter() - began
+
+    def check(self, round_: int) -> None:
+        for index, source in enumerate(self._sources):
+            target = self._targets[(index + round_) % self.num_chunks]
+            _require(torch.equal(source.to(self._device), target.to(self._device)), index, self._device)
+
+    def close(self) -> None:
+        self._sources = self._targets = ()
+        self._arena.close()
+
+
+class BothWays:
+    """Copies to a device and from it at the same time; chunk_nbytes each way."""
+
+    def __init__(self, device: torch.device, chunk_nbytes: int):
+        self._ways = [Copies(device, chunk_nbytes, to_device=to_device) for to_device in (True, False)]
+        self.chunk_nbytes, self.num_chunks, self._device = chunk_nbytes, 2 * self._ways[0].num_chunks, device
+
+    def move(self, round_: int) -> float:
+        """Seconds."""
+        began = time.perf_counter()
+        for way in self._ways:
+            way.begin(round_)
+        _wait_for(self._device)
+        return time.perf_counter() - began
+
+    def check(self, round_: int) -> None:
+        for way in self._ways:
+            way.check(round_)
+
+    def close(self) -> None:
+        for way in self._ways:
+            way.close()
+
+
+class Collectives:
+    """All-gathers or reduce-scatters of chunks of nbytes over all ranks, which take part together. What counts, as chunk_nbytes, is
+    what a rank receives of a chunk from the others, or gives to them."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, nbytes: int, *, reduce: bool):
+        self._ranks, self._device, self._reduce = ranks, device, reduce
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._shard_numel = max(1, nbytes // ranks.world // dtype.itemsize)
+        self.chunk_nbytes = self._shard_numel * (ranks.world - 1) * dtype.itemsize
+        self.num_chunks = MIN_CHUNKS
+        # Whole numbers so small that a sum over the ranks is exact in every dtype and order.
+        self._span = max(2, min(61, 512 // ranks.world))
+        self._numbers = torch.arange(self._shard_numel, device=device, dtype=torch.int32)
+        self._chunks = torch.zeros(self.num_chunks, ranks.world * self._shard_numel, device=device, dtype=dtype)
+        self._sums: list[torch.Tensor] = []
+
+    def move(self, round_: int) -> float:
+        """Seconds of the slowest rank."""
+        for index, chunk in enumerate(self._chunks):
+            for rank, shard in enumerate(chunk.split(self._shard_numel)):
+                if self._reduce:
+                    shard.copy_(self._content(self._ranks.rank, rank, index, round_))
+                elif rank == self._ranks.rank:
+                    shard.copy_(self._content(rank, 0, index, round_))
+        _wait_for(self._device)
+        self._ranks.barrier()
+        began = time.perf_counter()
+        if self._reduce:
+            self._sums = [self._ranks.reduce_scatter(chunk, f"chunk {index}") for index, chunk in enumerate(self._chunks)]
+        else:
+            for index, chunk in enumerate(self._chunks):
+                self._ranks.gather(chunk, f"chunk {index}")
+        _wait_for(self._device)
+        seconds = time.perf_counter() - began
+        return self._ranks.max_(torch.tensor([seconds], dtype=torch.float64)).item()
+
+    def check(self, round_: int) -> None:
+        world, mine = range(self._ranks.world), self._ranks.rank
+        for index, chunk in enumerate(self._chunks):
+            if self._reduce:
+                sums = sum(self._content(rank, mine, index, round_).to(chunk.dtype) for rank in world)
+                _require(torch.equal(self._sums[index], sums), index, self._device)
+                continue
+            for rank, shard in enumerate(chunk.split(self._shard_numel)):
+                _require(torch.equal(shard, self._content(rank, 0, index, round_).to(chunk.dtype)), index, self._device)
+
+    def close(self) -> None:
+        self._chunks, self._sums = None, []
+
+    def _content(self, rank: int, shard: int, index: int, round_: int) -> torch.Tensor:
+        """Of a shard that a rank gives away; another one for each rank, shard, chunk and round."""
+        return (self._numbers + 7 * rank + 11 * shard + 3 * index + 5 * round_) % self._span - self._span // 2
+
+
+def rates(probe, num_rounds: int, together: Ranks | None = None) -> list[float]:
+    """Bytes a second of each round, after one that warms up. together: these ranks begin each round at the same time.
+
+    Raises SwapError if bytes arrive that were not sent.
+    """
+    nbytes, found = probe.chunk_nbytes * probe.num_chunks, []
+    for round_ in range(1 + num_rounds):
+        if together is not None:
+            together.barrier()
+        found.append(nbytes / probe.move(round_))
+        probe.check(round_)
+    return found[1:]
+
+
+def memory_rate() -> float:
+    """Bytes a second that this process reads and writes in host memory, with all its processors."""
+    source = torch.arange(ROUND_NBYTES // 8)
+    target = torch.empty_like(source)
+    seconds = _median_seconds(lambda: target.copy_(source), source.device)
+    _require(torch.equal(source, target), 0, "host memory")
+    return 2 * ROUND_NBYTES / seconds
+
+
+def copy_seconds(device: torch.device) -> float:
+    """From the call to the end of a copy of a page to the device."""
+    with contextlib.closing(Copies(device, _SMALL_NBYTES, to_device=True)) as copies:
+        return _median_seconds(lambda: copies._targets[0].copy_(copies._sources[0], non_blocking=True), device)
+
+
+def gather_seconds(ranks: Ranks, device: torch.device) -> float:
+    """Of an all-gather with next to no bytes; all ranks take part."""
+    chunk = torch.zeros(ranks.world * 8, device=device)
+    return _median_seconds(lambda: ranks.gather(chunk, "a page"), device)
+
+
+def update_rate(device: torch.device) -> float:
+    """Parameters a second that AdamW updates, records in bf16, in host memory or on the device."""
+    arena, on_host, numel = Arena(), device.type == "cpu", UPDATE_NUMEL
+
+    def segment(dtype: torch.dtype) -> torch.Tensor:
+        tensor = arena.region(numel * dtype.itemsize).tensor(dtype, 0, numel) if on_host else torch.empty(numel, dtype=dtype, device=device)
+        return tensor.random_(-1000, 1000) if dtype == torch.int16 else tensor.uniform_(0.5, 1)
+
+    kinds = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
+    records = [[segment(dtype) for dtype in kinds] for _ in range(MIN_CHUNKS)]
+    compared = slice(min(numel, 1 << 16))
+    expected = [tensor[compared].clone() for tensor in records[0]]
+    adam_step(*expected, _SCALARS, isa="torch")
+    adam_step(*records[0], _SCALARS)
+    for got, wanted in zip(records[0], expected):
+        _require(torch.equal(got[compared], wanted), 0, f"the update on {device}")
+    found = []
+    for _ in range(NUM_ROUNDS):
+        _wait_for(device)
+        began = time.perf_counter()
+        for record in records:
+            adam_step(*record, _SCALARS)
+        _wait_for(device)
+        found.append(len(records) * numel / (time.perf_counter() - began))
+    arena.close()
+    return statistics.median(found)
+
+
+def product_rate(device: torch.device) -> float:
+    """Floating-point operations a second that the forward and backward pass of a transformer block reaches."""
+    hidden, heads, batch, length, dtype = BLOCKS[device.type]
+    torch.manual_seed(0)
+    with torch.device(device):
+        block, x = Block(hidden, heads, 0.02).to(dtype), torch.randn(batch, length, hidden, dtype=dtype, requires_grad=True)
+
+    def step():
+        block.zero_grad()
+        x.grad = None
+        block(x).sum().backward()
+
+    with FlopCounterMode(display=False) as counter:
+        step()
+    if not all(parameter.grad.isfinite().all() for parameter in (x, *block.parameters())):
+        raise SwapError(errno.EIO, "gradients of a block are not finite: do not train on this machine before that is understood", str(device))
+    return counter.get_total_flops() / _median_seconds(step, device)
+
+
+def op_seconds(device: torch.device) -> float:
+    """What an op of no work to speak of costs the training thread; on the CPU, what it costs more than in plain PyTorch."""
+    plain = 0.0 if device.type == "cuda" else _small_step_seconds(device, None, update=False)
+    return max(0.0, _small_step_seconds(device, "device", update=False) - plain) / (2 * SMALL_LAYERS)  # forward and backward
+
+
+def chunk_seconds(device: torch.device) -> float:
+    """What a chunk costs the engine's threads a step, beyond its bytes: a step of small layers that come and go, less one of layers that stay."""
+    return max(0.0, _small_step_seconds(device, "host") - _small_step_seconds(device, "device")) / SMALL_LAYERS
+
+
+def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool = True) -> float:
+    """A step of small layers that live in a tier, or of plain PyTorch, which has no optimizer. update: count the optimizer's part."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(SMALL_LAYERS)))
+    with contextlib.ExitStack() as stack:
+        optimizer = None
+        if tier is None:
+            model.to(device)
+        else:
+            unit = BLOCK_NUMEL * (dist.get_world_size() if dist.is_initialized() else 1)
+            chunk_mib = -(-(128 * 128 + 128) // unit) * unit * 2 / 2**20  # a layer each
+            stack.enter_context(offload(model, Config(device=device.type, dtype="fp32", weights=tier, states=tier, chunk_mib=chunk_mib)))
+            optimizer = AdamW(model.parameters())
+        x = torch.randn(4, 128, device=device)
+
+        def passes():
+            model(x).sum().backward()
+
+        def end():
+            if optimizer is not None:
+                optimizer.step()
+            (optimizer or model).zero_grad()
+
+        def step():
+            passes()
+            end()
+
+        step()
+        step()
+        return _median_seconds(step, device) if update else _median_seconds(passes, device, end)
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device, after: Callable[[], object] = lambda: None) -> float:
+    """Of the work; `after` follows each time and does not count."""
+    seconds = []
+    for _ in range(1 + 2 * NUM_ROUNDS):
+        began = time.perf_counter()
+        work()
+        _wait_for(device)
+        seconds.append(time.perf_counter() - began)
+        after()
+    return statistics.median(seconds[1:])
+
+
+def _num_chunks(nbytes: int) -> int:
+    return min(max(ROUND_NBYTES // nbytes, MIN_CHUNKS), MAX_CHUNKS)
+
+
+def _random(arena: Arena, nbytes: int) -> memoryview:
+    """Host memory with other bytes in each word; some drives are faster with zeros."""
+    region = arena.region(nbytes)
+    region.tensor(torch.int64, 0, region.nbytes // 8).random_()
+    return region.buffer[:nbytes]
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _require(is_right: bool, index: int, where) -> None:
+    if not is_right:
+        text = f"chunk {index} is not what was sent: do not train on this machine before that is understood"
+        raise SwapError(errno.EIO, text, str(where))

@@ -1,0 +1,387 @@
+"""The `tune` command: the fastest settings of each drive, what this machine's links and processors do, and a file that says both.
+
+Knows directories, what is shown, and the file. Must not know how bytes are moved: probes do that.
+
+# [Note: what is written is what is read]
+# Settings of a drive's queues stay in its directory, in infinity-drive.json, where engines look for them; the file gets the directories,
+# as Config.nvme, and the machine. All is written at the end: whoever interrupts keeps what was there. Rates of drives are those that
+# each reaches while all work, so that their sum is what an engine has, also where two directories are on one drive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from infinity import config_files
+from infinity.config import Config, format_bytes
+from infinity.errors import ConfigError, SwapError
+from infinity.output import check_file, table, write_json, write_text
+from infinity.system import drives
+from infinity.system.drives import Drive
+from infinity.system.mounts import MEMORY_FILESYSTEMS, mount_at
+from infinity.system.ranks import Ranks
+from infinity.tools.doctor.system import read_memory_limit
+from infinity.tools.measure import probes, search
+from infinity.tools.predict.machine import DriveRates, Machine
+from infinity.tools.progress import Progress
+
+LEAST_NBYTES = drives.SCRATCH_NBYTES  # of the file that is measured on
+MOST_NBYTES = 1 << 30
+LINK_NBYTES = 32 << 20  # of a chunk that is copied or gathered
+
+_ROUNDS = 5
+_OF_SEVERAL = ("devices", "h2d_all_gbps", "d2h_all_gbps", "gather_gbps", "gather_latency_us")
+_KEPT = ("name", "nodes", "network_gbps")  # of a [machine] that was there: not measured here
+_AXES = {"inflight_nbytes": "in the kernel", "block_nbytes": "block", "num_queues": "queues"}
+
+
+@dataclass
+class _Path:
+    """A directory with its probe, and what was found. seen: rates by setting around the chosen one; alone, together: by mix."""
+
+    path: Path
+    probe: drives.Probe
+    drive: Drive = Drive()
+    seen: dict[tuple[str, int], dict[str, float]] | None = None
+    alone: dict[str, float] | None = None
+    together: dict[str, float] | None = None
+
+
+def tune(arguments) -> int:
+    """The `tune` command. Everything that can be refused is refused before anything is measured."""
+    output = arguments.output
+    check_file(output, "--output")
+    content = config_files.read(output) if output.exists() else {}
+    known = Machine.load(output) if "machine" in content else None
+    if not isinstance(content.get("config", {}), dict):
+        raise ConfigError(f"{output}: config: expected a table of settings")
+    paths = Config(nvme=[path.absolute() for path in arguments.directories]).nvme
+    try:
+        config_files.to_toml(content | {"config": {"nvme": [str(path) for path in paths]}})
+    except TypeError as error:
+        raise ConfigError(f"{output} holds what cannot be written back: {error}; name another file with --output") from None
+    world = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
+        raise ConfigError("tune measures one node: start it on one, and write `nodes` and `network_gbps` into [machine] of the file")
+    with probes.launched(arguments.device) as (device, ranks), Progress() as progress, contextlib.ExitStack() as stack:
+        found = []
+        if ranks.rank == 0:
+            found = [_Path(path, stack.enter_context(probe_in(path))) for path in paths]
+            _find_settings(found, progress)
+        ranks.barrier()
+        links = _links(device, ranks, progress)
+        if ranks.rank == 0:
+            machine = _machine(device, ranks.world, found, links, known)
+            progress.finish()
+            _print(found, links, ranks.world)
+            _write(output, config_files.read(output) if output.exists() else {}, machine, found)
+            print(f"\nwritten to {output}, and to {drives.CACHE_NAME} in each directory")
+    return 0
+
+
+# Drives
+
+
+@contextlib.contextmanager
+def probe_in(path: Path) -> Iterator[drives.Probe]:
+    """On a written file without a name, so that nothing of it is left however this ends. Errors name the directory."""
+    with _named(path), contextlib.ExitStack() as stack:
+        status = os.statvfs(path)
+        free = status.f_bavail * status.f_frsize
+        nbytes = min(MOST_NBYTES, free // 4) // LEAST_NBYTES * LEAST_NBYTES
+        if not nbytes:
+            needed, has = format_bytes(4 * LEAST_NBYTES), format_bytes(free)
+            raise ConfigError(f"{path}: tuning wants {needed} free, and {has} are: free space there or name another directory")
+        fd, name = tempfile.mkstemp(prefix=".infinity-tune-", dir=path)
+        stack.callback(os.close, fd)
+        try:
+            direct = _open_direct(path, name)
+        finally:
+            os.unlink(name)
+        if direct is not None:
+            stack.callback(os.close, direct)
+        fd = fd if direct is None else direct
+        os.posix_fallocate(fd, 0, nbytes)
+        probe = stack.enter_context(contextlib.closing(drives.Probe(fd, nbytes)))
+        probe.fill()
+        yield probe
+
+
+def _open_direct(path: Path, name: str) -> int | None:
+    """None, with a warning, where there is no direct I/O."""
+    kind = mount_at(path).kind
+    reason = f"{kind} keeps files in memory"
+    if kind not in MEMORY_FILESYSTEMS:
+        try:
+            return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            reason = f"{kind} refuses O_DIRECT ({error.strerror})"
+    print(f"infinity: warning: {path}: {reason}: what is measured there is memory, not a drive", file=sys.stderr)
+    return None
+
+
+@contextlib.contextmanager
+def _named(path: Path):
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SwapError):
+            raise
+        raise SwapError(error.errno, f"measuring failed: {error.strerror}", str(path)) from error
+
+
+def _find_settings(found: list[_Path], progress: Progress) -> None:
+    """Of each path alone, then the rates of all together."""
+    for each in found:
+        with _named(each.path):
+            _tune_drive(each, progress)
+    progress.show("all drives at once" if len(found) > 1 else f"{found[0].path}: reading and writing", last=True)
+    for mix in drives.MIXES:
+        for each, rate in zip(found, _rates_together(found, mix)):
+            each.together = (each.together or {}) | {mix: rate}
+    for each in found:
+        with _named(each.path):
+            each.probe.check()
+
+
+def _tune_drive(each: _Path, progress: Progress) -> None:
+    probe, number = each.probe, 0
+
+    def rate(drive: Drive) -> float:
+        nonlocal number
+        number += 1
+        nbytes_per_s = probe.rate("mixed", drive)
+        progress.show(f"{each.path}: setting {number}  {nbytes_per_s / 1e9:.2f} GB/s")
+        return nbytes_per_s
+
+    progress.show(f"{each.path}: a read behind writes", last=True)
+    block_s = probe.read_seconds()
+    start = Drive(inflight_write_nbytes=probe.patient_write_nbytes(block_s))
+    progress.show(f"{each.path}: settings", last=True)
+    chosen = search.search(start, rate)
+    progress.show(f"{each.path}: around the best of {number} measurements", last=True)
+    each.seen = {}
+    for name, values in search.AXES.items():
+        for value in values:
+            point = replace(chosen, **{name: value})
+            if search.is_possible(point):
+                each.seen[name, value] = {mix: probe.rate(mix, point) for mix in drives.MIXES}
+    each.alone = {mix: statistics.median(probe.rate(mix, chosen) for _ in range(_ROUNDS)) for mix in drives.MIXES}
+    each.drive = chosen.measured(each.alone["mixed"], block_s)
+
+
+def _rates_together(found: list[_Path], mix: str) -> list[float]:
+    """Bytes a second of each, while all are at it."""
+    if len(found) == 1:
+        return [found[0].alone[mix]]
+    starts = threading.Barrier(len(found))
+
+    def rate(each: _Path) -> float:
+        rates = []
+        for _ in range(_ROUNDS):
+            starts.wait()
+            rates.append(each.probe.rate(mix, each.drive))
+        return statistics.median(rates)
+
+    with ThreadPoolExecutor(len(found)) as pool:
+        tasks = [pool.submit(_abort_on_error, starts, rate, each) for each in found]
+        errors = [task.exception() for task in tasks]
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error  # the one that the others have met only by its consequence
+        return [task.result() for task in tasks]
+
+
+def _abort_on_error(starts: threading.Barrier, rate: Callable[[_Path], float], each: _Path) -> float:
+    """Else the others would wait for one that has failed."""
+    try:
+        with _named(each.path):
+            return rate(each)
+    except BaseException:
+        starts.abort()
+        raise
+
+
+# Links and processors
+
+
+def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, float]:
+    """Rates in units a second, and seconds, by name. Ranks take part together; what all do at once counts as the slowest does."""
+
+    def of_one(text: str, work: Callable[[], float]) -> float:
+        if ranks.rank == 0:
+            progress.show(text, last=True)
+        ranks.barrier()
+        return ranks.max_(torch.tensor([work() if ranks.rank == 0 else 0.0], dtype=torch.float64)).item()
+
+    def of_all(text: str, work: Callable[[], float], slowest=ranks.min_) -> float:
+        if ranks.rank == 0:
+            progress.show(text, last=True)
+        ranks.barrier()
+        return slowest(torch.tensor([work()], dtype=torch.float64)).item()
+
+    def rate(probe, together: Ranks | None = None) -> float:
+        with contextlib.closing(probe):
+            return statistics.median(probes.rates(probe, _ROUNDS, together))
+
+    def copies(to_device: bool) -> probes.Copies:
+        return probes.Copies(device, LINK_NBYTES, to_device=to_device)
+
+    cuda, several = device.type == "cuda", ranks.world > 1
+    found = {
+        "memory": of_one("host memory", probes.memory_rate),
+        "update": of_one("updates in host memory", lambda: probes.update_rate(torch.device("cpu"))),
+        "product": of_one("products on the device", lambda: probes.product_rate(device)),
+        "h2d": of_one("copies to the device", lambda: rate(copies(True))),
+        "d2h": of_one("copies from the device", lambda: rate(copies(False))),
+        "copy_s": of_one("a small copy", lambda: probes.copy_seconds(device)),
+        "op_s": of_all("small ops", lambda: probes.op_seconds(device), slowest=ranks.max_),
+        "chunk_s": of_all("small chunks", lambda: probes.chunk_seconds(device), slowest=ranks.max_),
+    }
+    if cuda:
+        found["device_update"] = of_one("updates on the device", lambda: probes.update_rate(device))
+        found["both"] = of_one("copies both ways", lambda: rate(probes.BothWays(device, LINK_NBYTES)))
+    if several:
+        found["h2d_all"] = of_all("copies to all devices", lambda: rate(copies(True), ranks))
+        found["d2h_all"] = of_all("copies from all devices", lambda: rate(copies(False), ranks))
+        if cuda:
+            found["both_all"] = of_all("copies both ways of all devices", lambda: rate(probes.BothWays(device, LINK_NBYTES), ranks))
+        found["gather"] = of_all("all-gathers", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=False)))
+        found["reduce"] = of_all("reduce-scatters", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=True)))
+        found["gather_s"] = of_all("a small all-gather", lambda: probes.gather_seconds(ranks, device), slowest=ranks.max_)
+    return found
+
+
+def _machine(device: torch.device, world: int, found: list[_Path], links: dict[str, float], known: Machine | None) -> Machine:
+    """What was measured; what cannot be is as the file had it."""
+    memory = min(psutil.virtual_memory().total, read_memory_limit() or math.inf)
+    kept = {name: getattr(known, name) for name in _KEPT} if known else {"name": platform.node()}
+    if known and world == 1 < known.devices:  # one process measures one device of several
+        kept |= {name: getattr(known, name) for name in _OF_SEVERAL}
+    endurance = {drive.path: drive.endurance for drive in known.drives} if known else {}
+    sharers: dict[int, int] = {}
+    for each in found:
+        sharers[os.stat(each.path).st_dev] = sharers.get(os.stat(each.path).st_dev, 0) + 1
+    rates = []
+    for each in found:
+        status = os.statvfs(each.path)
+        rates.append(
+            DriveRates(
+                path=str(each.path),
+                **{f"{mix}_gbps": _round(each.together[mix] / 1e9) for mix in drives.MIXES},
+                capacity=status.f_bavail * status.f_frsize // sharers[os.stat(each.path).st_dev],
+                endurance=endurance.get(str(each.path), 0),
+            )
+        )
+    several = {
+        "devices": world,
+        "h2d_all_gbps": _round(links.get("h2d_all", links["h2d"]) / 1e9),
+        "d2h_all_gbps": _round(links.get("d2h_all", links["d2h"]) / 1e9),
+        "gather_gbps": _round(links.get("gather", 0.0) / 1e9),
+    }
+    if "gather_s" in links:
+        several["gather_latency_us"] = _round(links["gather_s"] * 1e6)
+    return Machine(
+        **several | kept,
+        device=device.type,
+        device_memory=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory // 4,  # what an engine takes on the CPU
+        device_tflops=_round(links["product"] / 1e12),
+        device_update_gparams=_round(links.get("device_update", links["update"]) / 1e9),
+        cores=len(os.sched_getaffinity(0)),
+        host_memory=memory,
+        host_gbps=_round(links["memory"] / 1e9),
+        update_gparams=_round(links["update"] / 1e9),
+        h2d_gbps=_round(links["h2d"] / 1e9),
+        d2h_gbps=_round(links["d2h"] / 1e9),
+        copy_latency_us=_round(links["copy_s"] * 1e6),
+        op_overhead_us=_round(links["op_s"] * 1e6),
+        chunk_overhead_us=_round(links["chunk_s"] * 1e6),
+        drives=tuple(rates),
+    )
+
+
+def _round(value: float) -> float:
+    """To four digits, for people to read."""
+    return float(f"{value:.4g}")
+
+
+# What is written and shown
+
+
+def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) -> None:
+    """See [Note: what is written is what is read]."""
+    for each in found:
+        fd = os.open(each.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            drives.store(fd, each.drive)
+            if drives.load(fd) != each.drive:
+                print(f"infinity: warning: {each.path / drives.CACHE_NAME} cannot be written: engines will not know", file=sys.stderr)
+        finally:
+            os.close(fd)
+    content = content | {
+        "config": content.get("config", {}) | {"nvme": [str(each.path) for each in found]},
+        "machine": machine.to_table(),
+    }
+    if output.suffix == ".json":
+        write_json(output, content)
+    else:
+        write_text(output, config_files.to_toml(content))
+
+
+def _print(found: list[_Path], links: dict[str, float], world: int) -> None:
+    for each in found:
+        rows = []
+        for (name, value), rates in each.seen.items():
+            size = str(value) if name == "num_queues" else format_bytes(value)
+            mark = " *" if getattr(each.drive, name) == value else ""
+            rows.append([f"{_AXES[name]} {size}{mark}", *(f"{rates[mix] / 1e9:.2f}" for mix in drives.MIXES)])
+        print(f"\n{each.path}: around its settings (*), measured once each\n")
+        print(table(["GB/s", *drives.MIXES], rows))
+    print(f"\n{'drives, each alone and all at once' if len(found) > 1 else 'the drive'}\n")
+    head = ["GB/s", "block", "in the kernel", "writes of it", "queues", *drives.MIXES]
+    rows = [_row(each, each.alone) for each in found]
+    if len(found) > 1:
+        rows += [_row(each, each.together, " at once") for each in found]
+        rows.append(["sum", *[""] * 4, *(f"{sum(each.together[mix] for each in found) / 1e9:.2f}" for mix in drives.MIXES)])
+    print(table(head, rows))
+    print(f"\nlinks and processors{f', {world} devices' if world > 1 else ''}\n")
+    print(table(["", "one device", "all at once, each", ""], _link_rows(links)))
+
+
+def _row(each: _Path, rates: dict[str, float], suffix: str = "") -> list[str]:
+    drive = each.drive
+    sizes = [format_bytes(nbytes) for nbytes in (drive.block_nbytes, drive.inflight_nbytes, drive.inflight_write_nbytes)]
+    return [f"{each.path}{suffix}", *sizes, str(drive.num_queues), *(f"{rates[mix] / 1e9:.2f}" for mix in drives.MIXES)]
+
+
+def _link_rows(links: dict[str, float]) -> list[list[str]]:
+    names = [
+        ("host to device", "h2d", "h2d_all", 1e9, "GB/s"),
+        ("device to host", "d2h", "d2h_all", 1e9, "GB/s"),
+        ("both at once", "both", "both_all", 1e9, "GB/s"),
+        ("all-gather", "", "gather", 1e9, "GB/s"),
+        ("reduce-scatter", "", "reduce", 1e9, "GB/s"),
+        ("products", "product", "", 1e12, "TFLOP/s"),
+        ("updates, on the device", "device_update", "", 1e9, "Gparam/s"),
+        ("updates, in host memory", "update", "", 1e9, "Gparam/s"),
+        ("host memory, read and written", "memory", "", 1e9, "GB/s"),
+    ]
+    rows = []
+    for text, one, all_, unit, name in names:
+        cells = [f"{links[key] / unit:.3g}" if key in links else "" for key in (one, all_)]
+        if any(cells):
+            rows.append([text, *cells, name])
+    return rows

@@ -1,0 +1,178 @@
+"""What a machine has and what its links carry, as one value: measured by `infinity tune`, or written by hand for one to be bought.
+
+Knows names, units and files. Must not know how anything is measured, or what is made of it.
+
+    [machine]
+    devices = 8                      # a node; every other value has its unit in its name
+    device_memory = "141 GB"
+    ...
+    [[machine.drives]]
+    read_gbps = 3.4
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity import config_files
+from infinity.config import parse_bytes
+from infinity.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriveRates:
+    """One drive of a node. Rates in 10^9 bytes a second; `mixed_gbps` of both directions together, 14 reads to 12 writes."""
+
+    path: str = ""
+    """Swap directory on it, if there is one yet."""
+    read_gbps: float
+    write_gbps: float
+    mixed_gbps: float
+    capacity: int = 0
+    """Bytes that swap may take; 0 for what is not known."""
+    endurance: int = 0
+    """Bytes that may be written in its life (TBW); 0 for what is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One node or several alike. Rates of links in 10^9 bytes a second, each of one device (`h2d_gbps`), of all of a node's
+    devices at once but given of each (`h2d_all_gbps`), or of a node (`host_gbps`). Sizes in bytes, "141 GB" in files."""
+
+    name: str = ""
+    nodes: int = 1
+    devices: int = 1
+    """Devices a node, one rank each."""
+    device: str = "cuda"
+    """cuda, or cpu for a node that trains on its processors."""
+    device_memory: int
+    device_tflops: float
+    """10^12 floating-point operations a second that a training step's products reach, of one device."""
+    device_update_gparams: float
+    """10^9 parameters a second that one device updates, records on it."""
+    cores: int = 0
+    """Of a node's processors, for the engine's threads; 0 where that is not known."""
+    host_memory: int
+    host_gbps: float
+    """What host memory carries, read and written, of all of a node's processors; for people, no prediction needs it."""
+    update_gparams: float
+    """10^9 parameters a second that a node's processors update, by AdamW, records in host memory."""
+    h2d_gbps: float
+    d2h_gbps: float
+    h2d_all_gbps: float
+    d2h_all_gbps: float
+    gather_gbps: float = 0.0
+    """Of an all-gather over a node's devices: bytes that one device receives a second; 0 where there is one device."""
+    network_gbps: float = 0.0
+    """Bytes that a node receives a second from other nodes."""
+    copy_latency_us: float = 10.0
+    gather_latency_us: float = 20.0
+    op_overhead_us: float = 0.0
+    """What an op costs the training thread: on a CUDA device all of it, since that computes meanwhile; on the CPU what the engine adds."""
+    chunk_overhead_us: float = 500.0
+    """What a chunk costs the engine's threads a step, beyond its bytes."""
+    drives: tuple[DriveRates, ...] = ()
+
+    def __post_init__(self):
+        problems = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("nodes", "devices") and (type(value) is not int or value < 1):
+                problems.append(f"machine: {field.name}={value!r}: expected a whole number above zero")
+            if field.name == "cores" and (type(value) is not int or value < 0):
+                problems.append(f"machine: cores={value!r}: expected a whole number, 0 where it is not known")
+            if field.name == "device" and value not in ("cuda", "cpu"):
+                problems.append(f"machine: device={value!r}: expected 'cuda' or 'cpu'")
+        problems += _settle(self, "machine", ("device_memory", "host_memory"))
+        for number, drive in enumerate(self.drives):
+            problems += _settle(drive, f"machine.drives[{number}]", ("capacity", "endurance"))
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    @property
+    def world(self) -> int:
+        """Devices of all nodes."""
+        return self.nodes * self.devices
+
+    def require_collectives(self) -> None:
+        """Raise ConfigError if a rate is not known that collectives of so many devices need."""
+        for name, num in (("gather_gbps", self.devices), ("network_gbps", self.nodes)):
+            if num > 1 and not getattr(self, name):
+                raise ConfigError(f"machine: {name} is not known: say how many GB/s collectives carry over {self.world} devices")
+
+    def total(self, what: str) -> int:
+        """`capacity` or `endurance` of all drives of a node; 0 if that of any is not known."""
+        each = [getattr(drive, what) for drive in self.drives]
+        return sum(each) if all(each) else 0
+
+    def drive_gbps(self, what: str) -> float:
+        """`read`, `write` or `mixed` of all drives of a node at once."""
+        return sum(getattr(drive, f"{what}_gbps") for drive in self.drives)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Machine:
+        """The machine that a file describes. Raises ConfigError that lists what is wrong or missing."""
+        content = config_files.read(path).get("machine")
+        if not isinstance(content, Mapping):
+            raise ConfigError(f"{path} has no table [machine]; `infinity tune` writes one")
+        try:
+            return cls.from_table(content)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_table(cls, content: Mapping) -> Machine:
+        content = dict(content)
+        drives = content.pop("drives", [])
+        if not isinstance(drives, list) or not all(isinstance(drive, Mapping) for drive in drives):
+            raise ConfigError("machine.drives: expected a list of tables: [[machine.drives]]")
+        problems = _check_names(cls, content, "machine")
+        for number, drive in enumerate(drives):
+            problems += _check_names(DriveRates, drive, f"machine.drives[{number}]")
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return cls(**content, drives=tuple(DriveRates(**drive) for drive in drives))
+
+    def to_table(self) -> dict:
+        """What `from_table` makes the same machine of."""
+        return dataclasses.asdict(self) | {"drives": [dataclasses.asdict(drive) for drive in self.drives]}
+
+
+_MAY_BE_ZERO = ("gather_gbps", "network_gbps", "_us")
+
+
+def _settle(value, where: str, sizes: tuple[str, ...]) -> list[str]:
+    """Sizes to bytes; rates are checked."""
+    problems = []
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        try:
+            if field.name in sizes:
+                object.__setattr__(value, field.name, parse_bytes(given))
+            elif field.type == "float" and (isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf):
+                raise ConfigError(f"expected a number, zero or above; got {given!r}")
+            elif field.type == "float" and not given and not field.name.endswith(_MAY_BE_ZERO):
+                raise ConfigError("expected a rate above zero; got 0")
+            elif field.type == "str" and field.name != "device" and not isinstance(given, str):
+                raise ConfigError(f"expected text; got {given!r}")
+        except ConfigError as error:
+            problems.append(f"{where}: {field.name}: {error}")
+    return problems
+
+
+def _check_names(cls, content: Mapping, where: str) -> list[str]:
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.name != "drives"}
+    problems = []
+    for name in content:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
+            problems.append(f"{where} has no {name!r}" + (f": did you mean {near[0]!r}?" if near else f": it has {', '.join(fields)}"))
+    missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in content]
+    if missing:
+        problems.append(f"{where}: {', '.join(missing)} missing")
+    return problems

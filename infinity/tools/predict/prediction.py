@@ -1,0 +1,200 @@
+"""What a step of a model will take on a machine: the engine's own layout and placement, and a simulation of its run.
+
+Knows models (on the meta device), configurations and machines. Must not know command lines or how results are shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from infinity.config import Config, format_bytes
+from infinity.engine.budget import SLACK
+from infinity.engine.build import DEVICE_SHARES, HOST_SHARES, arrange, may_compress
+from infinity.errors import BudgetError, ConfigError
+from infinity.plan import placement as planner
+from infinity.plan.packing import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, Layout, Record
+from infinity.plan.placement import Placement
+from infinity.tiers import compression
+from infinity.tools.predict.machine import Machine
+from infinity.tools.predict.simulator import Simulation, Step, simulate
+from infinity.tools.predict.workload import Workload
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of a tier that a run takes, `activations` of them for activations, and those that are there, None where that is not known."""
+
+    needed: int
+    there: int | None
+    activations: int = 0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one rank. spans_on_device: whose records are on the device. compresses_nvme: what is on NVMe takes fewer bytes."""
+
+    layout: Layout
+    records: Sequence[Record]
+    placement: Placement
+    spans_on_device: tuple[int, ...]
+    workload: Workload
+    simulation: Simulation
+    machine: Machine
+    compresses_nvme: bool
+
+    @property
+    def step_seconds(self) -> float:
+        return self.simulation.step_seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        return self.workload.step_flops / (self.machine.device_tflops * 1e12)
+
+    @property
+    def memory(self) -> dict[str, Need]:
+        """What each tier must hold, and holds."""
+        return memory(self.placement, self.simulation.peak_device_nbytes, self.workload.saved_nbytes, self.machine)
+
+    @property
+    def bottleneck(self) -> str:
+        """The link that is busy longest."""
+        return max(self.simulation.busy_seconds, key=self.simulation.busy_seconds.get)
+
+    @property
+    def hiding_tokens(self) -> float:
+        """Tokens a step and rank at which compute takes as long as the longest link, whose bytes do not depend on them."""
+        longest = max([seconds for link, seconds in self.simulation.busy_seconds.items() if link not in ("compute", "nc", "cn")])
+        return self.workload.tokens * max(longest, self.drive_seconds) / self.compute_seconds if self.compute_seconds else 0.0
+
+    @property
+    def drive_seconds(self) -> float:
+        """The least that the drives need for a step's bytes, both ways."""
+        read, written = (self.simulation.nbytes[link] * self.machine.devices / 1e9 for link in ("nc", "cn"))
+        if not read + written:
+            return 0.0
+        rates = (self.machine.drive_gbps(what) for what in ("read", "write", "mixed"))
+        return max(nbytes / rate for nbytes, rate in zip((read, written, read + written), rates))
+
+
+def predict(model: nn.Module, workload: Workload, machine: Machine, config: Config) -> Prediction:
+    """Raises BudgetError where something does not fit: `Prediction.memory` of what is returned fits."""
+    layout, records, placement, on_device = arrangement(model, workload, machine, config)
+    uses, flops, grads = workload.trace([home.span for home in layout.homes])
+    step = Step(
+        uses,
+        [count / (machine.device_tflops * 1e12) for count in flops],
+        grads,
+        len(workload.ops),
+        _is_deferred(config),
+        config.residency == "auto",
+    )
+    compresses_nvme = placement.compression_nbytes > 0
+    simulation = simulate(layout, records, placement, step, machine, on_device=on_device, compresses=compresses_nvme)
+    prediction = Prediction(layout, records, placement, on_device, workload, simulation, machine, compresses_nvme)
+    for tier, need in prediction.memory.items():
+        require(tier, need)
+    return prediction
+
+
+def memory(placement: Placement, device_nbytes: int, saved_nbytes: int, machine: Machine) -> dict[str, Need]:
+    """What a device, and the host and the drives of a node must hold, and hold. device_nbytes, saved_nbytes: of the engine on a device, and
+    of activations. Where the device is the node's processors, its part and activations are in the node's memory, too."""
+    on_device, in_host, saved = device_nbytes + saved_nbytes, placement.host_nbytes, 0
+    if machine.device == "cpu":
+        on_device, in_host, saved = device_nbytes, in_host + on_device, saved_nbytes * machine.devices
+    return {
+        "device": Need(on_device, machine.device_memory, on_device - device_nbytes),
+        "host": Need(in_host * machine.devices, machine.host_memory, saved),
+        "nvme": Need(placement.nvme_nbytes * machine.devices, (machine.total("capacity") or None) if machine.drives else 0),
+    }
+
+
+def require(tier: str, need: Need) -> None:
+    """Raise BudgetError for what does not fit."""
+    if need.there is None or need.needed <= need.there:
+        return
+    if not need.there:
+        raise BudgetError(f"{tier}: {format_bytes(need.needed)} a node need a drive, and the machine has none")
+    field, where, remedy = {
+        "device": ("device_memory", "a device has", "lower the batch, the sequence or device_memory"),
+        "host": ("host_memory", "the machine has", "lower the batch, the sequence, host_memory or device_memory"),
+        "nvme": ("nvme", "a node's drives have", "raise host_memory or device_memory"),
+    }[tier]
+    of_them = f", of them {format_bytes(need.activations)} for activations" if need.activations else ""
+    raise BudgetError(f"{field}: {format_bytes(need.needed)} are needed{of_them}, and {where} {format_bytes(need.there)}: {remedy}")
+
+
+def _compresses(config: Config, machine: Machine, num_parameters: int) -> bool:
+    """Whether a node with so many parameters compresses what is on NVMe."""
+    rate, num_cores = machine.drive_gbps("mixed") * 1e9 / machine.devices, machine.cores // machine.devices
+    return may_compress(config, machine.device, num_parameters) and compression.pays(config.compression, rate, num_cores)
+
+
+def arrangement(
+    model: nn.Module, workload: Workload, machine: Machine, config: Config
+) -> tuple[Layout, list[Record], Placement, tuple[int, ...]]:
+    """Layout, records of a rank, their placement, and the spans whose records are on the device. Raises BudgetError, and
+    ConfigError for activations that leave the device, which are not played."""
+    if config.activations in ("host", "nvme"):
+        raise ConfigError(f"activations={config.activations!r}: predictions keep them on the device; leave it out")
+    share = machine.devices
+    host = machine.host_memory // share
+    if config.host_memory == "auto":
+        host_budget = int(host * HOST_SHARES[machine.device])
+    else:
+        host_budget = config.host_memory
+        if host_budget > host:
+            given, there = format_bytes(host_budget), format_bytes(host)
+            raise BudgetError(f"host_memory={given} a rank is more than the machine has: {there} for each of {share}")
+    free = machine.device_memory
+    if machine.device == "cuda":
+        free = int(free * (1 - SLACK)) - workload.saved_nbytes
+        if free <= 0:
+            taken, there = format_bytes(workload.saved_nbytes), format_bytes(machine.device_memory)
+            raise BudgetError(f"device_memory: activations alone take {taken} of {there}: lower the batch or the sequence")
+    bound = free if config.device_memory == "auto" else min(free, config.device_memory)
+    device_budget = min(bound, auto_device_nbytes(machine)) if config.device_memory == "auto" else bound
+    named = list(model.named_parameters())
+    layout, records, placement = arrange(
+        model,
+        named,
+        config,
+        world=machine.world,
+        rank=0,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        nvme_budget=(machine.total("capacity") // share or None) if machine.drives else 0,
+        moments=ADAM_MOMENTS,
+        deferred=_is_deferred(config),
+        accumulating=False,
+        can_advance=True,
+        compresses=_compresses(config, machine, sum(param.numel() for _, param in named) // machine.nodes),
+    )
+    least = memory(placement, placement.least_nbytes, workload.saved_nbytes, machine)
+    for tier in ("host", "nvme"):  # the device's budget is within what it has
+        require(tier, least[tier])
+    homes = placement.homes[STATES]
+    on_device = tuple(span.index for span in layout.spans if homes[span.chunks[0]] == "device")
+    nbytes_of = [span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans]
+    if set(homes) != {"device"}:  # as Margin.settle, after the first step
+        placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
+        if planner.records_may_visit(weights=config.weights, states=config.states, keep=config.residency == "auto"):
+            room = placement.device_nbytes - placement.gradient_limit_nbytes
+            found = planner.records_on_device(layout, records, homes, room_nbytes=room, gradient_itemsize=None, snapshots=())
+            on_device += tuple(span for span, _ in found)
+            taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in found)
+            placement = dataclasses.replace(placement, fixed_nbytes=placement.fixed_nbytes + taken)
+    return layout, records, placement, on_device
+
+
+def auto_device_nbytes(machine: Machine) -> int:
+    """What an engine plans with before it has measured activations, as assembly.budgets; a CPU machine's is given as such."""
+    return int(machine.device_memory * DEVICE_SHARES["cuda"]) if machine.device == "cuda" else machine.device_memory
+
+
+def _is_deferred(config: Config) -> bool:
+    return config.update == "deferred" or config.watches_nonfinite

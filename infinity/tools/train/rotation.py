@@ -1,0 +1,131 @@
+"""A folder of checkpoints, one a step: `step-00000100`, `step-00000200`, ...; the latest is found, the oldest go.
+
+Knows paths, and whether a checkpoint is whole. Must not know engines, what a checkpoint holds, or when one is made.
+
+# [Note: what may be removed]
+# A checkpoint is there while its manifest is. It goes manifest first: what a kill in the middle leaves is none, as is what an
+# interrupted first save leaves, and goes with the next `prune`. A folder in which a process is writing has that process's lock (see
+# [Note: old or new] in store.py) and stays. Only names that are ours are touched; a folder that holds others stays with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+from pathlib import Path
+
+from infinity.checkpoints import manifest as manifests
+from infinity.checkpoints.store import Checkpoint, failed, sync_directory
+from infinity.errors import CheckpointError
+
+_NAME = re.compile(r"step-(\d{8,})")
+_OURS = re.compile(rf"{manifests.FOLDER_NAME.pattern}|\.manifest\.new")
+
+
+class Rotation:
+    """The checkpoints in one directory, which need not exist yet; its parent must, once `make` is called."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+
+    def make(self) -> None:
+        """Make the directory if it is missing. Raises SwapError where that fails."""
+        try:
+            if not self.path.is_dir():
+                self.path.mkdir(exist_ok=True)
+                sync_directory(self.path.absolute().parent)
+        except OSError as error:
+            raise failed("the directory of the checkpoints cannot be made", self.path, error) from error
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint after so many steps belongs."""
+        return self.path / f"step-{step:08d}"
+
+    def paths(self) -> list[Path]:
+        """Of all checkpoints that have a manifest, oldest first."""
+        return [path for path in self._folders() if _has_manifest(path)]
+
+    def latest(self) -> Path | None:
+        """The checkpoint of the highest step, if there is one.
+
+        Raises CheckpointError if its manifest or its files are damaged or missing, naming it and the next older one.
+        """
+        paths = self.paths()
+        if not paths:
+            return None
+        try:
+            Checkpoint(paths[-1]).close()
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {self.remedy(paths[-1])}") from None
+        return paths[-1]
+
+    def remedy(self, damaged: Path) -> str:
+        """What to do about a checkpoint that cannot be read, as the end of an error's message."""
+        older = [path for path in self.paths() if _step_of(path) < _step_of(damaged)]
+        return f"move {damaged} away to use {older[-1]}" if older else f"there is none before it: move {damaged} away to begin anew"
+
+    def prune(self, keep: int, written: Path) -> None:
+        """After `written` is whole: remove all but the `keep` >= 1 newest, and what interrupted saves left, never `written`.
+
+        Raises SwapError where that fails.
+        """
+        old = self.paths()[:-keep]
+        for path in self._folders():
+            if path != written and (path in old or not _has_manifest(path)):
+                try:
+                    _remove(path)
+                except OSError as error:
+                    raise failed("an old checkpoint cannot be removed", path, error) from error
+
+    def __repr__(self) -> str:
+        return f"Rotation({self.path}, {len(self.paths())} checkpoints)"
+
+    def _folders(self) -> list[Path]:
+        """All that have a name and kind of ours, whole or not, oldest first."""
+        try:
+            found = [entry.name for entry in os.scandir(self.path) if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise failed("the directory of the checkpoints cannot be read", self.path, error) from error
+        paths = sorted((self.path / name for name in found), key=_step_of)
+        return [path for path in paths if path == self.path_of(_step_of(path))]
+
+
+def _step_of(path: Path) -> int:
+    return int(_NAME.fullmatch(path.name)[1])
+
+
+def _has_manifest(path: Path) -> bool:
+    return os.path.lexists(path / manifests.NAME)
+
+
+def _remove(path: Path) -> None:
+    """See [Note: what may be removed]."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(manifests.NAME, dir_fd=fd)
+            os.fsync(fd)
+        for name in filter(_OURS.fullmatch, os.listdir(fd)):
+            if name.startswith("."):
+                os.unlink(name, dir_fd=fd)
+            else:
+                shutil.rmtree(path / name)
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    except BlockingIOError:
+        pass  # another process is writing there
+    finally:
+        os.close(fd)

@@ -1,0 +1,560 @@
+"""The `train` command: checked options -> Config -> a training run of a GPT -> a report.
+
+Knows the engine as any user does, through the public API, and torch.distributed, to ask every rank for its numbers; beyond that
+the engine's ranks, to stop after the same step. Must not know how options are spelled on the command line beyond naming them in
+an error, nor how an error ends the process. Over 400 lines because a run, its checkpoints and its report share what was measured.
+
+# [Note: SIGTERM]
+# A run that saves finishes its step on SIGTERM, saves and ends well. What SIGTERM did before, such as removing the swap, it does the
+# second time. Once a step the ranks agree whether any of them was told, so that a signal to one stops all after the same step. Where
+# a job's processes are all signalled, each rank hears of it twice, directly and from its launcher: what comes within
+# ECHO_SECONDS is no second time there.
+"""
+
+import contextlib
+import functools
+import os
+import platform
+import signal
+import statistics
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import aio_ext
+import infinity
+from infinity.checkpoints.store import Checkpoint
+from infinity.config import Config, command_layers, format_bytes
+from infinity.errors import CheckpointError, ConfigError
+from infinity.model.gpt import GPT, Batches, read_bytes, standard_library_paths
+from infinity.output import check_file, write_json
+from infinity.system.capacity import device_of
+from infinity.system.events import LINKS
+from infinity.tools.progress import BytesProgress, StepProgress
+from infinity.tools.train.rotation import Rotation
+from infinity.tools.train.status import Link, LiveView, Reporter, Status
+
+OPTIMIZERS = {
+    "adamw": infinity.AdamW,
+    "adam": infinity.Adam,
+    "sgd": functools.partial(infinity.SGD, momentum=0.9),
+    "lion": infinity.Lion,
+}
+LINK_COUNTERS = ("nbytes", "busy_seconds", "stall_seconds")
+WARM_UP_STEPS = 2  # the first records the trace, the second is the first to follow a plan
+KEEP = 2  # checkpoints
+ECHO_SECONDS = 1.0  # see [Note: SIGTERM]
+RECENT_STEPS = 10  # that a status is of
+CONFIG_OPTIONS = (  # those that are fields of Config
+    *("nvme", "host_memory", "device_memory", "weights", "states", "activations", "tile_above", "dtype", "moments"),
+    *("residency", "chunk_mib", "device", "update", "seed"),
+)
+# With another one of these, what was trained is not what is trained on. --data goes by its content, see _as_saved.
+SAVED_OPTIONS = ("hidden", "layers", "heads", "vocab", "seq", "tie", "batch", "accumulate", "seed", "optimizer")
+
+
+def train(arguments) -> int:
+    """The `train` command. Everything that can be refused is refused before the first byte is written."""
+    if arguments.hidden % arguments.heads:
+        raise ConfigError(f"--heads {arguments.heads} does not divide --hidden {arguments.hidden}; choose one that does")
+    check_file(arguments.json, "--json")
+    check_file(arguments.trace, "--trace")
+    _check_save_options(arguments)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    config = _config(arguments)
+    arguments.seed = config.seed  # which a file may have set
+    batches = Batches(
+        _tokens(arguments.data),
+        vocab=arguments.vocab,
+        batch=arguments.batch,
+        seq=arguments.seq,
+        seed=arguments.seed,
+        rank=rank,
+        world=world,
+    )
+    options = _as_saved(arguments, batches.tokens)
+    found = _found(arguments, options)
+    if found is not None and found.step >= arguments.steps:
+        if rank == 0:
+            print(f"nothing to train: {found.path} is of step {found.step}, and --steps is {arguments.steps}")
+            if arguments.json:
+                write_json(arguments.json, _head(arguments, found.step, found.path) | {"losses": [], "step_seconds": []})
+        return 0
+
+    if config.device.startswith("cuda"):
+        device_of(config.device)
+    # torchrun names a world even where it has one rank; plain `python` does not, and needs no process group.
+    distributed = "RANK" in os.environ and not dist.is_initialized()
+    if distributed:
+        dist.init_process_group("nccl" if config.device.startswith("cuda") else "gloo")
+    run = _Run(arguments, config, batches)
+    if rank == 0:
+        run.introduce()
+    run.train(options, found)
+    report = run.report()
+    if distributed:  # not after an error: it may wait for ranks that wait for this one
+        dist.destroy_process_group()
+    if rank == 0:
+        print(_table(report))
+        if arguments.json:
+            write_json(arguments.json, report)
+    return 0
+
+
+def _config(arguments):
+    """Device and dtype have defaults of their own."""
+    layers = command_layers(arguments, CONFIG_OPTIONS)
+    given = Config.layered(layers)
+    own = {}
+    if given.device is None:
+        own["device"] = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    if "dtype" not in given.origins:
+        own["dtype"] = "bf16" if "cuda" in (given.device or own["device"]) else "fp32"
+    traced = {"trace": True} if arguments.trace else {}
+    config = Config.layered([*layers, ("default", own), ("--trace", traced)])
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"{config.origins['device']}: device={config.device!r}: this PyTorch finds no CUDA device; use --device cpu")
+    return config
+
+
+def _tokens(data):
+    return None if data == ["random"] else read_bytes(data or standard_library_paths())
+
+
+def _check_save_options(arguments):
+    path = arguments.save
+    if path is None:
+        given = [name for name in ("save_every", "keep", "resume") if getattr(arguments, name)]
+        if given:
+            raise ConfigError(f"--{given[0].replace('_', '-')} needs --save DIR: name the directory of the checkpoints")
+        return
+    if not path.is_dir():
+        if os.path.lexists(path):
+            raise ConfigError(f"--save {path} is not a directory; name one for the checkpoints")
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"--save {path}: there is no directory {path.parent}; create it or name another")
+    where = path if path.is_dir() else path.absolute().parent
+    if not os.access(where, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"--save {path}: {where} is not writable; name another")
+
+
+def _as_saved(arguments, tokens):
+    """The options that must be as they were when a checkpoint was made: numbers and strings."""
+    options = {name: getattr(arguments, name) for name in SAVED_OPTIONS}
+    if arguments.save is not None:
+        options["data"] = "random" if tokens is None else f"of {tokens.nbytes} bytes with CRC32C {aio_ext.crc32c(tokens):08x}"
+    return options
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The checkpoint to go on from, and the number of steps that were done."""
+
+    path: Path
+    step: int
+
+
+def _found(arguments, options):
+    """What --resume goes on from: _Found, or None. Raises ConfigError if options differ from those of the checkpoint."""
+    if arguments.save is None:
+        return None
+    rotation = Rotation(arguments.save)
+    if not arguments.resume:
+        if paths := rotation.paths():
+            raise ConfigError(f"--save {arguments.save} holds {paths[-1].name}: add --resume to go on from it, or name another directory")
+        return None
+    path = rotation.latest()
+    if path is None:
+        return None
+    with Checkpoint(path) as checkpoint:
+        extra = checkpoint.decode(checkpoint.manifest.extra)
+    try:
+        step, saved = int(extra["step"]), dict(extra["options"])
+    except (TypeError, KeyError, ValueError):
+        raise ConfigError(f"--resume: {path} was not saved by `infinity train`; name another directory in --save") from None
+    differ = [name for name in options if saved.get(name) != options[name]]
+    if differ:
+        there, here = (", ".join(f"--{name} {values.get(name)}" for name in differ) for values in (saved, options))
+        raise ConfigError(f"--resume: {path} was saved with {there}; here it is {here}: give what it was, or another --save")
+    return _Found(path, step)
+
+
+class _Run:
+    """One training run on one rank: the model in its engine, and what was measured of each step."""
+
+    resumed_from_step = None
+    checkpoint = None  # the path of the last one that is whole
+
+    def __init__(self, arguments, config, batches):
+        self.arguments = arguments
+        self.config = config
+        self.batches = batches
+        self.losses = []  # of each step, the mean over this rank's micro-batches
+        self.seconds = []  # of each step
+        self.counters = []  # engine.stats() before the first step and after each
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.is_first = not dist.is_initialized() or dist.get_rank() == 0
+        torch.manual_seed(arguments.seed)
+        with infinity.init(config):
+            self.model = GPT(
+                arguments.hidden,
+                arguments.layers,
+                arguments.heads,
+                arguments.vocab,
+                arguments.seq,
+                checkpoint_activations=arguments.checkpoint_activations,
+                tie=arguments.tie,
+            )
+        self.optimizer = OPTIMIZERS[arguments.optimizer](
+            self.model.parameters(),
+            lr=arguments.lr,
+            max_grad_norm=arguments.max_grad_norm,
+            accumulation_steps=arguments.accumulate,
+        )
+        self.engine = infinity.engine_of(self.model)
+        self.counters.append(self.engine.stats())
+
+    def introduce(self):
+        stats = self.counters[0]
+        print(
+            f"GPT of {stats['num_parameters'] / 1e6:,.1f} M parameters in {self.config.dtype} on {self.config.device}: "
+            f"states {format_bytes(stats['state_nbytes'])}, "
+            f"device budget {format_bytes(stats['device_budget_nbytes'])}, "
+            f"host arena {format_bytes(stats['host_arena_nbytes'])}{', each a rank' if self.world > 1 else ''}",
+            flush=True,
+        )
+
+    def train(self, options, found):
+        """All steps from those of a _Found, or from the first. options: what a checkpoint is to keep of them.
+
+        Counters and clock are read in one place, behind step(): updates may still be pending there, but from one such place to the
+        next lies exactly one step's worth of them.
+        """
+        arguments, first = self.arguments, 0
+        display = _Display(self) if self.is_first else contextlib.nullcontext()
+        with display as shown, _Sigterm(self.world, listens=arguments.save is not None) as sigterm, self.engine:
+            if found is not None:
+                first = self.resumed_from_step = self._load(found)
+            elif arguments.resume and self.is_first:
+                _say(f"nothing to resume in {arguments.save}: beginning with step 1")
+            saver = _Saver(self, options) if arguments.save is not None else None
+            if shown:
+                shown.begin(first)
+            started = time.perf_counter()
+            for step in range(first, arguments.steps):
+                loss = self._step(step)
+                now = time.perf_counter()
+                self.seconds.append(now - started)
+                started = now
+                self.losses.append(loss)
+                self.counters.append(self.engine.stats())
+                if shown:
+                    shown.step_done(step + 1, saver)
+                if saver is not None:
+                    stopped = sigterm.received if self.world == 1 else self._any_received(sigterm)
+                    saver.step_done(step + 1, must_save=stopped or step + 1 == arguments.steps)
+                    if stopped:
+                        break
+            if shown:
+                shown.finish()
+            if arguments.trace:
+                infinity.save_trace(arguments.trace, self.model)
+            if saver is not None:
+                self.checkpoint = saver.finish(shown=self.is_first)
+                if step + 1 < arguments.steps and self.is_first:
+                    _say(f"stopped by SIGTERM after step {step + 1}; saved {self.checkpoint}")
+
+    def _load(self, found):
+        """Go back to a checkpoint; the number of steps that were done."""
+        if not self.engine.ranks.agree(found.step):
+            raise CheckpointError(f"{found.path}: the ranks found different checkpoints; all must see the same directory")
+        try:
+            with _bytes_progress(self.is_first, "loaded") as progress:
+                infinity.load(found.path, self.model, self.optimizer, progress=progress)
+        except CheckpointError as error:
+            # Which one is known here. What does not fit the model is no reason to use another.
+            remedy = Rotation(found.path.parent).remedy(found.path)
+            raise CheckpointError(str(error).replace("use another checkpoint", remedy)) from None
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.arguments.lr
+        self.counters = [self.engine.stats()]
+        if self.is_first:
+            _say(f"resumed from {found.path}, step {found.step}")
+        return found.step
+
+    def status(self, num_steps, saver):
+        """How this rank stands after so many steps; rates and shares are of the last ones."""
+        arguments, last = self.arguments, self.counters[-1]
+        recent = self.seconds[-RECENT_STEPS:]
+        pace = statistics.median(recent)
+        before = self.counters[-1 - len(recent)]
+        links = []
+        for link, title in LINKS.items():
+            nbytes, busy, stalled = (last["links"][link][name] - before["links"][link][name] for name in LINK_COUNTERS)
+            links.append(Link(title, nbytes / busy / 1e9 if busy else 0.0, stalled / sum(recent)))
+        return Status(
+            step=num_steps,
+            steps=arguments.steps,
+            world=self.world,
+            loss=self.losses[-1],
+            step_seconds=pace,
+            tokens_per_second=arguments.batch * arguments.accumulate * arguments.seq / pace,
+            links=tuple(links),
+            device_nbytes=last["device_nbytes"],
+            device_budget_nbytes=last["device_budget_nbytes"],
+            host_nbytes=last["host_arena_nbytes"],
+            checkpoint=saver.under_way if saver is not None else None,
+            saved=saver.last if saver is not None else None,
+        )
+
+    def _any_received(self, sigterm):
+        """See [Note: SIGTERM]; a collective."""
+        mine = sigterm.received  # once: a signal that comes during the exchange is for the next one
+        agreed = self.engine.ranks.agree(mine)
+        return mine or not agreed
+
+    def _step(self, step):
+        losses = []
+        for micro in range(self.arguments.accumulate):
+            x, y = (rows.to(self.config.device) for rows in self.batches(step, micro))
+            loss = self.model(x, y)
+            (loss / self.arguments.accumulate).backward()
+            losses.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).mean().item()  # waits for the device, so that the clock means something
+
+    def report(self):
+        """What the run did, over all ranks: the value of --json. A collective, if there is a process group.
+
+        Times, rates and stalls are of the measured steps: those after the warm-up, or all of a run that has no more.
+        Bytes are of all ranks together, seconds and rates a rank's (the mean).
+        """
+        arguments, last = self.arguments, self.counters[-1]
+        num = last["num_parameters"]
+        skipped = WARM_UP_STEPS if len(self.seconds) > WARM_UP_STEPS else 0
+        seconds = self.seconds[skipped:]
+        median = statistics.median(seconds)
+
+        losses = _over_ranks(self.losses).mean(0)
+        state_nbytes = _over_ranks(last["state_nbytes"]).sum()
+        peaks = _over_ranks([last["peak_device_nbytes"], last["host_arena_nbytes"]]).max(0)
+        swapped = [[stats["nvme_read_nbytes"], stats["nvme_write_nbytes"]] for stats in self.counters]
+        swapped = _over_ranks(swapped).sum(0)  # [steps + 1, read and written]
+        # The mean, not the median: what is read ahead in one step is missing in the next, and cancels out.
+        per_param = ((swapped[-1] - swapped[skipped]) / len(seconds) / num).tolist() if skipped else [None, None]
+        links = _over_ranks([_link_counters(self.counters[skipped]), _link_counters(last)])  # [world, 2, links, counters]
+        links = links[:, 1] - links[:, 0]
+        world = len(links)
+        nbytes = links[:, :, 0].sum(0)
+        busy_seconds, stall_seconds = links[:, :, 1].mean(0), links[:, :, 2].mean(0)
+        return _head(arguments, self.resumed_from_step, self.checkpoint) | {
+            "config": self.config.to_table(),
+            "device": self.config.device,
+            "dtype": self.config.dtype,
+            "world": world,
+            "num_parameters": num,
+            "state_bytes": int(state_nbytes),
+            "device_budget_bytes": last["device_budget_nbytes"],
+            "states_over_device_budget": float(state_nbytes / world / last["device_budget_nbytes"]),
+            "peak_device_bytes": int(peaks[0]),
+            "host_arena_bytes": int(peaks[1]),
+            "losses": losses.tolist(),
+            "step_seconds": self.seconds,
+            "measured_steps": len(seconds),
+            "median_step_seconds": median,
+            "tokens_per_second": arguments.batch * arguments.accumulate * arguments.seq / median,
+            "nvme_read_bytes_per_param": per_param[0],
+            "nvme_write_bytes_per_param": per_param[1],
+            "stall_seconds": dict(zip(LINKS, stall_seconds.tolist())),
+            "links": {
+                link: {
+                    "bytes_per_step": int(nbytes[i]) // len(seconds),
+                    "gbps": float(nbytes[i] / world / busy_seconds[i] / 1e9) if busy_seconds[i] else 0.0,
+                    "stall_share": float(stall_seconds[i] / sum(seconds)),
+                }
+                for i, link in enumerate(LINKS)
+            },
+        }
+
+
+class _Display:
+    """What is seen of a run while it goes on: a line or a view of it, and its status for `infinity status`. Rank 0 has one."""
+
+    def __init__(self, run):
+        self.run = run
+        self.reporter = Reporter()
+        self.view = LiveView() if run.arguments.live else None
+        self.progress = StepProgress(run.arguments.steps)
+
+    def begin(self, num_steps):
+        self.reporter.tell(Status(step=num_steps, steps=self.run.arguments.steps, world=self.run.world))
+
+    def step_done(self, num_steps, saver):
+        run = self.run
+        status = run.status(num_steps, saver)
+        self.reporter.tell(status)
+        if self.view is not None:
+            self.view(status, last=num_steps == run.arguments.steps)
+        else:
+            self.progress(num_steps - 1, run.losses[-1], run.seconds)
+
+    def finish(self):
+        (self.view or self.progress).finish()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.reporter.close()
+
+
+class _Saver:
+    """The checkpoints of a run, each made while training goes on. All ranks have one."""
+
+    def __init__(self, run, options):
+        self.run = run
+        self.options = options
+        self.rotation = Rotation(run.arguments.save)
+        self._saving = None
+        self._last = None  # the path of the last one that is whole
+        if run.is_first:
+            self.rotation.make()
+
+    @property
+    def under_way(self):
+        """The name of the checkpoint that is being written, if one is."""
+        return self._saving.path.name if self._saving is not None and not self._saving.done else None
+
+    @property
+    def last(self):
+        """The name of the last one that is whole, if there is one."""
+        saving = self._saving
+        path = saving.path if saving is not None and saving.done and saving.error is None else self._last
+        return path.name if path is not None else None
+
+    def step_done(self, num_steps, *, must_save):
+        """Save if it is time. Raises what went wrong with the last checkpoint, as soon as it is known."""
+        if self._saving is not None and self._saving.done:
+            self.finish()
+        every = self.run.arguments.save_every
+        if must_save or (every and num_steps % every == 0):
+            self.finish()
+            extra = {"step": num_steps, "options": self.options}
+            path, run = self.rotation.path_of(num_steps), self.run
+            self._saving = infinity.save(path, run.model, run.optimizer, extra=extra, wait=False)
+
+    def finish(self, shown=False):
+        """Wait for the one under way, after which older ones may go; the path of the last one."""
+        if self._saving is not None:
+            with _bytes_progress(shown, "saved") as progress:
+                self._saving.wait(progress)
+            self._last, self._saving = self._saving.path, None
+            if self.run.is_first:
+                self.rotation.prune(self.run.arguments.keep or KEEP, self._last)
+        return self._last
+
+
+class _Sigterm:
+    """While entered, keeps the first SIGTERM in mind, if it listens; see [Note: SIGTERM]."""
+
+    def __init__(self, world, *, listens):
+        self.received = False
+        self._echo_seconds = ECHO_SECONDS if world > 1 else 0.0
+        self._listens = listens and threading.current_thread() is threading.main_thread()
+
+    def __enter__(self):
+        if self._listens:
+            self._before = signal.signal(signal.SIGTERM, self._receive) or signal.SIG_DFL
+        return self
+
+    def __exit__(self, *_):
+        if self._listens:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _receive(self, number, frame):
+        now = time.monotonic()
+        if not self.received:
+            self.received, self._ends = True, now + self._echo_seconds
+            # Not print: the signal may have come in the middle of one.
+            os.write(2, b"SIGTERM: ending after this step and a checkpoint; a second one quits at once\n")
+        elif now >= self._ends:
+            signal.signal(number, self._before)
+            signal.raise_signal(number)
+
+
+def _head(arguments, resumed_from_step, checkpoint):
+    """How a report begins."""
+    return {
+        "command": "train",
+        "options": {name: _plain(value) for name, value in vars(arguments).items() if name != "command"},
+        "versions": {"infinity": _version(), "torch": torch.__version__, "python": platform.python_version()},
+        "resumed_from_step": resumed_from_step,
+        "checkpoint": checkpoint and str(checkpoint),
+    }
+
+
+def _link_counters(stats):
+    return [[stats["links"][link][counter] for counter in LINK_COUNTERS] for link in LINKS]
+
+
+def _over_ranks(values):
+    """The same numbers of every rank, stacked: float64 [world, ...]."""
+    values = np.array(values, dtype=np.float64)
+    if not dist.is_initialized():
+        return values[None]
+    mine = torch.from_numpy(values).to("cuda" if dist.get_backend() == "nccl" else "cpu")
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone).cpu().numpy()
+
+
+# Output
+
+
+def _bytes_progress(shown, done):
+    return BytesProgress(done) if shown else contextlib.nullcontext()
+
+
+def _say(line):
+    print(line, file=sys.stderr, flush=True)
+
+
+def _table(report):
+    world = report["world"]
+    ranks = f" on {world} ranks" if world > 1 else ""
+    traffic = [report[f"nvme_{name}_bytes_per_param"] for name in ("read", "write")]
+    lines = [
+        f"loss        {report['losses'][0]:.4f} first, {report['losses'][-1]:.4f} last",
+        f"step        {report['median_step_seconds']:.3f} s (median), {report['tokens_per_second']:,.0f} tokens/s{ranks}",
+        f"states      {format_bytes(report['state_bytes'])}, {report['states_over_device_budget']:.1f} times the device budget",
+        f"device      {format_bytes(report['peak_device_bytes'])} at most, host arena {format_bytes(report['host_arena_bytes'])}"
+        + (" (a rank)" if world > 1 else ""),
+    ]
+    if None not in traffic:
+        lines.append(f"NVMe        {traffic[0]:.2f} bytes read, {traffic[1]:.2f} written, a parameter and step")
+    lines += ["", f"{'link':<16}{'a step':>12}{'GB/s' + (' a rank' if world > 1 else ''):>14}{'step waited':>14}"]
+    for link, name in LINKS.items():
+        row = report["links"][link]
+        lines.append(
+            f"{name:<16}{format_bytes(row['bytes_per_step']):>12}{row['gbps']:>14.2f}{row['stall_share']:>13.1%} "
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _plain(value):
+    return str(value) if isinstance(value, Path) else value
+
+
+def _version():
+    try:
+        return metadata.version("infinity")
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return None

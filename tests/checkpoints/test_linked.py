@@ -1,0 +1,111 @@
+"""Files that several checkpoints share: what is damaged in them is found by the next save, which builds on nothing that it could see."""
+
+import json
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from helpers import assert_same_states, states_of, training
+from models import mlp
+from test_save import PLACES, frozen_half, record_files, train_trait
+
+import infinity
+from infinity.checkpoints import save, store
+from infinity.checkpoints.store import Checkpoint
+from infinity.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def frozen_but(layer):
+    model = mlp(6)
+    model.requires_grad_(False)
+    model.layers[layer].bias.requires_grad_(True)
+    return model
+
+
+def flip_a_frozen_bit(path):
+    """In the file of the frozen records, which all checkpoints share; returns its name."""
+    content = json.loads((path / "manifest.json").read_text())
+    file, offset, *_ = next(chunk["records"][0] for chunk in content["chunks"] if not chunk["trainable"])
+    where = path / content["folder"] / content["files"][file][0]
+    with open(where, "r+b") as data:
+        data.seek(offset + 5)
+        byte = data.read(1)[0]
+        data.seek(offset + 5)
+        data.write(bytes([byte ^ 4]))
+    return where
+
+
+def is_whole(path):
+    with Checkpoint(path) as checkpoint:
+        try:
+            return checkpoint.verify() == checkpoint.manifest.nbytes
+        except CheckpointError:
+            return False
+
+
+@pytest.mark.parametrize("places", PLACES[::4], ids=str)
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_writes_anew_what_was_damaged_in_a_file_that_it_would_link(wait, places, tmp_path):
+    with training(frozen_half, tmp_path, **places) as (model, engine, optimizer):
+        for step in range(3):
+            train_trait(model, optimizer, step)
+            infinity.save(tmp_path / f"{step}", model, optimizer)
+        damaged = flip_a_frozen_bit(tmp_path / "0")
+        assert not any(is_whole(tmp_path / name) for name in "012"), "they share the file"
+        expected = states_of(engine, model)
+        with pytest.warns(RuntimeWarning, match="has changed since it was saved") as told:
+            saving = infinity.save(tmp_path / "3", model, optimizer, wait=wait)
+            train_trait(model, optimizer, 3)
+            save.wait()
+        (told,) = [str(warning.message) for warning in told]
+        assert damaged.name in told and str(tmp_path / "2") in told and str(tmp_path / "3") in told and "layers." in told
+        assert [is_whole(tmp_path / name) for name in "0123"] == [False, False, False, True]
+        infinity.save(tmp_path / "4", model, optimizer)  # linked again, to what is whole
+        assert record_files(tmp_path / "4")[False] == record_files(tmp_path / "3")[False] and is_whole(tmp_path / "4")
+        infinity.load(tmp_path / "3", model, optimizer)
+        assert_same_states(states_of(engine, model), expected)
+
+
+def test_so_many_checkpoints_at_most_share_a_file_and_all_is_read_in_time(tmp_path, monkeypatch):
+    """Frozen records of more bytes than are read in each save."""
+    monkeypatch.setattr(save, "CHECK_NBYTES", 0)
+    with training(lambda: frozen_but(0), tmp_path) as (model, engine, optimizer):
+        shared = Counter()
+        for number in range(2 * save.RENEW_EVERY + 2):
+            infinity.save(tmp_path / f"{number}", model, optimizer)
+            with infinity.gathered(model.layers[0].bias), torch.no_grad():
+                model.layers[0].bias.add_(1)  # a small record that is trained
+            shared.update(record_files(tmp_path / f"{number}")[False])
+        assert len(shared) == 3 and max(shared.values()) <= save.RENEW_EVERY, shared
+        flip_a_frozen_bit(tmp_path / f"{number}")
+        with pytest.warns(RuntimeWarning, match="has changed since it was saved"):
+            for last in range(number + 1, number + 1 + save.CHECK_EVERY):
+                infinity.save(tmp_path / f"{last}", model, optimizer)
+        assert is_whole(tmp_path / f"{last}")
+
+
+@pytest.mark.parametrize("damage", [False, True], ids=["sound", "damaged"])
+def test_a_record_that_changes_before_its_linked_file_was_read_is_saved_as_it_was(damage, tmp_path, monkeypatch):
+    with training(frozen_half, tmp_path, **PLACES[4]) as (model, engine, optimizer):
+        infinity.save(tmp_path / "a", model, optimizer)
+        if damage:
+            flip_a_frozen_bit(tmp_path / "a")
+        expected = states_of(engine, model)
+        gate, read = threading.Event(), store.Writer.read
+
+        def late(self, *arguments):
+            gate.wait(20)
+            return read(self, *arguments)
+
+        monkeypatch.setattr(store.Writer, "read", late)
+        under_way = infinity.save(tmp_path / "b", model, optimizer, wait=False)
+        with infinity.gathered(model.layers[5].weight), torch.no_grad():
+            model.layers[5].weight.zero_()
+        gate.set()
+        under_way.wait()
+        assert is_whole(tmp_path / "b") and not record_files(tmp_path / "b")[False] & record_files(tmp_path / "a")[False]
+        infinity.load(tmp_path / "b", model, optimizer)
+        assert_same_states(states_of(engine, model), expected)

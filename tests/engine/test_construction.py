@@ -1,0 +1,326 @@
+"""infinity.init: the weights of a plain construction, bit for bit, with never more than a window of them at home."""
+
+import copy
+import dataclasses
+import errno
+import gc
+import os
+import sys
+
+import pytest
+import torch
+from helpers import assert_same_bits, on_gpu
+from models import TRAITS, H, mlp, tiny_gpt
+from torch import nn
+
+import infinity
+from infinity.engine.build import budgets
+from infinity.engine.foreign import watch_replicas
+from infinity.errors import UsageError
+from infinity.system.ranks import Ranks
+
+
+@pytest.fixture
+def config(tmp_path):
+    return infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, host_memory="64MiB")
+
+
+def applied():
+    """A parent that initialises its children again, in a fixed and in a random way."""
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(H, H) for _ in range(6)))
+            self.apply(self.again)
+            for p in self.parameters():
+                if p.ndim > 1:
+                    nn.init.xavier_uniform_(p)
+            with torch.no_grad():
+                self.layers[2].weight[:, 3] = self.layers[0].weight[3] * 2
+                self.layers[1].weight.data.mul_(0.5)
+
+        @staticmethod
+        def again(module):
+            if isinstance(module, nn.Linear):
+                module.weight.data.normal_(0, 0.02)
+                nn.init.constant_(module.bias, 0.25)
+
+    return Parent()
+
+
+def tied_and_copied():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Embedding(40, H)
+            layer = nn.TransformerEncoderLayer(H, 4, 2 * H, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+            self.scale = nn.Parameter(torch.randn(H))
+            self.head = nn.Linear(H, 40, bias=False)
+            self.head.weight = self.token.weight
+            self.twin = copy.deepcopy(self.head)
+            self.again = nn.Parameter(self.scale)
+            self.again.data = self.again.data.clone()  # else it would be tied to the other, as the engine could not keep it
+
+    return Both()
+
+
+BUILDS = {
+    "gpt": tiny_gpt,
+    "tied gpt": lambda: tiny_gpt(tie=True),
+    "applied": applied,
+    "tied and copied": tied_and_copied,
+    **{name: TRAITS[name] for name in ("lstm", "weight_norm", "old_weight_norm", "spectral_norm", "parameter_list", "scalars")},
+    **{name: TRAITS[name] for name in ("root_parameters", "attention", "large_layers", "convolution")},
+}
+
+
+@pytest.mark.parametrize("window", [0, 5000, 1 << 30])
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_weights_are_those_of_a_plain_construction(build, window, config):
+    torch.manual_seed(0)
+    expected = BUILDS[build]()
+    drawn = torch.rand(4)
+    torch.manual_seed(0)
+    with infinity.init(config, window=window):
+        model = BUILDS[build]()
+        assert torch.equal(torch.rand(4), drawn)
+    with infinity.engine_of(model) as engine:
+        theirs = dict(expected.named_parameters())
+        assert [name for name, _ in model.named_parameters()] == list(theirs)
+        for name, param in model.named_parameters():
+            assert param.shape == theirs[name].shape
+            if param.numel():
+                assert_same_bits(engine.read_state(param)["weight"], theirs[name].detach(), name)
+        for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
+            assert torch.equal(buffer, other), name
+
+
+@pytest.mark.parametrize("window", [0, 4 * H * H, 20 * H * H])
+def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
+    """After each registration: the window's parameters and the newest one."""
+    held = []
+    builder = sys.modules["infinity.engine.construction"]._Builder
+    original = builder._parameter_registered
+
+    def noting(self, module, name, param):
+        original(self, module, name, param)
+        held.append(sum(p.untyped_storage().nbytes() for p, *_ in self._home.values()))
+
+    monkeypatch.setattr(builder, "_parameter_registered", noting)
+    torch.manual_seed(0)
+    with infinity.init(config, window=window):
+        model = mlp(12)
+    assert len(held) >= 24
+    assert max(held) <= window + 4 * H * H
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) <= window + 4 * H * H + 24 * 4
+    infinity.engine_of(model).close()
+
+
+def test_the_scratch_file_holds_no_more_than_what_is_away(config, monkeypatch):
+    """All layers come back by turns, in two orders."""
+    builder = sys.modules["infinity.engine.construction"]._Builder
+    original, files, layer = builder.__exit__, [], 4 * (H * H + H)
+
+    def noting(self, *exception):
+        files.append(os.fstat(self.file.fileno()).st_size)
+        original(self, *exception)
+
+    monkeypatch.setattr(builder, "__exit__", noting)
+    with infinity.init(config, window=8 * layer):
+        model = nn.Sequential(*(nn.Linear(H, H) for _ in range(12)))
+        for linear in (*model, *reversed(model)):
+            nn.init.ones_(linear.weight)
+            nn.init.zeros_(linear.bias)
+    assert files == [pytest.approx(4 * layer, abs=2 * layer)]
+    with infinity.engine_of(model) as engine:
+        for linear in model:
+            assert engine.read_state(linear.weight)["weight"].eq(1).all() and engine.read_state(linear.bias)["weight"].eq(0).all()
+
+
+@on_gpu
+def test_each_memory_has_a_window_of_its_own(tmp_path, monkeypatch):
+    """Layers are made on the CPU and on the device by turns."""
+    window, held = 4 * 4 * H * H, {"cpu": [], "cuda": []}
+    builder = sys.modules["infinity.engine.construction"]._Builder
+    original = builder._parameter_registered
+
+    def noting(self, module, name, param):
+        original(self, module, name, param)
+        for kind, found in held.items():
+            found.append(sum(p.untyped_storage().nbytes() for p, *_ in self._home.values() if p.device.type == kind))
+
+    def build():
+        return nn.Sequential(*(nn.Linear(H, H, device=("cpu", "cuda")[index % 2]) for index in range(20)))
+
+    monkeypatch.setattr(builder, "_parameter_registered", noting)
+    torch.manual_seed(0)
+    expected = build()
+    torch.manual_seed(0)
+    with infinity.init(infinity.Config(nvme=tmp_path, device="cuda", dtype="fp32", host_memory="64MiB"), window=window):
+        model = build()
+    for kind, found in held.items():
+        assert window - 4 * H * H < max(found) <= window + 4 * H * H, kind
+    with infinity.engine_of(model) as engine:
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_same_bits(engine.read_state(param)["weight"], other.detach().cpu(), other.shape)
+
+
+def test_what_parameters_take_when_the_engine_starts_counts_as_free(monkeypatch, tmp_path):
+    model, device = mlp(12), torch.device("cpu")
+    twice = nn.Parameter(model.layers[0].weight.detach().view(-1))  # of the same memory
+    part = nn.Parameter(torch.zeros(1 << 20)[:1000])  # the rest is somebody else's
+    taken = sum(param.numel() * 4 for param in model.parameters()) + 4000
+    for free in (1 << 40, taken // 2):
+        monkeypatch.setattr("infinity.engine.build.host_free_nbytes", lambda: free)
+        found = budgets(infinity.Config(nvme=tmp_path, device="cpu"), device, Ranks(device), [*model.parameters(), twice, part])
+        assert sum(found) == min((free + taken) * 3 // 4, int(0.95 * free))
+        assert found == pytest.approx((sum(found) / 3, sum(found) * 2 / 3), abs=1)
+    away = [torch.full((), float("nan")).expand(param.shape) for param in model.parameters()]
+    assert sum(budgets(infinity.Config(nvme=tmp_path, device="cpu"), device, Ranks(device), away)) == free * 3 // 4
+
+
+def grown():
+    """Parameters that are larger when they leave once more."""
+    model = nn.Sequential(*(nn.Linear(H, H, bias=False, dtype=torch.bfloat16) for _ in range(6)))
+    return nn.Sequential(model.float(), nn.Linear(H, H))
+
+
+def swollen():
+    model = nn.Sequential(*(nn.Linear(H, H, bias=False) for _ in range(5)))
+    for layer in list(model)[::2]:
+        layer.weight.data = torch.cat([layer.weight.data, torch.rand(H, H)])
+    return nn.Sequential(model, nn.Linear(H, H))
+
+
+def mixed():
+    """Operations over parameters of which some are away and some are not."""
+    model = nn.Sequential(*(nn.Linear(H, H, bias=False) for _ in range(5)))
+    with torch.no_grad():
+        model[0].weight.mul_(model[0].weight)
+        torch.add(model[1].weight, 1.0, out=model[1].weight)
+        model[3].weight.copy_(torch.stack([model[0].weight, model[0].weight]).sum(0))
+        model[1].weight.set_(torch.full((H, H), 7.0))
+        model[2].weight.set_(torch.full((H, H), 5.0)).add_(1.0)
+        model[4].weight.copy_(model[3].weight @ model[0].weight)
+        model[2].weight.copy_(model[1].weight)
+        torch._foreach_add_([layer.weight for layer in model], [model[0].weight.clone()] * 5)
+    return model
+
+
+@pytest.mark.parametrize("window", [0, 1500, 3000, 6000, 9000])
+@pytest.mark.parametrize("build", [grown, swollen, mixed])
+def test_what_changes_its_size_or_meets_others_is_as_in_a_plain_construction(build, window, config):
+    torch.manual_seed(0)
+    expected = build()
+    torch.manual_seed(0)
+    with infinity.init(config, window=window):
+        model = build()
+    with infinity.engine_of(model) as engine:
+        for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert param.shape == other.shape
+            assert_same_bits(engine.read_state(param)["weight"], other.detach(), name)
+
+
+def test_a_model_built_inside_trains_as_one_built_outside(config, tmp_path):
+    def losses(model, optimizer):
+        found = []
+        for step in range(4):
+            x = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(step))
+            loss = model(x, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(0)
+    with infinity.init(config, window=0):
+        inside = tiny_gpt()
+    with infinity.engine_of(inside):
+        got = losses(inside, infinity.AdamW(inside.parameters(), lr=1e-2))
+    torch.manual_seed(0)
+    outside = tiny_gpt()
+    with infinity.offload(outside, config):
+        assert got == losses(outside, infinity.AdamW(outside.parameters(), lr=1e-2))
+
+
+def test_an_engine_that_nobody_else_holds_lives_as_long_as_its_model(config):
+    for changes in ({}, {"weights": "host", "states": "host"}):
+        with infinity.init(dataclasses.replace(config, **changes)):
+            model = mlp(2)
+        first = model(torch.ones(1, H))
+        gc.collect()
+        assert torch.equal(model(torch.ones(1, H)), first)
+        assert model.state_dict()["layers.1.weight"].isfinite().all()
+        infinity.engine_of(model).close()
+
+
+def test_a_change_after_the_block_is_noticed(config):
+    with infinity.init(config, window=0):
+        model = mlp()
+    nn.init.ones_(model.layers[0].weight)
+    with pytest.raises(UsageError, match="was changed after"):
+        infinity.AdamW(model.parameters())
+
+
+def test_an_exception_inside_the_block_removes_the_hooks(config):
+    watch_replicas()  # stays, once any engine was made
+    before = [*nn.modules.module._global_module_registration_hooks.values()]
+    with pytest.raises(KeyError), infinity.init(config, window=0):
+        mlp()
+        raise KeyError
+    assert not nn.modules.module._global_parameter_registration_hooks
+    assert [*nn.modules.module._global_module_registration_hooks.values()] == before
+    plain = nn.Linear(H, H)
+    assert not plain.weight.isnan().any()
+
+
+def test_every_outermost_module_gets_an_engine_of_its_own(config, tmp_path):
+    with infinity.init(config, window=0):
+        first, second = mlp(2), mlp(3)
+    assert infinity.engine_of(first) is not infinity.engine_of(second)
+    with pytest.raises(infinity.ConfigError, match="is in no engine"):
+        infinity.engine_of(first.layers[0])
+
+
+@pytest.mark.parametrize("most", [8, 1000, 4096])
+def test_the_scratch_file_takes_and_gives_a_part_a_call(most, config, monkeypatch):
+    """As the kernel does with 2 GiB and more."""
+    monkeypatch.setattr(sys.modules["infinity.engine.construction"], "_MOST_A_CALL", most)  # infinity.init itself is the function
+    test_the_weights_are_those_of_a_plain_construction("lstm", 0, config)
+
+
+@pytest.mark.parametrize("harm", ["a bit", "zeros", "an end"])
+@pytest.mark.parametrize("when", ["inside", "at the start"])
+def test_a_scratch_file_that_changed_is_named(when, harm, config, monkeypatch):
+    """Before a value of it is used, whether the parameter comes back in the block or for the engine."""
+    builder, made = sys.modules["infinity.engine.construction"]._Builder, []
+    scratch = builder._scratch
+
+    def noting(self):
+        made.append(scratch(self))
+        return made[-1]
+
+    def damage():
+        fd = made[0].fileno()
+        nbytes = os.fstat(fd).st_size
+        if harm == "an end":
+            os.ftruncate(fd, 0)
+            return
+        byte = os.pread(fd, 1, nbytes // 2)[0]
+        os.pwrite(fd, bytes([byte ^ 16]) if harm == "a bit" else bytes(nbytes), 0 if harm == "zeros" else nbytes // 2)
+
+    monkeypatch.setattr(builder, "_scratch", noting)
+    torch.manual_seed(0)
+    with pytest.raises(infinity.SwapError, match=r"of shape \(64, 64\) under construction: .*name another directory") as caught:
+        with infinity.init(config, window=0):
+            model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+            damage()
+            if when == "inside":
+                for layer in model:
+                    nn.init.zeros_(layer.weight)
+        for param in model.parameters():
+            infinity.engine_of(model).read_state(param)
+    assert caught.value.errno == errno.EIO and caught.value.filename == str(config.nvme[0])

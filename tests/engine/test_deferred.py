@@ -1,0 +1,170 @@
+"""Deferred updates: none is lost, doubled, or mixed with what a forward pass wrote, however late it runs."""
+
+import threading
+
+import helpers
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.plan.packing import WEIGHTS
+from infinity.system.lanes import Job
+from infinity.tiers import updates
+
+PLACES = {"weights": "nvme", "states": "nvme", "update": "deferred", "device": "cpu", "dtype": "fp32"}
+BUDGETS = {"device_memory": "64MiB", "host_memory": "64MiB"}
+
+
+class Renormalising(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.last = nn.Embedding(40, 24, max_norm=0.5), nn.Linear(24, 5)
+
+    def forward(self, x):
+        return self.last(self.token(x)).square().mean()
+
+
+class Conditional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(400, 400) for _ in range(3))
+
+    def forward(self, x, also_c):
+        x = self.b(self.a(x).tanh()).tanh()
+        return (self.c(x) if also_c else x).square().mean()
+
+
+def train(model, optimizer, inputs):
+    for arguments in inputs:
+        model(*arguments).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_a_forward_pass_wrote_is_kept_when_the_update_is_announced(tmp_path):
+    """The embedding's span is still on the device at step(): its renormalised rows are adopted, then updated."""
+    inputs = [(torch.randint(0, 40, (16,), generator=torch.Generator().manual_seed(i)),) for i in range(5)]
+    torch.manual_seed(0)
+    plain = Renormalising()
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), inputs)
+    torch.manual_seed(0)
+    model = Renormalising()
+    with infinity.offload(model, infinity.Config(nvme=tmp_path, **PLACES, **BUDGETS)) as engine:
+        train(model, infinity.AdamW(model.parameters(), lr=0.1), inputs)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(engine.read_state(ours)["weight"], theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1e6])
+def test_an_update_that_outlasts_the_next_step_is_neither_lost_nor_done_twice(tmp_path, monkeypatch, max_grad_norm):
+    """c's first update is held until the step after it is over, in which c had no gradient."""
+    flags = (1, 0, 0, 1, 1)
+    torch.manual_seed(0)
+    model = Conditional()
+    config = infinity.Config(nvme=tmp_path, chunk_mib=0.25, **PLACES, **BUDGETS)
+    with infinity.offload(model, config) as engine:
+        optimizer = infinity.AdamW(model.parameters(), lr=0.01, max_grad_norm=max_grad_norm)
+        go_on = threading.Event()
+        compute = updates.update
+
+        def held(chunk, *arguments, **options):
+            if any(engine.registry.params[param].name == "c.weight" for param in chunk.whole_pieces):
+                go_on.wait(5)
+            return compute(chunk, *arguments, **options)
+
+        monkeypatch.setattr(updates, "update", held)
+        train(model, optimizer, [(torch.ones(4, 400), flag) for flag in flags[:1]])
+        releases = threading.Timer(0.5, go_on.set)
+        releases.start()
+        train(model, optimizer, [(torch.ones(4, 400), flag) for flag in flags[1:]])
+        releases.join()
+        engine.flush()
+        for param, expected in ((model.a.weight, 5), (model.b.weight, 5), (model.c.weight, 3)):
+            state = engine.registry.find(param)
+            assert {chunk.steps[state.index] for chunk in engine.registry.chunks_of(state)} == {expected}
+
+
+def test_closing_with_few_slots_finishes_the_updates_that_were_begun(tmp_path):
+    """Copies read ahead for the next ops hold the last slots, and nobody will come for them."""
+    make = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(40)])
+    config = {"update": "deferred", "residency": "none", "weights": "nvme", "states": "nvme"}
+    config["host_memory"] = helpers.least_host_memory(make, tmp_path, **config)
+    with helpers.training(make, tmp_path, **config) as (model, engine, optimizer):
+        for _ in range(5):
+            model(torch.ones(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        closing = threading.Thread(target=engine.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+
+
+class Stack(nn.Module):
+    """Ten layers, of which a call may use the first few only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(10))
+
+    def forward(self, x, count):
+        for layer in self.layers[:count]:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1e6])
+def test_updates_begun_for_layers_that_a_pass_leaves_out_hold_up_nobody(tmp_path, max_grad_norm):
+    """At the least budget such an update wants the slots of weights that were read ahead for the next ops, which wait for it."""
+    config = {"update": "deferred", "weights": "nvme", "states": "nvme", "chunk_mib": 1 / 32}
+    options = {"max_grad_norm": max_grad_norm}
+    inputs = [(torch.ones(4, 128), count) for count in (10, 10, 10, 3, 4, 5, 6, 7, 8, 1, 2, 10, 3, 8, 10)]
+    states = []
+    for host_memory in ("64MiB", helpers.least_host_memory(Stack, tmp_path, options=options, **config)):
+        with helpers.training(Stack, tmp_path, options=options, host_memory=host_memory, **config) as (model, engine, optimizer):
+            work = threading.Thread(target=train, args=(model, optimizer, inputs), daemon=True)
+            work.start()
+            work.join(30)
+            assert not work.is_alive()
+            states.append(helpers.states_of(engine, model))
+    helpers.assert_same_states(*states)
+
+
+def test_a_sum_of_squares_at_the_head_of_the_lane_frees_no_gradient(tmp_path):
+    """It waits for its gradient, which may wait for a slot: a gradient must leave for NVMe, whatever is ready behind it."""
+    with helpers.training(Stack, tmp_path, update="deferred", weights="nvme", states="nvme") as (_, engine, _):
+        updater_, gate, ready = engine.updater, threading.Event(), Job.over()
+        total = updater_.sum_squares(lambda: gate.wait(20))
+        with engine.records.lock:
+            updater_._begun.append(ready)
+            assert not updater_.frees_gradient_soon()
+        gate.set()
+        assert total.wait()
+        with engine.records.lock:
+            assert updater_.frees_gradient_soon()
+            updater_._begun.remove(ready)
+
+
+def test_a_copy_at_the_head_of_its_lane_takes_a_slot_from_what_is_read_ahead(tmp_path):
+    """Gathers and closing wait for the lane, and what is read ahead for sooner ops is used up by the training thread alone."""
+    config = {"update": "backward", "residency": "none", "weights": "nvme", "states": "nvme", "chunk_mib": 1 / 32}
+    config["host_memory"] = helpers.least_host_memory(Stack, tmp_path, **config)
+    with helpers.training(Stack, tmp_path, **config) as (model, engine, optimizer):
+        train(model, optimizer, [(torch.ones(4, 128), 10)] * 3)
+        engine.flush()
+        pipeline, spans = engine.pipeline, engine.registry.spans
+        for part in [part for span in spans for part in span.fetch or ()]:
+            part.copy.wait()
+        away = sorted((span for span in spans if not span.allocated), key=lambda span: pipeline.next_use(span.index))
+        soon, last = [engine.registry.chunks[span.span.chunks[0]] for span in away[:2]], away[-1]
+        for chunk in soon:
+            entry = engine.records.obtain(chunk, WEIGHTS)
+            chunk.weights_expected = True
+            engine.records.unpin(chunk, WEIGHTS, entry)
+        assert not engine.records.caches[WEIGHTS].slots.num_free
+        pipeline._copy(last, needed=False)
+        closing = threading.Thread(target=engine.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()

@@ -1,0 +1,469 @@
+"""Promises of RELIABILITY.md that only whole training runs can show: any one fault, a full disk, too little memory.
+
+A run ends in the bytes of an undisturbed one, or in one SwapError that says what failed, where and what to do; then nothing
+is left. Budgets that are accepted are enough and are kept. The kernel's false answers come from aio_ext/faults.c.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import helpers
+import pytest
+import torch
+from helpers import NVME, assert_same_states, states_of, training
+from models import H, Model, gpt_step, inputs, loss_of, mlp
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from aio_ext import _aio
+from infinity.model.gpt import GPT
+from infinity.plan.packing import GRADIENTS, STATES, WEIGHTS
+from infinity.system.swap import Swap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 20  # after which something is taken to hang
+REMEDY = re.compile(r"[;:,(] .*\b(see|use|free|raise|lower|name|end) ")
+
+
+class Hang(BaseException):
+    pass
+
+
+@contextlib.contextmanager
+def no_hang(seconds=SECONDS):
+    """Raise Hang in the main thread after that long, and again while what cleans up hangs, too; no thread is needed for it."""
+
+    def ring(*_):
+        raise Hang(f"still running after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def our_threads():
+    """Of the engine, by name, and those of I/O queues, by number."""
+    found = {thread for thread in threading.enumerate() if thread.name.startswith("infinity-")}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            if (task / "comm").read_text() == "aio_ext\n":
+                found.add(task.name)
+    return found
+
+
+@contextlib.contextmanager
+def nothing_left(directory):
+    """No file and no thread is there afterwards that was not before."""
+    files, threads = set(directory.rglob("*")), our_threads()
+    yield
+    assert set(directory.rglob("*")) - files == set()
+    deadline = time.monotonic() + 2  # the kernel forgets a thread that has ended a moment later
+    while (left := our_threads() - threads) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not left
+
+
+def linears(num=3, size=48):
+    return nn.Sequential(*[nn.Linear(size, size) for _ in range(num)])
+
+
+def train_linears(directory, num_steps=2, **config):
+    """Losses, states, and how many calls met a fault before the engine was closed."""
+    with training(linears, directory, chunk_mib=1 / 256, **NVME | config) as (model, engine, optimizer):
+        losses = []
+        for step in range(num_steps):
+            loss = model(torch.full((2, 48), 1.0 + step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        engine.flush()  # else states come from the copies that are being written, and a failed write concerns nobody
+        return losses, states_of(engine, model), _aio._inject()
+
+
+def assert_says_what_failed(error, code, directory):
+    assert type(error) is infinity.SwapError, repr(error)
+    assert error.errno == code and str(directory) in error.filename
+    assert REMEDY.search(error.strerror), f"no remedy in: {error}"
+
+
+# ---- one fault anywhere: promise 1 ----
+
+UPDATES = ("deferred", "backward")
+FAULTS = [  # call, what it returns, errno of the SwapError (None: it heals)
+    ("io_setup", -errno.EAGAIN, None),
+    ("io_setup", -errno.ENOMEM, errno.ENOMEM),
+    ("io_submit", -errno.EAGAIN, None),
+    ("io_submit", -errno.EIO, errno.EIO),
+    ("io_getevents", -errno.EINTR, None),
+    ("io_getevents", -errno.EIO, errno.EIO),
+    ("read", 0.5, None),
+    ("read", 0.0, errno.EIO),
+    ("read", -errno.EIO, errno.EIO),
+    ("write", 0.5, None),
+    ("write", -errno.EIO, errno.EIO),
+    ("write", -errno.ENOSPC, errno.ENOSPC),
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Losses and states of a run without faults, by update mode."""
+    found = {}
+
+    def of(update):
+        if update not in found:
+            found[update] = train_linears(tmp_path_factory.mktemp("undisturbed"), update=update)[:2]
+        return found[update]
+
+    return of
+
+
+def sweep(directory, expected, fault, update, numbers):
+    """Fail the call of each number once, in a run of its own, until a run meets no fault; how many met one."""
+    call, result, code = fault
+    for num_met, nth in enumerate(numbers):
+        where = f"{call} number {nth}"
+        _aio._inject(call, nth, 1, result)
+        with no_hang(), nothing_left(directory):
+            try:
+                losses, states, met = train_linears(directory, update=update)
+            except OSError as error:
+                assert code is not None, f"{where} did not heal: {error!r}"
+                assert_says_what_failed(error, code, directory)
+                assert _aio._inject() == 1
+                continue
+        assert losses == expected[0], where
+        assert_same_states(states, expected[1], where)
+        if not met:
+            return num_met
+        # Only io_getevents may fail unseen: it is called once more when all blocks are back.
+        assert code is None or call == "io_getevents", f"{where} failed, and nobody was told"
+
+
+@pytest.mark.filterwarnings("ignore:io_setup granted")
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
+def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(fault, update, tmp_path, undisturbed):
+    numbers = (4**power // 3 for power in range(20))
+    assert sweep(tmp_path, undisturbed(update), fault, update, numbers) >= (1 if fault[0] == "io_setup" else 3)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:io_setup granted")
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
+def test_every_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(fault, update, tmp_path, undisturbed):
+    assert sweep(tmp_path, undisturbed(update), fault, update, itertools.count()) >= (1 if fault[0] == "io_setup" else 20)
+
+
+def test_a_start_that_fails_ends_its_threads(tmp_path):
+    """The first write of the initial values fails: `close` has nothing to close yet."""
+    engine = infinity.offload(model := linears(), infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME))
+    _aio._inject("write", 0, 1, -errno.EIO)
+    with nothing_left(tmp_path):
+        with pytest.raises(infinity.SwapError):
+            infinity.AdamW(model.parameters())
+        engine.close()
+
+
+def test_a_queue_that_broke_down_is_a_swap_error_for_all_later_calls(tmp_path):
+    with Swap([tmp_path]) as swap:
+        extent = swap.allocate(4096)
+        swap.reserve()
+        _aio._inject("io_getevents", 0, 1, -errno.EIO)
+        for _ in range(2):
+            with pytest.raises(OSError) as caught:
+                swap.write(extent, bytes(4096)).wait()
+            assert_says_what_failed(caught.value, errno.EIO, tmp_path)
+
+
+@pytest.mark.parametrize("part", ["Gradients", "Updater", "Hooks"])
+def test_a_part_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, part):
+    def fail(*arguments, **options):
+        raise MemoryError(part)
+
+    monkeypatch.setattr(f"infinity.{'engine' if part == 'Hooks' else 'assembly'}.{part}", fail)
+    with nothing_left(tmp_path), pytest.raises(MemoryError), training(linears, tmp_path, **NVME):
+        pass
+
+
+# ---- a full disk: promise 6 ----
+
+
+def free_nbytes(volume):
+    status = os.statvfs(volume)
+    return status.f_bavail * status.f_frsize
+
+
+def fill(volume, left):
+    """Let a ballast grow until about `left` bytes are free; what is free then."""
+    with open(volume / "ballast", "wb") as file, contextlib.suppress(OSError):
+        for unit in (1 << 20, 4096):
+            while free_nbytes(volume) >= left + unit:
+                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, unit)
+    return free_nbytes(volume)
+
+
+def train_on(swap, begun, **changes):
+    """Losses and states; begun: called with the engine once it has its swap file."""
+    config = {"chunk_mib": 1 / 4, "host_memory": "16MiB"} | NVME | changes
+    with training(lambda: linears(5, 512), swap, **config) as (model, engine, optimizer):
+        begun(engine)
+        losses = []
+        for step in range(2):
+            loss = model(torch.full((2, 512), 1.0 + step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, states_of(engine, model)
+
+
+def on_ample_room(swap):
+    """Bytes of the swap file, losses and states."""
+    needed = []
+    losses, states = train_on(swap, lambda engine: needed.append(sum(path.stat().st_size for path in swap.glob("*/*.swap"))))
+    return needed[0], losses, states
+
+
+def the_volume_shrinks(volume):
+    (swap := volume / "swap").mkdir()
+    needed, expected_losses, expected_states = on_ample_room(swap)
+    refused = []
+    for asked in (3 * needed, needed + (1 << 20), needed + (64 << 10), needed, needed - 4096, needed // 2, 64 << 10, 0):
+        left, begun = fill(volume, asked), []
+        with no_hang(), nothing_left(volume):
+            try:
+                losses, states = train_on(swap, begun.append)
+            except infinity.SwapError as error:
+                assert not begun, f"training began with {left} bytes free, and then: {error!r}"
+                assert_says_what_failed(error, errno.ENOSPC, swap)
+                refused.append(asked)
+                if asked >= 64 << 10:  # else the directory does not even take a lock file
+                    amounts = re.search(r"needs ([\d,]+) bytes .*and ([\d,]+) are available", error.strerror)
+                    assert amounts, f"with {left} of {needed} bytes free: {error}"
+                    named = [int(amount.replace(",", "")) for amount in amounts.groups()]
+                    assert named == pytest.approx([needed, left], abs=16 << 10)  # lock and folder take a page each
+            else:
+                assert losses == expected_losses
+                assert_same_states(states, expected_states, f"{left} bytes free")
+        os.unlink(volume / "ballast")
+    assert refused[-4:] == [needed - 4096, needed // 2, 64 << 10, 0]
+    assert len(refused) <= 5, (needed, refused)  # a filesystem may want a few pages for itself
+
+
+def the_volume_is_full_later(volume):
+    (swap := volume / "swap").mkdir()
+    _, expected_losses, expected_states = on_ample_room(swap)
+    left = []
+    with no_hang():
+        losses, states = train_on(swap, lambda engine: left.append(fill(volume, 0)))
+    assert left[0] < 4096 and os.listdir(swap) == []
+    assert losses == expected_losses
+    assert_same_states(states, expected_states, "full")
+
+
+def the_volume_is_too_small(volume):
+    """For what host memory does not hold, but the device has room for the rest."""
+    (swap := volume / "swap").mkdir()
+    needed, expected_losses, expected_states = on_ample_room(swap)
+    fill(volume, needed // 2)
+    homes = []
+    places = {"weights": "auto", "states": "auto", "residency": "auto", "host_memory": "7MiB", "device_memory": "16MiB"}
+    losses, states = train_on(swap, lambda engine: homes.extend(engine.placement.homes[STATES]), **places)
+    assert {"device", "nvme"} <= set(homes), homes
+    assert losses == expected_losses
+    assert_same_states(states, expected_states, "too small")
+
+
+SCENES = [pytest.param(the_volume_shrinks, marks=pytest.mark.long), the_volume_is_full_later, the_volume_is_too_small]
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_a_full_disk_is_met_at_start_or_never(scene, tmp_path):
+    """On a volume of its own, in a mount namespace that ends with the process: ext4 on a loop device, else tmpfs."""
+    volume, image = tmp_path / "volume", tmp_path / "image"
+    volume.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(128 << 20)
+    loop = f"mkfs.ext4 -q -F -b 4096 -m 0 {image} && mount -o loop {image} {volume}"
+    tmpfs = f"mount -t tmpfs -o size=128m tmpfs {volume}"
+    for private, mount in ((["unshare", "-m"], loop), (["unshare", "-rm"], tmpfs)):
+        with contextlib.suppress(FileNotFoundError):
+            if not subprocess.run([*private, "sh", "-c", mount], capture_output=True).returncode:
+                break
+    else:
+        pytest.skip("neither a loop device nor a tmpfs can be mounted here")
+    source = f"import torch, test_faults as t; torch.set_num_threads(1); t.{scene.__name__}(t.Path('{volume}')); print('held')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "SOURCE": source}
+    command = [*private, "sh", "-c", f'{mount} && exec {sys.executable} -W ignore -c "$SOURCE"']
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout == "held\n", done.stderr
+
+
+def test_a_directory_that_takes_no_byte_keeps_no_lock_file(tmp_path):
+    """As on a disk without a free block, where a file can be made and not be written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(infinity.SwapError) as caught:
+            Swap([tmp_path])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_says_what_failed(caught.value, errno.EFBIG, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- memory is what the plan said: promise 17 ----
+
+
+def shared_chain():
+    """Every chunk has its last gradient late: layers are used twice, each time in a reentrant checkpoint."""
+
+    def build(self):
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(8))
+
+    def run(self, x):
+        x = x.requires_grad_()
+        for layer in [*self.layers, *self.layers]:
+            x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=True)
+        return x
+
+    return Model(build, run)
+
+
+def lists_read_by_turns():
+    """A module that owns nothing and holds what it has read of its lists."""
+
+    def build(self):
+        self.lists = nn.ModuleList(nn.ParameterList(nn.Parameter(torch.randn(H, H) / H) for _ in range(2)) for _ in range(3))
+        self.named = nn.ParameterDict({"last": nn.Parameter(torch.randn(H, H) / H)})
+
+    def run(self, x):
+        for index in range(2):
+            for weights in self.lists:
+                x = torch.tanh(x @ weights[index])
+        return x @ self.named["last"]
+
+    return Model(build, run)
+
+
+def chain_step(model, optimizer, step, accumulate=1):
+    dtype = next(model.parameters()).dtype
+    for micro in range(accumulate):
+        loss = loss_of(model(inputs(model, 10 * step + micro).to(dtype))) / accumulate
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+MODELS = {
+    "tied": (lambda: GPT(hidden=16, layers=1, heads=2, vocab=61, seq=12, tie=True), gpt_step),
+    "shared": (shared_chain, chain_step),
+    "mlp": (mlp, chain_step),
+    "lists": (lists_read_by_turns, chain_step),
+}
+
+
+def run(name, directory, *, options=None, num_steps=3, **config):
+    """Losses, states and stats; what is held stays within the plan and the budgets."""
+    make, take_step = MODELS[name]
+    with no_hang(), training(make, directory, options=options, **config) as (model, engine, optimizer):
+        losses = [take_step(model, optimizer, step, optimizer.accumulation_steps) for step in range(num_steps)]
+        states = states_of(engine, model)
+        stats, placement = engine.stats(), engine.placement
+        for kind, cache in engine.records.caches.items():
+            assert cache.slots is None or cache.slots.peak <= placement.slots[kind]
+    plan = placement.host_nbytes
+    assert plan <= stats["host_arena_nbytes"] <= 1.02 * plan, (plan, stats["host_arena_nbytes"])
+    for field, held in (("host_memory", "host_arena_nbytes"), ("device_memory", "peak_device_nbytes")):
+        if isinstance(config.get(field), int):
+            assert stats[held] <= config[field], field
+    return losses, states, stats
+
+
+@pytest.mark.parametrize("name", ["tied", pytest.param("shared", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype, update, steps", [("bf16", "deferred", 1), ("fp32", "backward", 2), ("fp16", "auto", 1)])
+def test_pinned_memory_is_what_was_planned_and_within_the_budget(name, dtype, update, steps, tmp_path):
+    options = {"accumulation_steps": steps}
+    base = {"dtype": dtype, "update": update, "options": options}
+    for weights, states, residency in (("nvme", "nvme", "none"), ("host", "nvme", "auto"), ("auto", "auto", "auto")):
+        config = base | {"weights": weights, "states": states, "residency": residency, "device_memory": "96KiB"}
+        least = helpers.least_host_memory(MODELS[name][0], tmp_path, **config)
+        for budget in (least, 2 * least + 12345):
+            run(name, tmp_path, num_steps=2, host_memory=budget, **config)
+
+
+# ---- slot pressure waits: promise 20 ----
+
+PRESSURES = [  # model, dtype, update, what the optimizer is asked for
+    ("mlp", "bf16", "backward", {}),
+    ("mlp", "fp32", "deferred", {"max_grad_norm": 0.5}),
+    ("tied", "bf16", "deferred", {"accumulation_steps": 3}),
+    ("tied", "fp32", "backward", {"accumulation_steps": 2}),
+    ("shared", "fp32", "backward", {}),
+    ("shared", "bf16", "deferred", {"accumulation_steps": 2, "max_grad_norm": 0.5}),
+    ("lists", "fp32", "backward", {"accumulation_steps": 2}),
+]
+
+
+def check_budgets(case, directory, num_budgets):
+    """Both budgets at their least, then each of them larger by a page or more, to twice the least."""
+    name, dtype, update, options = case
+    config = NVME | {"dtype": dtype, "update": update, "options": options}
+    expected = run(name, directory, **config)
+    make = MODELS[name][0]
+    least = {
+        "host_memory": helpers.least_host_memory(make, directory, **config),
+        "device_memory": helpers.least_device_memory(make, directory, **config),
+    }
+    for field, nbytes in least.items():
+        pages = nbytes // 4096
+        stride = max(1, pages // num_budgets)
+        for budget in [nbytes, nbytes + 1, *(nbytes + page * 4096 for page in range(stride, pages, stride))]:
+            losses, states, _ = run(name, directory, **config | least | {field: budget})
+            assert losses == expected[0], (field, budget)
+            assert_same_states(states, expected[1], f"{field}={budget}")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if i in (2, 3, 5) else ()) for i, case in enumerate(PRESSURES)], ids=str
+)
+def test_budgets_from_the_least_on_train_with_the_same_bits(case, tmp_path):
+    check_budgets(case, tmp_path, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", PRESSURES, ids=str)
+def test_every_budget_from_the_least_on_trains_with_the_same_bits(case, tmp_path):
+    check_budgets(case, tmp_path, 1 << 20)
+
+
+@pytest.mark.parametrize("kind", [WEIGHTS, STATES, GRADIENTS])
+def test_at_the_least_budget_every_slot_is_in_use_and_there_is_none_to_spare(kind, tmp_path):
+    config = NVME | {"update": "backward"}
+    config["host_memory"] = helpers.least_host_memory(shared_chain, tmp_path, **config)
+    with no_hang(), training(shared_chain, tmp_path, **config) as (model, engine, optimizer):
+        for step in range(3):
+            chain_step(model, optimizer, step)
+        slots = engine.records.caches[kind].slots
+        assert engine.placement.slots[kind] == slots.count == slots.peak == 2

@@ -1,0 +1,290 @@
+"""Parts of PyTorch, and of libraries on it, that meet an engine: refused in the user's words, with a remedy that works; or served."""
+
+import contextlib
+import copy
+import gc
+
+import pytest
+import torch
+from helpers import NVME, ReferenceAdamW, assert_same_bits
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import infinity
+from infinity.errors import ConfigError, UsageError
+
+H = 32
+CONFIG = {"device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 512, "host_memory": "64MiB", **NVME}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Linear(H, H))
+
+
+def train(model, optimizer, steps=2, backward=torch.Tensor.backward):
+    losses = []
+    for step in range(steps):
+        loss = (model(torch.full((4, H), step + 1.0)) - 1).square().mean()
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def expected_losses(steps=2):
+    model = net()
+    return train(model, ReferenceAdamW(model.parameters(), lr=0.01), steps)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return infinity.Config(nvme=tmp_path, **CONFIG)
+
+
+@pytest.fixture
+def group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("kind, ours", [("AdamW", "AdamW"), ("SGD", "SGD"), ("LBFGS", "AdamW")])
+def test_an_optimizer_of_torchs_is_refused_at_the_first_forward_pass(kind, ours, config):
+    model = net()
+    with infinity.offload(model, config) as engine:
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+        with pytest.raises(UsageError, match=rf"torch.optim.{kind} was made over 0.weight.* Make infinity.{ours}\(model.parameters"):
+            model(torch.ones(4, H))
+        assert not engine._started
+        del optimizer
+        train(model, getattr(infinity, ours)(model.parameters(), lr=0.01))
+
+
+def test_an_optimizer_of_torchs_that_is_only_garbage_refuses_nothing(config):
+    model = net()
+    with infinity.offload(model, config):
+        gc.disable()
+        try:
+            optimizer = torch.optim.AdamW(model.parameters())
+            optimizer.itself = optimizer
+            del optimizer
+            model(torch.ones(4, H))
+        finally:
+            gc.enable()
+
+
+def test_an_optimizer_of_torchs_made_after_the_first_forward_pass_is_refused_in_backward(config):
+    model = net()
+    with infinity.offload(model, config):
+        model(torch.ones(4, H))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(UsageError, match="torch.optim.AdamW was made over .*Make infinity.AdamW"):
+            model(torch.ones(4, H)).sum().backward()
+        del optimizer
+        train(model, infinity.AdamW(model.parameters()))
+
+
+def test_what_trains_without_an_optimizer_is_told_to_make_one_or_to_freeze(config):
+    model = net()
+    with infinity.offload(model, config):
+        prompt = torch.ones(4, H, requires_grad=True)
+        with pytest.raises(UsageError, match=r"brings a gradient to 2.bias.*Make infinity.AdamW.*model.requires_grad_\(False\)"):
+            model(prompt).sum().backward()
+        model.requires_grad_(False)
+        model(prompt).sum().backward()
+        assert prompt.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "kind, argument, said",
+    [
+        ("AdamW", "momentum", "infinity.AdamW has no argument 'momentum'. It takes lr, betas, eps, weight_decay, max_grad_norm"),
+        ("AdamW", "amsgrad", "infinity.AdamW has no argument 'amsgrad'. It takes lr, betas"),
+        ("SGD", "weight_deacy", "infinity.SGD has no argument 'weight_deacy'. Did you mean weight_decay?"),
+        ("Adam", "fused", "infinity.Adam has no argument 'fused'. Leave it out"),
+        ("Lion", "accumulation_step", "infinity.Lion has no argument 'accumulation_step'. Did you mean accumulation_steps?"),
+    ],
+)
+def test_an_argument_that_an_optimizer_has_not_is_named_with_its_class(kind, argument, said, config):
+    model = net()
+    with infinity.offload(model, config):
+        with pytest.raises(TypeError) as refusal:
+            getattr(infinity, kind)(model.parameters(), **{argument: 1})
+        assert str(refusal.value).startswith(said)
+        train(model, getattr(infinity, kind)(model.parameters()))
+
+
+def test_parameters_none_of_which_can_be_updated_are_refused(config):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(0, 0))
+    with infinity.offload(model, config):
+        with pytest.raises(ConfigError, match="none of the parameters has elements"):
+            infinity.AdamW(model[1].parameters())
+        infinity.AdamW(model.parameters())
+
+
+# Wrappers
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_ddp_around_an_engines_model_is_refused_and_the_model_itself_trains(started, config, group):
+    model = net()
+    with infinity.offload(model, config):
+        optimizer = infinity.AdamW(model.parameters(), lr=0.01) if started else None
+        with pytest.raises(UsageError, match="DistributedDataParallel copies a whole model.* call the model itself"):
+            DistributedDataParallel(model)
+        optimizer = optimizer or infinity.AdamW(model.parameters(), lr=0.01)
+        assert train(model, optimizer) == expected_losses()
+
+
+def test_data_parallel_is_refused_where_it_finds_devices(config, monkeypatch):
+    model = net()
+    with infinity.offload(model, config):
+        optimizer = infinity.AdamW(model.parameters(), lr=0.01)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(UsageError, match="DataParallel copies a whole model.* call the model itself"):
+            DataParallel(model)
+        monkeypatch.undo()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert train(DataParallel(model), optimizer) == expected_losses()  # which only hands on the call
+
+
+def test_an_engine_takes_no_wrapper_but_what_it_wraps(config, group):
+    wrapped = DistributedDataParallel(net())
+    with pytest.raises(UsageError, match="give the engine the model that it wraps, its `.module`"):
+        infinity.offload(wrapped, config)
+    model = wrapped.module
+    del wrapped
+    with infinity.offload(model, config):
+        assert train(model, infinity.AdamW(model.parameters(), lr=0.01)) == expected_losses()
+    DistributedDataParallel(net())  # of what is in no engine is nobody's business
+
+
+def test_an_engine_is_not_taken_for_its_model(config):
+    model = infinity.offload(net(), config)
+    for use in (lambda: model.parameters(), lambda: model.train(), lambda: model.state_dict()):
+        with pytest.raises(AttributeError, match=r"the model has it.* write `infinity.offload\(model, config\)` without `model = `"):
+            use()
+    with pytest.raises(UsageError, match="an Engine is not called: the model has it"):
+        model(torch.ones(4, H))
+    with pytest.raises(AttributeError, match="^'Engine' object has no attribute 'nonsense'$"):
+        model.nonsense
+    model.close()
+    model = net()
+    infinity.offload(model, config)
+    assert train(model, infinity.AdamW(model.parameters(), lr=0.01)) == expected_losses()
+    infinity.engine_of(model).close()
+
+
+def test_a_model_is_not_traced_but_a_plain_one_with_its_values_is(config):
+    model = net()
+    with infinity.offload(model, config):
+        train(model, infinity.AdamW(model.parameters()))
+        with pytest.raises(UsageError, match=r"torch.jit.trace .*plain.load_state_dict\(model.state_dict\(\)\)"):
+            torch.jit.trace(model, torch.ones(4, H))
+        (plain := net()).load_state_dict(model.state_dict())
+        with torch.no_grad():
+            expected = model(torch.ones(4, H))
+        assert torch.equal(torch.jit.trace(plain, torch.ones(4, H))(torch.ones(4, H)), expected)
+
+
+def test_a_shallow_copy_of_a_model_is_named_as_such(config):
+    model = net()
+    with infinity.offload(model, config):
+        optimizer = infinity.AdamW(model.parameters(), lr=0.01)
+        with pytest.raises(UsageError, match="this Sequential is a copy, by copy.copy, .* load the first one's state_dict"):
+            copy.copy(model)(torch.ones(4, H))
+        assert train(model, optimizer) == expected_losses()
+
+
+# Libraries
+
+
+@pytest.mark.parametrize("order", ["model and optimizer", "model first", "after a step"])
+def test_accelerate_prepares_a_model_and_its_optimizer(order, config):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = net()
+    with infinity.offload(model, config):
+        if order == "model first":
+            model = accelerator.prepare(model)
+        optimizer = infinity.AdamW(model.parameters(), lr=0.01)
+        before = train(model, optimizer) if order == "after a step" else []
+        if order != "model first":
+            model, optimizer = accelerator.prepare(model, optimizer)
+        scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+        got = before + train(model, optimizer, 2, accelerator.backward)
+        scheduler.step()
+        reference = net()
+        optimizer = ReferenceAdamW(reference.parameters(), lr=0.01)
+        expected = (train(reference, optimizer) if before else []) + train(reference, optimizer)
+        for losses in zip(got, expected, strict=True):
+            assert_same_bits(*losses, "loss")
+
+
+def gpt(tie):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, tie_word_embeddings=tie)).eval()
+
+
+def language_loss(model):
+    tokens = torch.arange(12).view(2, 6)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+@pytest.mark.parametrize("how", ["offload", "init"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_model_is_resized_before_it_is_taken_and_is_told_so_afterwards(tie, how, config):
+    def resized(when):
+        with infinity.init(config) if how == "init" else contextlib.nullcontext():
+            model = gpt(tie)
+            if when == "before":
+                model.resize_token_embeddings(60)
+        engine = infinity.offload(model, config) if how == "offload" else infinity.engine_of(model)
+        with engine:
+            if when == "after offload":
+                model.resize_token_embeddings(60)
+            optimizer = infinity.AdamW(model.parameters())
+            if when == "after the start":
+                with infinity.gathered(model.parameters()):
+                    model.resize_token_embeddings(60)
+            language_loss(model).backward()
+            optimizer.step()
+            return {name: tuple(value.shape) for name, value in model.state_dict().items() if "wte" in name or "lm_head" in name}
+
+    first = r"before infinity.offload\(model, config\), or inside `with infinity.init\(config\):`"
+    with pytest.raises(UsageError, match=rf"transformer.wte.weight was given data of shape \(60, 16\), as by resize.*{first}"):
+        resized("after the start")
+    if not tie:  # the head is a new parameter
+        with pytest.raises(ConfigError, match=rf"lm_head.weight, of shape \(60, 16\), is in no engine.*{first}"):
+            resized("after offload")
+    assert set(resized("before").values()) == {(60, 16)}
+
+
+def test_adapters_are_merged_inside_gathered_and_told_so_outside(config):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        options = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
+        return peft.get_peft_model(gpt(True), peft.LoraConfig(**options))
+
+    reference = adapted()
+    expected = language_loss(reference)
+    model = adapted()
+    with infinity.offload(model, config):
+        infinity.AdamW([param for param in model.parameters() if param.requires_grad])
+        with torch.no_grad():
+            assert language_loss(model) == expected
+        with pytest.raises(UsageError, match=r"lora_B.default.weight has no value here.*inside `with infinity.gathered"):
+            model.merge_and_unload()
+        with infinity.gathered(model.parameters()):
+            merged = model.merge_and_unload()
+        with torch.no_grad():
+            assert language_loss(merged) == pytest.approx(expected.item(), rel=1e-5)
+        assert not any("lora" in name for name in merged.state_dict())

@@ -1,0 +1,241 @@
+"""Accumulation by layer: the gradients of the ordinary loop, each weight read once forward and once backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import NVME, assert_nothing_held, assert_same_states, on_gpu, run_micro_batches, states_of, training
+from torch import nn
+
+import infinity
+from infinity.optim.loss_scale import LossScale
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MICROS = 8
+
+LONG = pytest.mark.long
+
+
+class Block(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Chain(nn.Module):
+    def __init__(self, hidden=32, num_blocks=5):
+        super().__init__()
+        self.first, self.last = nn.Embedding(50, hidden), nn.Linear(hidden, 50)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(num_blocks))
+
+    def forward(self, x):
+        for segment in self.segments():
+            x = segment(x)
+        return x
+
+    def segments(self):
+        return [self.first, *self.blocks, self.last]
+
+
+def micro_batches(step):
+    generator = torch.Generator().manual_seed(step)
+    return [(torch.randint(50, (3, 7), generator=generator), torch.randint(50, (3, 7), generator=generator)) for _ in range(MICROS)]
+
+
+def loss_of(output, target):
+    return F.cross_entropy(output.float().flatten(0, 1), target.flatten()) / MICROS
+
+
+def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
+    options = {"accumulation_steps": MICROS} | config.pop("options", {})
+    losses = []
+    with training(make, directory, options=options, **config) as (model, engine, optimizer):
+        for step in range(num_steps):
+            batches = [(x.to(engine.device), y.to(engine.device)) for x, y in micro_batches(step)]
+            losses += run_micro_batches(model, model.segments(), batches, loss_of, by_layer)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_nothing_held(engine)
+        return losses, states_of(engine, model)
+
+
+@pytest.mark.parametrize("places", [NVME, {"weights": "device", "states": "device"}, {"weights": "host", "states": "nvme"}], ids=str)
+@pytest.mark.parametrize(
+    "update, dtype",
+    [
+        ("deferred", "fp32"),
+        ("backward", "bf16"),
+        pytest.param("backward", "fp32", marks=LONG),
+        pytest.param("deferred", "bf16", marks=LONG),
+    ],
+)
+def test_losses_and_states_are_those_of_the_ordinary_loop(places, update, dtype, tmp_path):
+    config = {"dtype": dtype, "update": update, **places}
+    losses, states = run(tmp_path, True, **config)
+    expected_losses, expected_states = run(tmp_path, False, **config)
+    assert losses == expected_losses
+    assert_same_states(states, expected_states)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype, update", [("fp32", "backward"), ("bf16", "deferred"), ("bf16", "backward"), ("fp16", "deferred")])
+def test_on_a_gpu_losses_and_states_are_those_of_the_ordinary_loop(dtype, update, deterministic, tmp_path):
+    config = {"device": "cuda", "dtype": dtype, "update": update, "make": lambda: Chain(512), "chunk_mib": 1 / 4, **NVME}
+    losses, states = run(tmp_path, True, **config)
+    expected_losses, expected_states = run(tmp_path, False, **config)
+    assert losses == expected_losses
+    assert_same_states(states, expected_states)
+
+
+def test_clipping_and_fp16_are_those_of_the_ordinary_loop(tmp_path):
+    options = {"max_grad_norm": 0.1, "loss_scale": LossScale(initial=256.0)}
+    found = [run(tmp_path, by_layer, dtype="fp16", options=options, **NVME) for by_layer in (True, False)]
+    assert found[0][0] == found[1][0]
+    assert_same_states(found[0][1], found[1][1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+def test_eight_micro_batches_read_14_bytes_a_parameter(update, tmp_path):
+    """The ordinary loop reads 42."""
+    make = lambda: Chain(hidden=256, num_blocks=24)  # 96 chunks: more than there are slots
+    options = {"accumulation_steps": MICROS}
+    read = {}
+    for by_layer in (True, False):
+        config = NVME | {"dtype": "bf16", "chunk_mib": 1 / 8, "update": update, "options": options}
+        with training(make, tmp_path, **config) as (model, engine, optimizer):
+            for step in range(4):
+                if step == 2:
+                    begin = engine.stats()["nvme_read_nbytes"]
+                run_micro_batches(model, model.segments(), micro_batches(step), loss_of, by_layer)
+                optimizer.step()
+                optimizer.zero_grad()
+            stats = engine.stats()
+            read[by_layer] = (stats["nvme_read_nbytes"] - begin) / stats["num_parameters"] / 2
+    print(f"{update}: {read[True]:.2f} bytes a parameter and step, the ordinary loop {read[False]:.2f}")
+    assert 12.5 < read[True] < 14.0 * 1.03  # what slots carry across the border of two passes is not read again
+    assert 36 < read[False] < 42.0 * 1.03
+
+
+def test_dropout_draws_the_same_in_both_forwards(tmp_path):
+    class Dropping(Chain):
+        def segments(self):
+            return [self.first, *(nn.Sequential(block, nn.Dropout(0.5)) for block in self.blocks), self.last]
+
+    with training(Dropping, tmp_path, options={"accumulation_steps": MICROS}, **NVME) as (model, engine, optimizer):
+        segments, seen = model.segments(), {}
+        for index, segment in enumerate(segments[1:-1]):
+            segment[1].register_forward_hook(lambda module, args, output, i=index: seen.setdefault(i, []).append(output.detach().clone()))
+        infinity.vertical(segments, micro_batches(0), loss_of)
+        optimizer.step()
+        for outputs in seen.values():
+            assert len(outputs) == 2 * MICROS
+            assert all(torch.equal(a, b) for a, b in zip(outputs[:MICROS], outputs[MICROS:]))
+            assert not torch.equal(outputs[0] == 0, outputs[1] == 0)
+
+
+class Odd(Chain):
+    """A frozen first segment, one that lets no gradient through, a container as the last."""
+
+    def __init__(self):
+        super().__init__(num_blocks=4)
+        self.first.requires_grad_(False)
+        self.last = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 50))
+        self.cut = False
+
+    def segments(self):
+        middle = [*self.blocks[:3], Cut() if self.cut else nn.Identity(), *self.blocks[3:]]
+        return [self.first, *(nn.Sequential(part) for part in middle), self.last]
+
+
+class Cut(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_odd_segments_have_the_gradients_of_the_ordinary_loop(cut, dtype, tmp_path):
+    def make():
+        model = Odd()
+        model.cut = cut
+        return model
+
+    config = {"dtype": dtype, "update": "deferred", "num_steps": 2, "make": make, **NVME}
+    if dtype == "fp16":
+        config["options"] = {"loss_scale": LossScale(initial=256.0)}
+    losses, states = run(tmp_path, True, **config)
+    expected_losses, expected_states = run(tmp_path, False, **config)
+    assert losses == expected_losses
+    assert_same_states(states, expected_states)
+
+
+class Tied(Chain):
+    def __init__(self):
+        super().__init__()
+        self.last.weight = self.first.weight
+
+
+@pytest.mark.parametrize("update", ["deferred", "auto"])
+@pytest.mark.parametrize("make", [pytest.param(Chain, marks=LONG), Tied])
+@pytest.mark.parametrize(
+    "order", [(0, 1, 0, 1), pytest.param((1, 0, 0, 1), marks=LONG), pytest.param((0, 0, 1, 1), marks=LONG)], ids=str
+)
+def test_steps_by_layer_and_ordinary_ones_may_alternate(order, make, update, tmp_path):
+    with training(make, tmp_path, options={"accumulation_steps": MICROS}, update=update, **NVME) as (model, engine, optimizer):
+        with training(make, tmp_path / "other", options={"accumulation_steps": MICROS}, weights="host", states="host") as other:
+            for step, by_layer in enumerate(order):
+                for net, adam in ((model, optimizer), (other[0], other[2])):
+                    run_micro_batches(net, net.segments(), micro_batches(step), loss_of, by_layer and net is model)
+                    adam.step()
+                    adam.zero_grad()
+            for ours, theirs in zip(model.parameters(), other[0].parameters(), strict=True):
+                torch.testing.assert_close(engine.read_state(ours)["weight"], other[1].read_state(theirs)["weight"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_segment_that_changes_its_input_is_refused(tmp_path):
+    with training(Chain, tmp_path, options={"accumulation_steps": MICROS}, **NVME) as (model, engine, optimizer):
+        first, *rest = model.segments()
+        with pytest.raises(infinity.UsageError, match="Sequential changes its input in place"):
+            infinity.vertical([first, nn.Sequential(nn.ReLU(inplace=True), rest[0]), *rest[1:]], micro_batches(0), loss_of)
+        optimizer.zero_grad()
+
+
+def test_an_input_that_needs_a_gradient_is_refused(tmp_path):
+    with training(Chain, tmp_path, options={"accumulation_steps": 1}, **NVME) as (model, engine, optimizer):
+        with pytest.raises(infinity.ConfigError, match="an input needs a gradient"):
+            infinity.vertical([*model.blocks, model.last], [(torch.randn(2, 7, 32, requires_grad=True), None)], loss_of)
+
+
+def test_a_function_as_a_segment_is_refused_and_a_module_of_its_code_is_one(tmp_path):
+    class Doubled(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    with training(Chain, tmp_path, options={"accumulation_steps": MICROS}, update="deferred", **NVME) as (model, engine, optimizer):
+        segments = model.segments()
+        with pytest.raises(infinity.ConfigError, match=r"segments\[1\] is a function, expected a torch.nn.Module.* as forward"):
+            infinity.vertical([segments[0], lambda x: 2 * x, *segments[1:]], micro_batches(0), loss_of)
+        assert len(infinity.vertical([segments[0], Doubled(), *segments[1:]], micro_batches(0), loss_of)) == MICROS
+        optimizer.step()
+
+
+def test_it_says_what_it_cannot_begin_and_recovers_from_an_exception(tmp_path):
+    with pytest.raises(infinity.ConfigError, match="parameters of one engine"):
+        infinity.vertical([nn.Linear(2, 2)], [], loss_of)
+    with training(Chain, tmp_path, options={"accumulation_steps": MICROS}, update="deferred", **NVME) as (model, engine, optimizer):
+        with pytest.raises(infinity.UsageError, match="takes all 2 micro-batches of a step at once, but there is accumulation_steps=8"):
+            infinity.vertical(model.segments(), micro_batches(0)[:2], loss_of)
+        with pytest.raises(ZeroDivisionError):
+            infinity.vertical(model.segments(), micro_batches(0), lambda output, target: 1 / 0)
+        optimizer.zero_grad()
+        assert_nothing_held(engine)
+        found = [loss.item() for loss in infinity.vertical(model.segments(), micro_batches(0), loss_of)]
+        optimizer.step()
+        states = states_of(engine, model)
+    losses, expected = run(tmp_path, False, num_steps=1, update="deferred", **NVME)
+    assert found == losses
+    assert_same_states(states, expected)

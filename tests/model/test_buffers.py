@@ -1,0 +1,114 @@
+"""Buffers beside parameters of the engine's dtype: a batch norm that does not mix the two is refused by name, with what helps."""
+
+import re
+
+import pytest
+import torch
+from helpers import NVME
+from torch import nn
+
+import infinity
+from infinity.errors import ConfigError
+from infinity.model.buffers import refuse_unmixed
+
+CPU = torch.device("cpu")
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self, norm=nn.BatchNorm2d):
+        super().__init__(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+
+def config_of(directory, dtype):
+    return infinity.Config(nvme=directory, device="cpu", dtype=dtype, chunk_mib=1 / 512, host_memory="64MiB", **NVME)
+
+
+def train(model, dtype, steps=3):
+    optimizer = infinity.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        loss = model(torch.randn(2, 3, 8, 8, dtype=dtype)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.isfinite()
+
+
+def taken(how, config, prepare=lambda model: None):
+    if how == "init":
+        with infinity.init(config, window=0):
+            model = Convolutions()
+            prepare(model)
+    else:
+        model = Convolutions()
+        prepare(model)
+        infinity.offload(model, config)
+    return model
+
+
+@pytest.mark.parametrize("how", ["offload", "init"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_batch_norm_in_fp32_is_refused_by_name_and_both_remedies_work(dtype, how, tmp_path):
+    with pytest.raises(ConfigError, match=r"the buffer 1\.running_mean is of torch\.float32") as refusal:
+        taken(how, config_of(tmp_path, dtype))
+    line = re.search(r"`(model\.\w+\(\))`", str(refusal.value))[1]
+    assert 'infinity.Config(dtype="fp32")' in str(refusal.value)
+    model = taken(how, config_of(tmp_path, dtype), lambda model: eval(line))
+    train(model, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+    assert model[1].running_mean.abs().sum() > 0
+    infinity.engine_of(model).close()
+    model = taken(how, config_of(tmp_path, "fp32"))
+    train(model, torch.float32)
+    infinity.engine_of(model).close()
+
+
+def test_a_batch_norm_in_bf16_beside_an_fp32_engine_is_refused_with_the_other_line(tmp_path):
+    model = Convolutions().bfloat16()
+    with pytest.raises(ConfigError, match=r"`model\.float\(\)`"):
+        infinity.offload(model, config_of(tmp_path, "fp32"))
+    model.float()
+    infinity.offload(model, config_of(tmp_path, "fp32"))
+    train(model, torch.float32)
+    infinity.engine_of(model).close()
+
+
+def instance(width):
+    return nn.InstanceNorm2d(width, affine=True, track_running_stats=True)
+
+
+MIXED = {
+    "without affine": lambda: Convolutions(lambda width: nn.BatchNorm2d(width, affine=False)),
+    "without statistics": lambda: Convolutions(lambda width: nn.BatchNorm2d(width, track_running_stats=False)),
+    "instance norm": lambda: Convolutions(instance),
+    "group norm": lambda: Convolutions(lambda width: nn.GroupNorm(2, width)),
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_layers_that_mix_are_not_refused(kind, tmp_path):
+    model = MIXED[kind]()
+    with infinity.offload(model, config_of(tmp_path, "bf16")):
+        train(model, torch.bfloat16)
+
+
+class Own(nn.BatchNorm2d):
+    """Computes in fp32 whatever it is given."""
+
+    def forward(self, x):
+        affine = self.weight.float(), self.bias.float()
+        return nn.functional.batch_norm(x.float(), self.running_mean, self.running_var, *affine, self.training).to(x.dtype)
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_is_not_refused(tmp_path):
+    model = Convolutions(Own)
+    with infinity.offload(model, config_of(tmp_path, "bf16")):
+        train(model, torch.bfloat16)
+
+
+def test_tables_of_positions_and_frequencies_are_not_refused():
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for name, more in {"Llama": {"vocab_size": 50}, "Bert": {"vocab_size": 50}, "ViT": {"image_size": 8, "patch_size": 4}}.items():
+        model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**small, **more))
+        assert [*model.buffers()] or name == "ViT"
+        refuse_unmixed(model, torch.bfloat16, CPU)

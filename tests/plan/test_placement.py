@@ -1,0 +1,425 @@
+"""Placement: what goes where under which budget, the least that works, and that the engine then holds just that."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.engine.build import arrange
+from infinity.errors import BudgetError
+from infinity.plan import placement as planner
+from infinity.plan.packing import BLOCK_NUMEL, GRADIENTS, STATES, WEIGHTS, ParameterSpec, layout, record_layout
+from infinity.plan.placement import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS, chunk_numels, place, records_on_device
+
+# Eight chunks of one parameter of 4096 elements each: a bf16 weight is 8 KiB, the states are 40 KiB, a gradient is 8 KiB.
+NUM, WEIGHT, STATE, GRADIENT = 8, 8 << 10, 40 << 10, 8 << 10
+AMPLE = 1 << 30
+
+
+def placed(*, num=NUM, world=1, dtype="bf16", frozen=(), **changes):
+    specs = [ParameterSpec(f"p{i}", 4096, dtype, i not in frozen) for i in range(num)]
+    whole = layout(specs, chunk_numel=4096, world=world)
+    records = [record_layout(chunk.shard_used(0), dtype, chunk.trainable) for chunk in whole.chunks]
+    options = {
+        "weights": "auto",
+        "states": "auto",
+        "keep": True,
+        "deferred": False,
+        "gradient_itemsize": None,
+        "device_budget": AMPLE,
+        "host_budget": AMPLE,
+        "held_nbytes": 2 * WEIGHT,
+        "op_gradient_nbytes": WEIGHT,
+    }
+    return place(whole, records, **{**options, **changes})
+
+
+def needed(error) -> int:
+    """The number of bytes that a message asks for."""
+    return int(re.search(r"needs (\d+) bytes", str(error.value))[1])
+
+
+@pytest.fixture
+def few_slots(monkeypatch):
+    """Fewer than there are chunks, as where a model is large."""
+    for name in ("WEIGHT_SLOTS", "STATE_SLOTS", "GRADIENT_SLOTS"):
+        monkeypatch.setattr(planner, name, 2)
+
+
+# ---- the order of residency ----
+
+
+def test_what_fits_on_the_device_lives_there_and_needs_no_host_memory():
+    found = placed()
+    assert found.homes[WEIGHTS] == found.homes[STATES] == ("device",) * NUM
+    assert (found.pinned, found.host_nbytes, found.nvme_nbytes) == (True, 0, 0)
+
+
+def test_on_a_small_device_all_goes_to_an_ample_host():
+    found = placed(device_budget=100 << 10)
+    assert found.homes[WEIGHTS] == found.homes[STATES] == ("host",) * NUM
+    assert found.nvme_nbytes == 0
+
+
+def slots_nbytes(found):
+    return found.slots[WEIGHTS] * WEIGHT + found.slots[STATES] * STATE + found.slots[GRADIENTS] * GRADIENT
+
+
+def test_host_memory_left_over_keeps_weights_before_states_and_last_chunks_first(few_slots):
+    """The last two of a kind take the place of the two slots, which nobody shares any more."""
+    full = slots_nbytes(placed(device_budget=100 << 10, keep=False))
+    homes = []
+    for spare in (0, WEIGHT, 3 * WEIGHT, 6 * WEIGHT, 6 * WEIGHT + STATE, 6 * WEIGHT + 3 * STATE, 6 * WEIGHT + 6 * STATE - 1, 6 * WEIGHT + 6 * STATE):
+        found = placed(device_budget=100 << 10, host_budget=full + spare)
+        homes.append((found.homes[WEIGHTS].count("host"), found.homes[STATES].count("host")))
+        assert found.homes[WEIGHTS] == ("nvme",) * found.homes[WEIGHTS].count("nvme") + ("host",) * found.homes[WEIGHTS].count("host")
+        assert found.homes[STATES] == ("nvme",) * found.homes[STATES].count("nvme") + ("host",) * found.homes[STATES].count("host")
+        assert found.host_nbytes <= full + spare
+    assert homes == [(0, 0), (1, 0), (3, 0), (8, 0), (8, 1), (8, 3), (8, 5), (8, 8)]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("num", [3, NUM, 20, 100])
+def test_host_memory_that_could_hold_more_is_not_left_over(num, deferred):
+    for host in range(2 * (WEIGHT + STATE + GRADIENT), num * (WEIGHT + STATE + GRADIENT) + 100_000, 10_000):
+        found = placed(num=num, device_budget=100 << 10, host_budget=host, deferred=deferred)
+        left = host - found.host_nbytes
+        assert left >= 0
+        for kind, nbytes in ((WEIGHTS, WEIGHT), (STATES, STATE), (GRADIENTS, GRADIENT)):
+            assert left < nbytes or found.homes[kind].count("nvme") == 0, (host, kind)
+
+
+def test_a_model_whose_chunks_all_have_slots_needs_no_drive():
+    on_nvme = placed(device_budget=100 << 10, keep=False)
+    found = placed(device_budget=100 << 10, host_budget=slots_nbytes(on_nvme))
+    assert (on_nvme.nvme_nbytes > 0, found.nvme_nbytes) == (True, 0)
+    assert found.host_nbytes <= slots_nbytes(on_nvme)
+
+
+def test_residency_none_keeps_nothing():
+    found = placed(device_budget=100 << 10, keep=False)
+    assert found.homes[WEIGHTS] == found.homes[STATES] == ("nvme",) * NUM
+    assert found.nvme_nbytes == NUM * (WEIGHT + STATE + GRADIENT)
+
+
+@pytest.mark.parametrize(
+    "weights, states, expected",
+    [
+        ("host", "nvme", ("host", "nvme", False)),
+        ("nvme", "host", ("nvme", "host", False)),
+        ("host", "host", ("host", "host", False)),
+        ("device", "nvme", ("nvme", "nvme", True)),  # the record keeps its weights beside the states
+        ("device", "host", ("host", "host", True)),
+        ("device", "device", ("device", "device", True)),
+    ],
+)
+def test_what_is_asked_for_is_done(weights, states, expected):
+    found = placed(weights=weights, states=states)
+    assert (found.homes[WEIGHTS][0], found.homes[STATES][0], found.pinned) == expected
+    assert len({*found.homes[WEIGHTS]}) == len({*found.homes[STATES]}) == 1
+
+
+def test_frozen_chunks_have_no_states():
+    found = placed(frozen=range(4), weights="nvme", states="nvme", keep=False)
+    assert found.nvme_nbytes == NUM * WEIGHT + 4 * (STATE + GRADIENT)
+    assert found.slots[STATES] == found.slots[GRADIENTS] == 4
+
+
+def test_each_of_two_ranks_holds_half():
+    one, two = (placed(world=world, weights="nvme", states="nvme", keep=False) for world in (1, 2))
+    assert two.nvme_nbytes == one.nvme_nbytes / 2
+    assert slots_nbytes(one) == one.host_nbytes == 2 * two.host_nbytes
+
+
+# ---- the least that works ----
+
+
+def test_the_least_host_memory_is_the_fewest_slots():
+    least = MIN_WEIGHT_SLOTS * WEIGHT + MIN_STATE_SLOTS * STATE + MIN_GRADIENT_SLOTS * GRADIENT
+    small = {"device_budget": 100 << 10}
+    found = placed(host_budget=least, **small)
+    assert found.slots == {WEIGHTS: 2, STATES: 2, GRADIENTS: 2}
+    assert found.host_nbytes == least
+    with pytest.raises(BudgetError, match=rf"host_memory=\S+ KiB is too small: .* needs {least} bytes .*Raise host_memory"):
+        placed(host_budget=least - 1, **small)
+
+
+def test_gradients_that_wait_for_the_step_stay_in_host_memory_where_they_fit():
+    fewest = MIN_WEIGHT_SLOTS * WEIGHT + MIN_STATE_SLOTS * STATE + MIN_GRADIENT_SLOTS * GRADIENT
+    options = {"device_budget": 100 << 10, "deferred": True, "keep": False}
+    for itemsize, gradient in ((None, GRADIENT), (4, 2 * GRADIENT)):  # as they are, and accumulated in fp32
+        least = fewest + 2 * (gradient - GRADIENT)
+        found = placed(host_budget=least + NUM * gradient, gradient_itemsize=itemsize, **options)
+        assert found.homes[GRADIENTS] == ("host",) * NUM and not found.slots[GRADIENTS]
+        found = placed(host_budget=least, gradient_itemsize=itemsize, **options)
+        assert found.homes[GRADIENTS] == ("nvme",) * NUM and found.slots[GRADIENTS] == 2
+        assert found.nvme_nbytes == NUM * (WEIGHT + STATE + gradient)
+        with pytest.raises(BudgetError, match=f"needs {least} bytes"):
+            placed(host_budget=least - 1, gradient_itemsize=itemsize, **options)
+
+
+def test_the_least_device_memory_is_the_largest_op_and_its_gradient():
+    least = 2 * WEIGHT + WEIGHT
+    tight = placed(device_budget=least)
+    assert (tight.device_nbytes - tight.fixed_nbytes, tight.least_nbytes) == (2 * WEIGHT, least)
+    with pytest.raises(BudgetError, match=f"device_memory=.* needs {least} bytes .*largest op 16.0 KiB.*split the largest layer"):
+        placed(device_budget=least - 1)
+
+
+def test_auto_leaves_the_device_where_gradients_would_not_fit():
+    whole = NUM * (WEIGHT + STATE + GRADIENT) + WEIGHT
+    assert placed(device_budget=whole).homes[STATES] == ("device",) * NUM
+    assert placed(device_budget=whole - 1).homes[STATES] == ("host",) * NUM
+
+
+def test_weights_on_the_device_need_room_for_all_of_them():
+    least = NUM * WEIGHT + WEIGHT
+    assert placed(weights="device", states="host", device_budget=least).pinned
+    with pytest.raises(BudgetError, match=f"needs {least} bytes .*weights 64.0 KiB.*Raise device_memory"):
+        placed(weights="device", states="host", device_budget=least - 1)
+
+
+def test_states_on_the_device_need_room_for_everything():
+    with pytest.raises(BudgetError, match="states='device' needs .* Raise device_memory or choose states='host'") as error:
+        placed(states="device", device_budget=100 << 10)
+    assert placed(states="device", device_budget=needed(error)).homes[STATES] == ("device",) * NUM
+
+
+@pytest.mark.parametrize("weights, states", [*itertools.product(("auto", "host", "nvme"), repeat=2)])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_every_budget_from_the_least_on_is_kept(weights, states, deferred):
+    options = {"weights": weights, "states": states, "deferred": deferred, "device_budget": 100 << 10}
+    with pytest.raises(BudgetError) as error:
+        placed(host_budget=1, **options)
+    least = needed(error)
+    for budget in (least, least + 1, least + 50_000, 2 * least, 10 * least):
+        found = placed(host_budget=budget, **options)
+        assert found.host_nbytes <= budget
+        assert found.fixed_nbytes <= found.least_nbytes <= found.device_nbytes == 100 << 10
+
+
+@pytest.mark.parametrize("states", ["auto", "device"])
+def test_what_is_on_the_device_is_decided_alike_on_all_ranks(states):
+    """The second rank's shards hold less: what it could just hold, the first could not."""
+    specs = [ParameterSpec(f"p{i}", 5000, "bf16", True) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=8192, world=2)
+    options = {"weights": "auto", "states": states, "keep": True, "deferred": False, "gradient_itemsize": None}
+    options |= {"host_budget": AMPLE, "held_nbytes": 2 * WEIGHT, "op_gradient_nbytes": WEIGHT}
+    outcomes = set()
+    for budget in range(100 << 10, 700 << 10, 4096):
+        found = []
+        for rank in range(2):
+            records = [record_layout(chunk.shard_used(rank), "bf16", True) for chunk in whole.chunks]
+            try:
+                placement = place(whole, records, device_budget=budget, **options)
+                found.append((placement.pinned, placement.fixed_nbytes, placement.homes[STATES][0]))
+            except BudgetError as error:
+                found.append(str(error))
+            found[-1] = (found[-1], records_on_device(whole, records, ["host"] * NUM, room_nbytes=budget, gradient_itemsize=None, snapshots=()))
+        assert found[0] == found[1], budget
+        outcomes.add(str(found[0][0])[:5])
+    assert len(outcomes) == 2  # both kinds were seen
+
+
+def crowded(nvme_budget, *, device_budget, host_budget=400 << 10, **changes):
+    return placed(device_budget=device_budget, host_budget=host_budget, nvme_budget=nvme_budget, **changes)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_what_neither_host_nor_nvme_holds_lives_on_the_device(deferred, monkeypatch):
+    monkeypatch.setattr(planner, "UNDER_WAY_NBYTES", 0)
+    ample = crowded(None, device_budget=400 << 10, deferred=deferred)
+    assert "device" not in ample.homes[STATES] and ample.nvme_nbytes > STATE
+    counts = []
+    for nvme_budget in range(ample.nvme_nbytes, -1, -4096):
+        found = crowded(nvme_budget, device_budget=400 << 10, deferred=deferred)
+        count = found.homes[STATES].count("device")
+        counts.append(count)
+        assert found.nvme_nbytes <= nvme_budget and found.host_nbytes <= 400 << 10
+        for kind in (WEIGHTS, STATES, GRADIENTS):
+            assert [home == "device" for home in found.homes[kind]] == [True] * count + [False] * (NUM - count)
+        taken = count * (WEIGHT + STATE + GRADIENT)
+        slack = (400 << 10) - (2 * WEIGHT + WEIGHT) - taken
+        assert found.least_nbytes == 2 * WEIGHT + WEIGHT + taken + min(WEIGHT, slack // 3) <= 400 << 10
+        assert found.fixed_nbytes == found.gradient_limit_nbytes + taken
+        assert not found.pinned
+    assert counts == sorted(counts) and counts[0] == 0 < counts[-1] < NUM
+
+
+def test_as_many_as_have_room_live_on_the_device(few_slots):
+    least = 3 * WEIGHT
+    for count in range(4):
+        found = crowded(0, device_budget=least + count * (WEIGHT + STATE + GRADIENT) + 4096, host_budget=200 << 10)
+        assert found.homes[STATES].count("device") == count
+        assert found.nvme_nbytes > 0  # the swap refuses it, and names the bytes that are missing
+
+
+@pytest.mark.parametrize("changes", [{"weights": "nvme"}, {"states": "nvme"}, {"states": "host"}, {"weights": "host"}, {"keep": False}], ids=str)
+def test_nothing_is_crowded_out_of_a_place_that_was_asked_for(changes):
+    found = crowded(0, device_budget=400 << 10, host_budget=1 << 20, **changes)
+    assert "device" not in found.homes[STATES] + found.homes[WEIGHTS]
+
+
+@pytest.mark.parametrize("world, numel", [(2, 5000), (3, 7000), (4, 9000)])
+def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(world, numel):
+    """Smaller shards may need more: then slots take what else would be homes in host memory."""
+    specs = [ParameterSpec(f"p{i}", numel, "bf16", True) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=world * BLOCK_NUMEL, world=world)
+    options = {"weights": "auto", "states": "auto", "keep": True, "deferred": False, "gradient_itemsize": None}
+    options |= {"host_budget": 100 << 10, "device_budget": 500 << 10, "held_nbytes": 2 * WEIGHT, "op_gradient_nbytes": WEIGHT}
+    options["buffers_nbytes"] = WEIGHT + 2 * world * BLOCK_NUMEL * 2
+    counts, differ = set(), False
+    for nvme_budget in range(0, 600 << 10, 4096):
+
+        def placed_on(rank, **least):
+            records = [record_layout(chunk.shard_used(rank), "bf16", True) for chunk in whole.chunks]
+            return place(whole, records, nvme_budget=nvme_budget, **options, **least)
+
+        found, agreed = [placed_on(rank) for rank in range(world)], 0
+        differ |= len({placement.num_crowded_out for placement in found}) > 1
+        while (number := max(placement.num_crowded_out for placement in found)) > agreed:  # as assembly.arrange
+            agreed = number
+            found = [placed_on(rank, least_crowded_out=agreed) for rank in range(world)]
+        for placement in found:
+            assert (placement.fixed_nbytes, placement.least_nbytes) == (found[0].fixed_nbytes, found[0].least_nbytes)
+            on_device = [home == "device" for home in placement.homes[STATES]]
+            assert sum(on_device[span.chunks[0]] for span in whole.spans) == agreed
+            assert placement.nvme_nbytes <= nvme_budget or placement.least_nbytes + WEIGHT + 5 * STATE > 500 << 10
+        counts.add(agreed)
+    assert 0 in counts and len(counts) > 3 and differ
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(deferred, few_slots):
+    """Three spans' records fit there beside all weights; the five others come first, weights before states."""
+    device = 2 * WEIGHT + NUM * WEIGHT + 3 * (STATE + GRADIENT)
+    seen = set()
+    for host in range(150 << 10, 600 << 10, 4096):
+        found = placed(device_budget=device, host_budget=host, deferred=deferred)
+        assert found.visitors == {0, 1, 2}
+        by_kind = {kind: [home == "host" for home in found.homes[kind]] for kind in (WEIGHTS, STATES)}
+        seen |= {(sum(here[3:]), sum(here[:3])) for here in by_kind.values()}
+        assert all(by_kind[WEIGHTS][3:]) or not any(by_kind[STATES])
+        assert all(by_kind[STATES][3:]) or sum(by_kind[WEIGHTS][:3]) * WEIGHT < STATE and not any(by_kind[STATES][:3])
+    assert {(5, 0), (5, 3)} <= seen, seen
+    for changes in ({"states": "nvme"}, {"keep": False}, {"weights": "nvme"}):
+        assert placed(device_budget=device, host_budget=400 << 10, **changes).visitors == frozenset()
+
+
+def test_records_that_live_on_the_device_come_before_those_that_visit_it():
+    specs = [ParameterSpec(f"p{i}", 4096, "bf16", True) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=4096, world=1)
+    records = [record_layout(chunk.shard_used(0), "bf16", True) for chunk in whole.chunks]
+    options = {"gradient_itemsize": None, "snapshots": ()}
+    for count in range(NUM):
+        room = NUM * WEIGHT + count * (STATE + GRADIENT)
+        every = records_on_device(whole, records, ["nvme"] * NUM, room_nbytes=room, **options)
+        assert every == [(index, STATE + GRADIENT) for index in range(count)]
+        assert records_on_device(whole, records, ["device"] * 3 + ["nvme"] * 5, room_nbytes=room, **options) == every[3:]
+
+
+# ---- the size of chunks ----
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("num", [1, 10**6, 10**9, 10**12])
+def test_sizes_to_choose_from_divide_over_the_ranks_and_make_few_chunks(num, world):
+    found = chunk_numels(num, world=world)
+    assert found == sorted(found) and all(numel % (1024 * world) == 0 and numel > 0 for numel in found)
+    assert num / found[0] <= 1.01 * planner.MAX_NUM_CHUNKS
+    assert all(later <= 1.5 * earlier + 1024 * world for earlier, later in zip(found, found[1:]))
+
+
+def chosen(directory, num=40, size=300, **config):
+    """(elements of a chunk, chunks) that the engine chooses for a model of equal layers."""
+    model = nn.Sequential(*(nn.Linear(size, size) for _ in range(num)))
+    config = {"weights": "nvme", "states": "nvme", "device_memory": "64MiB", "host_memory": "256MiB"} | config
+    with infinity.offload(model, infinity.Config(nvme=directory, device="cpu", dtype="bf16", **config)) as engine:
+        infinity.AdamW(model.parameters())
+        return engine.layout.chunk_numel, len(engine.layout.chunks)
+
+
+def test_the_choice_follows_the_budgets(tmp_path):
+    ample, _ = chosen(tmp_path)
+    tight, _ = chosen(tmp_path, host_memory="8MiB")
+    assert tight < ample
+    assert chosen(tmp_path, num=4, size=1000)[1] < 40
+
+
+def test_the_choice_prefers_sizes_for_which_nvme_has_room():
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="meta") for _ in range(64)))
+    named = list(model.named_parameters())
+    options = {"world": 1, "rank": 0, "device_budget": 55 << 20, "host_budget": 60 << 20, "moments": ("momentum", "variance")}
+    options |= {"deferred": False, "accumulating": False}
+
+    def arranged(nvme_budget, **config):
+        return arrange(model, named, infinity.Config(device="cpu", **config), nvme_budget=nvme_budget, **options)
+
+    ample = arranged(None)
+    drives = range(ample[2].nvme_nbytes, 0, -(4 << 20))
+    fits = [any(arranged(nbytes, chunk_mib=size)[2].nvme_nbytes <= nbytes for size in (1 / 4, 1 / 2, 1, 2, 4)) for nbytes in drives]
+    for nbytes, one_fits in zip(drives, fits):
+        placement = arranged(nbytes)[2]
+        assert placement.nvme_nbytes <= nbytes or not one_fits, (nbytes, placement)
+    assert 2 < sum(fits) < len(fits)
+
+
+def test_what_no_size_fits_is_refused_with_the_need_of_the_smallest(tmp_path):
+    with pytest.raises(BudgetError, match="host_memory=1.0 KiB is too small") as error:
+        chosen(tmp_path, host_memory=1024)
+    least = needed(error)
+    assert chosen(tmp_path, host_memory=least)[0]
+    with pytest.raises(BudgetError):
+        chosen(tmp_path, host_memory=least - 1)
+
+
+# ---- the engine holds what was planned ----
+
+MODES = [
+    {"weights": "nvme", "states": "nvme", "residency": "none"},
+    {"weights": "nvme", "states": "nvme"},
+    {"weights": "host", "states": "nvme"},
+    {"weights": "nvme", "states": "host"},
+    {"weights": "host", "states": "host"},
+    {"weights": "device", "states": "nvme"},
+    {"weights": "device", "states": "host"},
+    {"weights": "device", "states": "device"},
+    {"host_memory": "600KiB", "device_memory": "400KiB"},
+    {"host_memory": "1500KiB", "device_memory": "400KiB"},
+    {},
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_the_engine_holds_what_was_planned(tmp_path, mode, update, accumulation_steps):
+    budgets = {"host_memory": "16MiB", "device_memory": "2MiB", **mode}
+    config = infinity.Config(nvme=tmp_path, dtype="bf16", device="cpu", chunk_mib=1 / 64, update=update, **budgets)
+    with infinity.init(config):
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 16))
+    adam = infinity.AdamW(model.parameters(), accumulation_steps=accumulation_steps)
+    engine = infinity.engine_of(model)
+    with engine:
+        for _ in range(2):
+            for _ in range(accumulation_steps):
+                model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+            adam.step()
+        engine.flush()
+        stats, placement = engine.stats(), engine.placement
+        assert placement.host_nbytes <= config.host_memory
+        assert placement.host_nbytes <= stats["host_arena_nbytes"] <= 1.02 * placement.host_nbytes + 4096 * 4
+        assert stats["peak_device_nbytes"] <= config.device_memory
+        if placement.homes[STATES][0] == "device":
+            spans = sum(span.nbytes for span in engine.registry.spans)
+            assert stats["peak_device_nbytes"] >= spans + sum(placement.sizes[STATES]) + sum(c.record.numel for c in engine.registry.chunks) * 2
+        assert (engine.swap is None) == (placement.nvme_nbytes == 0)
+
+
+def test_planner_names_no_more_slots_than_there_are_chunks():
+    found = placed(num=3, weights="nvme", states="nvme", keep=False)
+    assert found.slots == {WEIGHTS: 3, STATES: 3, GRADIENTS: 3}
+    assert planner.WEIGHT_SLOTS > 3

@@ -1,0 +1,263 @@
+"""How programs of several ranks end: well, with an error on one rank or on all, with fewer batches here than there, killed.
+
+Each rank is a process of its own that ends as programs do, by the end of its script. They are forked from one that has imported everything.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SECONDS = 30  # in which every program is to end, whatever happened
+
+NURSERY = """
+import json, os, sys
+import torch, torch.distributed as dist
+import infinity, test_endings
+
+def wait_for_a_rank():
+    for line in sys.stdin:
+        ranks, children = json.loads(line), {}
+        for rank in ranks:
+            if not (pid := os.fork()):
+                os.environ.update(rank["environment"])
+                os.dup2(os.open(rank["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+                os.dup2(1, 2)
+                torch.set_num_threads(1)
+                return rank["arguments"]
+            children[pid] = rank["environment"]["RANK"]
+        print(json.dumps(list(children)), flush=True)
+        statuses = {}
+        while children:
+            pid, status = os.wait()
+            statuses[children.pop(pid)] = os.waitstatus_to_exitcode(status)
+        print(json.dumps(statuses), flush=True)
+    os._exit(0)
+
+test_endings.program(**wait_for_a_rank())
+"""
+
+
+class Nursery:
+    """A process that has imported what ranks need, and from which they are forked."""
+
+    def __init__(self):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, "-c", NURSERY], env=environment, **pipes)
+
+    def run(self, size, folder, environment=None, **arguments):
+        """Run `program` on all ranks; (status, output) of each. None of them may take longer than SECONDS."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(size)}
+        shared |= {"LOCAL_WORLD_SIZE": str(size), **(environment or {})}
+        outputs = [folder / f"output{rank}" for rank in range(size)]
+        ranks = [
+            {
+                "environment": {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                "output": str(output),
+                "arguments": {"folder": str(folder), **arguments},
+            }
+            for rank, output in enumerate(outputs)
+        ]
+        print(json.dumps(ranks), file=self.process.stdin, flush=True)
+        pids = json.loads(self.process.stdout.readline())
+        start = time.monotonic()
+        timer = subprocess.Popen(["sh", "-c", f"sleep {SECONDS}; kill -9 {' '.join(map(str, pids))}"], stderr=subprocess.DEVNULL)
+        statuses = json.loads(self.process.stdout.readline())
+        timer.kill()
+        timer.wait()
+        seconds = time.monotonic() - start
+        texts = [output.read_text() for output in outputs]
+        assert seconds < SECONDS, f"after {seconds:.0f} s: {statuses} {texts}"
+        return [(statuses[str(rank)], text) for rank, text in enumerate(texts)]
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+def program(folder, stage="none", who="one", closes=False, kills=False, batches=5, fewer=0, barrier=False, destroys=False, groups=True):
+    """What a user writes. At `stage` the last rank, or each, raises or is killed; it has `fewer` batches than the others."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import infinity
+
+    if groups:
+        dist.init_process_group("gloo")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    mine = who == "all" or rank == world - 1
+    step = 0
+
+    def come_to(here):
+        if here == stage and mine:
+            if kills:
+                time.sleep(0.7)  # it says where it is, and the others wait for it
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError(f"bad luck: {stage}")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+            come_to("construction")
+
+        def forward(self, x):
+            for number, layer in enumerate(self.layers):
+                x = torch.tanh(layer(x))
+                if (number, step) == (1, 2):
+                    come_to("forward")
+            if step == 2 and stage == "backward" and mine:
+                x.register_hook(lambda grad: come_to("backward"))
+            return x
+
+    class Scheduler:
+        def state_dict(self):
+            come_to("save")
+            return {}
+
+        def load_state_dict(self, state):
+            come_to("load")
+
+    def train():
+        nonlocal step
+        for step in range(batches - (fewer if mine else 0)):
+            model(torch.randn(4, 32)).square().mean().backward()
+            if step == 2:
+                come_to("step")
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                infinity.save(Path(folder, "saved"), model, optimizer, scheduler=Scheduler())
+                infinity.load(Path(folder, "saved"), model, optimizer, scheduler=Scheduler())
+        come_to("after the loop")
+
+    come_to("before")
+    config = infinity.Config(nvme=folder, device="cpu", dtype="fp32", weights="nvme", states="nvme", chunk_mib=1 / 64, host_memory="8MiB")
+    torch.manual_seed(0)
+    with infinity.init(config):
+        model = Net()
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    if closes:
+        with infinity.engine_of(model):
+            train()
+    else:
+        train()
+    if barrier:
+        dist.barrier()
+    if destroys:
+        dist.destroy_process_group()
+    print("the end")
+
+
+STAGES = ["before", "construction", "forward", "backward", "step", "save", "load", "after the loop"]
+
+
+def assert_ended_well(answers):
+    for status, output in answers:
+        assert (status, output) == (0, "the end\n")
+
+
+def assert_ended_with_errors(answers, stage, who):
+    """The one that failed shows its error, each other one an error that says which rank failed and repeats its error; once."""
+    culprits = range(len(answers)) if who == "all" else [len(answers) - 1]
+    for rank, (status, output) in enumerate(answers):
+        assert status == 1, output
+        shown = output.rpartition("direct cause")[2]  # of the last error
+        errors = re.findall(r"^(?:\[rank\d\]: |infinity: )?([\w.]*Error: .*)$", shown, re.M)
+        assert len(errors) == 1 and f"bad luck: {stage}" in errors[0], output
+        if rank not in culprits:
+            assert f"rank {culprits[0]}" in errors[0], output
+            assert errors[0].startswith(("infinity.errors.PeerError", "PeerError", "infinity.errors.CheckpointError")), output
+        assert "terminate called" not in output and "gloo" not in output, output
+
+
+@pytest.mark.parametrize("size, options", [(2, {}), (3, {"destroys": True})], ids=str)
+def test_a_program_that_succeeds_ends_well_with_and_without_close(nursery, tmp_path, size, options):
+    assert_ended_well(nursery.run(size, tmp_path, **options))
+
+
+@pytest.mark.parametrize(
+    "stage, who, closes",
+    [("before", "one", False), ("construction", "one", False), ("backward", "one", True), ("save", "one", False), ("load", "all", False)]
+    + [("after the loop", "one", False)],
+)
+def test_an_error_is_shown_once_on_each_rank(nursery, tmp_path, stage, who, closes):
+    assert_ended_with_errors(nursery.run(2, tmp_path, stage=stage, who=who, closes=closes), stage, who)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stage, who", [("none", "one"), *((stage, who) for stage in STAGES for who in ("one", "all"))])
+def test_programs_end_fifty_times_as_they_should(nursery, tmp_path, stage, who, size, closes):
+    for number in range(int(os.environ.get("REPEATS", 50))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        answers = nursery.run(size, folder, stage=stage, who=who, closes=closes)
+        if stage == "none":
+            assert_ended_well(answers)
+        else:
+            assert_ended_with_errors(answers, stage, who)
+
+
+# ---- ranks that leave ----
+
+
+@pytest.mark.parametrize("size, options", [(2, {"closes": True}), (2, {"barrier": True}), (3, {"fewer": 2})], ids=str)
+def test_unequal_numbers_of_batches_are_an_error_on_every_rank(nursery, tmp_path, size, options):
+    options = {"fewer": 1, **options}
+    start = time.monotonic()
+    answers = nursery.run(size, tmp_path, batches=3, **options)
+    print(f"{time.monotonic() - start:.1f} s")
+    for status, output in answers:
+        assert status == 1, output
+        error = re.search(r"(?:PeerError|UsageError): .*", output)[0]
+        assert f"rank {size - 1}" in error and "the same number of batches" in error, output
+        assert f"after step {3 - options['fewer']}" in error and f"in step {4 - options['fewer']}" in error, output
+
+
+def test_the_same_number_of_batches_is_none(nursery, tmp_path):
+    assert_ended_well(nursery.run(2, tmp_path, batches=3, barrier=True))
+
+
+KILLED = {"construction": "infinity.init|the making", "backward": "in step [123]", "save": "in infinity.save", "load": "in infinity.load"}
+
+
+@pytest.mark.parametrize("size, stage", [(2, "construction"), (3, "backward"), (2, "save"), (3, "load")])
+def test_a_rank_that_is_killed_is_named_on_all_others(nursery, tmp_path, size, stage):
+    *survivors, (status, _) = nursery.run(size, tmp_path, stage=stage, kills=True)
+    assert status == -signal.SIGKILL
+    for rank, (status, output) in enumerate(survivors):
+        (error,) = re.findall(r"^\[rank\d\]: infinity.errors.PeerError: (.*)$", output, re.M)
+        assert status == 1 and error.startswith(f"rank {rank} of {size} ends because rank {size - 1} of {size} ended without a word, last "), output
+        assert re.search(KILLED[stage], error) and "memory" in error and "gloo" not in output, output
+
+
+# ---- torchrun without a group ----
+
+
+def test_ranks_that_do_not_know_of_each_other_are_refused_with_the_line_to_add(nursery, tmp_path):
+    for status, output in nursery.run(2, tmp_path, groups=False):
+        assert status == 1
+        line = re.search(r"UsageError: .* Add the line (torch\.distributed\.init_process_group\(.*?\)) before", output)[1]
+        assert line == 'torch.distributed.init_process_group("gloo")', output  # as `program` has it with groups=True
+    assert_ended_well(nursery.run(2, tmp_path, groups=True))
+    assert_ended_well(nursery.run(1, tmp_path, groups=False))

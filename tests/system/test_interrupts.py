@@ -1,0 +1,112 @@
+"""SIGINT at lines of Python all over a training step: what follows is as if the step had not begun, or as if it had ended."""
+
+import functools
+import signal
+import sys
+import weakref
+
+import pytest
+import torch
+from helpers import NVME, assert_equals_reference, assert_nothing_held, plain, training
+from models import checkpointed, inputs, loss_of, mlp
+
+SETTINGS = {
+    "nvme": NVME | {"update": "deferred"},
+    "compressed": NVME | {"update": "deferred", "compression": "on"},
+    "some of it on nvme": {"update": "deferred", "host_memory": "40KiB", "device_memory": "24KiB"},
+    "activations": NVME | {"update": "deferred", "activations": "nvme"},
+    "host": {"update": "deferred", "weights": "host", "states": "host", "residency": "none"},
+    "resident": {"update": "deferred"},
+}
+# Of PyTorch, which an interrupt there leaves switched, and what is called when something dies, where Python drops it.
+LEFT_OUT = (torch.utils.checkpoint.__file__, torch.autograd.graph.__file__, torch.autograd.grad_mode.__file__, torch.utils._contextlib.__file__)
+LEFT_OUT += (torch.autograd.profiler.__file__, weakref.__file__)
+MODELS = {"mlp": mlp, "checkpointed": functools.partial(checkpointed, False), "reentrant": functools.partial(checkpointed, True)}
+
+
+def train(model, optimizer, step):
+    loss_of(model(inputs(model, step))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluate(model):
+    with torch.no_grad():
+        return loss_of(model(inputs(model, 100)))
+
+
+def interrupted(work, number):
+    """Run it with a SIGINT at the number-th line of Python from now on; how many lines there were."""
+    seen = 0
+
+    def trace(frame, event, _):
+        nonlocal seen
+        if event == "call" and frame.f_code.co_filename in LEFT_OUT:
+            return None
+        if event == "line":
+            seen += 1
+            if seen == number:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return seen
+
+
+def positions(num_lines, num):
+    """Spread evenly."""
+    return [1 + i * (num_lines - 1) // (num - 1) for i in range(num)]
+
+
+def try_each(make, config, directory, num):
+    reference_model, reference = plain(make)
+    with training(make, directory, **config) as (model, engine, optimizer):
+        step, num_ended = 0, [0, 0]
+
+        def follow():
+            nonlocal step
+            train(reference_model, reference, step)
+            step += 1
+
+        for _ in range(3):
+            train(model, optimizer, step)
+            follow()
+        num_lines = interrupted(lambda: train(model, optimizer, step), 0)
+        follow()
+        for number in positions(num_lines, num):
+            interrupted(lambda: train(model, optimizer, step), number)
+            optimizer.zero_grad()
+            loss = evaluate(model)
+            has_ended = not torch.equal(loss, evaluate(reference_model))
+            if has_ended:
+                follow()
+            num_ended[has_ended] += 1
+            assert torch.equal(loss, evaluate(reference_model)), f"after an interrupt at line {number} of {num_lines}"
+            assert_equals_reference(engine, model, reference_model, reference)
+            assert_nothing_held(engine)
+            assert torch._C._is_torch_function_enabled(), f"left switched off at line {number} of {num_lines}"
+            train(model, optimizer, step)
+            follow()
+        assert_equals_reference(engine, model, reference_model, reference)
+        assert all(num_ended), num_ended
+    while torch._C._autograd._top_saved_tensors_default_hooks(True):  # a checkpoint's, cut between its lines, is PyTorch's to lose
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("make", MODELS)
+def test_a_step_that_is_interrupted_has_not_begun_or_has_ended(make, setting, tmp_path):
+    try_each(MODELS[make], SETTINGS[setting], tmp_path, 60)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("make", MODELS)
+def test_a_step_that_is_interrupted_anywhere_has_not_begun_or_has_ended(make, setting, tmp_path):
+    try_each(MODELS[make], SETTINGS[setting], tmp_path, 1000)

@@ -1,0 +1,234 @@
+"""Lanes: order, results and errors reach whoever waits; nothing is kept alive; closing finishes the work."""
+
+import threading
+import time
+import weakref
+from unittest import mock
+
+import pytest
+
+from infinity.system import lanes
+from infinity.system.lanes import Job, Lane, waiting, waits
+
+SECONDS = 20  # after which a thread is taken to hang
+
+
+@pytest.fixture
+def lane():
+    lane = Lane("test")
+    yield lane
+    lane.close()
+
+
+def test_jobs_run_one_at_a_time_in_order_in_the_lanes_thread(lane):
+    done, threads, running = [], set(), []
+
+    def work(number):
+        running.append(number)
+        assert len(running) == 1
+        threads.add(threading.current_thread().name)
+        done.append(number)
+        running.pop()
+        return number
+
+    jobs = [lane.push(lambda number=number: work(number)) for number in range(200)]
+    assert [job.wait() for job in jobs] == done == list(range(200))
+    assert threads == {"infinity-test"}
+
+
+def test_push_does_not_wait(lane):
+    gate = threading.Event()
+    first, second = lane.push(gate.wait), lane.push(lambda: "second")
+    assert not first.done and not second.done
+    gate.set()
+    assert second.wait() == "second" and first.done
+
+
+def fall_asleep(lane) -> None:
+    """Have the lane do all that it has, and wait for more."""
+    lane.drain()
+    end = time.monotonic() + SECONDS
+    while not lane._changed._condition._waiters and time.monotonic() < end:
+        time.sleep(0.001)
+    assert lane._changed._condition._waiters
+
+
+def sleeps_on(lane) -> bool:
+    """Give the lane time to begin with what it has; whether it did not."""
+    time.sleep(0.05)
+    return bool(lane._line)
+
+
+def test_what_is_pushed_quietly_runs_before_the_next_one(lane, monkeypatch):
+    monkeypatch.setattr(lanes, "_GLANCE_S", SECONDS)
+    fall_asleep(lane)
+    done = []
+    lane.push(lambda: done.append("quiet"), quiet=True)
+    assert sleeps_on(lane) and done == []
+    lane.push(lambda: done.append("next")).wait()
+    assert done == ["quiet", "next"]
+
+
+@pytest.mark.parametrize("rouse", [Job.wait, lambda job: job.lane.wake(), lambda job: job.lane.drain(), lambda job: job.lane.close()])
+def test_what_is_pushed_quietly_runs_once_somebody_waits(lane, monkeypatch, rouse):
+    monkeypatch.setattr(lanes, "_GLANCE_S", SECONDS)
+    fall_asleep(lane)
+    done = threading.Event()
+    job = lane.push(done.set, quiet=True)
+    assert sleeps_on(lane)
+    rouse(job)
+    assert done.wait(SECONDS / 2)
+
+
+def test_what_is_pushed_quietly_does_not_wait_for_ever(lane):
+    fall_asleep(lane)
+    done = threading.Event()
+    lane.push(done.set, quiet=True)
+    assert done.wait(SECONDS)
+
+
+def test_an_error_is_raised_at_every_wait_and_stops_no_other_job(lane):
+    failing, following = lane.push(lambda: 1 / 0), lane.push(lambda: 3)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            failing.wait()
+    assert failing.done and following.wait() == 3
+
+
+def test_a_hurried_job_passes_others_once_it_is_ready(lane):
+    gate, begun, done, is_ready = threading.Event(), threading.Event(), [], set()
+    lane.push(lambda: begun.set() or gate.wait())
+    jobs = [lane.push(lambda n=n: done.append(n), ready=lambda n=n: n in is_ready) for n in range(6)]
+    assert begun.wait(SECONDS)
+    is_ready |= {3, 5}
+    for number in (5, 4, 3, 3):
+        lane.hurry(jobs[number])
+    gate.set()
+    lane.drain()
+    assert done == [5, 3, 0, 1, 2, 4]  # as they were hurried, but 4, which was not ready until its turn came
+    lane.hurry(jobs[0])  # it is over: nothing happens
+    lane.push(lambda: done.append(6)).wait()
+    assert done[-1] == 6
+
+
+def test_a_hurried_job_goes_ahead_when_it_becomes_ready(lane):
+    done, is_ready = [], set()
+    gates = [threading.Event() for _ in range(2)]
+    entered = [threading.Event() for _ in range(2)]
+    for gate, inside in zip(gates, entered):
+        lane.push(lambda g=gate, i=inside: i.set() or g.wait())
+    jobs = [lane.push(lambda n=n: done.append(n), ready=lambda n=n: n in is_ready) for n in range(3)]
+    lane.hurry(jobs[2])
+    gates[0].set()
+    assert entered[1].wait(SECONDS)  # it was not ready when this one was chosen
+    is_ready.add(2)
+    gates[1].set()
+    lane.drain()
+    assert done == [2, 0, 1]
+
+
+def test_drain_waits_for_all_whether_it_succeeds_or_not(lane):
+    done = []
+    for number in range(5):
+        lane.push(lambda number=number: done.append(number) or 1 / (number - 2))
+    lane.drain()
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_what_a_job_held_is_let_go_when_it_is_over(lane):
+    class Gradient:
+        pass
+
+    gradient = Gradient()
+    gone = threading.Event()
+    weakref.finalize(gradient, gone.set)
+    job = lane.push(lambda g=gradient: None)
+    del gradient
+    job.wait()
+    assert gone.wait(SECONDS)
+
+
+def test_close_finishes_what_was_pushed_and_may_be_repeated(lane):
+    done = []
+    for number in range(50):
+        lane.push(lambda number=number: done.append(number))
+    lane.close()
+    assert done == list(range(50))
+    lane.close()
+
+
+def test_on_job_runs_before_each_job_in_the_lane(lane):
+    seen = []
+    lane.on_job = lambda: seen.append("before")
+    lane.push(lambda: seen.append("job"))
+    lane.push(lambda: seen.append("job"))
+    lane.drain()
+    assert seen[:4] == ["before", "job", "before", "job"]
+
+
+def test_many_threads_wait_for_one_job():
+    gate, results = threading.Event(), []
+    job = Job(lambda: gate.wait() and "result")
+    threads = [threading.Thread(target=lambda: results.append(job.wait())) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    runner = threading.Thread(target=job.run)
+    runner.start()
+    gate.set()
+    for thread in (*threads, runner):
+        thread.join(SECONDS)
+    assert results == ["result"] * 16
+
+
+def test_on_error_is_told_what_failed_and_at_what(lane):
+    told = []
+    lane.on_error = lambda error, what: told.append((str(error), what))
+    lane.push(lambda: None, "fine")
+    lane.push(lambda: 1 / 0, "chunk 7")
+    lane.push(lambda: None)
+    lane.drain()
+    assert told == [("division by zero", "chunk 7 (test)")]
+
+
+def test_who_waits_for_an_abandoned_lane_gets_the_error_and_closing_leaves_it_behind():
+    lane, gate = Lane("test"), threading.Event()
+    stuck, behind = lane.push(gate.wait), lane.push(lambda: "done")
+    threading.Timer(0.1, lane.abandon, [RuntimeError("another rank")]).start()
+    for job in (stuck, behind):
+        with pytest.raises(RuntimeError, match="another rank"):
+            job.wait()
+    assert not lane.is_stuck
+    lane.close()
+    assert lane.is_stuck
+    gate.set()
+    lane._thread.join(SECONDS)
+    assert not lane.is_stuck and (stuck.wait(), behind.wait()) == (True, "done")
+
+
+def test_a_thread_is_waiting_while_it_waits_for_a_lane_and_no_longer(lane):
+    inside, gate, seen = threading.Event(), threading.Event(), []
+    lane.push(lambda: inside.set() or gate.wait())
+    following = lane.push(lambda: seen.append(waiter.ident in waiting))
+    waiter = threading.Thread(target=following.wait)
+    assert inside.wait(SECONDS)
+    assert threading.get_ident() not in waiting
+    waiter.start()
+    while waiter.ident not in waiting:  # it is on its way there
+        assert waiter.is_alive()
+    gate.set()
+    waiter.join(SECONDS)
+    assert seen == [True] and waiter.ident not in waiting
+
+
+def test_who_waits_for_what_is_over_does_not_wait(lane):
+    job = lane.push(lambda: "over")
+    lane.drain()
+    with mock.patch("infinity.system.lanes.waits", side_effect=AssertionError):
+        assert job.wait() == "over"
+
+
+def test_waiting_ends_with_an_error_too(lane):
+    with pytest.raises(ZeroDivisionError), waits():
+        assert threading.get_ident() in waiting
+        lane.push(lambda: 1 / 0).wait()
+    assert threading.get_ident() not in waiting

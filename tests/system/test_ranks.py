@@ -1,0 +1,910 @@
+"""Ranks: the same mathematics on one, two and four, each holding, reading and updating its part of every chunk.
+
+The ranks are processes that live as long as this file's tests and run functions of it, all at once. Long because what they run
+must stand in the file that starts them.
+"""
+
+import contextlib
+import errno
+import gc
+import math
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ScriptedGauge, run_micro_batches
+from torch import nn
+
+import infinity
+from aio_ext import _aio
+from infinity.model.gpt import GPT
+from infinity.plan import placement as planner
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 40  # after which ranks that do not answer are taken to hang
+KINDS = [(1, "weights"), (2, "states")]
+ON_NVME = {"weights": "nvme", "states": "nvme", "residency": "none", "chunk_mib": 1 / 64}
+
+
+class World:
+    """`size` ranks. `run` calls a function of this file in each and returns what each returned."""
+
+    def __init__(self, size, folder):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "infinity"])
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, f"file://{folder}/store", theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function, *arguments, **options):
+        answers = self.attempt(function, *arguments, **options)
+        errors = [f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]
+        assert not errors, "\n".join(errors)
+        return [answer for _, answer in answers]
+
+    def attempt(self, function, *arguments, **options):
+        """As `run`, but (True, result) or (False, error as text) of each."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments, options))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(SECONDS):
+                self.close()
+                pytest.fail(f"rank {rank} does not answer for {SECONDS} s; those before it: {answers}")
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                answers.append((False, "the process is gone"))
+        return answers
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.pipes = []
+
+
+def _serve(rank, size, store, pipe):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    while True:
+        try:
+            function, arguments, options = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*arguments, **options)))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            pipe.send((False, f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"))
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """A function size -> World, each made once."""
+    made = {}
+
+    def get(size):
+        if size not in made or not made[size].pipes:
+            made[size] = World(size, tmp_path_factory.mktemp(f"world{size}-"))
+        return made[size]
+
+    yield get
+    for world in made.values():
+        world.close()
+
+
+# ---- what the ranks run ----
+
+
+def gpt(checkpoint=False, tie=False):
+    return GPT(hidden=48, layers=2, heads=2, vocab=61, seq=16, checkpoint_activations=checkpoint, tie=tie)
+
+
+class Branches(nn.Module):
+    """`bias` gets a gradient where `flags` say so, `never` nowhere; all ranks run the same modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 64)
+        self.side = nn.Linear(16, 64)
+        self.bias = nn.Parameter(torch.randn(64))
+        self.never = nn.Parameter(torch.randn(3000))
+        self.second = nn.Linear(64, 16)
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x, with_bias, with_side):
+        side, bias = self.side(x), self.bias
+        h = self.first(x) + (side if with_side else side.detach()) + (bias if with_bias else bias.detach())
+        return self.last(torch.tanh(self.second(torch.tanh(h))))
+
+
+def ranks():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def tokens(step, micro, batch=4):
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(1000 * step + micro)
+    x = torch.randint(61, (batch, 16), generator=generator)
+    return x, (3 * x + 1) % 61
+
+
+def share(rows):
+    rank, world = ranks()
+    count = len(rows) // world
+    return rows[rank * count : (rank + 1) * count]
+
+
+def settings(folder, **changes):
+    options = {"nvme": folder, "dtype": "fp32", "device": "cpu", "host_memory": "16MiB", "device_memory": "4MiB", "trace": True}
+    return infinity.Config(**{**options, **changes})
+
+
+def total(value):
+    """The mean over the ranks, as a number."""
+    value = torch.tensor(float(value), dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value.item() / ranks()[1]
+
+
+def states_of(engine, model):
+    """Every segment of every parameter as bytes, the same on all ranks; numbers hide the last bit."""
+    return {
+        f"{name}.{kind}": bytes(value.contiguous().view(-1).view(torch.uint8).numpy())
+        for name, param in model.named_parameters()
+        for kind, value in engine.read_state(param).items()
+    }
+
+
+def made(folder, **changes):
+    """(model, optimizer) of the GPT."""
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, **changes)):
+        model = gpt()
+    return model, infinity.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, optimizer=None, **changes):
+    """Train the GPT; losses over all ranks, norms, states, the order of collectives and what was read."""
+    optimizer = {"lr": 1e-2, **(optimizer or {})}
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, **changes), **({} if window is None else {"window": window})):
+        model = gpt(checkpoint)
+    adam = infinity.AdamW(model.parameters(), **optimizer)
+    engine = infinity.engine_of(model)
+    micros = optimizer.get("accumulation_steps", 1)
+    losses, norms, evaluations = [], [], []
+    with engine:
+        for step in range(steps):
+            loss = 0.0
+            for micro in range(micros):
+                x, y = map(share, tokens(step, micro))
+                part = model(x, y) / micros
+                part.backward()
+                loss += part.item()
+            adam.step()
+            adam.zero_grad()
+            losses.append(total(loss))
+            norms.append(adam.grad_norm)
+            if evaluate:
+                with torch.no_grad():
+                    evaluations.append(total(model(*map(share, tokens(99, 0)))))
+        engine.flush()
+        records = [(c.record.numel, c.record.weight_nbytes, c.record.states_nbytes) for c in engine.registry.chunks]
+        return {
+            "losses": losses,
+            "norms": norms,
+            "evaluations": evaluations,
+            "states": states_of(engine, model),
+            "collectives": [(e.lane, e.what) for e in engine.events.trace if e.lane in ("gg", "rs")],
+            "reads": [e.what for e in engine.events.trace if e.lane == "nc"],
+            "copies": [e.what for e in engine.events.trace if e.lane == "cg"],
+            "records": records,
+            "nbytes": {"read": engine.stats()["links"]["nc"]["nbytes"], "written": engine.stats()["nvme_write_nbytes"]},
+            "chunks": [(c.numel, c.used) for c in engine.layout.chunks],
+            "num_plans": engine.stats()["num_plans"],
+            "num_promoted": len(engine.margin.promoted),
+            "num_spans": len(engine.registry.spans),
+        }
+
+
+def train_crowded(folder, drive_nbytes, **changes):
+    """As `train`, of a drive with so much room; and how many chunks live on the device."""
+    homes = []
+
+    def placed(*arguments, **options):
+        homes.append(place(*arguments, **options))
+        return homes[-1]
+
+    place = planner.place
+    with mock.patch("infinity.engine.build.room_nbytes", lambda paths: drive_nbytes), mock.patch("infinity.plan.placement.place", placed):
+        return train(folder, **changes) | {"at_home": homes[-1].homes["states"].count("device")}
+
+
+def reference(*, steps=3, micros=1, max_grad_norm=None, lr=1e-2):
+    """Plain PyTorch over the global batch."""
+    torch.manual_seed(0)
+    model = gpt()
+    adam = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses, norms = [], []
+    for step in range(steps):
+        loss = 0.0
+        for micro in range(micros):
+            part = model(*tokens(step, micro)) / micros
+            part.backward()
+            loss += part.item()
+        if max_grad_norm:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item())
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss)
+    return losses, norms
+
+
+def grow(folder, capacity):
+    """Train on a scripted device; from step 3 on the last rank's batch is four times as large. States; (plans, promoted) a step."""
+    rank, world = ranks()
+    gauge = ScriptedGauge(capacity)
+    with (
+        mock.patch("infinity.engine.engine.gauge_of", lambda device: gauge),
+        mock.patch("infinity.engine.budget.SLACK", 0.0),
+        mock.patch("infinity.plan.placement.UNDER_WAY_NBYTES", 0),  # budgets are of kilobytes
+    ):
+        model, adam = made(folder, device_memory="680KiB", chunk_mib=1 / 64)
+        engine, found = infinity.engine_of(model), []
+        gauge.tier = engine.tier
+        with engine:
+            for step in range(6):
+                batch = 16 if step >= 3 and rank == world - 1 else 4
+                gauge.activations = batch << 13
+                model(*tokens(step, rank, batch)).backward()
+                adam.step()
+                adam.zero_grad()
+                found.append((engine.pipeline.num_plans, len(engine.margin.promoted)))
+            return states_of(engine, model), found, gauge.overflows
+
+
+# ---- the same mathematics ----
+
+
+@pytest.mark.parametrize(
+    "size, update",
+    [(2, "backward"), (4, "deferred")]
+    + [pytest.param(*case, marks=pytest.mark.long) for case in [(1, "backward"), (2, "deferred"), (4, "backward")]],
+)
+def test_losses_are_those_of_one_process(worlds, tmp_path, size, update):
+    found = worlds(size).run(train, tmp_path, steps=4, update=update, **ON_NVME)
+    losses, _ = reference(steps=4)
+    for rank in found:
+        assert rank["losses"] == pytest.approx(losses, rel=1e-5)
+        assert rank["states"] == found[0]["states"]
+
+
+def test_three_micro_batches_and_clipping_are_those_of_one_process(worlds, tmp_path):
+    options = {"accumulation_steps": 3, "max_grad_norm": 0.5}
+    losses, norms = reference(micros=3, max_grad_norm=0.5)
+    for rank in worlds(2).run(train, tmp_path, optimizer=options, **ON_NVME):
+        assert rank["losses"] == pytest.approx(losses, rel=1e-5)
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+
+
+PLACEMENTS = [
+    {"weights": "nvme", "states": "nvme", "residency": "none"},
+    {"weights": "host", "states": "nvme"},
+    {"weights": "host", "states": "host"},
+    {"weights": "device", "states": "host"},
+    {"weights": "device", "states": "nvme"},
+    {"weights": "device", "states": "device"},
+    {"weights": "nvme", "states": "nvme", "device_memory": "400KiB", "compression": "on"},
+    {"weights": "nvme", "states": "nvme", "host_memory": "700KiB", "update": "backward"},
+    {"weights": "nvme", "states": "nvme", "chunk_mib": 1 / 256},
+    {"weights": "nvme", "states": "host", "chunk_mib": 1 / 32, "update": "deferred"},
+    {"update": "backward"},
+    {"device_memory": "600KiB"},
+    {"device_memory": "640KiB", "host_memory": "700KiB", "update": "backward"},
+]
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
+def test_placement_changes_no_bit(worlds, tmp_path, dtype):
+    results = {}
+    placements = PLACEMENTS if dtype == "fp32" else PLACEMENTS[::3]
+    for index, placement in enumerate(placements):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        options = {"chunk_mib": 1 / 64, "update": "deferred", **placement}
+        results[index] = worlds(2).run(train, folder, dtype=dtype, evaluate=index % 2 == 0, **options)[0]
+    for index, placement in enumerate(placements):
+        assert results[index]["losses"] == results[0]["losses"], placement
+        assert results[index]["states"] == results[0]["states"], placement
+        assert results[index]["evaluations"] in ([], results[0]["evaluations"]), placement
+    assert 0 < results[len(placements) - 1]["num_promoted"] < results[0]["num_spans"]
+
+
+def test_what_lives_on_the_device_for_want_of_room_changes_no_bit(worlds, tmp_path):
+    options = {"dtype": "bf16", "chunk_mib": 1 / 64, "device_memory": "600KiB", "host_memory": "300KiB", "evaluate": True}
+    found = [worlds(2).run(train_crowded, tmp_path, drive_nbytes, **options) for drive_nbytes in (1 << 30, 400 << 10, 200 << 10)]
+    for ranks_ in found:
+        assert [rank["at_home"] for rank in ranks_] == [ranks_[0]["at_home"]] * 2
+        for name in ("losses", "states", "evaluations"):
+            assert [rank[name] for rank in ranks_] == [found[0][0][name]] * 2, name
+    counts = [ranks_[0]["at_home"] for ranks_ in found]
+    assert counts[0] == 0 < counts[1] < counts[2], counts
+
+
+def test_records_leave_the_device_on_all_ranks_when_one_of_them_needs_more(worlds, tmp_path):
+    ample, tight = (worlds(2).run(grow, tmp_path, capacity) for capacity in (1 << 30, 712 << 10))
+    assert tight[0][0] == tight[1][0] == ample[0][0]
+    assert tight[0][1] == tight[1][1]
+    assert [overflows for *_, overflows in tight] == [0, 0]
+    plans, counts = zip(*tight[0][1])
+    assert plans == (1, 1, 1, 2, 2, 2)
+    assert counts[0] == counts[2] > counts[3] == counts[5] > 0
+
+
+def test_the_norm_has_the_same_bits_for_every_chunk_size(worlds, tmp_path):
+    norms = set()
+    for chunk_mib in (1 / 256, 1 / 64, 1 / 16):
+        options = {**ON_NVME, "chunk_mib": chunk_mib}
+        for rank in worlds(2).run(train, tmp_path, optimizer={"max_grad_norm": 0.5}, **options):
+            norms.add(tuple(rank["norms"]))
+    assert len(norms) == 1
+
+
+def test_checkpointed_activations_change_no_bit(worlds, tmp_path):
+    plain, checkpointed = (worlds(2).run(train, tmp_path, checkpoint=on, **ON_NVME)[0] for on in (False, True))
+    assert plain["losses"] == checkpointed["losses"]
+    assert plain["states"] == checkpointed["states"]
+
+
+# ---- each rank's part ----
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
+def test_every_rank_holds_and_reads_its_part_of_every_chunk(worlds, tmp_path, size):
+    found = worlds(size).run(train, tmp_path, steps=5, **ON_NVME)
+    chunks = found[0]["chunks"]
+    assert len(chunks) > 8
+    for index, (numel, used) in enumerate(chunks):
+        parts = [rank["records"][index][0] for rank in found]
+        assert sum(parts) == used
+        assert parts == [min(max(used - r * numel // size, 0), numel // size) for r in range(size)]
+    for rank in found:
+        holds = {index for index, (numel, _, _) in enumerate(rank["records"]) if numel}
+        assert {index for index, _ in rank["reads"]} == holds
+        assert set(rank["copies"]) >= holds
+        # Every read is of this rank's own record, and each step writes all of it once, as the start did.
+        sizes = {(index, kind): record[i] for index, record in enumerate(rank["records"]) for i, kind in KINDS}
+        assert rank["nbytes"]["read"] == sum(sizes[what] for what in rank["reads"])
+        assert rank["nbytes"]["written"] == (5 + 1) * sum(sizes.values())
+    whole = sum(12 * used for _, used in chunks)
+    parts = [sum(sum(record[1:]) for record in rank["records"]) for rank in found]
+    assert max(parts) <= whole / size + 3 * 4096 * len(chunks)  # each segment is rounded up to 4096
+
+
+def test_collectives_have_one_order_on_all_ranks(worlds, tmp_path):
+    for size, update in ((2, "backward"), (2, "deferred"), (4, "backward")):
+        found = worlds(size).run(train, tmp_path, checkpoint=True, update=update, **ON_NVME)
+        assert {lane for lane, _ in found[0]["collectives"]} == {"gg", "rs"}
+        assert all(rank["collectives"] == found[0]["collectives"] for rank in found)
+        assert all(rank["num_plans"] >= 1 for rank in found)
+
+
+# ---- parameters that not every rank uses ----
+
+
+def train_branches(folder, bias_on, side_on, *, steps=4, **changes):
+    """Train Branches with a gradient of `bias` and `side` only on the ranks named; states and losses."""
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, **changes)):
+        model = Branches()
+    adam = infinity.AdamW(model.parameters(), lr=1e-2)
+    engine = infinity.engine_of(model)
+    rank, world = ranks()
+    with engine:
+        for step in range(steps):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            model(share(x), rank in bias_on, rank in side_on).square().mean().backward()
+            adam.step()
+            adam.zero_grad()
+        values = {name: engine.read_state(p) for name, p in model.named_parameters()}
+        return {"values": values, "num_plans": engine.stats()["num_plans"]}
+
+
+def branches_reference(bias_on, side_on, world, steps=4):
+    """Plain PyTorch; a rank without a gradient contributes zero, and what nobody uses is skipped."""
+    torch.manual_seed(0)
+    model = Branches()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        for rank, rows in enumerate(x.chunk(world)):
+            (model(rows, rank in bias_on, rank in side_on).square().mean() / world).backward()
+        adam.step()
+        adam.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("bias_on, side_on", [((0,), (1,)), ((0, 1), ()), ((1,), (0, 1)), ((), ())])
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+def test_a_gradient_that_some_rank_lacks_counts_as_zero_there(worlds, tmp_path, bias_on, side_on, update):
+    found = worlds(2).run(train_branches, tmp_path, bias_on, side_on, update=update, **{**ON_NVME, "chunk_mib": 1 / 256})
+    expected = branches_reference(bias_on, side_on, 2)
+    torch.manual_seed(0)
+    initial = dict(Branches().named_parameters())
+    for rank in found:
+        for name, state in rank["values"].items():
+            torch.testing.assert_close(state["weight"], expected[name], rtol=1e-4, atol=1e-6)
+            assert all(torch.equal(state[kind], found[0]["values"][name][kind]) for kind in state)
+        unused = ["never"] + ["bias"] * (not bias_on) + ["side.weight", "side.bias"] * (not side_on)
+        for name in unused:
+            assert torch.equal(rank["values"][name]["weight"], initial[name])
+            assert not rank["values"][name]["momentum"].any()
+        assert rank["num_plans"] >= 1
+
+
+# ---- building and changing ----
+
+
+def test_models_built_under_init_are_those_of_a_plain_construction(worlds, tmp_path):
+    torch.manual_seed(0)
+    plain = {name: param.detach().clone() for name, param in gpt().named_parameters()}
+    for rank in worlds(2).run(built, tmp_path):
+        assert rank.keys() == plain.keys()
+        assert all(torch.equal(rank[name], plain[name]) for name in plain)
+
+
+def built(folder):
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, **ON_NVME), window=0):
+        model = gpt()
+    with infinity.engine_of(model) as engine:
+        return {name: engine.read_state(param)["weight"] for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("moments", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+def test_two_ranks_with_the_same_data_have_the_bits_of_one(worlds, tmp_path, moments, one_thread):
+    """Gradients are twice as large and then halved, exactly: what is left is where elements lie, and what is drawn for them."""
+    changes = {"dtype": "bf16", "moments": moments}
+    expected = twins(tmp_path, **changes)
+    for number, places in enumerate((ON_NVME, {"weights": "host", "states": "host", "chunk_mib": 1 / 16})):
+        for found in worlds(2).run(twins, tmp_path, **changes, **places):
+            assert found == expected, number
+
+
+@pytest.mark.parametrize("part", ["blocks.0", "bias"])
+def test_parameters_are_frozen_for_some_steps(worlds, tmp_path, part, one_thread):
+    """Also those in one chunk with others that train on."""
+    expected = twins(tmp_path, frozen=part, update="deferred")
+    for number, places in enumerate((ON_NVME, {"chunk_mib": 1 / 16}, {"weights": "nvme", "states": "nvme"})):
+        for found in worlds(2).run(twins, tmp_path, frozen=part, **places):
+            assert found == expected, number
+
+
+def twins(folder, frozen=None, **changes):
+    """States after six steps; parameters whose names have `frozen` in them train only in the first two and the last two."""
+    model, adam = made(folder, **changes)
+    for_some = [param for name, param in model.named_parameters() if frozen is not None and frozen in name]
+    with infinity.engine_of(model) as engine:
+        for step in range(6):
+            for param in for_some:
+                param.requires_grad_(step not in (2, 3))
+            model(*tokens(step, 0)).backward()
+            adam.step()
+            adam.zero_grad()
+        return states_of(engine, model)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", pytest.param("raise", marks=pytest.mark.long)])
+def test_a_nan_in_one_ranks_gradient_is_found_on_all_before_any_state_changes(worlds, tmp_path, nonfinite):
+    for rank, (before, after, raised, end) in enumerate(worlds(2).run(poisoned, tmp_path, nonfinite)):
+        assert after == before and end != before
+        if nonfinite == "raise":
+            assert f"rank {rank} of 2" in raised and "No state was changed" in raised
+        else:
+            assert raised is None
+
+
+def poisoned(folder, nonfinite):
+    model, adam = made(folder, nonfinite=nonfinite, **ON_NVME)
+    raised = None
+    with infinity.engine_of(model) as engine:
+        for step in range(4):
+            if step == 2:
+                before = states_of(engine, model)
+            loss = model(*map(share, tokens(step, 0)))
+            if step == 2 and dist.get_rank() == 1:
+                loss = loss * float("nan")
+            loss.backward()
+            try:
+                adam.step()
+            except infinity.NonFiniteError as error:
+                raised = str(error)
+            adam.zero_grad()
+            if step == 2:
+                after = states_of(engine, model)
+        return before, after, raised, states_of(engine, model)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
+def test_accumulation_by_layer_has_the_bits_of_the_ordinary_loop(worlds, tmp_path, dtype):
+    by_layer, by_batch = (worlds(2).run(accumulated, tmp_path, way, dtype) for way in (True, False))
+    assert by_layer == by_batch
+
+
+def test_steps_by_layer_and_ordinary_ones_may_alternate(worlds, tmp_path):
+    expected = worlds(2).run(accumulated, tmp_path, False, "fp32")[0][1]
+    for found in worlds(2).run(accumulated, tmp_path, None, "fp32"):
+        assert found[1] == expected
+
+
+@pytest.mark.parametrize("bad", [pytest.param((0, 0), marks=pytest.mark.long), (0, 1), pytest.param((2, 1), marks=pytest.mark.long)], ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(worlds, tmp_path, bad):
+    first, second = worlds(2).run(overflowing, tmp_path, bad)
+    assert first == second
+    scales, unchanged = zip(*first[0])
+    assert unchanged == tuple(step == bad[0] for step in range(4))
+    assert scales == tuple(2.0**11 if step >= bad[0] else 2.0**12 for step in range(4))
+
+
+def overflowing(folder, bad):
+    """(loss scale, whether no byte changed) of each step of an fp16 training in which the last rank's loss is once infinite."""
+    rank, world = ranks()
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, dtype="fp16", **ON_NVME)):
+        model = gpt()
+    scale = infinity.LossScale(initial=2.0**12)
+    adam = infinity.AdamW(model.parameters(), lr=1e-2, loss_scale=scale, accumulation_steps=2, max_grad_norm=0.5)
+    with infinity.engine_of(model) as engine:
+        found, before = [], states_of(engine, model)
+        for step in range(4):
+            for micro in range(2):
+                loss = model(*map(share, tokens(step, micro))) / 2
+                (loss * math.inf if (step, micro) == bad and rank == world - 1 else loss).backward()
+            adam.step()
+            adam.zero_grad()
+            after = states_of(engine, model)
+            found.append((engine.stats()["loss_scale"], before == after))
+            before = after
+        return found, before
+
+
+def accumulated(folder, by_layer, dtype, micros=3):
+    """Losses and states of four steps, by layer or not; None: in turn."""
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, dtype=dtype, **ON_NVME)):
+        model = nn.Sequential(nn.Embedding(61, 48), *(nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(4)))
+    adam = infinity.AdamW(model.parameters(), lr=1e-2, accumulation_steps=micros)
+    loss_of = lambda output, target: output.float().logsumexp(-1).mean() / micros + output.float().square().mean()
+    losses = []
+    with infinity.engine_of(model) as engine:
+        for step in range(4):
+            batch = [tuple(map(share, tokens(step, micro))) for micro in range(micros)]
+            losses += run_micro_batches(model, list(model), batch, loss_of, step % 2 if by_layer is None else by_layer)
+            adam.step()
+            adam.zero_grad()
+        return losses, states_of(engine, model)
+
+
+def test_a_rank_may_hold_nothing_but_padding(worlds, tmp_path):
+    """All of a tiny model, or all that is trained of it, lies in the first rank's shards."""
+    for first, second in [worlds(2).run(tiny, tmp_path, frozen, choice) for frozen in (False, True) for choice in ("off", "on")]:
+        assert first == second and first[-1] < first[0]
+
+
+def test_ranks_agree_on_buffers_for_compression_before_they_choose_chunks(worlds, tmp_path):
+    assert worlds(2).run(reserved, tmp_path) == [0, 0]
+
+
+def reserved(folder):
+    """On one rank's node cores and drives would have it."""
+    model = nn.Linear(64, 64)
+    with mock.patch("infinity.engine.build.may_compress", lambda *_: dist.get_rank() == 0):
+        with infinity.offload(model, settings(folder, weights="nvme", states="nvme")) as engine:
+            infinity.AdamW(model.parameters())
+            return engine.placement.compression_nbytes
+
+
+def tiny(folder, frozen, compression):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 8))
+    if frozen:
+        model[0].requires_grad_(False)
+        model[1].weight.requires_grad_(False)
+    losses = []
+    with infinity.offload(model, settings(folder, weights="nvme", states="nvme", compression=compression)):
+        adam = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        for _ in range(4):
+            loss = model(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            adam.step()
+            losses.append(loss.item())
+    return losses
+
+
+def test_closed_engines_keep_neither_descriptors_nor_threads(worlds, tmp_path):
+    for after_two, after_six in worlds(2).run(opened, tmp_path):
+        assert after_six == after_two
+
+
+def num_descriptors():
+    """But for those of the store's file and in /proc, which the watch opens whenever it looks at the other ranks."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of the listing itself
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(not link.endswith("/store") and not link.startswith("/proc/") for link in links)
+
+
+def opened(folder):
+    found = []
+    for number in range(6):
+        train(folder, steps=1, **ON_NVME)
+        gc.collect()
+        found.append((num_descriptors(), len(os.listdir("/proc/self/task"))))
+    return found[1], found[5]
+
+
+def test_engines_that_are_dropped_on_all_ranks_end(worlds, tmp_path):
+    """At other times on each rank, and none of them waits for the others."""
+    for after_two, after_six in worlds(2).run(dropped, tmp_path):
+        assert after_six == after_two
+
+
+def dropped(folder):
+    found = []
+    for number in range(6):
+        model, adam = made(folder, **ON_NVME)
+        for step in range(2):
+            model(*tokens(step, 0)).backward()
+            adam.step()
+            adam.zero_grad()
+        del model
+        if number % 2 != dist.get_rank():
+            gc.collect()
+            dist.barrier()
+        else:
+            dist.barrier()
+            gc.collect()
+        dist.barrier()
+        found.append((num_descriptors(), len(os.listdir("/proc/self/task"))))
+    return found[1], found[5]
+
+
+def test_rank_0s_changes_inside_gathered_reach_all_ranks(worlds, tmp_path):
+    for size in (2, 4):
+        for rank in worlds(size).run(changed, tmp_path):
+            assert torch.equal(rank["token"], torch.full((61, 48), 0.5))
+            assert torch.equal(rank["norm"], torch.arange(48.0))
+            assert rank["seen"] == rank["token"].sum() and rank["output"] == rank["expected"]
+
+
+def changed(folder):
+    model, adam = made(folder, **ON_NVME)
+    with infinity.engine_of(model) as engine:
+        for step in range(2):
+            model(*map(share, tokens(step, 0))).backward()
+            adam.step()
+        with infinity.gathered([model.token.weight, model.norm.weight]), torch.no_grad():
+            if dist.get_rank() == 0:
+                model.token.weight.fill_(0.5)
+                model.norm.weight.copy_(torch.arange(48.0))
+            else:
+                model.token.weight.fill_(7.0)
+        with infinity.gathered(model.token.weight):
+            seen = model.token.weight.detach().sum()
+        weights = {name: engine.read_state(param)["weight"] for name, param in model.named_parameters()}
+        plain = gpt()
+        plain.load_state_dict(weights)
+        with torch.no_grad():
+            output, expected = (m(*tokens(7, 0)).item() for m in (model, plain))
+        model(*map(share, tokens(3, 0))).backward()
+        adam.step()
+        return {
+            "token": weights["token.weight"],
+            "norm": weights["norm.weight"],
+            "seen": seen,
+            "output": output,
+            "expected": expected,
+        }
+
+
+# ---- launchers, and ranks that part ----
+
+
+def launch(folder, source, *, nodes=1, per_node=2, environment=None):
+    """Run a script under torchrun on localhost; (exit status, output) of each node."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(source))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(node)]
+            + ["--nproc-per-node", str(per_node), "--master-addr", "127.0.0.1", "--master-port", str(port), str(script), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )
+        for node in range(nodes)
+    ]
+    try:
+        return [(process.communicate(timeout=SECONDS)[0], process.returncode)[::-1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.long
+def test_two_torchrun_nodes_train_as_one_process(tmp_path):
+    source = """
+        import json, sys
+        from pathlib import Path
+        import torch.distributed as dist
+        import test_ranks
+
+        folder = Path(sys.argv[1])
+        dist.init_process_group("gloo")
+        mine = folder / f"node{dist.get_rank()}"  # a node's swap is its own
+        mine.mkdir()
+        found = test_ranks.train(mine, steps=4, **test_ranks.ON_NVME)
+        (folder / f"losses{dist.get_rank()}").write_text(json.dumps(found["losses"]))
+        dist.destroy_process_group()
+    """
+    nodes = launch(tmp_path, source, nodes=2, per_node=1)
+    assert [status for status, _ in nodes] == [0, 0], nodes
+    losses, _ = reference(steps=4)
+    for rank in range(2):
+        assert eval((tmp_path / f"losses{rank}").read_text()) == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("update, when", [("backward", 0), pytest.param("deferred", 1, marks=pytest.mark.long), ("backward", 4)])
+def test_ranks_that_run_modules_in_other_orders_end_in_errors(tmp_path, update, when):
+    world = World(2, tmp_path)  # of its own: its groups are lost
+    try:
+        for good, answer in world.attempt(parted, tmp_path, when, update):
+            assert not good and "of 2" in answer, answer
+            assert "the same modules in the same order" in answer or "runs other modules or in another order" in answer, answer
+    finally:
+        world.close()
+
+
+def parted(folder, when, update):
+    """In step `when`, rank 1 runs the layers the other way round."""
+    infinity.partition.CONTROL_TIMEOUT_S = 2
+    with infinity.init(settings(folder, update=update, **ON_NVME)):
+        layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+    adam = infinity.AdamW(layers.parameters())
+    for step in range(when + 3):
+        x = torch.ones(2, 128)
+        for layer in reversed(layers) if step == when and dist.get_rank() else layers:
+            x = layer(x)
+        x.sum().backward()
+        adam.step()
+        adam.zero_grad()
+
+
+# ---- one rank's failure: promise 15 ----
+
+STAGES = ["nc", "cn", "cg", "gg", "reduce", "update", "program"]
+BY_DEFAULT = [("cg", 1, "backward"), ("reduce", 0, "deferred")]
+LOSSES = [
+    pytest.param(stage, loser, update, marks=[] if (stage, loser, update) in BY_DEFAULT else pytest.mark.long)
+    for stage in STAGES
+    for loser in (0, 1)
+    for update in ("backward", "deferred")
+]
+
+
+def losing(folder, stage, loser, update):
+    """Train until, in the third step, something fails on one rank, and let the exception out of the engine."""
+    model, adam = made(folder, update=update, **ON_NVME)
+    with infinity.engine_of(model) as engine:
+        for step in range(8):
+            if step == 2 and dist.get_rank() == loser:
+                fail_at(engine, stage)
+            model(*tokens(step, 0)).backward()
+            adam.step()
+            adam.zero_grad()
+
+
+def fail_at(engine, stage):
+    def fail(*arguments, **options):
+        raise MemoryError(f"no memory for {stage}")
+
+    if stage in ("nc", "cn"):
+        _aio._inject("read" if stage == "nc" else "write", 2, -1, -errno.EIO)
+    elif stage == "cg":
+        engine.pipeline._finish_copy = engine.pipeline._run_copy = fail
+    elif stage == "gg":
+        engine.ranks.gather = fail
+    elif stage == "reduce":
+        engine.ranks.reduce_scatter = fail
+    elif stage == "update":
+        engine.updater._update_on_host = fail
+    else:
+        fail()
+
+
+@pytest.mark.parametrize("stage, loser, update", LOSSES)
+def test_one_ranks_failure_ends_all_soon_and_names_rank_and_chunk(tmp_path, stage, loser, update):
+    world = World(2, tmp_path)
+    try:
+        world.run(losing, tmp_path, "none", -1, update)  # imports and the like do not count
+        start = time.monotonic()
+        answers = world.attempt(losing, tmp_path, stage, loser, update)
+        seconds = time.monotonic() - start
+        print(f"{stage}, rank {loser}: {seconds:.1f} s")
+        assert seconds < 30
+        for rank, (good, answer) in enumerate(answers):
+            assert not good
+            assert "no memory for" in answer or "Input/output error" in answer, answer
+            assert f"rank {loser} of 2" in answer or rank == loser, answer
+            if stage in ("nc", "cn"):
+                assert re.search(rf"rank {loser} of 2, chunk \d+ \((weights|states|gradients)\)", answer), answer
+            elif stage != "program" and rank != loser:
+                assert re.search(rf"rank {loser} of 2 failed: chunk \d+", answer), answer
+    finally:
+        world.close()
+
+
+def slowly(num_rounds):
+    """Agree again and again, one rank so late that the other's wait is just over."""
+    ranks = infinity.partition.Ranks(torch.device("cpu"))
+    agreed = 0
+    for number in range(num_rounds):
+        if ranks.rank:
+            time.sleep(infinity.partition.WATCH_S - 0.003 + 0.0002 * (number % 30))
+        agreed += ranks.agree(number)
+    ranks.close()
+    return agreed
+
+
+@pytest.mark.parametrize("num_rounds", [10, pytest.param(60, marks=pytest.mark.long)])
+def test_a_rank_that_comes_late_is_no_failure(worlds, num_rounds):
+    assert worlds(2).run(slowly, num_rounds) == [num_rounds] * 2
+
+
+def starting(folder, loser):
+    if dist.get_rank() == loser:
+        infinity.tiers.Swap.reserve = mock.Mock(side_effect=infinity.SwapError(errno.ENOSPC, "no space for swap", "/there"))
+    model, adam = made(folder, **ON_NVME)
+    for _ in range(3):
+        model(*tokens(0, 0)).backward()
+        adam.step()
+
+
+@pytest.mark.parametrize("loser", [0, 1])
+def test_a_rank_that_cannot_start_ends_all(tmp_path, loser):
+    world = World(2, tmp_path)
+    try:
+        start = time.monotonic()
+        answers = world.attempt(starting, tmp_path, loser)
+        assert time.monotonic() - start < 30
+        assert all(not good and "no space for swap" in answer for good, answer in answers), answers
+    finally:
+        world.close()

@@ -1,0 +1,1188 @@
+"""Saved activations come back with their bytes, once and in time, whatever their storage, budget, drive and order.
+
+Long because the unit, the engine around it and its faults share what makes storages leave and what is left afterwards.
+"""
+
+import errno
+import gc
+import hashlib
+import itertools
+import queue
+import random
+import resource
+import threading
+import time
+
+import pytest
+import test_ranks
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, assert_same_states, everything_in, states_of, training
+from models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
+from test_faults import assert_says_what_failed, no_hang, nothing_left, our_threads
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from aio_ext import _aio
+from infinity.errors import BudgetError, SwapError, UsageError
+from infinity.system.arena import Arena
+from infinity.system.swap import Swap
+from infinity.tiers import activations as module
+from infinity.tiers.activations import MIN_NBYTES, Activations, Place
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+PAGE, MIB = 4096, 1 << 20
+N = MIN_NBYTES  # bytes of the smallest storage that moves
+ON_DEVICE = (Place.DEVICE, Place.LEAVING)
+BEHIND = 1 + module.NUM_LEAVING  # of equal storages: the newest stays, and so many are on their way
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes Activations with a swap of their own; closed at the end, with nothing left."""
+    made = []
+
+    def build(budget=64 * MIB, *, to_nvme=False):
+        path = tmp_path / f"swap{len(made)}"
+        path.mkdir()
+        swap = Swap([path])
+        swap.reserve()
+        made.append(Activations(Arena(), swap, CPU, budget, to_nvme=to_nvme))
+        return made[-1]
+
+    before = our_threads()
+    yield build
+    for activations in made:
+        activations.close()
+        activations.swap.close()
+    assert [name for name in everything_in(tmp_path) if "/" in name] == []
+    assert {t for t in our_threads() - before if isinstance(t, threading.Thread)} == set()
+
+
+def filled(value, nbytes=N):
+    return torch.full((nbytes,), value % 256, dtype=torch.uint8)
+
+
+def is_filled(tensor, value, nbytes=N):
+    return torch.equal(tensor, filled(value, nbytes))
+
+
+def push_out(activations, *saved):
+    """Save others until these have left the device and, if they go there, are on NVMe; the others."""
+    others = []
+    while any(one.kept.place in ON_DEVICE for one in saved):
+        others.append(activations.save(filled(255, activations._largest_nbytes)))
+    activations.writer.drain()
+    return others
+
+
+def save_many(activations, values, nbytes=N):
+    """Of storages that nobody else refers to."""
+    return [activations.save(filled(value, nbytes)) for value in values]
+
+
+def transfers(activations, monkeypatch):
+    """The numbers of the storages that are written and read from now on, in order: ("write", 0), ..."""
+    seen = []
+    for op in ("read", "write"):
+        move = getattr(activations.swap, op)
+
+        def recorded(*arguments, op=op, move=move, what, **options):
+            seen.append((op, int(what.split()[-1].rstrip(":"))))
+            return move(*arguments, what=what, **options)
+
+        monkeypatch.setattr(activations.swap, op, recorded)
+    return seen
+
+
+# ---- bytes ----
+
+VIEWS = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "strided": lambda x: x[::2, ::2],
+    "offset": lambda x: x[100:, 3:],
+    "flat part": lambda x: x.view(-1)[7:40000],
+    "expanded": lambda x: x[5:90].expand(3, -1, -1),
+    "one element, expanded": lambda x: x[3, 4].expand(256, 256),
+    "overlapping": lambda x: x.as_strided((400, 100), (7, 1), 11),
+}
+
+
+@pytest.mark.parametrize("to_nvme", [False, True], ids=["host", "nvme"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_comes_back_with_its_shape_strides_and_bytes(make, view, to_nvme):
+    activations = make(to_nvme=to_nvme)
+    x = torch.randn(256, 256)
+    saved = activations.save(VIEWS[view](x))
+    expected, layout = VIEWS[view](x).clone(), VIEWS[view](x)
+    layout = layout.shape, layout.stride(), layout.storage_offset(), layout.dtype
+    del x
+    others = push_out(activations, saved)
+    assert saved.kept.place is (Place.NVME if to_nvme else Place.HOST)
+    back = activations.restore(saved)
+    assert (back.shape, back.stride(), back.storage_offset(), back.dtype) == layout
+    assert torch.equal(back, expected)
+    assert all(is_filled(activations.restore(other), 255, 256 * 256 * 4) for other in others)
+
+
+DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+DTYPES += [torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_with_its_bytes_also_those_of_no_number(make, dtype):
+    activations = make(to_nvme=True)
+    bytes_ = torch.randint(256, (N,), dtype=torch.uint8) & (1 if dtype is torch.bool else 255)
+    saved = activations.save(bytes_.clone().view(dtype))
+    others = push_out(activations, saved)
+    back = activations.restore(saved)
+    assert back.dtype is dtype and torch.equal(back.view(torch.uint8), bytes_)
+    del others
+
+
+@pytest.mark.parametrize("nbytes", [N, N + 1, N + PAGE - 1, N + PAGE, MIB - 1, 3 * MIB + 12345])
+def test_storages_of_any_size_come_back(make, nbytes):
+    activations = make(to_nvme=True)
+    expected = [torch.randint(256, (nbytes,), dtype=torch.uint8) for _ in range(6)]
+    saved = [activations.save(x.clone()) for x in expected]
+    for one, x in reversed([*zip(saved, expected)]):
+        assert torch.equal(activations.restore(one), x)
+    assert activations.stats()["moved_nbytes"] == 5 * nbytes  # the newest stays
+    pages = -(-nbytes // PAGE)
+    assert pages <= activations.stats()["nvme_nbytes"] / PAGE / (6 - BEHIND) <= pages * 9 / 8  # sizes alike share theirs
+
+
+def test_views_of_one_storage_move_once_and_are_views_of_one_storage_again(make):
+    activations = make()
+    x = torch.randn(256, 256)
+    expected = x.clone()
+    views = [activations.save(view) for view in (x, x.t(), x[:128], x)]
+    del x
+    others = push_out(activations, *views)
+    assert activations.stats()["moved_nbytes"] == 256 * 256 * 4 * (1 + len(others) - 1)
+    back = [activations.restore(view) for view in views]
+    assert len({tensor.untyped_storage()._cdata for tensor in back}) == 1
+    for tensor, want in zip(back, (expected, expected.t(), expected[:128], expected)):
+        assert torch.equal(tensor, want)
+
+
+def test_what_is_saved_again_in_a_later_forward_pass_moves_once(make):
+    activations = make()
+    x = filled(3)
+    first = activations.save(x)
+    others = push_out(activations, first)
+    moved = activations.stats()["moved_nbytes"]
+    activations.begin_forward([])
+    again = activations.save(x)
+    assert again.kept is first.kept and activations.stats()["moved_nbytes"] == moved
+    del x, others
+    assert is_filled(activations.restore(again), 3)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+STAYS = {
+    "small": lambda: torch.zeros(N - 1, dtype=torch.uint8),
+    "less than a quarter of its storage": lambda: torch.zeros(4 * N, dtype=torch.uint8)[: N - 1],
+    "one element": lambda: torch.zeros(N)[5],
+    "no element": lambda: torch.zeros(N)[:0],
+    "expanded element of its own": lambda: torch.zeros(1).expand(N),
+    "subclass": lambda: torch.zeros(N).as_subclass(Subclass),
+    "parameter": lambda: nn.Parameter(torch.zeros(N)),
+    "sparse": lambda: torch.eye(N).to_sparse(),
+    "compressed": lambda: torch.ones(256, 256).to_sparse_csr(),
+    "conjugate": lambda: torch.zeros(N, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.zeros(N, dtype=torch.complex64).conj().imag,
+    "on another device": lambda: torch.zeros(N, device="meta"),
+}
+STAYS["sparse"] = lambda: torch.eye(256).to_sparse()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", STAYS)
+def test_what_stays_on_the_device(make, kind):
+    activations = make()
+    assert activations.save(STAYS[kind]()) is None
+    assert activations.stats() == {"moved_nbytes": 0, "host_nbytes": 0, "host_peak_nbytes": 0, "nvme_nbytes": 0}
+
+
+def test_inference_tensors_and_buffers_stay(make):
+    activations = make()
+    with torch.inference_mode():
+        x = filled(1)
+    assert activations.save(x) is None
+    buffer, other = filled(2), filled(2)
+    activations.begin_forward([buffer])
+    assert activations.save(buffer) is None and activations.save(buffer.view(-1, 2)) is None
+    assert activations.save(other) is not None
+    activations.begin_forward([])
+    assert activations.save(buffer) is not None
+
+
+def test_a_quarter_of_a_storage_moves_it(make):
+    activations = make()
+    x = torch.randn(N)
+    assert activations.save(x[N // 2 : 3 * N // 4]) is not None
+    assert activations.save(x[N // 2 : 3 * N // 4 - 1]) is None
+
+
+# ---- identity ----
+
+
+@pytest.mark.parametrize("to_nvme", [False, True], ids=["host", "nvme"])
+def test_an_original_that_is_alive_is_used_itself_and_nothing_is_read(make, monkeypatch, to_nvme):
+    activations = make(to_nvme=to_nvme)
+    x = filled(7)
+    saved = activations.save(x)
+    others = push_out(activations, saved)
+    seen = transfers(activations, monkeypatch)
+    back = activations.restore(saved)
+    assert back.untyped_storage()._cdata == x.untyped_storage()._cdata and seen == []
+    del back, x, others
+    assert is_filled(activations.restore(saved), 7)
+
+
+def test_storages_that_may_take_each_others_addresses_are_kept_apart(make):
+    activations = make()
+    saved = []
+    for value in range(200):
+        x = filled(value)
+        saved.append(activations.save(x))
+        del x
+    assert len({one.kept for one in saved}) == len(saved) == activations._num_kept
+    for value, one in reversed([*enumerate(saved)]):
+        assert is_filled(activations.restore(one), value)
+
+
+def test_a_storage_saved_at_two_versions_is_kept_twice(make):
+    activations = make()
+    x = filled(1)
+    old = activations.save(x)
+    others = push_out(activations, old)
+    x.add_(1)
+    new = activations.save(x)
+    x.add_(1)
+    newest = activations.save(x)
+    del x
+    others += push_out(activations, new, newest)
+    assert (old.versions, new.versions, newest.versions) == ((0, 2), (1, 2), (2, 2))
+    assert is_filled(activations.restore(newest), 3)
+    assert old.kept is not new.kept is not newest.kept
+
+
+def test_a_change_through_a_view_shows_after_the_tensor_is_gone(make):
+    activations = make()
+    x = filled(1)
+    saved, view = activations.save(x), x[:10]
+    del x
+    assert saved.versions == (0, 0)
+    view.zero_()
+    assert saved.versions == (0, 1)
+
+
+def test_the_watch_of_a_version_keeps_no_storage_alive(make):
+    activations = make()
+    x = filled(1)
+    storage, saved = StorageWeakRef(x.untyped_storage()), activations.save(x)
+    del x
+    others = push_out(activations, saved)
+    assert storage.expired() and saved.versions == (0, 0) and len(others) == BEHIND
+
+
+def test_parts_of_a_storage_with_version_counters_of_their_own_are_not_confused(make):
+    activations = make()
+    both = torch.zeros(2 * N, dtype=torch.uint8)
+    first, second = both.unsafe_chunk(2)
+    first.add_(1)
+    saved = activations.save(first)
+    others = push_out(activations, saved)
+    second.add_(2)
+    late = activations.save(second)
+    del both, first, second
+    others += push_out(activations, saved, late)
+    assert is_filled(activations.restore(saved), 1) and is_filled(activations.restore(late), 2)
+
+
+def test_an_original_that_grows_after_it_left_changes_nothing(make):
+    activations = make()
+    x = filled(5)
+    saved = activations.save(x)
+    others = push_out(activations, saved)
+    x.untyped_storage().resize_(8 * N)
+    assert is_filled(activations.restore(saved), 5)
+    del x
+    assert is_filled(activations.restore(saved), 5)
+    del others
+
+
+def test_an_original_that_grows_before_it_leaves_does_not_reach_into_its_neighbours(make):
+    activations = make(16 * N)
+    first, *neighbours = save_many(activations, range(8))  # one behind the other in host memory
+    assert [one.kept.place for one in (first, *neighbours[:3])] == [Place.HOST] * 4
+    x = filled(77)
+    saved = activations.save(x)
+    del first
+    activations.begin_forward([])
+    activations.heap.give_back(activations._take(N))  # what cools is free
+    x.untyped_storage().resize_(6 * N)
+    x.untyped_storage().fill_(77)
+    others = push_out(activations, saved)
+    assert [activations.restore(one)[0].item() for one in neighbours] == [1, 2, 3, 4, 5, 6, 7]
+    assert is_filled(activations.restore(saved), 77)
+    del others
+
+
+def test_an_original_that_shrinks_after_it_left_comes_back_whole(make):
+    activations = make()
+    x = filled(5)
+    saved = activations.save(x)
+    others = push_out(activations, saved)
+    x.untyped_storage().resize_(0)
+    assert is_filled(activations.restore(saved), 5)
+    del others
+
+
+def test_an_original_that_is_cut_before_it_left_is_an_error_that_says_so(make):
+    activations = make()
+    x = filled(5)
+    saved = activations.save(x)
+    x.untyped_storage().resize_(0)
+    with pytest.raises((RuntimeError, UsageError), match="storage"):
+        activations.restore(saved)
+
+
+# ---- what is where ----
+
+
+def test_the_device_holds_the_newest_until_as_much_was_saved_after_them_and_a_few_that_leave(make):
+    """Of what nobody else refers to; two storages of the largest size and those that leave bound it."""
+    activations = make()
+    sizes = [N, 3 * N, N, N, N, 8 * N, 2 * N, N, 7 * N, 8 * N, 8 * N, 8 * N, 4 * N, 2 * N, N, *[N] * 20]
+    alive, saved, staying, sent = [], [], [], []
+    for number, nbytes in enumerate(sizes):
+        x = filled(0, nbytes)
+        alive.append(StorageWeakRef(x.untyped_storage()))
+        saved.append(activations.save(x))
+        del x
+        staying = [n for n in [*staying, number] if sum(sizes[n + 1 : number + 1]) < sizes[n]]
+        sent += [n for n in range(number + 1) if n not in staying and n not in sent]
+        expected = sorted(staying + sent[-module.NUM_LEAVING :])
+        assert [n for n, storage in enumerate(alive) if not storage.expired()] == expected
+        assert sum(sizes[n] for n in staying) < 2 * max(sizes[: number + 1])
+    assert activations.stats()["moved_nbytes"] == sum(sizes) - N
+
+
+def test_equal_storages_leave_as_many_behind_as_are_under_way_and_one(make):
+    activations = make()
+    alive, counts, saved = [], [], []
+    for value in range(6):
+        x = filled(value)
+        alive.append(StorageWeakRef(x.untyped_storage()))
+        saved.append(activations.save(x))
+        del x
+        counts.append(sum(not storage.expired() for storage in alive))
+    assert counts == [1, 2, 3, 3, 3, 3]
+    assert [one.kept.place.value for one in saved] == ["host"] * 3 + ["leaving"] * 2 + ["device"]
+
+
+def test_copies_that_lag_change_no_byte_and_bound_the_device_all_the_same(make):
+    activations = make()
+    gate = threading.Semaphore(0)
+    activations.copies.on_job = gate.acquire
+    alive, saved = [], []
+    for value in range(6):
+        x = filled(value)
+        alive.append(StorageWeakRef(x.untyped_storage()))
+        gate.release()  # one copy may run for each that is saved
+        saved.append(activations.save(x))
+        x = None
+        assert sum(not storage.expired() for storage in alive) <= BEHIND + 1
+    gate.release(100)
+    assert [is_filled(activations.restore(one), value) for value, one in enumerate(saved)] == [True] * 6
+
+
+def test_dropped_ones_free_host_memory_and_room_on_nvme_for_the_next_step(make):
+    activations = make(8 * N, to_nvme=True)
+    rooms = []
+    for step in range(6):
+        activations.begin_forward([])
+        saved = save_many(activations, range(step, step + 20))
+        for value, one in reversed([*enumerate(saved, step)]):
+            assert is_filled(activations.restore(one), value)
+        rooms.append(activations.stats()["nvme_nbytes"])
+        assert activations.heap.nbytes <= 8 * N
+        del saved, one
+    assert rooms == [(20 - BEHIND) * N] * 6
+    activations.begin_forward([])
+    activations.writer.drain()
+    activations.copies.drain()
+    assert activations._kept == {} and activations._by_storage == {}
+    activations.heap.give_back(activations._take(8 * N))  # nothing but what cools is in the way
+    assert activations.heap.used_nbytes == 0
+
+
+def test_a_graph_that_is_dropped_without_backward_frees_everything_wherever_it_is(make):
+    activations = make(6 * N)
+    _aio._inject("write", 0, -1, None, delay=0.005)
+    for num in range(1, 16):
+        saved = save_many(activations, range(num))
+        if num > 3:
+            activations.restore(saved[num // 2])
+        del saved
+        activations.begin_forward([])
+        assert activations._kept == {}
+        assert activations._staying == activations._leaving == activations._coming == {}
+    activations.heap.give_back(activations._take(6 * N))
+    assert activations.heap.used_nbytes == 0
+
+
+def test_handles_may_be_dropped_by_any_thread_while_others_are_saved(make):
+    activations = make(16 * N)
+    bags, wrong = [queue.SimpleQueue() for _ in range(4)], []
+
+    def drop(bag):
+        while bag.get() is not None:
+            gc.collect(0)
+
+    threads = [threading.Thread(target=drop, args=(bag,)) for bag in bags]
+    for thread in threads:
+        thread.start()
+    try:
+        for value in range(200):
+            saved = activations.save(filled(value))
+            bags[value % 4].put(activations.save(filled(value + 1)))
+            if value % 3 == 0 and not is_filled(activations.restore(saved), value):
+                wrong.append(value)
+            bags[(value + 1) % 4].put(saved)
+            del saved
+    finally:
+        for bag in bags:
+            bag.put(None)
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    activations.begin_forward([])
+    assert activations._kept == {} and activations.heap.nbytes <= 16 * N
+
+
+def test_an_extent_is_given_on_while_its_last_read_is_under_way(make):
+    """What was read ahead is dropped; its extent is written by another storage at once."""
+    activations = make(8 * N, to_nvme=True)
+    saved = save_many(activations, range(12))
+    activations.writer.drain()
+    _aio._inject("read", 0, -1, None, delay=0.02)
+    activations.restore(saved[9])
+    assert Place.READING in [one.kept.place for one in saved]
+    del saved
+    again = save_many(activations, range(100, 130))
+    assert activations.stats()["nvme_nbytes"] <= 28 * N
+    for value, one in reversed([*enumerate(again, 100)]):
+        assert is_filled(activations.restore(one), value)
+
+
+# ---- budgets and order ----
+
+
+@pytest.mark.parametrize("budget", [3 * N, 4 * N, 7 * N + 1234, 20 * N])
+@pytest.mark.parametrize("to_nvme", [False, True], ids=["host", "nvme"])
+def test_host_memory_stays_within_its_budget_and_all_bytes_come_back(make, budget, to_nvme):
+    activations = make(budget, to_nvme=to_nvme)
+    for step in range(3):
+        saved = []
+        for value in range(15):
+            saved.append(activations.save(filled(value + step)))
+            assert activations.heap.nbytes <= budget and activations.heap.peak_nbytes <= budget
+        for value in range(14, -1, -1):
+            assert is_filled(activations.restore(saved.pop()), value + step)
+            assert activations.heap.nbytes <= budget and activations.heap.peak_nbytes <= budget
+
+
+@pytest.mark.parametrize("order", ["forward", "random", "twice"])
+def test_any_order_of_use_finds_its_bytes_at_a_tight_budget(make, order):
+    activations = make(4 * N)
+    saved = save_many(activations, range(30))
+    numbers = {"forward": [*range(30)], "random": random.Random(3).sample(range(30), 30), "twice": [*range(29, -1, -1)] * 2}[order]
+    for value in numbers:
+        assert is_filled(activations.restore(saved[value]), value)
+        assert activations.heap.peak_nbytes <= 4 * N
+
+
+def test_the_oldest_are_written_first(make, monkeypatch):
+    activations = make(4 * N)
+    seen = transfers(activations, monkeypatch)
+    saved = save_many(activations, range(12))
+    activations.writer.drain()
+    written = [number for op, number in seen]
+    assert written == [*range(len(written))] and 12 - 4 - 1 <= len(written) <= 12 - BEHIND
+    assert [one.kept.place for one in saved[: len(written)]] == [Place.NVME] * len(written)
+
+
+def test_to_nvme_writes_all_that_has_left_in_its_order(make, monkeypatch):
+    activations = make(to_nvme=True)
+    seen = transfers(activations, monkeypatch)
+    saved = save_many(activations, range(8))
+    activations.writer.drain()
+    assert seen == [("write", number) for number in range(8 - BEHIND)]
+    assert [one.kept.place.value for one in saved] == ["nvme"] * 5 + ["leaving"] * 2 + ["device"]
+
+
+def test_with_room_for_all_nothing_is_written(make, monkeypatch):
+    activations = make(64 * N)
+    seen = transfers(activations, monkeypatch)
+    saved = save_many(activations, range(20))
+    activations.writer.drain()
+    assert seen == [] and activations.stats()["nvme_nbytes"] == 0 and len(saved) == 20
+
+
+@pytest.mark.parametrize("budget", [4 * N, 6 * N, 10 * N])
+def test_backward_reads_each_once_newest_first_and_evicts_nothing(make, monkeypatch, budget):
+    activations = make(budget, to_nvme=True)
+    saved = save_many(activations, range(16))
+    activations.writer.drain()
+    seen = transfers(activations, monkeypatch)
+    for value in range(15, -1, -1):
+        assert is_filled(activations.restore(saved.pop()), value)
+    assert seen == [("read", number) for number in range(15 - BEHIND, -1, -1)]
+
+
+def test_a_refusal_names_the_storage_and_the_budget(make):
+    activations = make(3 * N)
+    saved = save_many(activations, range(3))
+    with pytest.raises(BudgetError) as caught:
+        saved += save_many(activations, range(3), 5 * N)
+    assert str(caught.value) == (
+        "a saved activation of 320.0 KiB does not fit into the quarter of host_memory that is kept for activations, 192.0 KiB. "
+        "Raise host_memory, or use activations='device'."
+    )
+
+
+def test_after_a_refusal_smaller_ones_are_kept(make):
+    activations = make(3 * N)
+    saved = []
+    with pytest.raises(BudgetError):
+        saved += [activations.save(filled(value, 5 * N)) for value in range(3)]
+    del saved
+    activations.begin_forward([])
+    assert activations._kept == activations._staying == {}
+    saved = save_many(activations, range(9))
+    assert all(is_filled(activations.restore(one), value) for value, one in reversed([*enumerate(saved)]))
+
+
+def test_what_was_read_ahead_makes_room_for_what_is_needed_now(make):
+    activations = make(8 * N, to_nvme=True)
+    small, (large, *_) = save_many(activations, range(16)), save_many(activations, range(40, 45), 4 * N)
+    del _
+    activations.begin_forward([])
+    activations.writer.drain()
+    activations.restore(small[13])
+    assert is_filled(activations.restore(large), 40, 4 * N)
+    assert all(is_filled(activations.restore(one), value) for value, one in enumerate(small))
+
+
+def test_a_large_storage_finds_room_where_small_ones_were(make):
+    activations = make(200 * MIB)
+    saved = save_many(activations, range(6), 60 * MIB)
+    del saved
+    activations.begin_forward([])
+    saved = save_many(activations, range(2), 100 * MIB)
+    assert len(saved) == 2
+
+
+# ---- races ----
+
+
+def jitter(seed, most=0.002):
+    chance = random.Random(seed)
+    return lambda: time.sleep(chance.random() * most)  # a delay, not a wait for anything
+
+
+
+
+@pytest.mark.parametrize(
+    "budget, to_nvme",
+    [(4 * N, False), (4 * N, True), (64 * N, True), (64 * N, False)],
+)
+def test_random_orders_sizes_and_delays_find_their_bytes(make, budget, to_nvme):
+    activations = make(budget, to_nvme=to_nvme)
+    activations.copies.on_job, activations.writer.on_job = jitter(1), jitter(2)
+    _aio._inject("write", 0, -1, None, every=3, delay=0.002)
+    _aio._inject("read", 0, -1, None, every=2, delay=0.002)
+    chance, alive, value = random.Random(budget), {}, 0
+    for _ in range(400):
+        if len(alive) < 12 or chance.random() < 0.45:
+            nbytes = N + chance.randrange(3) * 777
+            alive[value] = activations.save(filled(value, nbytes)), nbytes
+            value += 1
+        else:
+            number = max(alive) if chance.random() < 0.7 else chance.choice([*alive])
+            saved, nbytes = alive[number]
+            assert is_filled(activations.restore(saved), number, nbytes), number
+            if chance.random() < 0.8:
+                del alive[number], saved
+        assert activations.heap.nbytes <= budget
+    assert activations.failure is None
+
+
+# ---- through the engine ----
+
+PAGES = 16  # of host memory: what more is saved goes to NVMe
+PLACES = ["host", "nvme"]
+
+
+@pytest.fixture
+def everything_moves(monkeypatch):
+    monkeypatch.setattr(module, "MIN_NBYTES", 1)
+
+
+def tighten(engine, num_pages=PAGES, delays=0.0005):
+    """Little host memory for activations, and lanes that lag."""
+    activations = engine.activations
+    if activations is not None:
+        activations.heap.budget_nbytes = num_pages * PAGE
+        if delays:
+            activations.copies.on_job, activations.writer.on_job = jitter(3, delays), jitter(4, delays)
+
+
+def given(model, step, grad=True):
+    x = inputs(model, step).to(next(model.parameters()).dtype)
+    return x.requires_grad_(grad)
+
+
+def plain_steps(model, optimizer):
+    for step in range(2):
+        x = given(model, step)
+        loss = loss_of(model(x))
+        loss.backward()
+        yield loss
+        yield x.grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_forwards(model, optimizer):
+    for step in range(2):
+        first, second = given(model, 3 * step), given(model, 3 * step + 1)
+        losses = loss_of(model(first)), loss_of(model(second))
+        sum(losses).backward()
+        yield from (*losses, first.grad, second.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_backwards(model, optimizer):
+    """Both of one graph: the gradients are twice those of one."""
+    for step in range(2):
+        x = given(model, step)
+        loss = loss_of(model(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        yield from (loss, x.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def first_graph_first(model, optimizer):
+    """Two graphs, whose backward passes come in the order of their forward passes."""
+    first, second = given(model, 0), given(model, 1)
+    losses = [loss_of(model(first)), loss_of(model(second))]
+    while losses:
+        losses.pop(0).backward()
+    yield from (first.grad, second.grad)
+    optimizer.step()
+
+
+def evaluation_between(model, optimizer):
+    for step in range(2):
+        x = given(model, step)
+        loss = loss_of(model(x))
+        with torch.no_grad():
+            yield loss_of(model(given(model, 7, grad=False)))
+        loss.backward()
+        yield from (loss, x.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def graphs_not_used(model, optimizer):
+    """A forward pass whose loss nobody asks for, kept alive for a while."""
+    kept = []
+    for step in range(4):
+        kept = kept[-1:] + [loss_of(model(given(model, 50 + step)))]
+        x = given(model, step)
+        loss = loss_of(model(x))
+        loss.backward()
+        yield from (loss, x.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def interrupted(model, optimizer):
+    """A backward pass raises half-way and is repeated."""
+
+    def raises(grad):
+        raise ValueError("half-way")
+
+    for step in range(2):
+        x = given(model, step)
+        loss = loss_of(model(x))
+        y = x * 1
+        failing = loss_of(model(y))
+        handle = y.register_hook(raises)
+        with pytest.raises(ValueError, match="half-way"):
+            failing.backward(retain_graph=True)
+        optimizer.zero_grad()
+        handle.remove()
+        failing.backward()
+        yield from (failing, x.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+
+
+def side_output(model, optimizer):
+    """An output that nothing depends on, and one that is used twice."""
+    for step in range(2):
+        x = given(model, step)
+        output = model(x)
+        unused = output.sin().exp()
+        (loss_of(output) + output.cos().mean()).backward()
+        yield x.grad
+        optimizer.step()
+        optimizer.zero_grad()
+        del unused
+
+
+RUNS = {  # what is done, options of the optimizer, settings
+    "plain": (plain_steps, {}, {}),
+    "backward": (plain_steps, {}, {"update": "backward"}),
+    "norm": (plain_steps, {"max_grad_norm": 0.1}, {}),
+    "two forwards": (two_forwards, {"accumulation_steps": 1}, {}),
+    "two backwards": (two_backwards, {"accumulation_steps": 2}, {}),
+    "first graph first": (first_graph_first, {"accumulation_steps": 2}, {}),
+    "evaluation": (evaluation_between, {}, {}),
+    "graphs not used": (graphs_not_used, {}, {}),
+    "interrupted": (interrupted, {}, {"update": "deferred"}),
+    "side output": (side_output, {}, {}),
+    "weights on nvme": (plain_steps, {}, {"weights": "nvme", "states": "nvme", "residency": "none"}),
+}
+
+
+def results(make, directory, place, what=plain_steps, options=None, pages=PAGES, moves=True, **config):
+    """What a run yields, and all states; the bytes moved."""
+    with no_hang(60), training(make, directory, options=options, activations=place, **config) as (model, engine, optimizer):
+        tighten(engine, pages)
+        found = [tensor.detach().clone() for tensor in what(model, optimizer) if tensor is not None]
+        stats = engine.stats()["activations"]
+        if place == "device":
+            assert stats is None
+        else:
+            assert stats["host_nbytes"] <= pages * PAGE
+            if moves is not None:  # it is known
+                assert (stats["moved_nbytes"] > 0) == moves and (stats["nvme_nbytes"] > 0 or place == "host") >= moves
+        return found, states_of(engine, model)
+
+
+def assert_same_everywhere(make, directory, places=PLACES, **config):
+    expected = results(make, directory, "device", **config)
+    for place in places:
+        got = results(make, directory, place, **config)
+        assert len(got[0]) == len(expected[0]) > 0
+        for number, (mine, theirs) in enumerate(zip(got[0], expected[0])):
+            assert_same_bits(mine, theirs, f"{place}, result {number}")
+        assert_same_states(got[1], expected[1], place)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", RUNS)
+def test_no_bit_depends_on_where_activations_live(tmp_path, everything_moves, name, dtype):
+    what, options, config = RUNS[name]
+    assert_same_everywhere(lambda: mlp(8), tmp_path, what=what, options=options, dtype=dtype, **config)
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_models_of_all_kinds_train_to_the_same_bits(tmp_path, everything_moves, name):
+    assert_same_everywhere(TRAITS[name], tmp_path, places=["nvme"], pages=64, moves=None)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_gpt_trains_to_the_same_bits(tmp_path, everything_moves, dtype, checkpointed):
+    def steps(model, optimizer):
+        for step in range(2):
+            yield torch.tensor(gpt_step(model, optimizer, step, 2))
+
+    options = {"accumulation_steps": 2, "max_grad_norm": 0.5}
+    assert_same_everywhere(
+        lambda: tiny_gpt(checkpoint_activations=checkpointed), tmp_path, what=steps, options=options, dtype=dtype
+    )
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_only_the_inputs_of_checkpointed_blocks_leave(tmp_path, everything_moves, use_reentrant):
+    """8 blocks, each with one input [64, 24] fp32 that nobody else keeps; what is computed anew in backward stays."""
+
+    def build(self):
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(H, 4 * H), nn.Tanh(), nn.Linear(4 * H, H)) for _ in range(8))
+
+    def run(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        return x
+
+    with training(lambda: Model(build, run, (64, H)), tmp_path, activations="host") as (model, engine, optimizer):
+        x = torch.randn(64, H).requires_grad_()
+        loss_of(model(x)).backward()
+        assert engine.stats()["activations"]["moved_nbytes"] == 7 * 64 * H * 4  # the newest stays on the device
+        optimizer.step()
+
+
+def test_segments_of_vertical_keep_theirs_and_train_to_the_same_bits(tmp_path, everything_moves):
+    def make():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(H, H), nn.Tanh()) for _ in range(4)))
+
+    def steps(model, optimizer):
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            batches = [tuple(torch.randn(2, 5, H, generator=generator)) for _ in range(3)]
+            yield from infinity.vertical([*model], batches, lambda y, t: (y - t).square().mean() / 3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same_everywhere(make, tmp_path, what=steps, options={"accumulation_steps": 3}, moves=False)
+
+
+def test_fp16_steps_that_overflow_are_skipped_alike(tmp_path, everything_moves):
+    def steps(model, optimizer):
+        for step in range(4):
+            loss = loss_of(model(given(model, step))) * (1e30 if step == 1 else 1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.float()
+
+    assert_same_everywhere(lambda: mlp(8), tmp_path, what=steps, dtype="fp16")
+
+
+def test_gates_that_are_parts_of_one_tensor_train_to_the_same_bits(tmp_path):
+    """unsafe_chunk gives each part a version counter of its own, as PyTorch's own recurrent cells use it."""
+
+    def build(self):
+        self.gates, self.inner = nn.Linear(64, 128), nn.Linear(64, 64)
+
+    def run(self, x):
+        first, second = self.gates(x).unsafe_chunk(2, -1)
+        first, y = first.sigmoid_(), x
+        for _ in range(4):
+            y = torch.tanh(self.inner(y))
+        return first * y + second.sigmoid_() * y
+
+    assert_same_everywhere(lambda: Model(build, run, (3, 256, 64)), tmp_path, pages=1 << 10)
+
+
+class ChangedLater(nn.Module):
+    """What `change` does to an activation comes after it was saved and, if `far`, has left the device."""
+
+    def __init__(self, change, far):
+        super().__init__()
+        self.first, self.last = nn.Linear(H, H), nn.Linear(H, H)
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(8))
+        self.change, self.far = change, far
+
+    def forward(self, x):
+        y = self.first(x)
+        z = torch.tanh(y).exp()  # exp saves its result
+        out = self.last(z)
+        for layer in self.layers if self.far else ():
+            out = torch.tanh(layer(out))
+        with torch.no_grad():
+            self.change(z)
+        return out
+
+
+CHANGES = {
+    "itself": lambda z: z.add_(1),
+    "a view": lambda z: z[1:].mul_(2),
+    "detached": lambda z: z.detach().zero_(),
+    "transposed": lambda z: z.t()[0].fill_(3),
+}
+
+
+@pytest.mark.parametrize("place", ["device", *PLACES])
+@pytest.mark.parametrize("far", [False, True], ids=["at once", "after it left"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_activation_changed_in_place_raises_as_in_plain_pytorch(tmp_path, everything_moves, change, far, place):
+    torch.manual_seed(0)
+    reference = ChangedLater(CHANGES[change], far)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        reference(torch.randn(3, H)).sum().backward()
+    with training(lambda: ChangedLater(CHANGES[change], far), tmp_path, activations=place, update="deferred") as (model, engine, optimizer):
+        tighten(engine)
+        loss = model(torch.randn(3, H)).sum()
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation: .* version 1; expected version 0"):
+            loss.backward()
+        optimizer.zero_grad()
+        model.change = lambda z: None
+        model(torch.randn(3, H)).sum().backward()
+        optimizer.step()
+
+
+def test_a_change_between_two_saves_of_one_storage_is_no_error(tmp_path, everything_moves):
+    def build(self):
+        self.first, self.layers = nn.Linear(H, H), nn.ModuleList(nn.Linear(H, H) for _ in range(4))
+
+    def run(self, x):
+        y = F.relu_(self.first(x))
+        for layer in self.layers:
+            y = F.relu_(layer(y).mul_(2))
+        return y
+
+    assert_same_everywhere(lambda: Model(build, run), tmp_path)
+
+
+def test_tensors_are_on_nvme_while_the_backward_pass_needs_none_of_them(tmp_path):
+    """The sizes add up: what an engine holds within its host_memory is the quarter at most."""
+    make = lambda: nn.Sequential(*itertools.chain.from_iterable((nn.Linear(64, 64), nn.Tanh()) for _ in range(20)))
+    with training(make, tmp_path, activations="nvme", host_memory="4MiB") as (model, engine, optimizer):
+        x = torch.randn(512, 64)
+        for _ in range(3):
+            loss = model(x).square().mean()
+            places = [kept.place for kept in engine.activations._kept.values()]
+            assert len(places) == 21 and set(places[-2:]) <= set(ON_DEVICE)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = engine.stats()
+        assert stats["host_arena_nbytes"] <= 4 * MIB and stats["activations"]["host_nbytes"] <= MIB
+        assert stats["activations"]["nvme_nbytes"] == (21 - BEHIND) * 512 * 64 * 4
+
+
+def test_the_quarter_that_is_too_small_is_refused_with_its_number(tmp_path):
+    with training(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), tmp_path,
+                  activations="host", host_memory="1MiB") as (model, engine, optimizer):
+        with pytest.raises(BudgetError, match=r"activation of 512\.0 KiB does not fit into the quarter .*, 256\.0 KiB\. Raise"):
+            model(torch.randn(2048, 64)).sum()
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+
+
+# ---- ranks ----
+
+
+def train_on_a_rank(folder, place):
+    """Of one rank; module-level, as it is run by name in another process."""
+    module.MIN_NBYTES = 1
+    torch.manual_seed(0)
+    with infinity.init(test_ranks.settings(folder, activations=place, **test_ranks.ON_NVME)):
+        model = test_ranks.gpt()
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    with infinity.engine_of(model) as engine:
+        tighten(engine, 32)
+        losses = []
+        for step in range(3):
+            loss = model(*map(test_ranks.share, test_ranks.tokens(step, 0)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        stats = engine.stats()["activations"]
+        files = sorted(path.name for path in folder.glob("*/*.swap"))
+        return losses, test_ranks.states_of(engine, model), stats and stats["nvme_nbytes"], files
+
+
+@pytest.mark.long
+def test_two_ranks_each_with_their_own_files_train_to_the_same_bits(tmp_path):
+    world = test_ranks.World(2, tmp_path)
+    folder = tmp_path / "swap"
+    folder.mkdir()
+    try:
+        expected = world.run(train_on_a_rank, folder, "device")
+        for place in PLACES:
+            got = world.run(train_on_a_rank, folder, place)
+            assert [answer[:2] for answer in got] == [answer[:2] for answer in expected]
+            assert all(answer[2] > 0 and answer[3] == ["rank0.swap", "rank1.swap"] for answer in got)
+    finally:
+        world.close()
+    assert everything_in(folder) == []
+
+
+# ---- faults ----
+
+DEVICE_ONLY = {"weights": "device", "states": "device"}  # all I/O is that of activations
+
+
+def chain():
+    return nn.Sequential(*itertools.chain.from_iterable((nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
+
+
+def train_chain(directory, place="nvme", num_steps=2, begun=lambda engine: None, forwarded=lambda engine: None, **config):
+    """Losses, states, and how many calls met a fault. begun, forwarded: called with the engine before all, after each forward."""
+    with training(chain, directory, activations=place, **DEVICE_ONLY | config) as (model, engine, optimizer):
+        begun(engine)
+        losses = []
+        for step in range(num_steps):
+            loss = model(torch.full((256, 64), 0.1 * (1 + step))).square().mean()
+            forwarded(engine)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, states_of(engine, model), _aio._inject()
+
+
+FAULTS = [  # call, what it returns, errno of the SwapError (None: it heals)
+    ("write", -errno.EIO, errno.EIO),
+    ("write", -errno.ENOSPC, errno.ENOSPC),
+    ("write", 0.5, None),
+    ("read", -errno.EIO, errno.EIO),
+    ("read", 0.5, None),
+    ("read", 0.0, errno.EIO),
+    ("io_submit", -errno.EAGAIN, None),
+    ("io_submit", -errno.EIO, errno.EIO),
+    ("io_getevents", -errno.EINTR, None),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
+def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(tmp_path, fault):
+    call, result, code = fault
+    # Backward takes from host memory what is still being written, and reads the rest.
+    forwarded = (lambda engine: engine.activations.writer.drain()) if call == "read" else lambda engine: None
+    expected = train_chain(tmp_path, "device")
+    for num_met, nth in enumerate((0, 1, 5, 12, 19, 10_000)):
+        _aio._inject(call, nth, 1, result)
+        with no_hang(), nothing_left(tmp_path):
+            try:
+                losses, states, met = train_chain(tmp_path, forwarded=forwarded)
+            except OSError as error:
+                assert code is not None, f"{call} number {nth} did not heal: {error!r}"
+                assert_says_what_failed(error, code, tmp_path)
+                assert "activation " in error.strerror and error.filename.endswith(".swap")
+                assert _aio._inject() == 1
+                continue
+        assert losses == expected[0]
+        assert_same_states(states, expected[1], f"{call} number {nth}")
+        if not met:
+            break
+        assert code is None, f"{call} number {nth} failed, and nobody was told"
+    assert num_met >= 3
+
+
+def limit_files(nbytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.parametrize("num_storages", [0, 3, 9])
+def test_a_file_that_cannot_grow_is_a_swap_error_in_the_forward_pass(tmp_path, num_storages):
+    """As when the disk is full: after so many activations of 64 KiB there is no room for another."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    try:
+        with no_hang(), nothing_left(tmp_path):
+            with pytest.raises(SwapError) as caught:
+                train_chain(tmp_path, begun=lambda engine: limit_files(num_storages * (64 << 10) + PAGE))
+            limit_files(before)
+    finally:
+        limit_files(before)
+    assert caught.value.errno == errno.EFBIG and str(tmp_path) in caught.value.filename
+    assert "ulimit -f" in caught.value.strerror
+
+
+@pytest.mark.parametrize("num_storages", [0, 3])
+def test_training_goes_on_once_the_file_can_grow(tmp_path, num_storages):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    expected = train_chain(tmp_path, "device", num_steps=1)
+    with no_hang(), training(chain, tmp_path, activations="nvme", **DEVICE_ONLY) as (model, engine, optimizer):
+        x = torch.full((256, 64), 0.1)
+        limit_files(num_storages * (64 << 10) + PAGE)
+        try:
+            with pytest.raises(SwapError):
+                model(x)
+        finally:
+            limit_files(before)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        assert [loss.item()] == expected[0]
+        assert_same_states(states_of(engine, model), expected[1])
+
+
+def test_closing_finishes_the_writes_under_way(tmp_path):
+    with no_hang(), nothing_left(tmp_path):
+        engine = infinity.offload(model := chain(), infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", activations="nvme", **DEVICE_ONLY))
+        infinity.AdamW(model.parameters())
+        _aio._inject("write", 0, -1, None, delay=0.01)
+        loss = model(torch.ones(256, 64)).sum()
+        assert Place.WRITING in [kept.place for kept in engine.activations._kept.values()]
+        engine.close()
+        assert engine.activations._num_writing == 0
+        del loss
+
+
+def test_backward_after_closing_is_refused(tmp_path):
+    with no_hang(), nothing_left(tmp_path):
+        engine = infinity.offload(model := chain(), infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", activations="nvme", **DEVICE_ONLY))
+        infinity.AdamW(model.parameters())
+        x = torch.ones(256, 64, requires_grad=True)
+        loss = model(x).sum()
+        engine.close()
+        with pytest.raises(UsageError, match="the engine is closed"):
+            loss.backward()
+        del loss
+        gc.collect()
+
+
+def test_tensors_that_a_backward_pass_gave_out_outlive_the_engine(make):
+    activations = make()
+    saved = activations.save(filled(9))
+    others = push_out(activations, saved)
+    back = activations.restore(saved)
+    activations.close()
+    activations.swap.close()
+    assert is_filled(back, 9)
+    del saved, others
+
+
+def test_restoring_after_closing_raises_and_does_not_hang(make):
+    activations = make(4 * N, to_nvme=True)
+    saved = save_many(activations, range(8))
+    activations.close()
+    activations.swap.close()
+    for one in saved:
+        with pytest.raises((RuntimeError, UsageError), match="closed"):
+            activations.restore(one)
+
+
+def test_twenty_runs_under_load_and_random_delays_have_equal_bits(tmp_path):
+    expected = train_chain(tmp_path, "device", num_steps=1)
+    stop = threading.Event()
+
+    def load():
+        x = bytes(1 << 20)
+        while not stop.is_set():  # not with torch: a thread that begins to use it may change how others add up
+            x = hashlib.sha256(x).digest() * (1 << 15)
+
+    threads = [threading.Thread(target=load) for _ in range(1)]
+    for thread in threads:
+        thread.start()
+    try:
+        for repeat in range(20):
+            place = PLACES[repeat % 2]
+
+            def begun(engine, repeat=repeat):
+                engine.activations.heap.budget_nbytes = random.Random(repeat).choice([3, 4, 6, 9]) * (64 << 10)
+                engine.activations.copies.on_job = jitter(repeat, 0.001)
+                engine.activations.writer.on_job = jitter(100 + repeat, 0.001)
+
+            losses, states, _ = train_chain(tmp_path, place, num_steps=1, begun=begun)
+            assert losses == expected[0], repeat
+            assert_same_states(states, expected[1], f"repeat {repeat}")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

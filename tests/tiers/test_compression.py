@@ -1,0 +1,510 @@
+"""Floats in fewer bytes: every bit comes back, whatever the bits, the drive or the moment.
+
+Long because the codec, the drive and the engine are asked the same question.
+"""
+
+import errno
+import random
+
+import numpy as np
+import pytest
+import torch
+from helpers import NVME, OnDrive, assert_same_states, least_host_memory, memory, on_gpu, states_of, training
+from torch import nn
+
+import infinity
+from aio_ext import _aio
+from infinity.engine.build import arrange, may_compress
+from infinity.plan.packing import ADAM_MOMENTS, STATES, WEIGHTS, Segment, record_layout
+from infinity.system.lanes import Lane
+from infinity.tiers import _huffman, compression
+
+MIB = 1 << 20
+
+
+def linears(depth, width):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+BF16, FP32, INT16 = Segment("weight", "bf16", 2), Segment("momentum", "fp32", 4), Segment("residual", "int16", 2)
+
+
+def compressed(data, itemsize):
+    target = memory(len(data), fill=0xEE)
+    return target, _huffman.encode(data, itemsize, target)
+
+
+def expanded(coded, nbytes, itemsize, size):
+    """What comes of the first nbytes of coded, brought to the end of `size` bytes."""
+    buffer = memory(size, fill=0xEE)
+    buffer[size - nbytes :] = coded[:nbytes]
+    _huffman.decode_last(parts := [(buffer, itemsize, nbytes)])
+    assert not parts
+    return buffer
+
+
+def normal(numel, dtype, seed=0, std=0.02):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).mul(std).to(dtype)
+
+
+def bytes_of(tensor):
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+
+
+def entropy(data, itemsize):
+    """Bits of the coded symbols, bits 14..7 of a half and 30..23 of a float."""
+    items = np.frombuffer(data, dtype=np.uint16 if itemsize == 2 else np.uint32)
+    counts = np.bincount((items >> (8 * itemsize - 9)) & 0xFF)
+    shares = counts[counts > 0] / len(items)
+    return -(shares * np.log2(shares)).sum()
+
+
+@pytest.mark.parametrize("kind", ["normal", "square", "mixed scales", "columns", "skewed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_floats_take_little_more_than_their_entropy(kind, dtype):
+    values = {
+        "normal": lambda: normal(1 << 19, torch.float32),
+        "square": lambda: normal(1 << 19, torch.float32).square(),
+        "mixed scales": lambda: normal(1 << 19, torch.float32) * torch.logspace(-3, 3, 512).repeat(1024),
+        "columns": lambda: normal(1 << 19, torch.float32) * torch.tensor([2.0**-8] * 64 + [1.0] * 960).repeat(512),
+        "skewed": lambda: torch.exp2(-torch.empty(1 << 19).exponential_(0.7, generator=torch.Generator().manual_seed(0)).floor()),
+    }[kind]()
+    data = bytes_of(values.to(dtype))
+    coded, nbytes = compressed(data, dtype.itemsize)
+    random_bits = 8 * dtype.itemsize - 8 - (kind in ("square", "skewed"))  # which have no signs
+    least = len(data) * (random_bits + entropy(data, dtype.itemsize)) / (8 * dtype.itemsize)
+    assert least <= nbytes <= 1.015 * least + 4096
+    assert nbytes % 4096 == 0
+    assert expanded(coded, nbytes, dtype.itemsize, len(data)) == data
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("pages", [1, 2, 3, 7, 8, 9, 16, 33, 512])
+def test_any_number_of_pages(pages, itemsize):
+    """Tiles of all lengths; the scales make some of them nearly as long coded."""
+    random.seed(pages)
+    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    for spread in (0, 1, 10, 40, 100):
+        scales = torch.tensor([2.0 ** random.randint(-spread, spread) for _ in range(pages * 4096 // itemsize)])
+        data = bytes_of((normal(len(scales), torch.float32, seed=spread) * scales).to(dtype))
+        coded, nbytes = compressed(data, itemsize)
+        assert nbytes % 4096 == 0 and 0 < nbytes <= len(data)
+        if nbytes < len(data):
+            assert expanded(coded, nbytes, itemsize, len(data)) == data
+
+
+@pytest.mark.parametrize("num_symbols", [1, 2, 3, 5, 255, 256])
+@pytest.mark.parametrize("ratio", [1, 1.03, 1.62, 3])
+def test_codes_of_any_counts(num_symbols, ratio):
+    """Counts in a geometric series: codes would be longer than 11 bits, up to 255."""
+    shares = ratio ** -np.arange(num_symbols, dtype=np.float64)
+    counts = np.maximum(1, (shares / shares.sum() * (1 << 18)).astype(np.int64))
+    symbols = np.repeat(np.arange(num_symbols), counts)
+    np.random.default_rng(0).shuffle(symbols)
+    symbols = np.resize(symbols, (1 << 18) + 3 * 2048)
+    for itemsize in (2, 4):
+        data = (symbols.astype(np.uint16) << 7 if itemsize == 2 else symbols.astype(np.uint32) << 23).tobytes()
+        coded, nbytes = compressed(data, itemsize)
+        if num_symbols * ratio < 200:
+            assert nbytes < len(data)
+        if not any(data):
+            assert nbytes == 0
+        elif nbytes < len(data):
+            assert expanded(coded, nbytes, itemsize, len(data)) == data
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_zeros_take_nothing_and_noise_takes_all_of_its_bytes(itemsize):
+    zeros = bytes(3 * MIB)
+    assert compressed(zeros, itemsize)[1] == 0
+    assert expanded(b"", 0, itemsize, 3 * MIB) == zeros
+    assert compressed(memory(MIB), itemsize)[1] == MIB
+    one = bytearray(MIB)
+    one[-1] = 0x80  # a zero with its sign
+    coded, nbytes = compressed(one, itemsize)
+    assert 0 < nbytes < MIB
+    assert expanded(coded, nbytes, itemsize, MIB) == one
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [-0.0, -1e-3, 0.0, 1e-40, 1e-30, 1e-12, 1e12, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("base", ["square", "zeros"])
+def test_an_item_unlike_the_others_keeps_its_bits(base, value, dtype):
+    """Wherever it is: the code is made by a sample of the items. It costs a tenth at most, a bit of bf16's ten if it has a sign."""
+    values = normal(1 << 18, torch.float32).square().to(dtype) if base == "square" else torch.zeros(1 << 18, dtype=dtype)
+    undisturbed = compressed(bytes_of(values), dtype.itemsize)[1]
+    for place in (0, 63, 64, 1023, 12345, (1 << 18) - 1):
+        changed = values.clone()
+        changed[place] = value
+        data = bytes_of(changed)
+        coded, nbytes = compressed(data, dtype.itemsize)
+        if any(data):
+            least = len(data) * (9 / 16 if dtype == torch.bfloat16 else 25 / 32)
+            assert 0 < nbytes < 1.1 * max(undisturbed, least) + 4096
+            assert expanded(coded, nbytes, dtype.itemsize, len(data)) == data
+        else:
+            assert nbytes == 0
+
+
+def test_nans_infinities_and_denormals_keep_their_bits():
+    words = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).repeat_interleave(3).repeat(2)
+    words = torch.cat([words, torch.zeros(1 << 20, dtype=torch.int16)])
+    data = bytes_of(words[torch.randperm(len(words), generator=torch.Generator().manual_seed(0))])
+    coded, nbytes = compressed(data, 2)
+    assert nbytes < len(data)
+    assert expanded(coded, nbytes, 2, len(data)) == data
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_damaged_bytes_are_found_or_make_other_numbers_and_nothing_else(itemsize):
+    """Memory around the buffer keeps its bytes; with sanitizers also what is read is watched."""
+    data = bytes_of(normal(3 * 8192 + 2048, torch.bfloat16 if itemsize == 2 else torch.float32))
+    coded, nbytes = compressed(data, itemsize)
+    random.seed(itemsize)
+    found = 0
+    for number in range(600):
+        damaged = bytearray(coded[:nbytes])
+        if number % 3 == 0:  # the header
+            damaged[random.randrange(128)] = random.randrange(256)
+        elif number % 3 == 1:  # a size of a stream
+            damaged[128 + random.randrange(8)] ^= 1 << random.randrange(8)
+        else:
+            start = random.randrange(nbytes)
+            damaged[start : start + 64] = random.randbytes(min(64, nbytes - start))
+        around = memory(len(data) + 2 * 4096, fill=0xAB)
+        buffer = around[4096:-4096]
+        buffer[len(data) - nbytes :] = damaged
+        parts = [(buffer, itemsize, nbytes)]
+        try:
+            _huffman.decode_last(parts)
+        except ValueError:
+            found += 1
+            assert len(parts) == 1
+        assert set(around[:4096]) == set(around[-4096:]) == {0xAB}
+    assert found > 300
+
+
+@pytest.mark.parametrize(
+    "parts", [[], (), [()], [None], [(bytearray(100), 2, 50)], [(bytearray(4096), 3, 50)], [(bytearray(4096), 2, 5000)], [(b"", 2, 0)]]
+)
+def test_what_is_no_part_is_refused(parts):
+    with pytest.raises((ValueError, TypeError)):
+        _huffman.decode_last(parts)
+
+
+@pytest.mark.parametrize("source, itemsize, target", [(4095, 2, 4096), (0, 2, 4096), (4096, 8, 4096), (8192, 4, 4096)])
+def test_what_cannot_be_encoded_is_refused(source, itemsize, target):
+    with pytest.raises(ValueError):
+        _huffman.encode(bytes(source), itemsize, bytearray(target))
+
+
+# ---- on a drive ----
+
+
+class PlacesOnDrive(OnDrive):
+    """Places with a bf16 weight, or with residual and momentum, on a swap; small sections."""
+
+    def __init__(self, paths, numel, count, section_nbytes=64 << 10):
+        super().__init__(paths, [2 * numel, 6 * numel] * count, section_nbytes)
+        self.places = []
+        for weights, states in zip(self.extents[::2], self.extents[1::2]):
+            self.places.append(self.compressor.compressed(weights, [(BF16, 0, 2 * numel)]))
+            self.places.append(self.compressor.compressed(states, [(INT16, 0, 2 * numel), (FP32, 2 * numel, 4 * numel)]))
+
+    def values(self, place, seed):
+        """Anything from zeros to noise, page-aligned."""
+        numel = place.nbytes // 2 if len({section.itemsize for section in place.sections}) == 1 else place.nbytes // 6
+        weights = place.nbytes == 2 * numel
+        std = (0.0, 0.02, 1e4, 1e-30)[seed % 4]
+        floats = normal(numel, torch.bfloat16 if weights else torch.float32, seed, std) if std else torch.zeros(0)
+        data = memory(place.nbytes) if seed % 5 == 4 else memory(place.nbytes, fill=0)
+        if seed % 5 != 4:
+            data[place.nbytes - floats.nbytes :] = bytes_of(floats) if len(floats) else b""
+        return data
+
+    def read(self, place):
+        buffer = memory(place.nbytes, fill=0xEE)
+        self.compressor.read(place, buffer).wait()
+        return buffer
+
+@pytest.mark.parametrize("num_paths", [1, 3])
+def test_what_was_written_is_read(paths, num_paths):
+    """Over and over, with more and with fewer bytes than before, many under way at once."""
+    random.seed(num_paths)
+    with PlacesOnDrive(paths[:num_paths], 256 << 10, 6) as drive:
+        held, reads, writes = {}, {}, {}
+        for number in range(120):
+            index = random.randrange(len(drive.places))
+            place = drive.places[index]
+            if index in writes:
+                writes.pop(index).wait()
+            for read, buffer in reads.pop(index, []):
+                read.wait()
+                assert buffer == held[index]
+            if index not in held or random.random() < 0.5:
+                held[index] = drive.values(place, number)
+                writes[index] = drive.compressor.write(place, held[index])
+            else:
+                reads[index] = [(drive.compressor.read(place, buffer := memory(place.nbytes, fill=0xEE)), buffer) for _ in range(2)]
+        for write in writes.values():
+            write.wait()
+        for index, expected in held.items():
+            assert drive.read(drive.places[index]) == expected
+
+
+def test_the_swap_moves_what_is_stored(paths):
+    with PlacesOnDrive(paths[:1], MIB, 1, section_nbytes=256 << 10) as drive:
+        weights, states = drive.places
+        noise = memory(6 * MIB)
+        half = memory(6 * MIB, fill=0)
+        half[: 2 * MIB] = noise[: 2 * MIB]  # the residual
+        for place, data, expected in (
+            (weights, drive.values(weights, 1), 0.664 * 2 * MIB),
+            (states, drive.values(states, 1), 0.832 * 4 * MIB),
+            (states, half, 0),
+            (states, noise, 4 * MIB),
+        ):
+            before = drive.swap.write_nbytes, drive.swap.read_nbytes
+            (write := drive.compressor.write(place, data)).wait()
+            assert drive.read(place) == data
+            written, read = drive.swap.write_nbytes - before[0], drive.swap.read_nbytes - before[1]
+            assert written == read == write.nbytes == sum(place.stored)
+            assert written - (2 * MIB if place is states else 0) == pytest.approx(expected, rel=0.02)
+
+
+def test_drives_keep_their_shares(paths):
+    with PlacesOnDrive(paths, 4 * MIB, 2) as drive:
+        for place in drive.places:
+            drive.compressor.write(place, drive.values(place, 1)).wait()
+        written = [stats["write_nbytes"] for stats in drive.swap.stats().values()]
+        assert max(written) < 1.1 * min(written)
+
+
+def test_a_write_that_fails_says_so_and_the_lane_goes_on(paths):
+    with PlacesOnDrive(paths[:1], MIB, 4) as drive:
+        values = [drive.values(place, 1) for place in drive.places]
+        _aio._inject("write", 3, 1, -errno.ENOSPC)
+        writes = [drive.compressor.write(place, data, what="chunk 7: ") for place, data in zip(drive.places, values)]
+        failures = []
+        for write in writes:
+            try:
+                write.wait()
+            except infinity.SwapError as error:
+                failures.append(error)
+        assert [error.errno for error in failures] == [errno.ENOSPC] and "chunk 7: " in str(failures[0])
+        for place, data in zip(drive.places, values):
+            drive.compressor.write(place, data).wait()
+            assert drive.read(place) == data
+
+
+def test_submits_that_fail_leave_buffers_and_memory_to_others(paths, monkeypatch):
+    with PlacesOnDrive(paths[:1], MIB, 1) as drive:
+        place = drive.places[1]
+        drive.compressor.write(place, data := drive.values(place, 1)).wait()
+        for op in ("read", "write"):
+            submit, calls = getattr(drive.swap, op), []
+
+            def fail(*arguments, **options):
+                calls.append(1)
+                if len(calls) % 7 == 0:
+                    raise infinity.SwapError(errno.ENOMEM, "no memory")
+                return submit(*arguments, **options)
+
+            monkeypatch.setattr(drive.swap, op, fail)
+            for _ in range(3 * compression.NUM_LANES):
+                with pytest.raises(infinity.SwapError, match="no memory"):
+                    if op == "write":
+                        drive.compressor.write(place, data).wait()
+                    else:
+                        buffer = memory(place.nbytes, fill=0xEE)
+                        drive.compressor.read(place, buffer)
+            if op == "read":
+                found = bytes(buffer)
+            monkeypatch.undo()
+        assert bytes(buffer) == found  # nothing came later
+        for _ in range(2 * compression.NUM_LANES):
+            drive.compressor.write(place, data).wait()
+        assert drive.read(place) == data
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_at_the_end_of_a_read_waits_for_it(paths, monkeypatch, when):
+    with PlacesOnDrive(paths[:1], MIB, 1) as drive:
+        place = drive.places[1]
+        drive.compressor.write(place, data := drive.values(place, 1)).wait()
+        push = Lane.push
+
+        def interrupted(lane, *arguments, **options):
+            if when == "after":
+                push(lane, *arguments, **options)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Lane, "push", interrupted)
+        buffer = memory(place.nbytes, fill=0xEE)
+        with pytest.raises(KeyboardInterrupt):
+            drive.compressor.read(place, buffer)
+        monkeypatch.undo()
+        assert buffer == data
+        buffer[:] = bytes(len(buffer))  # it is somebody else's now
+        for lane in drive.compressor.expanders:
+            lane.drain()
+        assert not any(buffer)
+
+
+def test_a_read_that_fails_says_so_each_time(paths):
+    with PlacesOnDrive(paths[:1], MIB, 1) as drive:
+        place = drive.places[1]
+        drive.compressor.write(place, data := drive.values(place, 1)).wait()
+        _aio._inject("read", 5, 1, -errno.EIO)
+        read = drive.compressor.read(place, memory(place.nbytes), what="chunk 3: ")
+        for _ in range(3):
+            with pytest.raises(infinity.SwapError, match="chunk 3: ") as caught:
+                read.wait()
+            assert caught.value.errno == errno.EIO
+        assert read.done
+        assert drive.read(place) == data
+
+
+def test_other_bytes_than_were_written_are_an_error(paths):
+    with PlacesOnDrive(paths[:1], MIB, 1) as drive:
+        place = drive.places[0]
+        drive.compressor.write(place, drive.values(place, 1)).wait()
+        drive.swap.write(place.extent, memory(4096, fill=0xFF), offset=place.sections[2].offset).wait()
+        read = drive.compressor.read(place, memory(place.nbytes), what="chunk 3: ")
+        for _ in range(2):
+            with pytest.raises(infinity.SwapError, match="chunk 3: the drive returned other bytes than were written") as caught:
+                read.wait()
+            assert caught.value.errno == errno.EIO and str(paths[0]) in caught.value.filename
+
+
+# ---- in an engine ----
+
+
+@pytest.mark.parametrize(
+    "dtype, moments, update",
+    [
+        ("bf16", "fp32", "backward"),
+        ("bf16", "fp32", "deferred"),
+        ("bf16", "bf16", "backward"),
+        ("bf16", "bf16", "deferred"),
+        ("fp16", "fp32", "deferred"),
+        ("fp32", "fp32", "backward"),
+        ("fp32", "fp32", "deferred"),
+    ],
+)
+def test_training_has_the_same_bits(tmp_path, dtype, moments, update, one_thread):
+    found = {}
+    for choice in ("off", "on"):
+        config = {"dtype": dtype, "moments": moments, "update": update, "compression": choice, "host_memory": "24MiB", "chunk_mib": 0.5}
+        with training(lambda: linears(4, 512), tmp_path, **NVME, **config) as (model, engine, optimizer):
+            losses = []
+            for step in range(4):
+                loss = model(torch.full((2, 512), 0.1 + step, dtype=next(model.parameters()).dtype)).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            stats = engine.stats()
+            found[choice] = losses, states_of(engine, model), stats
+            assert stats["compresses_nvme"] == (choice == "on")
+            assert stats["host_arena_nbytes"] <= 24 * MIB
+    assert found["on"][0] == found["off"][0]
+    assert_same_states(found["on"][1], found["off"][1])
+    assert found["on"][2]["nvme_write_nbytes"] < 0.95 * found["off"][2]["nvme_write_nbytes"]
+
+
+@pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 4, 4])
+def test_the_least_host_memory_that_is_named_suffices(tmp_path, chunk_mib):
+    config = NVME | {"compression": "on", "chunk_mib": chunk_mib}
+    least = least_host_memory(lambda: linears(4, 512), tmp_path, **config)
+    with training(lambda: linears(4, 512), tmp_path, host_memory=least, **config) as (model, engine, optimizer):
+        for _ in range(2):
+            model(torch.ones(2, 512)).sum().backward()
+            optimizer.step()
+        assert engine.stats()["host_arena_nbytes"] <= least
+
+
+def test_nothing_is_compressed_where_no_record_is_on_nvme(tmp_path):
+    """Gradients may be, and take all of the host memory that is left."""
+    places = {"weights": "host", "states": "host", "update": "deferred", "compression": "on"}
+    least = least_host_memory(lambda: linears(4, 64), tmp_path, **places)
+    with training(lambda: linears(4, 64), tmp_path, host_memory=least, **places) as (model, engine, optimizer):
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        assert engine.swap is not None and not engine.stats()["compresses_nvme"]
+        assert engine.stats()["host_arena_nbytes"] <= least
+
+
+@on_gpu
+def test_on_a_gpu_training_has_the_same_bits(tmp_path):
+    found = {}
+    for choice in ("off", "on"):
+        config = NVME | {"compression": choice, "device": "cuda", "chunk_mib": 1}
+        with training(lambda: linears(6, 1024), tmp_path, **config, dtype="bf16") as (model, engine, optimizer):
+            for step in range(5):
+                model(torch.full((4, 1024), 0.1 + step, dtype=torch.bfloat16, device="cuda")).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found[choice] = states_of(engine, model)
+    assert_same_states(found["on"], found["off"])
+
+
+def test_segments_of_a_kind():
+    record = record_layout(5000, "bf16", True)
+    assert [(s.name, offset, nbytes) for s, offset, nbytes in record.of(WEIGHTS)] == [("weight", 0, 12288)]
+    assert [(s.name, offset, nbytes) for s, offset, nbytes in record.of(STATES)] == [
+        ("residual", 0, 12288),
+        ("momentum", 12288, 20480),
+        ("variance", 32768, 20480),
+    ]
+    assert record.of("gradients") == []
+
+
+@pytest.mark.parametrize("numel, expected", [(0, 0), (1, 32 << 10), (8192, 256 << 10), (1 << 19, 16 * MIB), (1 << 24, 16 * MIB)])
+def test_memory_for_buffers(numel, expected):
+    """Eight of the largest segment of floats, or of 2 MiB."""
+    assert compression.buffers_nbytes([record_layout(numel, "bf16", True), record_layout(numel // 2, "bf16", True)]) == expected
+
+
+@pytest.mark.parametrize(
+    "choice, device, num_parameters, expected",
+    [
+        ("off", "cuda", 10**9, False),
+        ("on", "cpu", 1, True),
+        ("auto", "cpu", 10**9, False),
+        ("auto", "cuda", 10**9, True),
+        ("auto", "cuda", 10**7, False),
+    ],
+)
+def test_what_may_compress(choice, device, num_parameters, expected):
+    """By default what is beside a GPU, on drives that are measured."""
+    assert may_compress(infinity.Config(compression=choice), device, num_parameters) == expected
+
+
+@pytest.mark.parametrize("chunk_mib", [None, 1 / 4])
+def test_auto_goes_without_buffers_where_nothing_fits_beside_them(chunk_mib):
+    model = linears(4, 512)
+
+    def placed(choice, host_budget, compresses=True):
+        config = infinity.Config(compression=choice, dtype="fp32", device="cpu", chunk_mib=chunk_mib, **NVME)
+        options = {"world": 1, "rank": 0, "device_budget": 64 * MIB, "nvme_budget": None, "moments": ADAM_MOMENTS}
+        options |= {"deferred": False, "accumulating": False, "host_budget": host_budget, "compresses": compresses}
+        return arrange(model, list(model.named_parameters()), config, **options)[2]
+
+    with pytest.raises(infinity.BudgetError) as caught:
+        placed("off", 1, compresses=False)
+    least = int(str(caught.value).split("needs ")[1].split(" bytes")[0])
+    assert placed("auto", least).compression_nbytes == 0
+    with pytest.raises(infinity.BudgetError, match="; buffers: "):
+        placed("on", least)
+    for choice in ("auto", "on"):
+        assert placed(choice, 64 * MIB).compression_nbytes > 0
+
+
+@pytest.mark.parametrize(
+    "nbytes_per_s, num_cores, expected",
+    [(0, 64, False), (2.3e9, 16, True), (2.3e9, 2, False), (0.2e9, 2, True), (9e9, 16, True), (9e9, 8, False), (11e9, 128, False)],
+)
+def test_where_it_pays(nbytes_per_s, num_cores, expected):
+    assert compression.pays("auto", nbytes_per_s, num_cores) == expected
+    assert compression.pays("on", nbytes_per_s, num_cores)

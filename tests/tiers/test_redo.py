@@ -1,0 +1,616 @@
+"""Moments that are some updates late on NVMe: brought up to date, once, by whoever reads them. [Note: late moments] in redo.py."""
+
+import dataclasses
+import errno
+import itertools
+import threading
+
+import pytest
+import torch
+from helpers import NVME, OnDrive, ScriptedGauge, assert_same_bits, assert_same_states, memory, states_of, training
+from torch import nn
+
+import infinity
+from aio_ext import _aio
+from infinity.engine.build import arrange
+from infinity.optim.adam import Dither
+from infinity.optim.rules import AdamRule, LionRule, SGDRule
+from infinity.plan import placement as planner
+from infinity.plan.packing import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
+from infinity.system.arena import Arena
+from infinity.system.lanes import Lane
+from infinity.tiers import compression
+from infinity.tiers.redo import BLOCK_NBYTES, MOST_LATE, Late, Pool, pool_for
+from infinity.tiers.updates import CatchUp, late_gradient, segments
+
+MIB = 1 << 20
+NUMEL = 500_000
+RECORD = record_layout(NUMEL, "bf16", True)
+COMPRESSED = NVME | {"dtype": "bf16", "compression": "on", "chunk_mib": 0.5, "host_memory": "24MiB"}
+POOLED = COMPRESSED | {"host_memory": "64MiB"}  # with room for gradients
+
+
+def linears(depth, width):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+def normal(numel, dtype, seed=0, std=1e-3):
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * std).to(dtype)
+
+
+# ---- the arithmetic ----
+
+
+@pytest.mark.parametrize("master, dtype", [("split", torch.float32), ("fp32", torch.float32), ("split", torch.bfloat16)])
+@pytest.mark.parametrize("grad_scale", [1.0, 0.37])
+def test_moments_advance_to_the_bits_of_an_update(master, dtype, grad_scale):
+    """Also of infinities, NaNs, denormals and zeros with a sign, and where they are rounded stochastically."""
+    rule, group = AdamRule(True), {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    odd = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-39, -1e-40, 3e38]).bfloat16()
+    grad = torch.cat([normal(70_001, torch.bfloat16), odd.repeat(len(odd))])
+    moments = {"momentum": normal(len(grad), dtype, 1), "variance": normal(len(grad), dtype, 2).square()}
+    dither = Dither.of(3, "a", 7, 11) if dtype == torch.bfloat16 else None
+    for number, name in enumerate(moments):
+        moments[name][-len(odd) ** 2 :] = odd.to(dtype).abs().pow(1 + number).repeat_interleave(len(odd))
+    whole = {name: tensor.clone() for name, tensor in moments.items()}
+    weights = {"weight": normal(len(grad), torch.bfloat16, 3), "residual": torch.zeros(len(grad), dtype=torch.int16)}
+    if master == "fp32":
+        weights = {"weight": normal(len(grad), torch.float32, 3)}
+    rule.apply(weights | whole, grad, rule.scalars(group, 7), grad_scale, dither=dither)
+    rule.advance(moments, grad, rule.scalars(group, 7), grad_scale, dither=dither)
+    for name in moments:
+        assert_same_bits(moments[name], whole[name], name)
+        assert not moments[name].isfinite().all()
+
+
+def test_only_a_rule_whose_moments_need_no_weight_may_be_late():
+    class Own(AdamRule):
+        def apply(self, *arguments, **options):
+            super().apply(*arguments, **options)
+
+    assert AdamRule(True).can_advance
+    assert not any(rule.can_advance for rule in (AdamRule(False), Own(True), SGDRule(True), LionRule()))
+
+
+# ---- on a drive ----
+
+
+class LateOnDrive(OnDrive):
+    """One record's states with room for a gradient, in sections of 256 KiB, and moments on NVMe as of before the last updates."""
+
+    def __init__(self, path, num_blocks=0):
+        nbytes = RECORD.states_nbytes + (0 if num_blocks else RECORD.late_gradient[2])
+        super().__init__([path], [nbytes], 256 << 10, num_blocks * BLOCK_NBYTES)
+        self.place = self.compressor.compressed(self.extents[0], RECORD.of(STATES, late=True))
+        self.threads = []
+
+    def states(self, seed):
+        """Memory with states, and what is meant for nobody behind them."""
+        data = memory(self.place.nbytes, fill=0)
+        late_gradient(RECORD, data).copy_(normal(NUMEL, torch.bfloat16, seed))
+        for segment, offset, _ in RECORD.of(STATES)[1:]:
+            torch.frombuffer(data, dtype=torch.float32, count=NUMEL, offset=offset).copy_(normal(NUMEL, torch.float32, seed + len(segment.name)))
+        return data
+
+    def catch_up(self, buffer):
+        """An update of its own, which is done again wherever it is done twice."""
+        self.threads.append(threading.current_thread())
+        for segment, offset, _ in RECORD.of(STATES)[1:]:
+            torch.frombuffer(buffer, dtype=torch.float32, count=NUMEL, offset=offset).add_(late_gradient(RECORD, buffer))
+
+    def write_late(self, catch_up=None, num_late=1):
+        """Write states whole, then late; returns what they are then."""
+        data = self.states(1)
+        self.compressor.write(self.place, data).wait()
+        for number in range(num_late):
+            late_gradient(RECORD, data).copy_(normal(NUMEL, torch.bfloat16, 10 + number))
+            self.catch_up(data)
+            self.compressor.write(self.place, data, catch_up=catch_up or self.catch_up).wait()
+        self.threads.clear()
+        return data[: RECORD.states_nbytes]
+
+    def read(self):
+        buffer = memory(self.place.nbytes, fill=0xEE)
+        return self.compressor.read(self.place, buffer, what="chunk 3: "), buffer
+
+
+@pytest.mark.parametrize("num_blocks, num_late", [(0, 1), (24, 1), (24, 2)])
+def test_late_moments_are_brought_up_to_date_once_a_read(tmp_path, num_blocks, num_late):
+    with LateOnDrive(tmp_path, num_blocks) as drive:
+        for _ in range(3):
+            expected = drive.write_late(num_late=num_late)
+            reads = [drive.read() for _ in range(4)]
+            for read, buffer in reads * 2:
+                read.wait()
+                assert read.done and buffer[: RECORD.states_nbytes] == expected
+            assert len(drive.threads) == len(reads) * num_late and len(drive.place.late) == num_late
+
+
+def test_late_moments_are_not_written_and_gradients_only_with_them(tmp_path):
+    with LateOnDrive(tmp_path) as drive:
+
+        def moved(catch_up):
+            before = drive.swap.write_nbytes, drive.swap.read_nbytes
+            (write := drive.compressor.write(drive.place, drive.states(2), catch_up=catch_up)).wait()
+            (read := drive.read()[0]).wait()
+            written, got = drive.swap.write_nbytes - before[0], drive.swap.read_nbytes - before[1]
+            assert (written, got) == (write.nbytes, read.nbytes)
+            return written / NUMEL, got / NUMEL
+
+        assert moved(None) == pytest.approx((2 + 2 * 3.33, 2 + 2 * 3.33), abs=0.2)
+        assert moved(drive.catch_up) == pytest.approx((2 + 1.33, 2 + 2 * 3.33 + 1.33), abs=0.2)
+        assert moved(None) == pytest.approx((2 + 2 * 3.33, 2 + 2 * 3.33), abs=0.2)
+        whole, late = RECORD.of(STATES), RECORD.of(STATES, late=True)
+        for arguments, expected in (((whole,), [8.7, 8.7]), ((late, 1), [9.4, 6.0]), (((),), [0, 0])):
+            assert [nbytes / NUMEL for nbytes in compression.moved_nbytes(*arguments)] == pytest.approx(expected, abs=0.1)
+
+
+def test_gradients_in_memory_are_neither_written_nor_read(tmp_path):
+    with LateOnDrive(tmp_path, 24) as drive:
+
+        def moved(catch_up):
+            before = drive.swap.write_nbytes, drive.swap.read_nbytes
+            drive.compressor.write(drive.place, drive.states(2), catch_up=catch_up).wait()
+            drive.read()[0].wait()
+            return (drive.swap.write_nbytes - before[0]) / NUMEL, (drive.swap.read_nbytes - before[1]) / NUMEL
+
+        whole, late = (2 + 2 * 3.33, 2 + 2 * 3.33), (2, 2 + 2 * 3.33)
+        for expected, catch_up in ((whole, None), (late, drive.catch_up), (late, drive.catch_up), (whole, None)):
+            assert moved(catch_up) == pytest.approx(expected, abs=0.2)
+        for num_late in (1, 2):
+            found = compression.moved_nbytes(RECORD.of(STATES, late=True), num_late, holds=True)
+            assert [nbytes / NUMEL for nbytes in found] == pytest.approx([8.7, 2 + 6.7 / (num_late + 1)], abs=0.1)
+
+
+def test_a_gradient_for_which_there_is_no_memory_is_not_kept(tmp_path):
+    """A gradient has four sections, of 2 blocks each: the third one finds room for three of them."""
+    with LateOnDrive(tmp_path, 2 * 8 + 6) as drive:
+        drive.write_late(num_late=2)
+        assert drive.compressor.pool.num_free == 6
+        data = drive.states(5)
+        drive.compressor.write(drive.place, data, catch_up=drive.catch_up).wait()
+        assert drive.place.late == () and drive.compressor.pool.num_free == 2 * 8 + 6
+        read, buffer = drive.read()
+        read.wait()
+        assert not drive.threads and buffer[: RECORD.states_nbytes] == data[: RECORD.states_nbytes]
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_write_that_cannot_be_asked_for_gives_its_memory_back(tmp_path, monkeypatch, at):
+    with LateOnDrive(tmp_path, 24) as drive:
+        drive.write_late()
+        write, count = drive.swap.write, itertools.count()
+
+        def fail(*arguments, **options):
+            if next(count) == at:
+                raise OSError(errno.EIO, "no")
+            return write(*arguments, **options)
+
+        monkeypatch.setattr(drive.swap, "write", fail)
+        catch_up = drive.catch_up if at == 0 else None  # a late write asks once
+        with pytest.raises(OSError, match="no"):
+            drive.compressor.write(drive.place, drive.states(5), catch_up=catch_up).wait()
+        assert len(drive.place.late) == 1 and drive.compressor.pool.num_free == 24 - 8
+        drive.place.forget_late()
+        assert drive.place.late == () and drive.compressor.pool.num_free == 24
+
+
+def test_a_record_that_moves_to_the_device_while_it_is_written_gives_its_memory_back_once(tmp_path, monkeypatch):
+    with LateOnDrive(tmp_path, 24) as drive:
+        drive.write_late()
+
+        def move_and_make(*arguments):
+            drive.place.forget_late()
+            return Late(*arguments)
+
+        monkeypatch.setattr(compression, "Late", move_and_make)
+        drive.compressor.write(drive.place, drive.states(2), catch_up=drive.catch_up).wait()
+        assert len(drive.place.late) == 1 and drive.compressor.pool.num_free == 24 - 8
+        drive.place.forget_late()
+        assert drive.place.late == () and drive.compressor.pool.num_free == 24
+
+
+@pytest.mark.parametrize("kind", ["zeros", "noise"])
+def test_gradients_without_a_byte_and_those_that_take_all_of_theirs(tmp_path, kind):
+    with LateOnDrive(tmp_path, 16) as drive:
+        data = drive.states(1)
+        drive.compressor.write(drive.place, data).wait()
+        gradient = late_gradient(RECORD, data)
+        if kind == "zeros":
+            gradient.zero_()
+        else:
+            gradient.view(torch.int16).copy_(torch.randint(-(2**15), 2**15, (NUMEL,), generator=torch.Generator().manual_seed(0)))
+            gradient[gradient.isnan()] = 1.0
+        drive.catch_up(data)
+        drive.compressor.write(drive.place, data, catch_up=drive.catch_up).wait()
+        assert [held.nbytes for held in drive.place.late[0].held] == [0 if kind == "zeros" else s.nbytes for s in drive.place.gradient]
+        read, buffer = drive.read()
+        read.wait()
+        assert buffer == data
+
+
+def test_a_pool_gives_back_what_it_was_given():
+    arena = Arena()
+    try:
+        pool = Pool(arena, 3 * BLOCK_NBYTES + 4096)
+        sizes = [0, 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, 3 * BLOCK_NBYTES]
+        for nbytes in sizes:
+            data = memoryview(bytes(i % 251 for i in range(nbytes)))
+            held, target = pool.put(data), bytearray(nbytes)
+            assert pool.num_free == 3 - len(held.blocks) == 3 - -(-nbytes // BLOCK_NBYTES)
+            pool.copy(held, memoryview(target))
+            assert target == data
+            assert pool.put(memoryview(bytes(3 * BLOCK_NBYTES + 1))) is None
+            held.release()
+            assert pool.num_free == 3
+    finally:
+        arena.close()
+
+
+def test_how_many_updates_are_late_by_what_memory_is_left():
+    """A tenth more than half a gradient a record, or than a whole one, and one or two of the largest."""
+    of_records = [BLOCK_NBYTES] * 90 + [10 * BLOCK_NBYTES]
+
+    def found(num_blocks):
+        nbytes, num_late = pool_for(of_records, num_blocks * BLOCK_NBYTES + 4096)
+        return nbytes / BLOCK_NBYTES, num_late
+
+    assert found(64) == (0, 0)
+    assert found(65) == found(129) == (65, 1)
+    assert found(130) == found(10**6) == (130, MOST_LATE)
+    assert pool_for([], 1 << 40) == (0, 0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_at_the_end_of_a_read_leaves_memory_alone(tmp_path, monkeypatch, when):
+    with LateOnDrive(tmp_path) as drive:
+        drive.write_late()
+        push = Lane.push
+
+        def interrupted(lane, *arguments, **options):
+            if threading.current_thread() is not threading.main_thread():
+                return push(lane, *arguments, **options)
+            if when == "after":
+                push(lane, *arguments, **options)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Lane, "push", interrupted)
+        buffer = memory(drive.place.nbytes, fill=0xEE)
+        with pytest.raises(KeyboardInterrupt):
+            drive.compressor.read(drive.place, buffer)
+        monkeypatch.undo()
+        buffer[:] = bytes(len(buffer))  # it is somebody else's now
+        for lane in (*drive.compressor.expanders, *drive.compressor.catchers):
+            lane.drain()
+        assert not any(buffer)
+
+
+def test_what_cannot_be_brought_up_to_date_is_an_error_each_time(tmp_path):
+    def fail(buffer):
+        raise MemoryError("no room")
+
+    with LateOnDrive(tmp_path) as drive:
+        drive.write_late(catch_up=fail)
+        read, _ = drive.read()
+        for _ in range(3):
+            with pytest.raises(MemoryError, match="no room"):
+                read.wait()
+        assert read.done
+
+
+def test_a_part_that_cannot_be_read_is_an_error_and_nothing_is_done_to_the_others(tmp_path):
+    with LateOnDrive(tmp_path) as drive:
+        expected = drive.write_late()
+        _aio._inject("read", 3, 1, -errno.EIO)
+        read, _ = drive.read()
+        for _ in range(2):
+            with pytest.raises(infinity.SwapError, match="chunk 3: "):
+                read.wait()
+        assert not drive.threads
+        read, buffer = drive.read()
+        read.wait()
+        assert buffer[: RECORD.states_nbytes] == expected
+
+
+def test_what_is_late_on_nvme_already_is_written_whole(tmp_path):
+    with LateOnDrive(tmp_path) as drive:
+        drive.write_late()
+        data = drive.states(5)
+        drive.compressor.write(drive.place, data, catch_up=drive.catch_up).wait()
+        read, buffer = drive.read()
+        read.wait()
+        assert not drive.threads and buffer[: RECORD.states_nbytes] == data[: RECORD.states_nbytes]
+
+
+# ---- in an engine ----
+
+
+def gradients_of(model, step, unused):
+    """One pass; `unused` layers get no gradient."""
+    x = torch.full((2, 512), 0.1 + 0.01 * step, dtype=torch.bfloat16)
+    for index, layer in enumerate(model):
+        x = x if index in unused else layer(x)
+    x.float().square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    "host_memory, moments, num_late, written_of_states",
+    [("24MiB", "fp32", 1, 2 + (2 * 3.33 + 1.33) / 2), ("64MiB", "fp32", 2, 2 + 2 * 3.33 / 3), ("64MiB", "bf16", 2, 2 + 2 * 1.33 / 3)],
+)
+def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments, num_late, written_of_states):
+    """Each step the same number of bytes."""
+    config = COMPRESSED | {"host_memory": host_memory, "moments": moments}
+    with training(lambda: linears(9, 512), tmp_path, **config) as (model, engine, optimizer):
+        assert engine.placement.num_late == num_late
+        written = []
+        for step in range(9):
+            gradients_of(model, step, ())
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+            written.append(engine.stats()["nvme_write_nbytes"] / engine.layout.num_parameters)
+        steps = [after - before for before, after in zip(written[2:], written[3:])]
+        assert max(steps) < (1.2 if num_late == 1 else 1.05) * min(steps)  # nine chunks take turns by two, or by three
+        assert sum(steps) / 6 == pytest.approx(1.33 + written_of_states, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "residency, host_memory, moments, num_late",
+    [("none", "16MiB", "fp32", 1), ("auto", "16MiB", "fp32", 1), ("none", "64MiB", "fp32", 2), ("auto", "64MiB", "bf16", 2)],
+)
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+def test_training_with_all_that_moments_depend_on_has_the_same_bits(
+    tmp_path, residency, host_memory, moments, num_late, update, one_thread
+):
+    """Hyper-parameters that change with each step, groups, clipping, layers without a gradient, states that are looked at, a checkpoint."""
+
+    def groups(model):
+        params = list(model.parameters())
+        return [{"params": params[0::3]}, {"params": params[1::3], "betas": (0.8, 0.9)}, {"params": params[2::3], "weight_decay": 0.3}]
+
+    found = {}
+    clip = {"max_grad_norm": 1e-3} if update == "deferred" else {}
+    config = COMPRESSED | {"update": update, "residency": residency, "host_memory": host_memory, "moments": moments}
+    for choice in ("off", "on"):
+        with training(
+            lambda: linears(6, 512), tmp_path, groups=groups, options=clip, **config | {"compression": choice}
+        ) as (model, engine, optimizer):
+            seen = []
+            for step in range(9):
+                for number, group in enumerate(optimizer.param_groups):
+                    group["lr"] = 1e-2 / (1 + step + number)
+                    group["betas"] = (0.9 - 0.05 * (step % 3), 0.95)
+                gradients_of(model, step, {step % 6} if step % 2 else ())
+                optimizer.step()
+                optimizer.zero_grad()
+                if step in (2, 5):
+                    seen.append(states_of(engine, model))
+                if step == 3:
+                    infinity.save(tmp_path / "checkpoint", model, optimizer)
+                if step == 6:
+                    infinity.load(tmp_path / "checkpoint", model, optimizer)
+            found[choice] = [*seen, states_of(engine, model)]
+            if choice == "on":
+                assert engine.placement.num_late == num_late
+                late = [late for chunk in engine.registry.chunks for late in chunk.extents[STATES].late]
+                assert late and all(isinstance(each.catch_up, CatchUp) for each in late)
+    for on, off in zip(found["on"], found["off"], strict=True):
+        assert_same_states(on, off)
+
+
+def trained(directory, choice, *, change=lambda engine, step: None, **config):
+    """States after eight steps, and which updates they lack on NVMe; change(engine, step) follows each."""
+    with training(lambda: linears(4, 512), directory, **COMPRESSED | config | {"compression": choice}) as (model, engine, optimizer):
+        for step in range(8):
+            gradients_of(model, step, ())
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+            change(engine, step)
+        return states_of(engine, model), [getattr(chunk.extents[STATES], "late", ()) for chunk in engine.registry.chunks]
+
+
+@pytest.mark.parametrize("config", [COMPRESSED, POOLED], ids=["nvme", "memory"])
+def test_what_was_changed_since_it_was_read_is_written_whole(tmp_path, config, one_thread):
+    """As an interrupt leaves it: changed in its slot, and nothing of that on NVMe."""
+
+    def change(engine, step):
+        for chunk in engine.registry.chunks[: 4 if step in (2, 3, 5) else 0]:
+            entries = engine.records.obtain_all(chunk, (WEIGHTS, STATES))
+            assert engine.records.begin_update(chunk, entries)
+            segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory)["momentum"].mul_(2)
+            for kind, entry in entries.items():
+                engine.records.unpin(chunk, kind, entry)
+
+    off, _ = trained(tmp_path, "off", change=change, **config)
+    on, late = trained(tmp_path, "on", change=change, **config)
+    assert any(late)
+    assert_same_states(on, off)
+
+
+@pytest.mark.parametrize("name", ["default dtype", "thread", "drives"])
+def test_a_program_may_have_modes_threads_and_drives(tmp_path, name, one_thread):
+    """The default dtype; a thread in which tensors are made on another device; bytes that are striped."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    expected, _ = trained(tmp_path / "a", "off")
+    found = []
+    if name == "default dtype":
+        default = torch.get_default_dtype()
+
+        def change(engine, step):
+            torch.set_default_dtype(torch.float64)
+
+        try:
+            found.append(trained(tmp_path / "a", "on", change=change))
+        finally:
+            torch.set_default_dtype(default)
+    elif name == "thread":
+
+        def change(engine, step):
+            with torch.device("meta"):
+                for chunk in engine.registry.chunks:
+                    engine.records.unpin(chunk, STATES, engine.records.obtain(chunk, STATES))
+
+        thread = threading.Thread(target=lambda: found.append(trained(tmp_path / "a", "on", change=change)))
+        thread.start()
+        thread.join()
+    else:
+        found.append(trained(tmp_path / "a", "on", nvme=[tmp_path / "a", tmp_path / "b"]))
+    states, late = found[0]
+    assert any(late)
+    assert_same_states(states, expected)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": "fp32"}, {"moments": "bf16", "host_memory": "16MiB"}, {"compression": "off"}], ids=["fp32", "bf16", "off"]
+)
+def test_other_records_have_no_room_for_a_gradient(tmp_path, changes):
+    with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | changes) as (_, engine, _):
+        assert engine.placement.in_slots == engine.placement.sizes
+        assert all(chunk.late_left is None for chunk in engine.registry.chunks)
+
+
+@pytest.mark.parametrize("make, options", [(infinity.Adam, {"weight_decay": 0.1}), (infinity.SGD, {"momentum": 0.9})])
+def test_other_optimizers_write_whole_records(tmp_path, make, options, one_thread):
+    found = {}
+    for choice in ("off", "on"):
+        config = COMPRESSED | {"compression": choice}
+        with training(lambda: linears(4, 512), tmp_path, optimizer=make, options=options, **config) as (model, engine, optimizer):
+            for step in range(4):
+                gradients_of(model, step, ())
+                optimizer.step()
+                optimizer.zero_grad()
+            assert engine.placement.in_slots == engine.placement.sizes
+            found[choice] = states_of(engine, model)
+    assert_same_states(found["on"], found["off"])
+
+
+def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch):
+    """They may, in the first step, after which they move there."""
+    gauge = ScriptedGauge(1 << 40)
+    monkeypatch.setattr("infinity.engine.budget.SLACK", 0.0)
+    monkeypatch.setattr("infinity.engine.engine.gauge_of", lambda device: gauge)
+    config = {"weights": "auto", "states": "auto", "residency": "auto", "compression": "auto", "device_memory": "48MiB", "host_memory": "20MiB"}
+    with training(lambda: linears(16, 512), tmp_path, **COMPRESSED | config) as (model, engine, optimizer):
+        gauge.tier, held = engine.tier, []
+        for step in range(6):
+            gradients_of(model, step, ())
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+            chunks = [chunk for chunk in engine.registry.chunks if chunk.extents[STATES] is not None and chunk.extents[STATES].late]
+            assert not any(chunk.on_device for chunk in chunks)
+            held.append(sum(len(held.blocks) for chunk in chunks for late in chunk.extents[STATES].late for held in late.held))
+            assert engine.stats()["late_gradients_nbytes"] == held[-1] * BLOCK_NBYTES
+        assert engine.margin.promoted and any(held)
+
+
+@pytest.mark.parametrize("moments, planned, found", [("fp32", 1, 2), ("bf16", 0, 0)])
+def test_where_coding_was_planned_and_does_not_pay_its_buffers_hold_gradients(tmp_path, monkeypatch, moments, planned, found, one_thread):
+    monkeypatch.setattr("infinity.engine.build.may_compress", lambda *arguments: True)
+    monkeypatch.setattr("infinity.tiers.compression.pays", lambda *arguments: False)
+    config = {"moments": moments, "host_memory": "16MiB"}
+    with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | config | {"compression": "auto"}) as (_, engine, _):
+        assert (engine.placement.num_late, engine.placement.pool_nbytes) == (planned, 0)
+        assert engine.updater.num_late == found and not engine.stats()["compresses_nvme"]
+        assert (engine.compressor is not None) == (found > 0) and engine.arena.nbytes <= engine.placement.host_nbytes
+    (on, late), (off, _) = (trained(tmp_path, choice, **config) for choice in ("auto", "off"))
+    assert any(late) == (found > 0)
+    assert_same_states(on, off)
+
+
+# ---- where it is placed ----
+
+
+def placed(model, *, host_budget=64 * MIB, device_budget=64 * MIB, nvme_budget=None, accumulating=False, compresses=True, **config):
+    config = infinity.Config(device="cpu", **COMPRESSED | {"chunk_mib": None} | config)
+    options = {"world": 1, "rank": 0, "device_budget": device_budget, "moments": ADAM_MOMENTS, "compresses": compresses}
+    options |= {"can_advance": True, "deferred": False, "accumulating": accumulating, "host_budget": host_budget, "nvme_budget": nvme_budget}
+    return arrange(model, list(model.named_parameters()), config, **options)[2]
+
+
+def test_room_for_gradients_is_counted_in_slots_and_on_nvme_or_in_memory():
+    model, chunks = linears(6, 512), {"chunk_mib": 0.5}
+    whole = placed(model, accumulating=True, **chunks)
+    assert whole.in_slots == whole.on_nvme == whole.sizes and not whole.num_late
+    for host_budget, num_late in ((16 * MIB, 1), (64 * MIB, 2)):
+        late = placed(model, host_budget=host_budget, **chunks)
+        assert (late.num_late, late.pool_nbytes > 0) == (num_late, num_late == 2)
+        assert all(there == size + size // 5 for there, size in zip(late.in_slots[STATES], late.sizes[STATES]) if size % 20480 == 0)
+        assert late.in_slots[WEIGHTS] == late.sizes[WEIGHTS] and late.in_slots[GRADIENTS] == late.sizes[GRADIENTS]
+        assert late.on_nvme == (late.sizes if late.pool_nbytes else late.in_slots)
+        taken = late.compression_nbytes + sum(late.slots[kind] * max(late.in_slots[kind]) for kind in late.slots if late.slots[kind])
+        resident = sum(n for kind in late.homes for n, home in zip(late.sizes[kind], late.homes[kind]) if home == "host")
+        assert late.host_nbytes == taken + resident + late.pool_nbytes <= host_budget
+        assert late.nvme_nbytes == sum(n for kind in late.homes for n, home in zip(late.on_nvme[kind], late.homes[kind]) if home == "nvme")
+
+
+def test_what_is_left_of_memory_is_for_gradients_of_late_moments_last():
+    """After weights and states, before the places of gradients that are used at once."""
+    model, chunks = linears(6, 512), {"chunk_mib": 0.5}
+    free = chunks | {"weights": "auto", "states": "auto", "residency": "auto", "device_budget": 4 * MIB}
+    found = {"ample": placed(model, host_budget=128 * MIB, **free), "short": placed(model, host_budget=48 * MIB, **free)}
+    assert set(found["ample"].homes[STATES]) == {"host"} and not found["ample"].pool_nbytes
+    assert found["short"].homes[STATES].count("host") and not found["short"].pool_nbytes
+    states = placed(model, host_budget=64 * MIB, residency="auto", **chunks)
+    assert states.pool_nbytes and set(states.homes[STATES]) == {"nvme"} and "host" in states.homes[GRADIENTS]
+
+
+@pytest.mark.parametrize("host_mib, is_late", [(200, False), (240, True), (300, True), (360, True), (480, False), (520, False), (540, False)])
+def test_where_nothing_is_coded_gradients_of_late_moments_come_before_states(host_mib, is_late):
+    """Where that moves fewer bytes: near both ends slots that are a fifth larger, and a pool, would send more states away than they save."""
+    model = linears(160, 512)
+    options = {"weights": "auto", "states": "auto", "residency": "auto", "device_budget": 4 * MIB, "chunk_mib": 0.5}
+    options |= {"compresses": False, "host_budget": host_mib * MIB}
+
+    def away(found):
+        return [nbytes for home, nbytes in zip(found.homes[STATES], found.sizes[STATES]) if home == "nvme"]
+
+    found, whole = (placed(model, compression=compression, **options) for compression in ("auto", "off"))
+    assert found.host_nbytes <= host_mib * MIB and (found.num_late > 0) == is_late and not whole.num_late
+    moved = sum(away(found)) * (1.2 + 0.8 / (1 + found.num_late))  # of 10 bytes, 8 are moments: read each time, and written in turn
+    assert moved <= 2 * sum(away(whole))
+    if is_late:
+        blocks = [max(nbytes // 5 // BLOCK_NBYTES, 1) for nbytes in away(found)]  # 2 bytes of 10, and of a bias a block
+        needed = (1.1 * sum(blocks) / 2 + max(blocks)) * found.num_late
+        assert found.pool_nbytes / BLOCK_NBYTES == pytest.approx(needed, abs=1)
+    bf16 = placed(model, moments="bf16", **options | {"host_budget": 160 * MIB})
+    assert "nvme" in bf16.homes[STATES] and not bf16.pool_nbytes  # a gradient saves no more than states
+
+
+@pytest.mark.parametrize("host_budget", [16 * MIB, 17 * MIB, 21 * MIB])
+def test_the_choice_of_a_chunk_counts_what_late_moments_do_not_move(host_budget):
+    """By bytes that are not coded, of records on NVMe: with some in memory, too."""
+    model = linears(6, 512)
+    config = infinity.Config(device="cpu", **COMPRESSED | {"residency": "auto", "weights": "auto", "states": "auto"})
+    options = {"world": 1, "rank": 0, "device_budget": 4 * MIB, "nvme_budget": None, "moments": ADAM_MOMENTS, "host_budget": host_budget}
+    options |= {"can_advance": True, "deferred": False, "accumulating": False, "compresses": True}
+    layout, records, found = arrange(model, list(model.named_parameters()), config, **options)
+    on_nvme = {kind: [index for index, home in enumerate(found.homes[kind]) if home == "nvme"] for kind in (WEIGHTS, STATES)}
+    weights, states = (sum(found.sizes[kind][index] for index in on_nvme[kind]) for kind in (WEIGHTS, STATES))
+    moved = 3 * weights
+    for index in on_nvme[STATES]:
+        segments = records[index].of(STATES, late=True)
+        moved += sum(compression.moved_nbytes(segments, found.num_late, codes=False, holds=found.pool_nbytes > 0))
+    assert found.num_late and states
+    whole = dataclasses.replace(found, num_late=0, on_nvme=found.sizes)
+    saved = planner.step_seconds(layout, whole) - planner.step_seconds(layout, found)
+    expected = (3 * weights + 2 * states - moved) * (1 + 1 / found.slots[STATES]) / planner.NVME_RATE
+    assert saved == pytest.approx(expected, rel=0.01)
+
+
+def test_where_room_is_short_records_are_written_whole():
+    """Compressed nevertheless."""
+    model, chunks = linears(6, 512), {"chunk_mib": 0.5}
+    needed = placed(model, host_budget=16 * MIB, **chunks).nvme_nbytes
+    assert placed(model, host_budget=16 * MIB, nvme_budget=needed, **chunks).nvme_nbytes == needed
+    short = placed(model, host_budget=16 * MIB, nvme_budget=needed - 1, **chunks)
+    assert short.nvme_nbytes < needed and short.in_slots == short.sizes and short.compression_nbytes
+    assert placed(model, host_budget=64 * MIB, nvme_budget=needed - 1, **chunks).num_late == 2
+    with pytest.raises(infinity.BudgetError) as caught:
+        placed(model, host_budget=1, **chunks)
+    least = int(str(caught.value).split("needs ")[1].split(" bytes")[0])
+    tight = placed(model, host_budget=least, **chunks)
+    assert tight.in_slots == tight.sizes and tight.compression_nbytes
+    assert placed(model, host_budget=2 * least, **chunks).in_slots != tight.sizes

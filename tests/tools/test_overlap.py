@@ -1,0 +1,187 @@
+"""The `bench overlap` command: its arithmetic, its table, and real passes whose bytes are compared."""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import memory
+
+from infinity.errors import ConfigError, SwapError
+from infinity.plan.packing import WEIGHTS
+from infinity.tools.cli import main
+from infinity.tools.measure import overlap
+
+LAYERS, CHUNK_MIB = 5, 0.25
+PASS_NBYTES = LAYERS * 2**18
+
+
+@pytest.fixture
+def make_bench(tmp_path):
+    def make(**changes):
+        options = {"nvme": [tmp_path], "layers": LAYERS, "compute_ms": None, "balance": True} | changes
+        return overlap.Bench(argparse.Namespace(**options), torch.device("cpu"), CHUNK_MIB, 1)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "stages, pipelined, expected",
+    [
+        ([1.0, 1.0, 1.0], 1.0, 1.0),  # no longer than the longest
+        ([1.0, 1.0, 1.0], 3.0, 0.0),  # one after the other
+        ([1.0, 1.0, 1.0], 1.5, 0.75),
+        ([4.0, 1.0], 4.5, 0.5),
+        ([4.0, 1.0], 6.0, -1.0),  # slower than one after the other
+    ],
+)
+def test_efficiency_is_the_share_of_what_could_be_hidden(stages, pipelined, expected):
+    assert overlap.efficiency(stages, pipelined) == expected
+
+
+def test_a_single_stage_has_no_efficiency():
+    assert math.isnan(overlap.efficiency([1.0, 0.0], 1.0))
+
+
+def test_the_table_has_the_fastest_of_each_stage_and_the_median_pass_with_its_spread_in_milliseconds_a_layer():
+    row = {
+        "chunk_mib": 16.0,
+        "depth": 4,
+        "stages": {"nc": [0.2, 0.4, 0.3], "cg": [0.1, 0.1, 0.1], "compute": [0.3, 0.35, 0.3]},
+        "pipelined": [0.35, 0.5, 0.4],
+        "efficiency": [0.8125, 0.375, 0.625],
+    }
+    report = {"device": "cpu", "world": 1, "layers": 10, "repeats": 3, "balanced": True, "rows": [row]}
+    assert overlap.text(report).splitlines() == [
+        "passes over 10 layers, all weights from NVMe, 1 rank on cpu, stages lengthened to be equal",
+        "ms a layer; stages alone: fastest of 3, pipelined: median (lowest-highest); every byte of a pass was compared",
+        "",
+        "chunk   ahead     nc     cg  compute  serial  longest  pipelined                 efficiency",
+        "16 MiB      4  20.00  10.00    30.00   60.00    30.00      40.00  (35.00-50.00)        0.62  (0.38-0.81)",
+    ]
+
+
+@pytest.mark.parametrize("efficiencies, noisy", [([1.8, 0.9, 0.9], True), ([-1.6, 0.2, 0.3], True), ([1.02, -0.01, 0.5], False), ([math.nan], False)])
+def test_efficiencies_beyond_0_and_1_are_called_noise(efficiencies, noisy):
+    row = {"chunk_mib": 16.0, "depth": 4, "stages": {"nc": [0.2], "compute": [0.3]}, "pipelined": [0.35], "efficiency": efficiencies}
+    report = {"device": "cpu", "world": 1, "layers": 10, "repeats": 3, "balanced": False, "rows": [row]}
+    assert ("efficiencies beyond 0 to 1 are noise" in overlap.text(report)) == noisy
+
+
+def test_the_remedy_for_noise_brings_efficiencies_within_0_and_1(tmp_path, capsys):
+    options = f"--nvme {tmp_path} --balance --chunk-mib 1 --layers 8 --depth 4 --repeats 3 --device cpu --compute-ms 40"
+    assert main(["bench", "overlap", *options.split()]) == 0
+    assert "noise" not in capsys.readouterr().out
+
+
+def test_a_pass_reads_every_layer_once_and_each_stage_alone_does_the_same_work(make_bench):
+    with make_bench() as bench:
+        moved = lambda: (bench.engine.swap.read_nbytes, bench.engine.events.meters["cg"].nbytes)  # noqa: E731
+        before = moved()
+        bench.run()
+        after_pass = moved()
+        seconds = bench.alone()
+        after_stages = moved()
+    assert [after - b for after, b in zip(after_pass, before)] == [PASS_NBYTES, PASS_NBYTES]
+    assert [after - b for after, b in zip(after_stages, after_pass)] == [PASS_NBYTES, PASS_NBYTES]
+    assert list(seconds) == ["nc", "cg", "compute"]
+
+
+def test_a_measurement_follows_a_plan_that_reads_as_far_ahead_as_asked(make_bench):
+    with make_bench() as bench:
+        for depth, reads in ((2, 2), (4, 4)):
+            bench.measure(depth, repeats=1)
+            first_op = bench.engine.pipeline._route.runs[0]
+            issued = [type(action).__name__ for action in bench.engine.pipeline._route.actions[:first_op]]
+            assert issued.count("Read") == reads and issued.count("Copy") == 2, issued
+
+
+def test_balanced_stages_last_as_long_as_asked_and_compute_begins_when_its_copy_is_there(make_bench):
+    with make_bench(compute_ms=30.0) as bench:
+        bars = bench.measure(4, repeats=1)["bars"]
+    assert {stage: len(found) for stage, found in bars.items()} == {"nc": LAYERS, "cg": LAYERS, "compute": LAYERS}
+    assert all(end - start >= 30e-3 for stage in ("cg", "compute") for start, end in bars[stage])
+    assert bars["nc"][-1][1] >= LAYERS * 30e-3
+    assert all(copy[1] <= op[0] for copy, op in zip(bars["cg"], bars["compute"]))
+
+
+@pytest.mark.parametrize(
+    "balance, message",
+    [
+        (True, r"--compute-ms 1e-06 with --balance: (nc|cg|compute) takes \S+ ms a layer of itself, in chunks of 0.25 MiB; give that"),
+        (False, r"--compute-ms 1e-06: comparing bytes takes \S+ ms a layer of itself, in chunks of 0.25 MiB; give that"),
+    ],
+)
+def test_compute_cannot_be_shorter_than_what_it_takes_of_itself(make_bench, tmp_path, balance, message):
+    with pytest.raises(ConfigError, match=message):
+        make_bench(compute_ms=1e-6, balance=balance).__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_that_host_memory_has_no_room_for_are_refused_before_they_are_made(monkeypatch, capsys):
+    monkeypatch.setattr(overlap, "host_free_nbytes", lambda: 6 << 20)
+    options = ["--device", "cpu", "--chunk-mib", "0.5", "2", "--layers", "4", "--json", "o.json"]
+    assert main(["bench", "overlap", *options]) == 2
+    assert capsys.readouterr().err == (
+        "infinity: error: --chunk-mib 2: 4 layers, and what they are compared with, take 10.0 MiB of host memory, of which 6.0 MiB are "
+        "free; lower --layers or --chunk-mib\n"
+    )
+
+
+def test_a_byte_that_was_changed_on_the_drive_is_found(make_bench):
+    with make_bench() as bench:
+        bench.run()
+        extent = bench.engine.registry.chunks[3].extents[WEIGHTS]
+        content = memory(extent.nbytes)
+        bench.engine.swap.read(extent, content).wait()
+        content[70_001] ^= 1
+        bench.engine.swap.write(extent, content).wait()
+        with pytest.raises(SwapError, match=r"layer 3 of 5 saw 1 words of 8 bytes that are not those put there"):
+            bench.run()
+
+
+def test_the_command_writes_what_it_prints(tmp_path, capsys):
+    sizes = ["--chunk-mib", "0.125", str(CHUNK_MIB), "--depth", "2", "4", "--layers", str(LAYERS), "--repeats", "3"]
+    assert main(["bench", "overlap", "--nvme", str(tmp_path), "--device", "cpu", *sizes, "--json", str(tmp_path / "o.json")]) == 0
+    report = json.loads((tmp_path / "o.json").read_text())
+    assert overlap.text(report) in capsys.readouterr().out
+    assert [(row["chunk_mib"], row["depth"]) for row in report["rows"]] == [(0.125, 2), (0.125, 4), (CHUNK_MIB, 2), (CHUNK_MIB, 4)]
+    for row in report["rows"]:
+        assert [len(found) for found in (*row["stages"].values(), row["pipelined"])] == [3, 3, 3, 3]
+        fastest = [min(seconds) for seconds in row["stages"].values()]
+        assert row["compute_ms"] == 1e3 * fastest[-1] / LAYERS
+        assert row["efficiency"] == [overlap.efficiency(fastest, seconds) for seconds in row["pipelined"]]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_the_plot_is_an_image(tmp_path):
+    pytest.importorskip("matplotlib")
+    options = ["--nvme", str(tmp_path), "--device", "cpu", "--chunk-mib", "0.125", "--depth", "2", "--layers", "3", "--repeats", "1"]
+    assert main(["bench", "overlap", *options, "--plot", str(tmp_path / "o.png")]) == 0
+    assert (tmp_path / "o.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--depth", "4", "1"], "--depth 1: copies run two layers ahead and reads before them; give 2 at least"),
+        (["--layers", "65"], "--layers 65: each stage is measured alone with all layers in host memory; give 64 at most"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(options, message, capsys):
+    assert main(["bench", "overlap", "--device", "cpu", *options]) == 2
+    assert capsys.readouterr().err == f"infinity: error: {message}\n"
+
+
+@pytest.mark.long
+def test_two_ranks_gather_as_a_stage_of_its_own(tmp_path):
+    options = ["--nvme", tmp_path, "--device", "cpu", "--chunk-mib", "0.25", "--depth", "4", "--layers", "6", "--repeats", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "infinity", "bench", "overlap"]
+    command = [*launcher, *options, "--balance", "--json", tmp_path / "o.json"]
+    subprocess.run([str(word) for word in command], check=True, timeout=240)
+    report = json.loads((tmp_path / "o.json").read_text())
+    assert report["world"] == 2 and list(report["rows"][0]["stages"]) == ["nc", "cg", "gg", "compute"]
+    assert [len(found) for found in report["rows"][0]["bars"].values()] == [6, 6, 6, 6]

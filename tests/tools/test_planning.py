@@ -1,0 +1,331 @@
+"""`infinity plan`: what it prints, and how it ends."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity import config_files
+from infinity.config import Config
+from infinity.tools.cli import main
+from infinity.tools.predict import planning
+from infinity.tools.predict.machine import DriveRates, Machine
+from infinity.tools.predict.planning import gpt, largest_parameters
+
+NODE = Machine(
+    name="a node",
+    devices=2,
+    device_memory=4 << 30,
+    device_tflops=300.0,
+    device_update_gparams=60.0,
+    host_memory=8 << 30,
+    host_gbps=300.0,
+    update_gparams=10.0,
+    h2d_gbps=25.0,
+    d2h_gbps=25.0,
+    h2d_all_gbps=20.0,
+    d2h_all_gbps=20.0,
+    gather_gbps=200.0,
+    network_gbps=100.0,
+    drives=tuple(DriveRates(read_gbps=6.0, write_gbps=4.0, mixed_gbps=5.0, capacity=20 * 10**9, endurance=7 * 10**15) for _ in range(2)),
+)
+SMALL = ["--hidden", "512", "--layers", "8", "--vocab", "1000", "--seq", "128", "--set", "chunk_mib=1"]
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """A directory with an infinity.toml that describes NODE."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "infinity.toml").write_text(config_files.to_toml({"machine": NODE.to_table()}))
+    return tmp_path
+
+
+def run(capsys, *arguments):
+    status = main(["plan", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def report_of(capsys, tmp_path, *arguments):
+    status, _, errors = run(capsys, *arguments, "--json", str(tmp_path / "plan.json"))
+    assert not errors
+    return status, json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_a_plan_names_memory_links_step_and_what_bounds_it(node, capsys):
+    status, out, _ = run(capsys, *SMALL, "--set", "weights=nvme", "--set", "states=nvme", "--set", "residency=none")
+    assert status == 0
+    for line in ("model ", "machine ", "memory ", "NVMe to host", "host to NVMe", "step ", "tokens ", "largest ", "wear "):
+        assert any(each.startswith(line) for each in out.splitlines()), line
+    assert "a node: 2 device(s), 2 drive(s)" in out
+
+
+@pytest.mark.parametrize("compression, written", [("off", 12), ("auto", 4 + 8 / 3)])
+def test_bytes_of_a_plan_are_those_of_the_design(node, capsys, compression, written):
+    """With late moments, they are written every third time."""
+    on_nvme = [argument for place in ("weights=nvme", "states=nvme", "residency=none") for argument in ("--set", place)]
+    status, report = report_of(capsys, node, *SMALL, *on_nvme, "--set", f"compression={compression}")
+    assert status == 0
+    links = report["links"]
+    assert links["cn"]["bytes_per_parameter"] == pytest.approx(written, rel=0.03)
+    assert links["nc"]["bytes_per_parameter"] == pytest.approx(14, rel=0.2)
+    assert links["gc"]["bytes_per_parameter"] == pytest.approx(2, rel=0.03)
+    assert report["memory"]["nvme"]["needed"] == pytest.approx(12 * report["num_parameters"], rel=0.2)  # and gradients' places
+    assert report["step_seconds"] >= report["compute_seconds"]
+    per_day = links["cn"]["bytes_per_step"] * 2 / report["step_seconds"] * 86400
+    assert report["written_bytes_per_day"] == pytest.approx(per_day)
+    assert report["endurance_days"] == pytest.approx(2 * 7e15 / per_day)
+
+
+def test_a_plan_counts_the_bytes_of_compressed_records_and_says_so(node, capsys):
+    on_nvme = [*SMALL, "--set", "weights=nvme", "--set", "states=nvme", "--set", "residency=none"]
+    moved = []
+    for choice in ("on", "off"):
+        _, out, _ = run(capsys, *on_nvme, "--set", f"compression={choice}", "--json", str(node / "plan.json"))
+        report = json.loads((node / "plan.json").read_text())
+        assert report["compresses_nvme"] == ("compressed on NVMe" in out) == (choice == "on")
+        moved.append([report["links"][link]["bytes_per_step"] for link in ("nc", "cn")])
+    read, written = (compressed / whole for compressed, whole in zip(*moved))
+    assert 0.8 < read < 0.9  # a residual of 2 bytes is not compressed
+    assert 0.4 < written < 0.55  # and moments, 8 bytes of 12, are written every third time
+
+
+def test_a_model_that_fits_needs_no_drive(node, capsys):
+    status, report = report_of(capsys, node, *SMALL)
+    assert status == 0
+    assert report["memory"]["nvme"]["needed"] == report["memory"]["host"]["needed"] == 0
+    assert report["bottleneck"] in ("compute", "gg", "rs")
+    assert report["endurance_days"] is None
+
+
+def test_what_does_not_fit_says_what_is_short_and_ends_with_1(node, capsys):
+    large = ("--hidden", "2048", "--layers", "400")
+    status, out, _ = run(capsys, *large)
+    assert status == 1
+    assert "does not fit" in out and "nvme" in out and "the largest GPT that fits has about" in out
+    status, report = report_of(capsys, node, *large)
+    assert status == 1
+    assert report["fits"] is False and "nvme" in report["short"]
+    assert 1e9 < report["largest_parameters"] < 4e9  # 40 GB of drives and 8 GB of memory at 12 bytes a parameter, and gradients' places
+
+
+@pytest.mark.long
+def test_the_largest_model_fits_and_one_half_larger_does_not(node, capsys):
+    _, report = report_of(capsys, node, "--params", "20B")
+    largest = report["largest_parameters"]
+    assert run(capsys, "--params", f"{largest / 1e6:.0f}M")[0] == 0
+    assert run(capsys, "--params", f"{1.6 * largest / 1e6:.0f}M")[0] == 1
+
+
+def test_more_nodes_and_devices_than_the_file_says(node, capsys):
+    _, one = report_of(capsys, node, *SMALL)
+    _, more = report_of(capsys, node, *SMALL, "--nodes", "3", "--devices", "4")
+    assert (one["world"], more["world"]) == (2, 12)
+
+
+def test_json_and_text_are_the_same_numbers(node, capsys):
+    _, out, _ = run(capsys, *SMALL, "--json", str(node / "plan.json"))
+    report = json.loads((node / "plan.json").read_text())
+    assert f"{report['step_seconds']:.3g} s predicted" in out
+
+
+def test_a_configuration_of_transformers(node, capsys):
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
+    (node / "config.json").write_text(json.dumps(config))
+    status, report = report_of(capsys, node, "--model", str(node / "config.json"), "--seq", "128")
+    assert status == 0
+    attention = 256 * 256 * 2 + 256 * 128 * 2
+    assert report["num_parameters"] == 2 * 1000 * 256 + 2 * (attention + 3 * 256 * 512 + 2 * 256) + 256
+
+
+_TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 200}
+_VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+_SOUND = {"conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+_BOTH = {"text_config": _TEXT | {"model_type": "llama"}, "vision_config": _VISION | {"model_type": "clip_vision_model"}, "image_token_index": 199}
+_SOUND |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+
+
+@pytest.mark.parametrize(
+    "kind, name, sizes",
+    [
+        ("T5", "T5ForConditionalGeneration", {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 200}),
+        ("CLIP", "CLIPModel", {"text_config": _TEXT | {"bos_token_id": 0, "eos_token_id": 2}, "vision_config": _VISION}),
+        ("ViT", "ViTForImageClassification", _VISION),
+        ("ViT", None, _VISION),  # no class is named: what has no head
+        ("Wav2Vec2", "Wav2Vec2ForCTC", _TEXT | _SOUND),
+        ("Llava", "LlavaForConditionalGeneration", _BOTH),
+        ("Bert", "BertForMaskedLM", _TEXT),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_of_text_images_and_sound_are_planned_as_the_class_that_their_file_names(kind, name, sizes, node, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(**sizes, architectures=name and [name])
+    config.save_pretrained(node)
+    status, report = report_of(capsys, node, "--model", str(node / "config.json"), "--seq", "16", "--batch", "2")
+    assert status == 0
+    with torch.device("meta"):
+        expected = getattr(transformers, name or f"{kind}Model")._from_config(config)
+    assert report["num_parameters"] == sum(param.numel() for param in expected.parameters())
+    assert report["compute_seconds"] > 0
+
+
+def test_a_model_that_wants_other_inputs_is_one_line(node, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    (node / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **_TEXT}))
+    monkeypatch.setattr(planning, "_inputs", lambda *arguments: {"nonsense": 1})
+    status, _, errors = run(capsys, "--model", str(node / "config.json"))
+    assert status == 2 and "BertForMaskedLM does not run on nonsense: " in errors and "or give --hidden and --layers" in errors
+
+
+def test_the_plot_is_drawn(node, capsys):
+    pytest.importorskip("matplotlib")
+    status, _, _ = run(capsys, *SMALL, "--plot", str(node / "efficiency.png"))
+    assert status == 0
+    assert (node / "efficiency.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ([], "which model?"),
+        (["--params", "7B", "--hidden", "64"], "--params chooses the sizes"),
+        (["--params", "many"], "such as 350M, 7B or 1T"),
+        (["--params", "1e30"], "below 10000T"),
+        (["--hidden", "100", "--layers", "2", "--heads", "3"], "does not divide"),
+        (["--params", "7B", "--machine", "nothing.toml"], "nothing.toml"),
+        (["--params", "7B", "--json", "nowhere/plan.json"], "there is no directory"),
+        (["--params", "7B", "--set", "host_memry=1GiB"], "did you mean"),
+        (["--model", "nothing.json"], "--model nothing.json"),
+    ],
+)
+def test_mistakes_end_in_one_line(node, capsys, arguments, says):
+    status, _, errors = run(capsys, *arguments)
+    assert status == 2
+    assert errors.count("\n") == 1 and says in errors
+
+
+def test_without_a_machine_it_says_where_to_get_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    status, _, errors = run(capsys, "--params", "7B")
+    assert status == 2
+    assert "infinity tune" in errors and "--machine FILE" in errors
+
+
+def test_sizes_of_a_gpt_are_counted_not_estimated():
+    subject = gpt(64, 2, 4, 100, 16, 3, "bf16")
+    assert sum(param.numel() for param in subject.model.parameters()) == 100 * 64 * 2 + 16 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+    assert subject.tokens == 48
+
+
+@pytest.mark.long
+def test_a_trillion_on_one_node_of_eight(tmp_path, capsys):
+    machine = str(Path(__file__).parents[2] / "bench" / "h200x8.toml")
+    status, report = report_of(capsys, tmp_path, "--params", "1T", "--batch", "8", "--machine", machine)
+    assert status == 0
+    assert report["num_parameters"] == pytest.approx(1e12, rel=0.1)
+    assert report["largest_parameters"] > 2e12
+
+
+def test_a_rate_that_nobody_knows_is_asked_for_before_any_work(node, capsys):
+    path = node / "alone.toml"
+    path.write_text(config_files.to_toml({"machine": dataclasses.replace(NODE, network_gbps=0.0).to_table()}))
+    status, out, errors = run(capsys, *SMALL, "--machine", str(path), "--nodes", "2")
+    assert status == 2 and not out
+    assert "network_gbps" in errors and len(errors.splitlines()) == 1
+
+
+def test_activations_of_a_cpu_take_its_host_memory(node, capsys):
+    path = node / "cpu.toml"
+    path.write_text(config_files.to_toml({"machine": dataclasses.replace(NODE, device="cpu", devices=1).to_table()}))
+    assert run(capsys, *SMALL, "--machine", str(path), "--batch", "4")[0] == 0
+    status, out, _ = run(capsys, *SMALL, "--machine", str(path), "--batch", "8192")
+    assert status == 1 and "for activations" in out
+
+
+@pytest.mark.parametrize("device, devices", [("cpu", 1), ("cpu", 2), ("cuda", 1), ("cuda", 2)])
+def test_what_is_needed_is_there_or_it_does_not_fit(node, capsys, device, devices):
+    """One value is printed and judged. On processors, activations are in the node's memory, not in the device's part of it."""
+    path = node / "tight.toml"
+    fits = set()
+    for memory in (0.25, 4):
+        machine = dataclasses.replace(NODE, device=device, devices=devices, device_memory=1 << 30, host_memory=int(memory * devices * 2**30))
+        path.write_text(config_files.to_toml({"machine": machine.to_table()}))
+        for batch in ("1", "512"):
+            status, report = report_of(capsys, node, *SMALL, "--machine", str(path), "--batch", batch)
+            assert status == (0 if report["fits"] else 1)
+            fits.add(report["fits"])
+            if report["fits"]:
+                assert all(need["needed"] <= need["there"] for need in report["memory"].values()), report["memory"]
+                most = report["memory"]["host" if device == "cpu" else "device"]
+                assert 0 < most["activations"] < most["needed"]
+    assert fits == {True, False}
+
+
+def test_a_capacity_that_nobody_knows_is_no_number(node, capsys):
+    path = node / "unknown.toml"
+    drives = tuple(dataclasses.replace(drive, capacity=0) for drive in NODE.drives)
+    path.write_text(config_files.to_toml({"machine": dataclasses.replace(NODE, drives=drives).to_table()}))
+    status, out, _ = run(capsys, *SMALL, "--machine", str(path), "--json", str(node / "plan.json"))
+    assert status == 0 and "not known" in out
+    assert json.loads((node / "plan.json").read_text())["memory"]["nvme"]["there"] is None
+
+
+@pytest.mark.parametrize("hidden", ["1600", "100"])
+def test_heads_divide_any_hidden_size(node, capsys, hidden):
+    assert run(capsys, "--hidden", hidden, "--layers", "1", "--vocab", "100", "--seq", "16")[0] == 0
+
+
+@pytest.mark.parametrize("sizes", [["--hidden", "64"], ["--layers", "2"], ["--heads", "2"], ["--params", "1M"]])
+def test_a_model_of_a_file_has_its_own_sizes(node, capsys, sizes):
+    status, _, errors = run(capsys, "--model", "config.json", *sizes)
+    assert status == 2 and sizes[0] in errors
+
+
+def test_sizes_beyond_all_memory_are_one_line(node, capsys):
+    status, _, errors = run(capsys, "--hidden", "99999999872", "--layers", "1")
+    assert status == 2 and len(errors.splitlines()) == 1
+
+
+def test_the_largest_of_very_many_ranks_is_larger_than_what_fits(node):
+    machine = dataclasses.replace(NODE, nodes=2048, host_memory=1 << 40)
+    arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
+    assert largest_parameters(machine, Config(dtype="bf16"), arguments).parameters > 1e12
+
+
+@pytest.mark.parametrize("params", ["100T", "9999T"])
+def test_a_model_that_nothing_could_hold_is_refused_by_its_size(node, capsys, params):
+    status, out, _ = run(capsys, "--params", params)
+    assert status == 1
+    assert "weights and states take" in out and "together: add drives or nodes" in out and "the largest GPT that fits has about" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, nodes",
+    [(("--params", "9999T"), 10**7), (("--hidden", "64", "--layers", "99999999"), 10**7), (("--hidden", "1024", "--layers", "2", "--vocab", "99999999999"), 10**7)],
+)
+def test_a_model_in_more_parts_than_a_plan_has_time_for_names_the_limit(node, capsys, monkeypatch, arguments, nodes):
+    monkeypatch.setattr("infinity.tools.predict.planning.MOST_TENSORS", 1000)
+    status, _, errors = run(capsys, *arguments, "--nodes", str(nodes))
+    assert status == 2
+    assert errors.count("\n") == 1 and "at most 1,000 tensors: choose fewer layers" in errors
+    assert run(capsys, *SMALL, "--layers", "2")[0] == 0
+
+
+def test_the_largest_among_those_of_few_tensors_is_no_most(node, monkeypatch):
+    arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
+    most = largest_parameters(NODE, Config(dtype="bf16"), arguments)
+    assert most.is_most and str(most).startswith("about")
+    monkeypatch.setattr("infinity.tools.predict.planning.MOST_TENSORS", 200)
+    few = largest_parameters(NODE, Config(dtype="bf16"), arguments)
+    assert few.parameters < most.parameters and str(few).startswith("at least")
+
+
+def test_activations_that_no_number_counts_are_one_line(node, capsys):
+    status, _, errors = run(capsys, "--hidden", "100096", "--layers", "1", "--batch", "9999999999", "--nodes", "1000")
+    assert status == 2 and errors.count("\n") == 1 and "choose a smaller batch or sequence" in errors

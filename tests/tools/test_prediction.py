@@ -1,0 +1,153 @@
+"""What is predicted is what the engine does: its layout, its placement, its bytes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import infinity
+from infinity import Config
+from infinity.errors import BudgetError
+from infinity.model.gpt import GPT
+from infinity.tools.predict.machine import DriveRates, Machine
+from infinity.tools.predict.prediction import predict
+from infinity.tools.predict.workload import workload
+
+SIZES = dict(hidden=128, layers=4, heads=4, vocab=256, seq=32)
+CPU = Machine(
+    device="cpu",
+    device_memory=8 << 30,
+    device_tflops=0.02,
+    device_update_gparams=0.5,
+    host_memory=16 << 30,
+    host_gbps=20.0,
+    update_gparams=0.5,
+    h2d_gbps=7.0,
+    d2h_gbps=7.0,
+    h2d_all_gbps=7.0,
+    d2h_all_gbps=7.0,
+    drives=(DriveRates(read_gbps=20.0, write_gbps=20.0, mixed_gbps=20.0),),
+)
+GPU = dataclasses.replace(CPU, device="cuda", device_memory=16 << 30, device_tflops=100.0, device_update_gparams=50.0)
+CHUNKS = dict(chunk_mib=0.125, device_memory="5MiB", host_memory="24MiB")
+NVME = dict(weights="nvme", states="nvme")
+
+
+def gpt_on_meta(batch=2, checkpointed=False, dtype=torch.float32, **sizes):
+    sizes = SIZES | sizes
+    with torch.device("meta"):
+        model = GPT(**sizes).to(dtype)
+    tokens = torch.empty(batch, sizes["seq"], dtype=torch.int64, device="meta")
+    return model, workload(model, lambda: model(tokens, tokens), tokens=batch * sizes["seq"], recompute=checkpointed)
+
+
+def run(config, checkpointed, steps=9, since=3):
+    """Bytes a step of each link, the device's peak, layout and placement of a real engine."""
+    torch.manual_seed(0)
+    with infinity.init(config):
+        model = GPT(**SIZES, checkpoint_activations=checkpointed)
+    optimizer = infinity.AdamW(model.parameters())
+    tokens = torch.randint(0, SIZES["vocab"], (2, SIZES["seq"]))
+    stats = []
+    with infinity.engine_of(model) as engine:
+        for number in range(steps):
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number in (since - 1, steps - 1):
+                engine.flush()  # what a step leaves to the next is its own
+            stats.append(engine.stats())
+        layout, placement = engine.layout, engine.placement
+    first, last = stats[since - 1]["links"], stats[-1]["links"]
+    nbytes = {link: (last[link]["nbytes"] - first[link]["nbytes"]) / (steps - since) for link in last}
+    return nbytes, stats[-1]["peak_device_nbytes"], layout, placement
+
+
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        NVME | dict(residency="none", update="backward"),
+        NVME | dict(residency="none", update="deferred"),
+        NVME | dict(residency="none", compression="on"),
+        dict(weights="host", states="nvme", residency="none"),
+        dict(weights="host", states="host"),
+        dict(weights="host", states="host", update="deferred"),
+        dict(host_memory="9MiB"),
+        dict(device_memory="40MiB"),
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_bytes_and_memory_are_those_of_a_real_run(tmp_path, settings, checkpointed):
+    config = Config(nvme=tmp_path, dtype="fp32", device="cpu", **(CHUNKS | settings))
+    nbytes, peak, layout, placement = run(config, checkpointed)
+    model, load = gpt_on_meta(checkpointed=checkpointed)
+    prediction = predict(model, load, CPU, config)
+    assert prediction.layout == layout
+    assert dataclasses.replace(prediction.placement, fixed_nbytes=0) == dataclasses.replace(placement, fixed_nbytes=0)
+    predicted, num = prediction.simulation.nbytes, layout.num_parameters
+    # An engine that waits for its drive finds weights on their way there, which it need not read again; how many, is a matter of pace.
+    spans = range(len(layout.spans)) if placement.homes["states"][0] == "device" else prediction.spans_on_device
+    on_device = sum(layout.chunks[index].used for span in spans for index in layout.spans[span].chunks)
+    assert predicted["nc"] == pytest.approx(nbytes["nc"], abs=2.5 * num)
+    assert predicted["cn"] == pytest.approx(nbytes["cn"], abs=1.5 * num)
+    assert predicted["cg"] == pytest.approx(nbytes["cg"], abs=0.5 * num)
+    assert predicted["gc"] == pytest.approx(nbytes["gc"], abs=0.3 * num)
+    assert predicted["update"] == pytest.approx(nbytes["update"] - 12 * on_device, abs=0.7 * num)
+    assert peak <= prediction.simulation.peak_device_nbytes <= max(placement.device_nbytes, peak)
+
+
+def test_what_does_not_fit_says_what_is_short():
+    model, load = gpt_on_meta(dtype=torch.bfloat16)
+    tight = dataclasses.replace(GPU, device_memory=load.saved_nbytes)
+    with pytest.raises(BudgetError, match="activations alone"):
+        predict(model, load, tight, Config())
+    with pytest.raises(BudgetError, match="device_memory"):
+        predict(model, load, GPU, Config(device_memory=4096))
+    with pytest.raises(BudgetError, match="host_memory"):
+        predict(model, load, GPU, Config(host_memory=4096, device_memory="3MiB"))
+    with pytest.raises(BudgetError, match="more than the machine has"):
+        predict(model, load, GPU, Config(host_memory="20GiB"))
+    with pytest.raises(BudgetError, match="nvme"):
+        predict(model, load, dataclasses.replace(GPU, drives=()), Config(**NVME))
+    small = dataclasses.replace(GPU.drives[0], capacity=1 << 20)
+    with pytest.raises(BudgetError, match="nvme"):
+        predict(model, load, dataclasses.replace(GPU, drives=(small,)), Config(**NVME))
+
+
+def test_a_model_that_fits_stays_on_the_device():
+    model, load = gpt_on_meta(dtype=torch.bfloat16)
+    prediction = predict(model, load, GPU, Config())
+    assert prediction.placement.homes["states"] == ("device",) * len(prediction.layout.chunks)
+    assert prediction.bottleneck == "compute"
+    assert sum(prediction.simulation.nbytes.values()) == 0
+
+
+def test_records_go_to_what_the_device_has_left():
+    model, load = gpt_on_meta(dtype=torch.bfloat16)
+    machine = dataclasses.replace(GPU, device_memory=int(1.1 * load.saved_nbytes) + (6 << 20))
+    prediction = predict(model, load, machine, Config(chunk_mib=0.125))
+    assert 0 < len(prediction.spans_on_device) < len(prediction.layout.spans)
+    assert prediction.memory["device"].needed <= machine.device_memory
+
+
+def test_compute_hides_transfers_from_the_tokens_that_it_names():
+    model, load = gpt_on_meta(dtype=torch.bfloat16)
+    config = Config(weights="host", states="host", chunk_mib=0.125)
+    machine = dataclasses.replace(GPU, device_memory=1 << 40, chunk_overhead_us=0.0, copy_latency_us=0.0)
+    few = predict(model, load, machine, config)
+    assert few.hiding_tokens > 4 * load.tokens
+    batch = round(2 * few.hiding_tokens / SIZES["seq"])
+    model, load = gpt_on_meta(batch=batch, dtype=torch.bfloat16)
+    many = predict(model, load, machine, config)
+    assert many.bottleneck == "compute"
+    assert many.step_seconds < 1.35 * many.compute_seconds
+    assert few.step_seconds > 2 * few.compute_seconds
+
+
+def test_more_nodes_have_more_drives():
+    model, load = gpt_on_meta(dtype=torch.bfloat16, hidden=256)
+    one = dataclasses.replace(GPU, devices=2, gather_gbps=100.0, network_gbps=50.0, chunk_overhead_us=0.0, gather_latency_us=0.0)
+    config = Config(**NVME, residency="none", chunk_mib=0.25)
+    seconds = [predict(model, load, dataclasses.replace(one, nodes=nodes), config).step_seconds for nodes in (1, 2, 4)]
+    assert seconds[0] > 1.6 * seconds[1] > 1.6 * 1.3 * seconds[2]

@@ -1,0 +1,176 @@
+"""probes: bytes that move are counted and compared, and one that is wrong is found."""
+
+import contextlib
+import os
+import socket
+
+import pytest
+import torch
+from helpers import everything_in, on_gpu, start_python
+
+from infinity.errors import ConfigError, SwapError
+from infinity.system import drives
+from infinity.tools.measure import probes
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, one_thread):
+    monkeypatch.setattr(probes, "ROUND_NBYTES", MIB)
+    monkeypatch.setattr(probes, "UPDATE_NUMEL", 1 << 16)
+    monkeypatch.setattr(probes, "BLOCKS", dict.fromkeys(("cpu", "cuda"), (64, 2, 1, 16, torch.float32)))
+
+
+def flip_a_byte(file, offset=5):
+    with open(file, "r+b", buffering=0) as opened:
+        byte = os.pread(opened.fileno(), 1, offset)
+        os.pwrite(opened.fileno(), bytes([byte[0] ^ 1]), offset)
+        os.fsync(opened.fileno())
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("nbytes", [4096, 256 << 10, MIB])
+def test_bytes_to_and_from_nvme_go_through_the_swap_files_and_are_compared(paths, write, nbytes):
+    with contextlib.closing(probes.SwapTransfers(paths, nbytes, write=write)) as probe:
+        assert probe.num_chunks == {4096: 64, 256 << 10: 4, MIB: 4}[nbytes]
+        before = probe._swap.read_nbytes, probe._swap.write_nbytes
+        probe.move(0)
+        moved = probe._swap.read_nbytes - before[0], probe._swap.write_nbytes - before[1]
+        assert moved == ((0, probe.num_chunks * nbytes) if write else (probe.num_chunks * nbytes, 0))
+        probe.check(0)
+        found = probes.rates(probe, 2 * probe.num_chunks)  # each chunk meets each buffer
+        assert len(found) == 2 * probe.num_chunks and min(found) > 0
+    assert everything_in(*paths) == []
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_wrong_byte_on_a_drive_is_found(paths, write):
+    with contextlib.closing(probes.SwapTransfers(paths[:1], 64 << 10, write=write)) as probe:
+        (file,) = paths[0].rglob("*.swap")
+        if not write:
+            flip_a_byte(file)
+        probe.move(0)
+        if write:
+            flip_a_byte(file)
+        with pytest.raises(SwapError, match="chunk 0 is not what was sent"):
+            probe.check(0)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_what_was_not_moved_is_found(paths, write):
+    with contextlib.closing(probes.SwapTransfers(paths[:1], 64 << 10, write=write)) as probe:
+        probe.move(0)
+        with pytest.raises(SwapError, match="is not what was sent"):
+            probe.check(1)
+
+
+COPIES = [
+    lambda device: probes.Copies(device, 64 << 10, to_device=True),
+    lambda device: probes.Copies(device, 64 << 10, to_device=False),
+    lambda device: probes.BothWays(device, 64 << 10),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize("make", COPIES)
+def test_copies_are_compared_on_cuda(make):
+    test_copies_are_compared(make, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("make", COPIES)
+def test_copies_are_compared(make, device=CPU):
+    with contextlib.closing(make(device)) as probe:
+        assert all(rate > 0 for rate in probes.rates(probe, probe.num_chunks))
+        way = probe._ways[1] if isinstance(probe, probes.BothWays) else probe
+        with pytest.raises(SwapError, match="is not what was sent"):
+            probe.check(1)  # another round was the last
+        probe.move(1)
+        probe.check(1)
+        way._targets[3][17] ^= 1
+        with pytest.raises(SwapError, match="chunk 2 is not what was sent"):
+            probe.check(1)
+
+
+def test_a_wrong_byte_is_found_while_a_drive_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(drives, "_SECONDS", 0.001)
+    name, nbytes = tmp_path / "scratch", 64 * MIB
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    os.posix_fallocate(fd, 0, nbytes)
+    with contextlib.closing(drives.Probe(fd, nbytes)) as probe:
+        probe.fill()
+        for mix in drives.MIXES:
+            assert probe.rate(mix, drives.Drive(num_queues=2)) > 0
+        probe.check()
+        flip_a_byte(name, 9 * MIB + 1)
+        for look in (probe.check, lambda: probe.rate("read", drives.Drive())):
+            with pytest.raises(OSError, match="what was read is not what was written"):
+                look()
+        probe.fill()
+        probe.check()
+    os.close(fd)
+
+
+def test_processors_are_measured_by_work_that_is_compared(monkeypatch):
+    assert probes.memory_rate() > 1e6 and probes.copy_seconds(CPU) > 0
+    assert probes.update_rate(CPU) > 1e4 and probes.product_rate(CPU) > 1e4
+    real = probes.adam_step
+
+    def wrong(weight, *others, **options):
+        real(weight, *others, **options)
+        weight.view(torch.int16)[100] ^= 0 if options else 1
+
+    monkeypatch.setattr(probes, "adam_step", wrong)
+    with pytest.raises(SwapError, match="the update on cpu"):
+        probes.update_rate(CPU)
+
+
+def test_an_op_and_a_chunk_cost_the_threads_some_time():
+    assert 0 < probes.op_seconds(CPU) < 0.1
+    assert 0 <= probes.chunk_seconds(CPU) < 0.1
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:77", "meta", "cpuu"])
+def test_a_device_that_is_not_there_is_refused(name):
+    with pytest.raises(ConfigError, match=f"device='{name}'"), probes.launched(name):
+        pass
+
+
+RANKS = """
+    import contextlib, os, sys
+    import torch
+    from infinity.tools.measure import probes
+    from infinity.errors import SwapError
+    torch.set_num_threads(1)
+    os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
+    with probes.launched("cpu") as (device, ranks):
+        for reduce in (False, True):
+            with contextlib.closing(probes.Collectives(ranks, device, 64 << 10, reduce=reduce)) as probe:
+                print(probe.chunk_nbytes, len(probes.rates(probe, 3)))
+                for spoil in (lambda: None, lambda: (probe._sums if reduce else probe._chunks)[2][5].add_(1)):
+                    probe.move(9)
+                    spoil()
+                    try:
+                        probe.check(9)
+                        print("right")
+                    except SwapError as error:
+                        print(error.strerror[:11])
+                probe.move(10)
+                try:
+                    probe.check(9)
+                except SwapError as error:
+                    print("another round")
+        print(probes.gather_seconds(ranks, device) > 0)
+"""
+
+
+def test_collectives_bring_what_each_rank_has_sent():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [start_python(RANKS, rank, port) for rank in range(2)]
+    for process in ranks:
+        output, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors
+        assert output.splitlines() == ["32768 3", "right", "chunk 2 is ", "another round"] * 2 + ["True"]

@@ -1,0 +1,210 @@
+import dataclasses
+import random
+
+import pytest
+
+from infinity.errors import BudgetError, ConfigError
+from infinity.plan import placement as planner
+from infinity.plan.packing import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, ParameterSpec, layout, record_layout
+from infinity.plan.schedule import Use
+from infinity.tools.predict.machine import DriveRates, Machine
+from infinity.tools.predict.simulator import LINKS, UPDATE_NBYTES, Step, simulate
+
+NUMEL = 1000 * 1024
+MS = 1e-3
+
+# Whose links take a whole number of milliseconds for what belongs to 1,024,000 parameters.
+MACHINE = Machine(
+    device_memory=1 << 34,
+    device_tflops=1.0,
+    device_update_gparams=1.0,
+    host_memory=1 << 34,
+    host_gbps=100.0,
+    update_gparams=28 / UPDATE_NBYTES * NUMEL / 3e6,  # 3 ms an fp32 record, which moves 28 bytes a parameter
+    h2d_gbps=4 * NUMEL / 1e6,  # 1 ms
+    d2h_gbps=4 * NUMEL / 1e6,
+    h2d_all_gbps=4 * NUMEL / 1e6,
+    d2h_all_gbps=4 * NUMEL / 1e6,
+    copy_latency_us=0.0,
+    gather_latency_us=0.0,
+    chunk_overhead_us=0.0,
+    drives=(DriveRates(read_gbps=4 * NUMEL / 1e6, write_gbps=4 * NUMEL / 1e6, mixed_gbps=4 * NUMEL / 1e6),),
+)
+
+
+def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="backward", keep=True, device=1 << 30, host=1 << 30, numel=NUMEL, **tiers):
+    """`num` layers of one chunk each, forward and backward of so many seconds."""
+    specs = [ParameterSpec(f"p{i}", numel, "fp32", True) for i in range(num)]
+    layout_ = layout(specs, chunk_numel=numel, world=world)
+    records = [record_layout(chunk.shard_used(0), "fp32", True, ADAM_MOMENTS) for chunk in layout_.chunks]
+    deferred = update == "deferred"
+    placement = planner.place(
+        layout_,
+        records,
+        weights=tiers.get("weights", "host"),
+        states=tiers.get("states", "host"),
+        keep=keep,
+        deferred=deferred,
+        gradient_itemsize=None,
+        device_budget=device,
+        host_budget=host,
+        held_nbytes=4 * numel,
+        op_gradient_nbytes=4 * numel,
+    )
+    order = [*range(num), *reversed(range(num))]
+    uses = [Use((i, index), (index,), frozenset({index})) for i, index in enumerate(order)]
+    gradients = [()] * num + [(index,) for index in reversed(range(num))]
+    step = Step(uses, [seconds[0]] * num + [seconds[1]] * num, gradients, num, deferred, keep)
+    return layout_, records, placement, simulate(layout_, records, placement, step, machine)
+
+
+def test_a_step_in_host_memory_to_the_millisecond():
+    # Ops take 3 * 2 + 3 * 4 ms. Before the first one: the gradient of chunk 0, which came last, goes to the host (1), its
+    # record is updated (3), its weights are copied (1). Everything else is hidden behind ops.
+    *_, found = play()
+    assert found.step_seconds == pytest.approx(23 * MS)
+    assert found.busy_seconds["compute"] == pytest.approx(18 * MS)
+    assert found.busy_seconds["update"] == pytest.approx(9 * MS)
+    assert found.busy_seconds["cg"] == found.busy_seconds["gc"] == pytest.approx(3 * MS)
+    assert sum(found.stall_seconds.values()) == pytest.approx(5 * MS)
+
+
+def test_deferred_updates_are_behind_the_next_forward():
+    # The records are updated one behind the other (3 each) while forward goes on: it waits 1 + 3 + 1 for the first chunk (its
+    # gradient came last), then for each update 3 - 2. Beside the second and the third, the weights of the one before are copied: 4 bytes a
+    # parameter in 1 ms, of host memory that gives updates 28 in 3, so that both take 10/7 as long meanwhile.
+    *_, found = play(update="deferred")
+    assert found.step_seconds == pytest.approx(18 * MS + 5 * MS + 2 * MS + 2 * 3 / 7 * MS)
+
+
+def test_all_on_nvme_is_bound_by_the_drive():
+    # Nothing is kept: 8 bytes of weights, less what is found on its way to NVMe, 8 of states, 12 written; a drive of 1 ms for each 4.
+    *_, found = play(num=24, weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL)
+    num = 24 * NUMEL
+    assert found.nbytes["cn"] == pytest.approx(12 * num, rel=0.1)
+    assert 13 * num <= found.nbytes["nc"] <= 17 * num
+    drive = (found.nbytes["nc"] + found.nbytes["cn"]) / (MACHINE.drive_gbps("mixed") * 1e9)
+    assert drive <= found.step_seconds * 1.05 <= drive * 1.2
+
+
+def test_reads_and_writes_at_a_time_share_the_mixed_rate():
+    slow = dataclasses.replace(MACHINE.drives[0], mixed_gbps=MACHINE.drives[0].mixed_gbps / 2)
+    *_, alone = play(num=24, weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL)
+    *_, shared = play(dataclasses.replace(MACHINE, drives=(slow,)), num=24, weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL)
+    assert 1.2 * alone.step_seconds < shared.step_seconds <= 2.02 * alone.step_seconds
+
+
+def test_two_drives_are_twice_as_fast():
+    settings = dict(num=24, weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL, seconds=(1e-6, 1e-6))
+    fast = dataclasses.replace(MACHINE, **{name: 20 * getattr(MACHINE, name) for name in ("update_gparams", "h2d_gbps", "d2h_gbps")})
+    *_, one = play(fast, **settings)
+    *_, two = play(dataclasses.replace(fast, drives=MACHINE.drives * 2), **settings)
+    assert two.step_seconds == pytest.approx(one.step_seconds / 2, rel=0.15)
+
+
+def test_ranks_share_a_nodes_drives_and_gather_whole_chunks():
+    # Each of four ranks has a quarter of each record, and of the drive.
+    machine = dataclasses.replace(MACHINE, devices=4, gather_gbps=3 * NUMEL / 1e6)
+    numel = 4 * NUMEL
+    layout_, records, _, found = play(machine, num=8, world=4, weights="nvme", states="nvme", keep=False, numel=numel, device=1 << 30)
+    assert found.nbytes["gg"] == pytest.approx(4 * numel * 8 * 2, rel=0.2)  # forward and backward
+    assert found.nbytes["rs"] == pytest.approx(4 * numel * 8)
+    assert found.nbytes["gc"] == pytest.approx(numel * 8)
+    assert found.busy_seconds["gg"] == pytest.approx(found.nbytes["gg"] * 3 / 4 / (3e6 * NUMEL / 1e6 * 1e3), rel=1e-6)
+
+
+def test_ranks_without_collectives_are_refused():
+    with pytest.raises(ConfigError, match="gather_gbps"):
+        play(dataclasses.replace(MACHINE, devices=2), world=2, numel=2 * NUMEL)
+
+
+def test_processors_that_are_the_device_are_shared():
+    *_, cuda = play()
+    *_, cpu = play(dataclasses.replace(MACHINE, device="cpu"))
+    assert cpu.step_seconds > cuda.step_seconds * 1.2
+    assert cpu.step_seconds >= cuda.busy_seconds["compute"] + cuda.busy_seconds["update"]
+
+
+def test_updates_and_copies_share_host_memory():
+    # Updates that take as long as all else, and copies beside them that want half of what the memory gives: neither is hidden wholly.
+    slow = dataclasses.replace(MACHINE, update_gparams=MACHINE.update_gparams / 2)
+    fast_copies = dataclasses.replace(slow, h2d_gbps=1e6, d2h_gbps=1e6, h2d_all_gbps=1e6, d2h_all_gbps=1e6)
+    *_, found = play(slow, num=12)
+    *_, alone = play(fast_copies, num=12)
+    assert alone.busy_seconds["update"] >= 12 * 6 * MS
+    assert found.busy_seconds["update"] > 1.05 * 12 * 6 * MS
+
+
+def test_what_an_op_costs_the_training_thread_is_hidden_behind_a_cuda_device_only():
+    machine = dataclasses.replace(MACHINE, op_overhead_us=3000)
+    times = {"weights": "device", "states": "device"}
+    *_, found = play(machine, **times)
+    assert found.step_seconds == pytest.approx((3 * 3 + 3 * 4) * MS + 3 * NUMEL / 1e9)  # three ops of 2 ms are launched in 3
+    *_, found = play(dataclasses.replace(machine, device="cpu"), **times)
+    assert found.step_seconds == pytest.approx((3 * 5 + 3 * 7) * MS + 3 * NUMEL / 1e9)
+
+
+def test_what_fits_on_the_device_moves_nothing():
+    *_, found = play(weights="device", states="device")
+    assert {link: nbytes for link, nbytes in found.nbytes.items() if nbytes} == {}
+    assert found.step_seconds == pytest.approx(18 * MS + 3 * NUMEL / 1e9)
+
+
+def test_the_same_twice():
+    first, second = (play(num=9, weights="nvme", states="nvme", keep=False)[-1] for _ in range(2))
+    assert first == second
+
+
+def test_one_link_does_one_thing_at_a_time():
+    *_, found = play(num=12, weights="nvme", states="nvme", update="deferred", keep=False)
+    for link in LINKS:
+        works = sorted((work for work in found.works if work.link == link), key=lambda work: work.start)
+        for before, after in zip(works, works[1:]):
+            assert before.end <= after.start + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_least_budgets_never_hang_and_no_link_is_busier_than_the_step(seed):
+    random_ = random.Random(seed)
+    weights, states = random_.choice([("nvme", "nvme"), ("host", "nvme"), ("nvme", "host"), ("host", "host")])
+    settings = dict(
+        num=random_.randrange(2, 14),
+        weights=weights,
+        states=states,
+        keep=random_.random() < 0.5,
+        update=random_.choice(["backward", "deferred"]),
+        seconds=(random_.choice([1e-5, 2e-3]), random_.choice([1e-5, 5e-3])),
+    )
+    device, host = 1 << 30, 1 << 34
+    for _ in range(60):  # budgets shrink until they are refused
+        try:
+            *_, placement, found = play(device=device, host=host, **settings)
+        except BudgetError:
+            break
+        assert found.step_seconds >= max(found.busy_seconds.values()) - 1e-9
+        assert found.peak_device_nbytes <= device
+        device = int(max(placement.least_nbytes, device * random_.uniform(0.3, 1)))
+        host = int(host * random_.uniform(0.2, 1))
+    else:
+        pytest.fail("no budget is too small")
+
+
+def test_more_host_memory_never_reads_more():
+    read = [play(num=12, weights="auto", states="auto", device=3 * 4 * NUMEL, host=gigabytes << 28)[-1].nbytes["nc"] for gigabytes in (1, 2, 4, 8)]
+    assert read == sorted(read, reverse=True)
+    assert read[-1] == 0
+
+
+def test_gradients_that_wait_without_room_go_to_nvme_and_back():
+    *_, placement, found = play(num=40, weights="nvme", states="nvme", update="deferred", keep=False, host=16 * 8 * NUMEL)
+    assert placement.homes[GRADIENTS].count("nvme") > 30
+    assert found.nbytes["cn"] > 12 * 40 * NUMEL * 1.1
+
+
+def test_sizes_are_those_of_the_placement():
+    layout_, records, placement, found = play(num=6, weights="nvme", states="nvme", keep=False)
+    for work in found.works:
+        if work.link == "nc":
+            index, kind = work.what
+            assert work.nbytes == placement.sizes[kind][index]
+            assert kind in (WEIGHTS, STATES)

@@ -1,0 +1,295 @@
+"""The status of a running job: its file, who may read and remove it, and what is shown."""
+
+import dataclasses
+import io
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import UsageError
+from infinity.tools.cli import main
+from infinity.tools.train import status
+from infinity.tools.train.status import (
+    Link,
+    LiveView,
+    Reporter,
+    Status,
+    folder,
+    format_seconds,
+    is_running,
+    line,
+    read_status,
+    running,
+    view,
+)
+
+FULL = Status(
+    step=3,
+    steps=103,
+    world=2,
+    loss=4.5,
+    step_seconds=1.5,
+    tokens_per_second=12_345.6,
+    links=(Link("NVMe to host", 1.25, 0.051), Link("update", 0.0, 0.0)),
+    device_nbytes=1 << 20,
+    device_budget_nbytes=1 << 30,
+    host_nbytes=5 << 20,
+    checkpoint="step-00000003",
+    saved="step-00000002",
+)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """Where status files lie."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "infinity"
+
+
+def wait_for(condition):
+    """True once the condition is, which another thread or process brings about; it fails after a minute."""
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def put(place, **changes):
+    """A status file as a run writes it."""
+    told = dataclasses.replace(FULL, **changes)
+    folder()
+    (place / f"{told.pid}.json").write_text(json.dumps(dataclasses.asdict(told)))
+    return told
+
+
+def dead_process():
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+# The view
+
+
+def test_the_view_by_hand():
+    fresh = dataclasses.replace(FULL, updated=time.time())
+    assert view(fresh).splitlines() == [
+        "step 3/103  loss 4.500  1.50 s a step  12,346 tokens/s  2 min 30 s left",
+        "link          GB/s  step waited",
+        "NVMe to host  1.25         5.1%",
+        "update        0.00         0.0%",
+        "memory      device 1.0 MiB of 1.0 GiB, host arena 5.0 MiB, each a rank",
+        "checkpoint  saving step-00000003, last step-00000002",
+    ]
+    assert line(fresh) == view(fresh).splitlines()[0]
+
+
+def test_a_run_before_its_first_step():
+    assert view(Status(step=7, steps=9, world=1)) == "step 7/9  starting"
+
+
+def test_a_run_that_is_silent_says_so():
+    assert "(silent for 2 min 0 s)" in view(dataclasses.replace(FULL, updated=time.time() - 120)).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0.4, "0 s"), (42, "42 s"), (59.6, "1 min 0 s"), (303, "5 min 3 s"), (7620, "2 h 7 min"), (273_600, "3 d 4 h")],
+)
+def test_seconds_for_people(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_the_view_is_drawn_in_place(monkeypatch):
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 20)))
+    terminal = Terminal()
+    with LiveView(terminal) as show:
+        show(FULL)
+        show(dataclasses.replace(FULL, step=4), last=True)
+    first, second = terminal.getvalue().split("\x1b[5A")  # up to the first of six lines
+    assert first.count("\n") == 5 and second.count("\n") == 6 and second.endswith("\n")
+    assert second.startswith("step 4/103")
+    assert max(len(re.sub(r"\x1b\[.|\r", "", row)) for row in (first + second).splitlines()) == 39  # what would wrap is cut
+
+
+def test_elsewhere_the_view_is_a_line_now_and_then():
+    output = io.StringIO()
+    with LiveView(output) as show:
+        for step in range(1, 50):
+            show(dataclasses.replace(FULL, step=step), last=step == 49)
+    lines = output.getvalue().splitlines()
+    assert [text.split()[1] for text in lines] == ["1/103", "49/103"]
+
+
+# The file
+
+
+def test_a_reporter_writes_what_it_is_told_and_leaves_nothing(place):
+    with Reporter() as reporter:
+        reporter.tell(FULL)
+        wait_for(reporter.path.exists)
+        assert read_status(reporter.path) == FULL
+        assert running() == [FULL]
+        assert reporter.path == place / f"{os.getpid()}.json"
+    assert os.listdir(place) == []
+    reporter.close()
+
+
+def test_the_directory_is_the_users_own(place):
+    folder()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    place.chmod(0o755)
+    folder()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+
+
+def test_without_a_runtime_directory_it_lies_among_temporary_files(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert folder() == tmp_path / f"infinity-{os.getuid()}"
+
+
+@pytest.mark.parametrize("what", ["link", "file", "owner"])
+def test_a_place_that_is_somebody_elses_is_not_used(place, capsys, monkeypatch, tmp_path, what):
+    if what == "link":
+        (tmp_path / "other").mkdir()
+        place.symlink_to(tmp_path / "other")
+    elif what == "file":
+        place.write_text("")
+    else:
+        place.mkdir()
+        monkeypatch.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
+    with pytest.raises(UsageError, match="is not a directory of user"):
+        folder()
+    assert main(["status"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    with Reporter() as reporter:  # training goes on
+        reporter.tell(FULL)
+    assert reporter.path is None
+    assert not (tmp_path / "other").exists() or not os.listdir(tmp_path / "other")
+
+
+def test_a_failing_write_is_no_error_and_the_next_one_works(place, monkeypatch):
+    monkeypatch.setattr(status, "WRITE_SECONDS", 0.0)
+    tried, write = threading.Event(), status.write_json
+
+    def fail(*args):
+        tried.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(status, "write_json", fail)
+    with Reporter() as reporter:
+        reporter.tell(FULL)
+        assert tried.wait(60)
+        monkeypatch.setattr(status, "write_json", write)
+        reporter.tell(dataclasses.replace(FULL, step=9))
+        wait_for(reporter.path.exists)
+        assert read_status(reporter.path).step == 9
+
+
+def test_a_dead_runs_file_is_removed_and_others_stay(place, capsys):
+    mine, dead = put(place), put(place, pid=dead_process())
+    reused = put(place, pid=os.getppid(), born=5)  # another process has its number now
+    (place / "notes.json").write_text("mine")
+    assert is_running(mine) and not is_running(dead) and not is_running(reused)
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out == f"{os.getpid():>8}  {line(FULL)}\n"
+    assert sorted(os.listdir(place)) == sorted([f"{os.getpid()}.json", "notes.json"])
+
+
+def test_a_run_that_was_killed_is_dead_before_its_parent_asks(place, capsys):
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        put(place, pid=process.pid, born=status._born(process.pid))
+        assert [told.pid for told in running()] == [process.pid]
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert running() == [] and os.listdir(place) == []
+
+
+# The command
+
+
+def test_no_run_is_no_error(capsys):
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out == "no run of yours is training on this machine\n"
+
+
+def test_a_run_is_shown_by_process_and_by_file(place, capsys):
+    put(place)
+    for run in (str(os.getpid()), str(place / f"{os.getpid()}.json")):
+        assert main(["status", run]) == 0
+        assert capsys.readouterr().out == view(FULL) + "\n"
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (None, "there is no such run; `infinity status` lists those that are running"),
+        ("", "is no status file of a run"),
+        ("[]", "is no status file of a run"),
+        ('{"step": 1, "links": []}', "is no status file of a run"),
+        (json.dumps(dataclasses.asdict(dataclasses.replace(FULL, loss="low"))), "is no status file of a run"),
+        (json.dumps(dataclasses.asdict(dataclasses.replace(FULL, born=1))), "has ended"),
+    ],
+)
+def test_what_is_no_running_job_is_told_in_one_line(tmp_path, capsys, text, expected):
+    path = tmp_path / "file.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["status", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("infinity: error: ") and err.count("\n") == 1
+    assert expected in err
+
+
+def test_following_needs_a_run(capsys):
+    assert main(["status", "--follow"]) == 2
+    assert "--follow needs a run" in capsys.readouterr().err
+
+
+def test_a_training_run_is_seen_followed_and_forgotten(tmp_path, place, capsys, monkeypatch):
+    (tmp_path / "text").write_bytes(bytes(i * i % 251 % 97 for i in range(20_000)))
+    options = "--hidden 32 --layers 1 --heads 2 --seq 16 --batch 2 --steps 1000000 --device cpu --dtype fp32 --data text".split()
+    command = [sys.executable, "-m", "infinity", "train", *options]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **quiet) as process:
+        try:
+            path = place / f"{process.pid}.json"
+            told = wait_for(lambda: path.exists() and (found := read_status(path)).step > 0 and found)
+            assert (told.steps, told.world, told.pid) == (1000000, 1, process.pid)
+            assert 0 < told.loss < 10 and told.step_seconds > 0
+            assert told.tokens_per_second == pytest.approx(32 / told.step_seconds)
+            assert [link.title for link in told.links][:2] == ["NVMe to host", "host to device"]
+            assert told.device_nbytes > 0 and told.host_nbytes >= 0
+            assert main(["status"]) == 0
+            assert re.match(rf" *{process.pid}  step \d+/1000000  loss", capsys.readouterr().out)
+
+            def interrupt(seconds, sleep=time.sleep):
+                monkeypatch.setattr(status.time, "sleep", sleep)
+                process.send_signal(signal.SIGINT)
+                sleep(seconds)
+
+            monkeypatch.setattr(status.time, "sleep", interrupt)
+            assert main(["status", str(process.pid), "--follow"]) == 0
+            lines = capsys.readouterr().out.splitlines()
+            assert re.match(r"step \d+/1000000  loss", lines[0]) and lines[-1] == f"process {process.pid} has ended"
+            process.wait(60)
+            assert os.listdir(place) == []  # it was interrupted, and cleaned up
+        finally:
+            process.kill()
