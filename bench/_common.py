@@ -20,8 +20,8 @@ from typing import NoReturn
 import torch
 
 from infinity import output
-from infinity.config import parse_bytes
 from infinity.errors import ConfigError, UsageError
+from infinity.sizes import parse_bytes
 from infinity.system import drives
 from infinity.system.swap import MEASURE_FROM_NBYTES, Swap
 from infinity.tools.measure.tuning import probe_in

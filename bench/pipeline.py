@@ -20,7 +20,7 @@ from torch import nn
 
 import aio_ext
 import infinity
-from infinity.plan.packing import STATES, WEIGHTS
+from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.arena import Arena, Slots
 
 

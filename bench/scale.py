@@ -12,9 +12,10 @@ from pathlib import Path
 
 import _common
 
-from infinity.config import Config, format_bytes
+from infinity.config import Config
 from infinity.errors import BudgetError
 from infinity.output import pyplot, table, write_json
+from infinity.sizes import format_bytes
 from infinity.tools.predict.formulas import gpt_size
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.planning import gpt

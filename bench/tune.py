@@ -18,7 +18,7 @@ from pathlib import Path
 from _common import exit_with, given, parse, positive, spread
 
 from infinity import output
-from infinity.config import format_bytes
+from infinity.sizes import format_bytes
 from infinity.system.drives import Drive
 from infinity.tools.measure import search, tuning
 

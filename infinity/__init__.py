@@ -9,12 +9,12 @@ from infinity.engine.engine import Engine, engine_of, gathered, offload
 from infinity.engine.trace_file import save_trace
 from infinity.engine.vertical import vertical
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
+from infinity.model.leaves import leaf
 from infinity.model.recompute import checkpoint
 from infinity.model.tiling import TiledEmbedding, TiledLinear, linear_cross_entropy, tile_large_layers
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizers import SGD, Adam, AdamW, Elementwise, Lion
 from infinity.optim.rules import Rule
-from infinity.tiers.state import leaf
 
 __all__ = [
     "Adam",

@@ -11,13 +11,13 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
 from infinity import config_files
 from infinity.deepspeed import Conversion, convert
 from infinity.errors import ConfigError
+from infinity.sizes import format_bytes, parse_bytes
 from infinity.system.mounts import why_no_path
 
 DEFAULT_NVME = Path("infinity-swap")
@@ -300,53 +300,11 @@ def converted(source: Mapping | str | os.PathLike) -> tuple[str, Conversion]:
         raise ConfigError(f"{origin}: {error}") from None
 
 
-_UNITS = {"b": 1}
-for _power, _letter in enumerate("kmgtp", start=1):
-    _UNITS[f"{_letter}b"] = 1000**_power
-    _UNITS[f"{_letter}ib"] = 1024**_power
-
-
-def parse_bytes(value: int | str) -> int:
-    """Bytes of an integer, of digits, or of a number with its unit: "20GiB", "512MiB", "1.5 GB" (decimal), in any case.
-
-    Raises ConfigError for anything else, such as a unit that does not say whether it is binary ("20G").
-    """
-    nbytes = None
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        nbytes = value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d{1,100})\s*|\s*(\d{1,100}(?:\.\d{1,100})?)\s*([a-zA-Z]+)\s*", value)
-        if match and match[1]:
-            nbytes = int(match[1])
-        elif match and match[3].lower() in _UNITS:
-            nbytes = int(Fraction(match[2]) * _UNITS[match[3].lower()])
-    if nbytes is not None:
-        return nbytes
-    raise ConfigError(f'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got {repr(value):.60}')
-
-
-def format_bytes(nbytes: float) -> str:
-    """Bytes for people, in binary units: "812 B", "2.6 GiB"."""
-    sign, size = ("-", -nbytes) if nbytes < 0 else ("", nbytes)
-    if size < 1024:
-        return f"{sign}{size:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 1023.95:  # what prints as 1024.0 belongs to the next unit
-            return f"{sign}{size:.1f} {unit}"
-    return f"{sign}{size / 1024:.1f} PiB"
-
-
 def checked_path(path: str | os.PathLike) -> Path:
     """Raises ConfigError for what can be no path."""
     if reason := why_no_path(path):
         raise ConfigError(reason)
     return Path(path)
-
-
-def listed(names: Sequence[str], most: int = 20) -> str:
-    """Names for people, in one line: "a, b and 7 more"."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _paths(name, value):

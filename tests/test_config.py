@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from infinity import config_files
-from infinity.config import CHOICES, Config, command_layers, format_bytes, parse_bytes
+from infinity.config import CHOICES, Config, command_layers
 from infinity.errors import BudgetError, ConfigError, SwapError, UsageError
+from infinity.sizes import format_bytes, parse_bytes
 
 
 @pytest.fixture(autouse=True)

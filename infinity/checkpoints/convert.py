@@ -19,7 +19,8 @@ from infinity.checkpoints.store import QUEUE, Checkpoint, Directory, Progress, T
 from infinity.config import LARGEST_CHUNK_MIB, LEAST_CHUNK_MIB, checked_path
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.adam import masters
-from infinity.plan.packing import ParameterSpec, default_chunk_numel, layout, record_layout
+from infinity.plan.packing import ParameterSpec, default_chunk_numel, layout
+from infinity.plan.record import record_layout
 from infinity.system.arena import Arena
 from infinity.tiers.state import TORCH_DTYPES
 

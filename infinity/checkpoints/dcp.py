@@ -39,13 +39,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItemType
 
 from infinity.checkpoints.store import failed
-from infinity.config import checked_path, listed
+from infinity.config import checked_path
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError, ConfigError
 from infinity.model import tiling
 from infinity.optim.adam import masters
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule
 from infinity.plan.packing import Piece
+from infinity.sizes import listed
 from infinity.tiers.state import ChunkState, ParameterState
 
 _METADATA = ".metadata"

@@ -24,10 +24,11 @@ import aio_ext
 from infinity.checkpoints.contents import checked_generators, loose_tensors, parameters_of, set_generators, with_extra_state
 from infinity.checkpoints.manifest import Whole
 from infinity.checkpoints.store import Checkpoint, Progress
-from infinity.config import checked_path, listed
+from infinity.config import checked_path
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError, ConfigError
-from infinity.plan.packing import STATES, WEIGHTS
+from infinity.plan.record import STATES, WEIGHTS
+from infinity.sizes import listed
 from infinity.system.interrupts import Shield
 from infinity.tiers.state import TORCH_DTYPES, ChunkState
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from infinity.checkpoints.safetensors import TensorFiles
-from infinity.config import checked_path, listed
+from infinity.config import checked_path
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError
 from infinity.model import tiling
+from infinity.sizes import listed
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool = True) -> None:

@@ -59,7 +59,8 @@ import torch
 
 from infinity.checkpoints.json_text import Budget, Text
 from infinity.errors import CheckpointError
-from infinity.plan.packing import BLOCK_NUMEL, FORMATS, Chunk, Piece, Record, record_layout
+from infinity.plan.packing import BLOCK_NUMEL, Chunk, Piece
+from infinity.plan.record import FORMATS, Record, record_layout
 
 FORMAT, VERSION = "infinity checkpoint", 1
 NAME = "manifest.json"

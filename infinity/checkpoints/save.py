@@ -51,10 +51,11 @@ from infinity.checkpoints import manifest as manifests
 from infinity.checkpoints.contents import generators, loose_tensors, parameters_of, with_extra_state
 from infinity.checkpoints.manifest import Manifest, Place
 from infinity.checkpoints.store import Directory, Linked, Progress, Tensors, Writer, lay_out
-from infinity.config import checked_path, parse_bytes
+from infinity.config import checked_path
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError, SwapError
-from infinity.plan.packing import STATES, WEIGHTS, record_layout
+from infinity.plan.record import STATES, WEIGHTS, record_layout
+from infinity.sizes import parse_bytes
 from infinity.system.arena import PAGE_NBYTES, Arena, Region
 from infinity.system.lanes import THREADS, Monitor
 from infinity.tiers.state import ChunkState

@@ -35,9 +35,9 @@ import torch
 import aio_ext
 from infinity.checkpoints import manifest as manifests
 from infinity.checkpoints.manifest import File, Manifest, StoredTensor
-from infinity.config import format_bytes
 from infinity.errors import NO_DESCRIPTORS, CheckpointError, SwapError, refuses_direct
-from infinity.plan.packing import Record
+from infinity.plan.record import Record
+from infinity.sizes import format_bytes
 from infinity.system.arena import Arena, Region
 from infinity.system.drives import Drive
 from infinity.tiers.state import TORCH_DTYPES

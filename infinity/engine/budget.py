@@ -24,8 +24,8 @@ from collections.abc import Callable, Hashable
 import torch
 
 from infinity.plan import placement as planner
-from infinity.plan.packing import STATES, WEIGHTS
 from infinity.plan.placement import Placement
+from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.ranks import Ranks
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records

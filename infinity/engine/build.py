@@ -17,19 +17,11 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.errors import BudgetError
+from infinity.model.leaves import inside_leaves, is_leaf
 from infinity.plan import placement as planner
-from infinity.plan.packing import (
-    GRADIENTS,
-    KINDS,
-    STATES,
-    WEIGHTS,
-    Layout,
-    ParameterSpec,
-    Record,
-    default_chunk_numel,
-    layout,
-    record_layout,
-)
+from infinity.plan.packing import Layout, ParameterSpec, default_chunk_numel, layout
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record, record_layout
+from infinity.plan.redo import most_late
 from infinity.system.arena import PAGE_NBYTES, Arena, Slots
 from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.events import Events
@@ -42,19 +34,7 @@ from infinity.tiers.activations import Activations
 from infinity.tiers.compression import Compressor
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
-from infinity.tiers.redo import most_late
-from infinity.tiers.state import (
-    TORCH_DTYPES,
-    ChunkState,
-    DeviceTier,
-    HostCache,
-    ParameterState,
-    Registry,
-    Resident,
-    SpanState,
-    inside_leaves,
-    is_leaf,
-)
+from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, HostCache, ParameterState, Registry, Resident, SpanState
 from infinity.tiers.updates import Updater
 from infinity.tiers.weights import Pipeline
 

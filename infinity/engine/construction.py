@@ -29,9 +29,10 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.overrides import TorchFunctionMode
 
 import aio_ext
-from infinity.config import Config, format_bytes
+from infinity.config import Config
 from infinity.engine.engine import Engine, cut_large_layers
 from infinity.errors import SwapError, UsageError
+from infinity.sizes import format_bytes
 from infinity.system.capacity import device_of, gauge_of, host_free_nbytes
 from infinity.system.ranks import Ranks
 from infinity.system.swap import changed_error

@@ -34,7 +34,8 @@ from infinity.model.state_dict import Facade
 from infinity.model.tiling import tile_to_fit
 from infinity.optim.loss_scale import LossScale, Scaler
 from infinity.plan import placement as planner
-from infinity.plan.packing import ADAM_MOMENTS, STATES, WEIGHT_NBYTES, WEIGHTS
+from infinity.plan.packing import WEIGHT_NBYTES
+from infinity.plan.record import ADAM_MOMENTS, STATES, WEIGHTS
 from infinity.system import interrupts
 from infinity.system import ranks as partition
 from infinity.system.capacity import device_of, gauge_of

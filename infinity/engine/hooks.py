@@ -49,12 +49,13 @@ from torch._C._autograd import (
 from torch.autograd.function import BackwardCFunction
 
 from infinity.errors import UsageError
+from infinity.model.leaves import inside_leaves, is_leaf
 from infinity.model.parameters import NO_COPY, get_grad, set_grad
 from infinity.system import interrupts
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Need
 from infinity.tiers.activations import Saved
-from infinity.tiers.state import ParameterState, Registry, SpanState, inside_leaves, is_leaf
+from infinity.tiers.state import ParameterState, Registry, SpanState
 from infinity.tiers.weights import Pipeline
 
 FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "attribute"

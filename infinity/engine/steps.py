@@ -44,7 +44,7 @@ from infinity.errors import NonFiniteError, UsageError
 from infinity.model.parameters import get_grad, set_grad
 from infinity.optim.adam import NormAccumulator
 from infinity.optim.loss_scale import Scaler
-from infinity.plan.packing import STATES, WEIGHTS
+from infinity.plan.record import STATES, WEIGHTS
 from infinity.plan.schedule import NEVER
 from infinity.system import interrupts
 from infinity.system.events import Events

@@ -15,7 +15,7 @@ from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import owner_of
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise, failures_named
-from infinity.plan.packing import FORMATS
+from infinity.plan.record import FORMATS
 
 REMEDY = "infinity.save and infinity.load keep them, infinity.save_dcp and load_dcp move them to and from other engines"
 

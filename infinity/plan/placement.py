@@ -23,10 +23,11 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from infinity.config import format_bytes
 from infinity.errors import BudgetError
-from infinity.plan.packing import BLOCK_NUMEL, GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Chunk, Layout, Record, Span
-from infinity.tiers.redo import needed_nbytes, pool_for
+from infinity.plan.packing import BLOCK_NUMEL, WEIGHT_NBYTES, Chunk, Layout, Span
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
+from infinity.plan.redo import needed_nbytes, pool_for
+from infinity.sizes import format_bytes
 
 # [Note: what a chunk's size costs]
 # Small chunks cost time of the engine's threads, some CHUNK_SECONDS each a step, and padding. Large ones leave room for fewer

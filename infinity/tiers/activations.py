@@ -37,8 +37,8 @@ from collections.abc import Iterable
 import torch
 
 import aio_ext
-from infinity.config import format_bytes
 from infinity.errors import BudgetError, SwapError, UsageError
+from infinity.sizes import format_bytes
 from infinity.system.arena import PAGE_NBYTES, Area, Arena, Heap
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Job, Lane, Monitor, Need

@@ -29,12 +29,15 @@ from pathlib import Path
 
 import aio_ext
 from infinity.errors import SwapError
-from infinity.plan.packing import ADAM_MOMENTS, LATE_GRADIENT, STATES, WEIGHT_NBYTES, WEIGHTS, Record, Segment, round_up
+from infinity.plan.packing import WEIGHT_NBYTES
+from infinity.plan.record import ADAM_MOMENTS, LATE_GRADIENT, STATES, WEIGHTS, Record, Segment
+from infinity.plan.redo import BLOCK_NBYTES
+from infinity.sizes import round_up
 from infinity.system.arena import Arena
 from infinity.system.lanes import Job, Lane
 from infinity.system.swap import Extent, Swap, Transfer, changed_error
 from infinity.tiers import _huffman
-from infinity.tiers.redo import BLOCK_NBYTES, Held, Late, Pool
+from infinity.tiers.redo import Held, Late, Pool
 
 LARGEST_SECTION_NBYTES = 2 << 20
 NUM_LANES = 4

@@ -29,7 +29,8 @@ from collections.abc import Callable
 import torch
 
 from infinity.optim.adam import accumulate_
-from infinity.plan.packing import GRADIENTS, Piece
+from infinity.plan.packing import Piece
+from infinity.plan.record import GRADIENTS
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane, Monitor, waits
 from infinity.system.ranks import Ranks

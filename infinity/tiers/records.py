@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 
 import aio_ext
 from infinity.errors import UsageError
-from infinity.plan.packing import GRADIENTS, KINDS, STATES, WEIGHTS
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane, Monitor
 from infinity.tiers.state import ChunkState, Entry, HostCache, HostState

@@ -36,17 +36,17 @@ from __future__ import annotations
 
 import enum
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from infinity.config import format_bytes
 from infinity.errors import BudgetError, UsageError
-from infinity.model.parameters import classes_of, owner_of, set_data
+from infinity.model.parameters import classes_of, set_data
 from infinity.model.state_dict import DepartedGradient
-from infinity.plan.packing import Chunk, Layout, Piece, Record, Span
+from infinity.plan.packing import Chunk, Layout, Piece, Span
+from infinity.plan.record import Record
+from infinity.sizes import format_bytes
 from infinity.system.arena import Area
 from infinity.system.lanes import Monitor
 
@@ -587,27 +587,3 @@ def no_room(spans: Iterable[SpanState], tier: DeviceTier) -> BudgetError:
         f"any op of this model."
         + (f" Tensors that the program has kept look into {kept[0].params[0].name}'s memory, which is why it cannot go." if kept else "")
     )
-
-
-_leaves: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-def leaf(module: torch.nn.Module) -> torch.nn.Module:
-    """Let the engine fetch all parameters below a module as one op, whatever of it runs; returns the module.
-
-    For modules that choose at run time what they compute with, such as a mixture of experts: then ranks may choose differently.
-    The device must hold all of it. Call it before the optimizer is made; raises UsageError after the engine's start.
-    """
-    if any(getattr(owner_of(param), "_started", False) for param in module.parameters()):
-        raise UsageError(f"infinity.leaf({type(module).__name__}) after the engine started; call it before the optimizer is made")
-    _leaves.add(module)
-    return module
-
-
-def is_leaf(module: torch.nn.Module) -> bool:
-    return module in _leaves
-
-
-def inside_leaves(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """The modules below a model that are fetched with a leaf above them."""
-    return {below for module in model.modules() if is_leaf(module) for below in module.modules() if below is not module}

@@ -24,7 +24,7 @@ import torch
 
 from infinity.optim.adam import Dither, NormAccumulator
 from infinity.optim.rules import Rule
-from infinity.plan.packing import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, Record
+from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, Record
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.gradients import Gradients

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infinity.optim.adam import masters, split_master
-from infinity.plan.packing import STATES, WEIGHTS
+from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.ranks import Ranks
 from infinity.tiers.records import Records
 from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry, SpanState

@@ -33,7 +33,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 
 from infinity.plan import schedule
-from infinity.plan.packing import WEIGHTS
+from infinity.plan.record import WEIGHTS
 from infinity.plan.schedule import Route, Use
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane

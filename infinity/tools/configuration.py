@@ -8,8 +8,9 @@ import json
 import sys
 from pathlib import Path
 
-from infinity.config import DEFAULT_NVME, Config, command_layers, converted, format_bytes, set_layers
+from infinity.config import DEFAULT_NVME, Config, command_layers, converted, set_layers
 from infinity.errors import ConfigError
+from infinity.sizes import format_bytes
 
 BYTES = ("host_memory", "device_memory", "tile_above")
 

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 
-from infinity.config import format_bytes
+from infinity.sizes import format_bytes
 
 PROGRESS_SECONDS = 5  # between lines where there is no terminal to rewrite one
 

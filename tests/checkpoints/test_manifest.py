@@ -19,7 +19,8 @@ from infinity.checkpoints import contents, manifest
 from infinity.checkpoints.manifest import Manifest, Parameter, Place
 from infinity.checkpoints.store import lay_out
 from infinity.errors import CheckpointError
-from infinity.plan.packing import ADAM_MOMENTS, ParameterSpec, layout, record_layout
+from infinity.plan.packing import ParameterSpec, layout
+from infinity.plan.record import ADAM_MOMENTS, record_layout
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

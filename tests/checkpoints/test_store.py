@@ -45,6 +45,7 @@ from infinity.checkpoints.convert import export, reshard
 from infinity.checkpoints.store import Checkpoint, Directory, Tensors, Writer, lay_out
 from infinity.errors import CheckpointError, SwapError, UsageError
 from infinity.plan import packing
+from infinity.plan.record import record_layout
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30  # after which a process that does not answer is taken to hang
@@ -756,7 +757,7 @@ def write_checkpoint(path, seed, world=2, values=None, step=3):
     model = {"buffers": {"passes": {"$tensor": tensors.put(torch.full((77,), float(seed)))}}, "extra_state": {}}
     trains = [chunk.trainable for chunk in layout.chunks]
     for rank in range(world):
-        records = [packing.record_layout(chunk.shard_used(rank), "bf16", chunk.trainable) for chunk in layout.chunks]
+        records = [record_layout(chunk.shard_used(rank), "bf16", chunk.trainable) for chunk in layout.chunks]
         own, at = lay_out(records, trains, rank)
         writer = Writer(path / directory.folder, records, own, at, {})
         for index, record in enumerate(records):

@@ -12,7 +12,7 @@ import infinity
 from infinity.engine import budget, build
 from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
-from infinity.plan.packing import STATES, WEIGHTS
+from infinity.plan.record import STATES, WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

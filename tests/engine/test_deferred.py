@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.plan.packing import WEIGHTS
+from infinity.plan.record import WEIGHTS
 from infinity.system.lanes import Job
 from infinity.tiers import updates
 

@@ -29,7 +29,7 @@ import infinity
 from infinity.errors import BudgetError, UsageError
 from infinity.model.gpt import GPT
 from infinity.model.state_dict import DepartedGradient
-from infinity.plan.packing import GRADIENTS
+from infinity.plan.record import GRADIENTS
 from infinity.tiers.state import Presence
 
 pytestmark = pytest.mark.usefixtures("one_thread")

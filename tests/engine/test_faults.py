@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from aio_ext import _aio
 from infinity.model.gpt import GPT
-from infinity.plan.packing import GRADIENTS, STATES, WEIGHTS
+from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
 from infinity.system.swap import Swap
 
 pytestmark = pytest.mark.usefixtures("one_thread")

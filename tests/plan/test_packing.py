@@ -3,17 +3,8 @@ from collections import Counter
 
 import pytest
 
-from infinity.plan.packing import (
-    BLOCK_NUMEL,
-    FORMATS,
-    WEIGHT_NBYTES,
-    Home,
-    ParameterSpec,
-    Piece,
-    default_chunk_numel,
-    layout,
-    record_layout,
-)
+from infinity.plan.packing import BLOCK_NUMEL, WEIGHT_NBYTES, Home, ParameterSpec, Piece, default_chunk_numel, layout
+from infinity.plan.record import FORMATS, record_layout
 
 
 def specs_of(*numels, dtype="bf16", trainable=True):

@@ -11,8 +11,9 @@ import infinity
 from infinity.engine.build import arrange
 from infinity.errors import BudgetError
 from infinity.plan import placement as planner
-from infinity.plan.packing import BLOCK_NUMEL, GRADIENTS, STATES, WEIGHTS, ParameterSpec, layout, record_layout
+from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
 from infinity.plan.placement import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS, chunk_numels, place, records_on_device
+from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 
 # Eight chunks of one parameter of 4096 elements each: a bf16 weight is 8 KiB, the states are 40 KiB, a gradient is 8 KiB.
 NUM, WEIGHT, STATE, GRADIENT = 8, 8 << 10, 40 << 10, 8 << 10

@@ -12,7 +12,9 @@ from helpers import everything_in, memory
 
 import aio_ext
 from aio_ext import _aio
-from infinity.system import drives, swap
+from infinity.errors import SwapError
+from infinity.system import drives
+from infinity.system import swap as swap_module
 from infinity.system.drives import Drive
 from infinity.system.swap import Swap
 
@@ -66,7 +68,7 @@ def test_a_path_is_measured_once_and_its_settings_are_used(paths, monkeypatch):
 
 def test_little_swap_is_not_worth_measuring(paths, monkeypatch):
     monkeypatch.setattr(drives, "measure", None)
-    with Swap(paths, expected_nbytes=len(paths) * swap.MEASURE_FROM_NBYTES - 1) as swap:
+    with Swap(paths, expected_nbytes=len(paths) * swap_module.MEASURE_FROM_NBYTES - 1) as swap:
         assert [directory.drive for directory in swap._directories] == [Drive()] * len(paths)
     assert everything_in(*paths) == []
 
@@ -166,7 +168,7 @@ def test_a_disk_without_room_to_measure_on_gets_defaults(paths, monkeypatch):
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_drive_that_fails_while_measured_is_named_and_leaves_nothing(paths, op):
     _aio._inject(op, 3, 1, -errno.EIO)
-    with pytest.raises(swap.SwapError, match="measuring the drive failed.*see dmesg") as caught:
+    with pytest.raises(SwapError, match="measuring the drive failed.*see dmesg") as caught:
         Swap(paths[:1], expected_nbytes=MUCH)
     assert caught.value.errno == errno.EIO and str(paths[0]) in caught.value.filename
     assert everything_in(paths[0]) == []
@@ -271,6 +273,6 @@ def test_the_path_that_fails_is_the_one_that_is_named(paths, op):
         swap.reserve()
         swap.write(extent, memory(6 * MIB)).wait()
         _aio._inject(op, 0, -1, -errno.ENOSPC, fd=swap._directories[1].file)
-        with pytest.raises(swap.SwapError) as caught:
+        with pytest.raises(SwapError) as caught:
             (swap.read if op == "read" else swap.write)(extent, memory(6 * MIB)).wait()
         assert caught.value.errno == errno.ENOSPC and caught.value.filename.startswith(str(paths[1]))

@@ -16,7 +16,7 @@ from torch import nn
 import aio_ext
 import infinity
 from aio_ext import _aio
-from infinity.plan.packing import STATES
+from infinity.plan.record import STATES
 from infinity.system.swap import Extent, Swap
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ from helpers import NVME, training
 from torch import nn
 
 from infinity.plan import placement as planner
-from infinity.plan.packing import WEIGHTS
+from infinity.plan.record import WEIGHTS
 from infinity.system.lanes import Job
 
 LAYERS = 10

@@ -12,7 +12,7 @@ from torch import nn
 import infinity
 from aio_ext import _aio
 from infinity.errors import SwapError, UsageError
-from infinity.plan.packing import GRADIENTS, KINDS, STATES, WEIGHTS
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.system.arena import Arena, Slots
 from infinity.system.events import Events
 from infinity.system.swap import Swap

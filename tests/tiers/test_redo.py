@@ -16,11 +16,12 @@ from infinity.engine.build import arrange
 from infinity.optim.adam import Dither
 from infinity.optim.rules import AdamRule, LionRule, SGDRule
 from infinity.plan import placement as planner
-from infinity.plan.packing import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
+from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
+from infinity.plan.redo import BLOCK_NBYTES, MOST_LATE, pool_for
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers import compression
-from infinity.tiers.redo import BLOCK_NBYTES, MOST_LATE, Late, Pool, pool_for
+from infinity.tiers.redo import Late, Pool
 from infinity.tiers.updates import CatchUp, late_gradient, segments
 
 MIB = 1 << 20

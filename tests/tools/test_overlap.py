@@ -11,7 +11,7 @@ import torch
 from helpers import memory
 
 from infinity.errors import ConfigError, SwapError
-from infinity.plan.packing import WEIGHTS
+from infinity.plan.record import WEIGHTS
 from infinity.tools.cli import main
 from infinity.tools.measure import overlap
 

@@ -5,7 +5,8 @@ import pytest
 
 from infinity.errors import BudgetError, ConfigError
 from infinity.plan import placement as planner
-from infinity.plan.packing import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, ParameterSpec, layout, record_layout
+from infinity.plan.packing import ParameterSpec, layout
+from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.schedule import Use
 from infinity.tools.predict.machine import DriveRates, Machine
 from infinity.tools.predict.simulator import LINKS, UPDATE_NBYTES, Step, simulate

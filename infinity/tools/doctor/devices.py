@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.config import format_bytes
+from infinity.sizes import format_bytes
 from infinity.tools.doctor.findings import Finding, absent, attention, ok
 
 _QUERY = "index,pci.bus_id,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"

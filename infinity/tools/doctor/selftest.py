@@ -16,8 +16,9 @@ import torch
 
 import infinity
 from infinity.checkpoints.store import Checkpoint
-from infinity.config import Config, format_bytes
+from infinity.config import Config
 from infinity.model.gpt import GPT, Batches
+from infinity.sizes import format_bytes
 from infinity.tools.doctor.findings import Finding, absent, attention, ok
 
 STEPS = 10

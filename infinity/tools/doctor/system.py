@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from infinity.config import format_bytes
+from infinity.sizes import format_bytes
 from infinity.system.capacity import UNLIMITED_NBYTES, cgroup_folders
 from infinity.tools.doctor.findings import Finding, absent, attention, ok
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aio_ext
-from infinity.config import format_bytes
 from infinity.errors import NO_DESCRIPTORS, refuses_direct
+from infinity.sizes import format_bytes
 from infinity.system import drives
 from infinity.system.arena import Arena
 from infinity.system.mounts import MEMORY_FILESYSTEMS, Mount, mount_at

@@ -10,9 +10,10 @@ import statistics
 
 import torch
 
-from infinity.config import DEFAULT_NVME, Config, format_bytes, parse_bytes
+from infinity.config import DEFAULT_NVME, Config
 from infinity.errors import ConfigError, UsageError
 from infinity.output import check_file, check_plot, pyplot, table, write_json
+from infinity.sizes import format_bytes, parse_bytes
 from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.ranks import Ranks
 from infinity.system.swap import ALIGNMENT

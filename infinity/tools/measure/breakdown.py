@@ -10,10 +10,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 
-from infinity.config import format_bytes
 from infinity.engine.trace_file import LANES, RankTrace, Slice, read_trace
 from infinity.errors import UsageError
 from infinity.output import table
+from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS, STALL, STEP
 
 WARM_UP_STEPS = 2  # the first records what ops use, the second is the first to follow a plan

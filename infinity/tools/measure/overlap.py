@@ -38,12 +38,14 @@ from time import sleep
 import torch
 from torch import nn
 
-from infinity.config import DEFAULT_NVME, Config, format_bytes
+from infinity.config import DEFAULT_NVME, Config
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, SwapError
 from infinity.output import check_file, check_plot, pyplot, table, write_json
-from infinity.plan.packing import WEIGHTS, default_chunk_numel
+from infinity.plan.packing import default_chunk_numel
 from infinity.plan.placement import WEIGHT_SLOTS
+from infinity.plan.record import WEIGHTS
+from infinity.sizes import format_bytes
 from infinity.system.capacity import host_free_nbytes
 from infinity.system.events import COMPUTE, now
 from infinity.system.lanes import Lane

@@ -27,9 +27,10 @@ import psutil
 import torch
 
 from infinity import config_files
-from infinity.config import Config, format_bytes
+from infinity.config import Config
 from infinity.errors import ConfigError, SwapError
 from infinity.output import check_file, table, write_json, write_text
+from infinity.sizes import format_bytes
 from infinity.system import drives
 from infinity.system.drives import Drive
 from infinity.system.mounts import MEMORY_FILESYSTEMS, mount_at

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity import config_files
-from infinity.config import parse_bytes
 from infinity.errors import ConfigError
+from infinity.sizes import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

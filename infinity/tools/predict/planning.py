@@ -18,12 +18,14 @@ import torch
 from torch import nn
 
 from infinity import config_files
-from infinity.config import Config, command_layers, format_bytes
+from infinity.config import Config, command_layers
 from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.model.gpt import GPT
 from infinity.model.tiling import tile_limits, tile_to_fit
 from infinity.output import check_file, check_plot, pyplot, table, write_json
-from infinity.plan.packing import ADAM_MOMENTS, WEIGHT_NBYTES, record_layout
+from infinity.plan.packing import WEIGHT_NBYTES
+from infinity.plan.record import ADAM_MOMENTS, record_layout
+from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS
 from infinity.tiers.state import TORCH_DTYPES
 from infinity.tools.predict import formulas

@@ -22,8 +22,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from infinity.plan import schedule
-from infinity.plan.packing import GRADIENTS, KINDS, STATES, WEIGHT_NBYTES, WEIGHTS, Layout, Record
+from infinity.plan.packing import WEIGHT_NBYTES, Layout
 from infinity.plan.placement import Placement, look_ahead
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.schedule import NEVER, Use
 from infinity.tiers.compression import moved_nbytes
 from infinity.tools.predict.machine import Machine

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.errors import UsageError
+from infinity.model.leaves import is_leaf
 from infinity.model.tiling import Tiled
 from infinity.plan.schedule import Use
-from infinity.tiers.state import is_leaf
 
 BACKWARD_FLOPS = 2  # times those of forward: for the input and for the weight
 

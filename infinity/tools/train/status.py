@@ -23,9 +23,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infinity.config import format_bytes
 from infinity.errors import UsageError
 from infinity.output import table, write_json
+from infinity.sizes import format_bytes
 from infinity.tools.progress import Progress
 
 WRITE_SECONDS = 1.0  # between two writes, and between two looks of --follow

@@ -31,10 +31,11 @@ import torch.distributed as dist
 import aio_ext
 import infinity
 from infinity.checkpoints.store import Checkpoint
-from infinity.config import Config, command_layers, format_bytes
+from infinity.config import Config, command_layers
 from infinity.errors import CheckpointError, ConfigError
 from infinity.model.gpt import GPT, Batches, read_bytes, standard_library_paths
 from infinity.output import check_file, write_json
+from infinity.sizes import format_bytes
 from infinity.system.capacity import device_of
 from infinity.system.events import LINKS
 from infinity.tools.progress import BytesProgress, StepProgress

@@ -1,0 +1,101 @@
+"""What is stored of a shard: its record, segment behind segment, the same bytes in every tier.
+
+Pure arithmetic. Must not know tiers or files. Offsets and sizes are in bytes, but for `numel`.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from infinity.sizes import round_up
+
+SEGMENT_ALIGNMENT_NBYTES = 4096
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One kind of state in a record; `itemsize` in bytes."""
+
+    name: str
+    dtype: str
+    itemsize: int
+
+
+KINDS = WEIGHTS, STATES, GRADIENTS = "weights", "states", "gradients"
+"""What a host copy or an extent holds of a shard: its weight segment, its other segments, its gradient."""
+
+FORMATS = {
+    "bf16": (Segment("weight", "bf16", 2), Segment("residual", "int16", 2)),
+    "fp16": (Segment("weight", "fp16", 2), Segment("master", "fp32", 4)),
+    "fp32": (Segment("weight", "fp32", 4),),
+}
+"""Segments of a trainable record before its moments, in the order in which they lie. A frozen record has only the first."""
+
+ADAM_MOMENTS = ("momentum", "variance")
+LATE_GRADIENT = Segment("gradient", "bf16", 2)
+"""What lies behind a record's states where their moments may be late: [Note: late moments] in redo.py."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Byte layout of one shard's record, the same in every tier. Segments start on 4096-byte borders.
+
+    `numel` elements a segment; the weight is first, so [0, weight_nbytes) is what a forward pass reads and
+    [states_offset, nbytes) are the optimizer's states.
+    """
+
+    numel: int
+    segments: tuple[Segment, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def weight_nbytes(self) -> int:
+        """The weight segment with its padding."""
+        return self.offsets[1] if len(self.offsets) > 1 else self.nbytes
+
+    @property
+    def states_offset(self) -> int:
+        return self.weight_nbytes
+
+    @property
+    def states_nbytes(self) -> int:
+        return self.nbytes - self.states_offset
+
+    @property
+    def late_gradient(self) -> tuple[Segment, int, int]:
+        """LATE_GRADIENT, its offset behind the states and its bytes, padding included."""
+        return LATE_GRADIENT, self.states_nbytes, round_up(self.numel * LATE_GRADIENT.itemsize, SEGMENT_ALIGNMENT_NBYTES)
+
+    def of(self, kind: str, *, late: bool = False) -> list[tuple[Segment, int, int]]:
+        """The segments that a kind of copy holds, each with its offset there and its bytes, padding included; none of a gradient's. late:
+        with what lies behind them where moments may be late."""
+        ends = (*self.offsets[1:], self.nbytes)
+        found = [(segment, offset, end - offset) for segment, offset, end in zip(self.segments, self.offsets, ends)]
+        if kind == STATES:
+            states = [(segment, offset - self.states_offset, nbytes) for segment, offset, nbytes in found[1:]]
+            return [*states, self.late_gradient] if late else states
+        return found[:1] if kind == WEIGHTS else []
+
+    def offset_of(self, name: str) -> int:
+        """Byte offset of the named segment. Raises KeyError if the record has none."""
+        for segment, offset in zip(self.segments, self.offsets):
+            if segment.name == name:
+                return offset
+        raise KeyError(name)
+
+
+@functools.lru_cache(maxsize=None)
+def record_layout(
+    shard_used: int, format: str, trainable: bool, moments: tuple[str, ...] = ADAM_MOMENTS, moments_dtype: str = "fp32"
+) -> Record:
+    """The record of a shard of which `shard_used` elements (maybe none) hold parameters. format: a key of FORMATS; moments:
+    names of the optimizer's states, of dtype fp32 or bf16."""
+    segments = FORMATS[format][:1]
+    if trainable:
+        itemsize = {"fp32": 4, "bf16": 2}[moments_dtype]
+        segments = FORMATS[format] + tuple(Segment(name, moments_dtype, itemsize) for name in moments)
+    offsets, nbytes = [], 0
+    for segment in segments:
+        offsets.append(nbytes)
+        nbytes += round_up(shard_used * segment.itemsize, SEGMENT_ALIGNMENT_NBYTES)
+    return Record(shard_used, segments, tuple(offsets), nbytes)
