@@ -29,14 +29,13 @@ longer does, and passes gradients on. Over 400 lines because what forward holds,
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -48,6 +47,7 @@ from torch._C._autograd import (
 )
 from torch.autograd.function import BackwardCFunction
 
+from infinity.engine.trees import map_tensors, parts_of, tensors_in
 from infinity.errors import UsageError
 from infinity.model.leaves import inside_leaves, is_leaf
 from infinity.model.parameters import NO_COPY, get_grad, set_grad
@@ -478,7 +478,7 @@ class Hooks:
             returned = not self.frames and _current_graph_task_id() == -1
             with self.saved_tensors() if returned else contextlib.nullcontext():
                 result = func(*args, **kwargs)
-            keep = any(map(self._looks_inside, _parts(result)))
+            keep = any(map(self._looks_inside, parts_of(result)))
         finally:
             self._release_read(states, held, keep=keep or by_address, viewed=not by_address)
         return result
@@ -708,49 +708,6 @@ class Hooks:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None), Handle, Saved)
-
-
-def _parts(value) -> list:
-    """A value, or what is in a tuple, list or dict, however nested."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (tuple, list)):
-        return [value]
-    return [part for item in value for part in _parts(item)]
-
-
-def tensors_in(value) -> list[torch.Tensor]:
-    """The tensors of an output: itself, or those in tuples, lists, dicts and dataclasses, however nested."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif not isinstance(value, (tuple, list)):
-        return []
-    return [tensor for item in value for tensor in tensors_in(item)]
-
-
-def map_tensors(value, function):
-    """A copy of an output in which every tensor is function(tensor); its containers are of the types they were."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        mapped = copy.copy(value)
-        for key, item in value.items():
-            mapped[key] = map_tensors(item, function)
-        return mapped
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        mapped = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(mapped, field.name, map_tensors(getattr(value, field.name), function))
-        return mapped
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, function) for item in value)
-    return value
 
 
 def _calls() -> Counter[nn.Module] | None:

@@ -39,7 +39,8 @@ from infinity.config import Config
 from infinity.engine.budget import Margin
 from infinity.engine.build import Assembly
 from infinity.engine.foreign import refuse_optimizers
-from infinity.engine.hooks import Hooks, map_tensors, tensors_in
+from infinity.engine.hooks import Hooks
+from infinity.engine.trees import map_tensors, tensors_in
 from infinity.errors import NonFiniteError, UsageError
 from infinity.model.parameters import get_grad, set_grad
 from infinity.optim.adam import NormAccumulator
