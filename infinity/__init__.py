@@ -11,7 +11,8 @@ from infinity.engine.vertical import vertical
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
 from infinity.model.leaves import leaf
 from infinity.model.recompute import checkpoint
-from infinity.model.tiling import TiledEmbedding, TiledLinear, linear_cross_entropy, tile_large_layers
+from infinity.model.tiled_layers import TiledEmbedding, TiledLinear, linear_cross_entropy
+from infinity.model.tiling import tile_large_layers
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizers import SGD, Adam, AdamW, Elementwise, Lion
 from infinity.optim.rules import Rule

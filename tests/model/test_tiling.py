@@ -38,7 +38,7 @@ def gradients(module):
     if not hasattr(module, "tiles"):
         return {name: p.grad for name, p in module.named_parameters()}
     found = {}
-    for name, grid in module._grids().items():
+    for name, grid in module.grids().items():
         rows = [torch.cat([getattr(module.tiles[index], name).grad for index in row], dim=-1) for row in grid]
         found[name] = torch.cat(rows)
     return found

@@ -5,7 +5,7 @@ from torch import nn
 import infinity
 from infinity import Config
 from infinity.model.gpt import GPT
-from infinity.model.tiling import TiledLinear
+from infinity.model.tiled_layers import TiledLinear
 from infinity.plan import schedule
 from infinity.tools.predict.workload import workload
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.errors import UsageError
 from infinity.model.leaves import is_leaf
-from infinity.model.tiling import Tiled
+from infinity.model.tiled_layers import Tiled
 from infinity.plan.schedule import Use
 
 BACKWARD_FLOPS = 2  # times those of forward: for the input and for the weight
