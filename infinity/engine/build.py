@@ -34,6 +34,7 @@ from infinity.tiers.activations import Activations
 from infinity.tiers.compression import Compressor
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
+from infinity.tiers.redo import redo_logs
 from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, HostCache, ParameterState, Registry, Resident, SpanState
 from infinity.tiers.updates import Updater
 from infinity.tiers.weights import Pipeline
@@ -174,7 +175,7 @@ def arrange(
             host_budget=host_budget,
             host_share=1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0,
             compression_nbytes=compression.buffers_nbytes(records) if compresses else 0,
-            late_nbytes=[compression.held_nbytes(record, codes=bool(compresses)) for record in records] if late else None,
+            late_nbytes=[compression.pooled_nbytes(record, codes=bool(compresses)) for record in records] if late else None,
             late_on_nvme=bool(compresses) and config.moments == "fp32",  # else it saves little or nothing
             late_first=not compresses and config.moments == "fp32",  # else states save as much
             nvme_budget=nvme_budget,
@@ -306,20 +307,19 @@ def _connect(
     if not compresses:  # buffers may have been planned, and a pool for gradients that are coded
         late = [records[index] for index in planner.late_chunks(placement) if num_late]
         buffers_nbytes, pool_nbytes = 0, pool_nbytes + buffers_nbytes
-        num_late = most_late([compression.held_nbytes(record, codes=False) for record in late], pool_nbytes)
+        num_late = most_late([compression.pooled_nbytes(record, codes=False) for record in late], pool_nbytes)
     if compresses or num_late:
         compressor_ = Compressor(swap, arena, buffers_nbytes, pool_nbytes)
         undo.callback(compressor_.close)
-    turns_nbytes = [0] * (num_late + 1)  # whose moments are written in the first step, the second, ..., and again in turn
-    for index, chunk in enumerate(chunks):
+    rooms = zip(placement.in_slots[STATES], placement.sizes[STATES], extents[STATES])
+    late_nbytes = [in_slot - nbytes if num_late and extent is not None else 0 for in_slot, nbytes, extent in rooms]
+    for index, (chunk, redo) in enumerate(zip(chunks, redo_logs(late_nbytes, num_late))):
+        chunk.redo = redo
         chunk.extents = {kind: extents[kind][index] for kind in KINDS}
         for kind, extent in chunk.extents.items():
             if compressor_ is not None and extent is not None:
-                late_nbytes = placement.in_slots[kind][index] - placement.sizes[kind][index] if num_late else 0
-                chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind, late=late_nbytes > 0))
-                if late_nbytes:
-                    chunk.late_left = turns_nbytes.index(min(turns_nbytes))
-                    turns_nbytes[chunk.late_left] += late_nbytes
+                log = redo if kind == STATES else None
+                chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind, late=log is not None), log)
     caches: dict[str, HostCache] = {}
     who = f"{ranks.name}, " if ranks.world > 1 else ""
     records_ = Records(compressor_ or swap, caches, lock, events, keep, who)
@@ -356,7 +356,7 @@ def _connect(
     undo.callback(gradients.close)
     threads = num_cores - (num_cores // 8 if cuda else 0)  # these are for whoever gives the device its work
     seed = config.seed if config.moments == "bf16" else None
-    updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed, num_late=num_late)
+    updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed)
     caches[GRADIENTS].frees_soon = updater.frees_gradient_soon
     activations = None
     if config.activations in ("host", "nvme"):

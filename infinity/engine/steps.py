@@ -51,8 +51,8 @@ from infinity.system import interrupts
 from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
 from infinity.system.ranks import Ranks
+from infinity.tiers.arithmetic import Hyper, add_norm
 from infinity.tiers.state import ChunkState, ParameterState, Presence
-from infinity.tiers.updates import Hyper, add_norm
 
 _MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
 _TORN = "a backward pass after one that failed half-way and had begun to update; see step()"

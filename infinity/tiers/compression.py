@@ -24,7 +24,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import aio_ext
@@ -37,7 +37,7 @@ from infinity.system.arena import Arena
 from infinity.system.lanes import Job, Lane
 from infinity.system.swap import Extent, Swap, Transfer, changed_error
 from infinity.tiers import _huffman
-from infinity.tiers.redo import Held, Late, Pool
+from infinity.tiers.redo import Late, Pool, Pooled, RedoLog, release
 
 LARGEST_SECTION_NBYTES = 2 << 20
 NUM_LANES = 4
@@ -62,15 +62,13 @@ class Section:
 class CompressedExtent:
     """An extent, its sections, and how many bytes of each are on NVMe: all, until they are first written, and as many as each write left.
 
-    late: updates that moments there lack, in their order, see [Note: late moments] in redo.py.
+    redo: what moments there lack, see [Note: late moments] in redo.py.
     """
 
     extent: Extent
     sections: tuple[Section, ...]
     stored: list[int]
-    late: tuple[Late, ...] = ()
-    # A record may move to the device while it is written.
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    redo: RedoLog
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -81,16 +79,6 @@ class CompressedExtent:
     def gradient(self) -> list[Section]:
         """The sections of a gradient."""
         return [section for section in self.sections if section.late]
-
-    def lacks(self, update: Late) -> None:
-        with self._lock:
-            self.late += (update,)
-
-    def forget_late(self) -> None:
-        """Moments on NVMe lack nothing any more, or are of no use."""
-        with self._lock:
-            late, self.late = self.late, ()
-        _release(held for update in late for held in update.held or ())
 
 
 class Write:
@@ -208,18 +196,20 @@ class Compressor:
         """Whether floats take fewer bytes."""
         return self.section_nbytes > 0
 
-    def compressed(self, extent: Extent, segments: Sequence[tuple[Segment, int, int]]) -> CompressedExtent:
+    def compressed(
+        self, extent: Extent, segments: Sequence[tuple[Segment, int, int]], redo: RedoLog | None = None
+    ) -> CompressedExtent:
         """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is. With
-        LATE_GRADIENT among them, moments may be late; with a pool, the extent has no room for it."""
+        LATE_GRADIENT among them, moments may be late; with a pool, the extent has no room for it. redo: the record's log, if it has one."""
         sections = _cut(tuple(segments), self.section_nbytes) if segments else (Section(0, extent.nbytes, 0),)
-        return CompressedExtent(extent, sections, [section.nbytes for section in sections])
+        return CompressedExtent(extent, sections, [section.nbytes for section in sections], redo or RedoLog())
 
     def read(self, compressed: CompressedExtent, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
         """Read all of an extent, once what was written to it is over, but for a gradient of no use. As `Swap.read` otherwise."""
-        left, transfers, read = [], [], None
+        left, transfers, read, late = [], [], None, compressed.redo.late
         try:
             for section, stored in zip(compressed.sections, compressed.stored):
-                if section.late and (self.pool is not None or not compressed.late):
+                if section.late and (self.pool is not None or not late):
                     continue
                 memory = buffer[section.offset : section.offset + section.nbytes]
                 left.append((memory, section.itemsize if stored < section.nbytes else 0, stored))
@@ -228,7 +218,7 @@ class Compressor:
                     target = memory[section.nbytes - stored :]
                     transfer = self.swap.read(compressed.extent, target, offset=section.offset, priority=priority, what=what)
                 transfers.append(transfer)
-            finish = functools.partial(self._bring_up_to_date, compressed.gradient, compressed.late, buffer) if compressed.late else None
+            finish = functools.partial(self._bring_up_to_date, compressed.gradient, late, buffer) if late else None
             read = Read(left[::-1], transfers[::-1], finish, next(self._catchers), what, self.swap.path_of(compressed.extent))
             next(self._expanders).push(read.wait)
             return read
@@ -258,10 +248,10 @@ class Compressor:
     def _bring_up_to_date(self, gradient: Sequence[Section], late: Sequence[Late], buffer: memoryview) -> None:
         """Do to the moments in a buffer the updates that they lack; the gradient's sections are one's after the other's."""
         for update in late:
-            for section, held in zip(gradient, update.held or ()):
+            for section, pooled in zip(gradient, update.pooled or ()):
                 memory = buffer[section.offset : section.offset + section.nbytes]
-                self.pool.copy(held, memory[section.nbytes - held.nbytes :])
-                _huffman.decode_last([(memory, section.itemsize if held.nbytes < section.nbytes else 0, held.nbytes)])
+                self.pool.copy(pooled, memory[section.nbytes - pooled.nbytes :])
+                _huffman.decode_last([(memory, section.itemsize if pooled.nbytes < section.nbytes else 0, pooled.nbytes)])
             update.catch_up(buffer)
 
     def close(self) -> None:
@@ -283,10 +273,10 @@ class _Press:
     def write(
         self, compressed: CompressedExtent, buffer: memoryview, catch_up: Callable[[memoryview], None] | None, what: str
     ) -> list[Transfer]:
-        held, is_late = None, catch_up is not None and not compressed.late  # NVMe has room for one gradient
+        pooled, is_late = None, catch_up is not None and not compressed.redo.late  # NVMe has room for one gradient
         if catch_up is not None and self.pool is not None:
-            held = self._hold(compressed, buffer)
-            is_late = held is not None
+            pooled = self._put_gradient(compressed, buffer)
+            is_late = pooled is not None
         left_out = {not is_late} if self.pool is None else {not is_late, True}  # of what sections' `late` may be
         transfers: list[Transfer] = []
         try:
@@ -300,26 +290,26 @@ class _Press:
                     transfers.append(self.swap.write(compressed.extent, source, offset=section.offset, what=what))
         except BaseException:  # nobody else would wait until they let the buffer go
             _wait_for(transfers, quietly=True)
-            _release(held or ())
+            release(pooled or ())
             raise
         if is_late:
-            compressed.lacks(Late(catch_up, held))
+            compressed.redo.add(Late(catch_up, pooled))
         else:
-            compressed.forget_late()
+            compressed.redo.forget()
         return transfers
 
-    def _hold(self, compressed: CompressedExtent, buffer: memoryview) -> list[Held] | None:
+    def _put_gradient(self, compressed: CompressedExtent, buffer: memoryview) -> list[Pooled] | None:
         """The gradient behind the states, compressed, in the pool; None where that has no room."""
-        found: list[Held] = []
+        found: list[Pooled] = []
         for section in compressed.gradient:
-            held = self._hold_section(section, buffer[section.offset : section.offset + section.nbytes])
-            if held is None:
-                _release(found)
+            pooled = self._put_section(section, buffer[section.offset : section.offset + section.nbytes])
+            if pooled is None:
+                release(found)
                 return None
-            found.append(held)
+            found.append(pooled)
         return found
 
-    def _hold_section(self, section: Section, source: memoryview) -> Held | None:
+    def _put_section(self, section: Section, source: memoryview) -> Pooled | None:
         if not section.itemsize:
             return self.pool.put(source)
         target = self._buffer()
@@ -373,21 +363,21 @@ def pays(choice: str, nbytes_per_s: float, num_cores: int) -> bool:
     return choice == "on" or 0 < busy <= min(CORES_SHARE * num_cores, LANES_SHARE * 2 * NUM_LANES)
 
 
-def held_nbytes(record: Record, *, codes: bool) -> int:
+def pooled_nbytes(record: Record, *, codes: bool) -> int:
     """About what a gradient of a record takes in a pool."""
     sections = _cut((record.late_gradient,), LARGEST_SECTION_NBYTES if codes else 0)
     return sum(round_up(_about(section), BLOCK_NBYTES) for section in sections)
 
 
 def moved_nbytes(
-    segments: Sequence[tuple[Segment, int, int]], num_late: int = 0, *, codes: bool = True, holds: bool = False
+    segments: Sequence[tuple[Segment, int, int]], num_late: int = 0, *, codes: bool = True, pools: bool = False
 ) -> tuple[int, int]:
     """About how many bytes are read and written of an extent, in the mean of some updates, of which num_late in a row are late. Other
-    arguments as of `Compressor.compressed`. holds: whether gradients wait in host memory."""
+    arguments as of `Compressor.compressed`. pools: whether gradients wait in host memory."""
     stored: collections.Counter[bool | None] = collections.Counter()
     for section in _cut(tuple(segments), LARGEST_SECTION_NBYTES if codes else 0):
         stored[section.late] += _about(section)
-    always, whole, late = stored[None], stored[False], 0 if holds else stored[True]
+    always, whole, late = stored[None], stored[False], 0 if pools else stored[True]
     written = (whole + num_late * late) / (num_late + 1)
     return int(always + whole + late * num_late / (num_late + 1)), int(always + written)
 
@@ -410,11 +400,6 @@ def _cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tu
         for start in range(offset, offset + nbytes, size or 1):
             sections.append(Section(start, min(size, offset + nbytes - start), itemsize, late.get(segment.name)))
     return tuple(sections)
-
-
-def _release(held: Iterable[Held]) -> None:
-    for section in held:
-        section.release()
 
 
 def _wait_for(transfers: Iterable[Transfer | Read | None], *, quietly: bool = False) -> None:

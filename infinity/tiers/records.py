@@ -97,8 +97,9 @@ class Records:
         with self.lock:
             self._urgent_until[request.kind] = max(self._urgent_until[request.kind], request.number)
             self.lock.notify_all()
-        if request.done and request.result is not None and hasattr(request.result.source, "promote"):
-            request.result.source.promote()
+        source = request.result.source if request.done and request.result is not None else None
+        if source is not None:
+            source.promote()
 
     def hurry_all(self) -> None:
         """The training thread waits for updates: let all that was asked for, in its order, pass what is read ahead."""
@@ -286,8 +287,8 @@ class Records:
 
     def _forget_late(self, chunk: ChunkState, kind: str) -> None:
         """A record that has moved to the device leaves nothing behind. A write of it that is under way comes here again when it ends."""
-        if kind == STATES and chunk.on_device and hasattr(chunk.extents[kind], "forget_late"):
-            chunk.extents[kind].forget_late()
+        if kind == STATES and chunk.on_device and chunk.redo is not None:
+            chunk.redo.forget()
 
     def fail(self, error: BaseException, what: str = "") -> None:
         """A write or an update was lost, its slots with it: who waits for one must learn of it instead of waiting for ever."""

@@ -468,7 +468,7 @@ class ChunkState:
         self.span = span
         self.weights_home = self.states_home = "nvme"  # or "host", "device"
         self.extents: dict[str, object] = {}  # on NVMe, by kind; None where there are no bytes
-        self.late_left: int | None = None  # updates that may leave moments on NVMe late, before one writes them; None: each does
+        self.redo = None  # the RedoLog of a record whose moments on NVMe may be late
         self.device_states: dict[str, torch.Tensor] | None = None
         self.steps: dict[int, int] = {piece.param: 0 for piece in chunk.pieces}
         self.has_gradient = False  # from the first arrival until the update

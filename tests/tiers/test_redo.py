@@ -21,8 +21,8 @@ from infinity.plan.redo import BLOCK_NBYTES, MOST_LATE, pool_for
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers import compression
-from infinity.tiers.redo import Late, Pool
-from infinity.tiers.updates import CatchUp, late_gradient, segments
+from infinity.tiers.redo import CatchUp, Late, Pool, late_gradient
+from infinity.tiers.updates import segments
 
 MIB = 1 << 20
 NUMEL = 500_000
@@ -124,7 +124,7 @@ def test_late_moments_are_brought_up_to_date_once_a_read(tmp_path, num_blocks, n
             for read, buffer in reads * 2:
                 read.wait()
                 assert read.done and buffer[: RECORD.states_nbytes] == expected
-            assert len(drive.threads) == len(reads) * num_late and len(drive.place.late) == num_late
+            assert len(drive.threads) == len(reads) * num_late and len(drive.place.redo.late) == num_late
 
 
 def test_late_moments_are_not_written_and_gradients_only_with_them(tmp_path):
@@ -159,7 +159,7 @@ def test_gradients_in_memory_are_neither_written_nor_read(tmp_path):
         for expected, catch_up in ((whole, None), (late, drive.catch_up), (late, drive.catch_up), (whole, None)):
             assert moved(catch_up) == pytest.approx(expected, abs=0.2)
         for num_late in (1, 2):
-            found = compression.moved_nbytes(RECORD.of(STATES, late=True), num_late, holds=True)
+            found = compression.moved_nbytes(RECORD.of(STATES, late=True), num_late, pools=True)
             assert [nbytes / NUMEL for nbytes in found] == pytest.approx([8.7, 2 + 6.7 / (num_late + 1)], abs=0.1)
 
 
@@ -170,7 +170,7 @@ def test_a_gradient_for_which_there_is_no_memory_is_not_kept(tmp_path):
         assert drive.compressor.pool.num_free == 6
         data = drive.states(5)
         drive.compressor.write(drive.place, data, catch_up=drive.catch_up).wait()
-        assert drive.place.late == () and drive.compressor.pool.num_free == 2 * 8 + 6
+        assert drive.place.redo.late == () and drive.compressor.pool.num_free == 2 * 8 + 6
         read, buffer = drive.read()
         read.wait()
         assert not drive.threads and buffer[: RECORD.states_nbytes] == data[: RECORD.states_nbytes]
@@ -191,9 +191,9 @@ def test_a_write_that_cannot_be_asked_for_gives_its_memory_back(tmp_path, monkey
         catch_up = drive.catch_up if at == 0 else None  # a late write asks once
         with pytest.raises(OSError, match="no"):
             drive.compressor.write(drive.place, drive.states(5), catch_up=catch_up).wait()
-        assert len(drive.place.late) == 1 and drive.compressor.pool.num_free == 24 - 8
-        drive.place.forget_late()
-        assert drive.place.late == () and drive.compressor.pool.num_free == 24
+        assert len(drive.place.redo.late) == 1 and drive.compressor.pool.num_free == 24 - 8
+        drive.place.redo.forget()
+        assert drive.place.redo.late == () and drive.compressor.pool.num_free == 24
 
 
 def test_a_record_that_moves_to_the_device_while_it_is_written_gives_its_memory_back_once(tmp_path, monkeypatch):
@@ -201,14 +201,14 @@ def test_a_record_that_moves_to_the_device_while_it_is_written_gives_its_memory_
         drive.write_late()
 
         def move_and_make(*arguments):
-            drive.place.forget_late()
+            drive.place.redo.forget()
             return Late(*arguments)
 
         monkeypatch.setattr(compression, "Late", move_and_make)
         drive.compressor.write(drive.place, drive.states(2), catch_up=drive.catch_up).wait()
-        assert len(drive.place.late) == 1 and drive.compressor.pool.num_free == 24 - 8
-        drive.place.forget_late()
-        assert drive.place.late == () and drive.compressor.pool.num_free == 24
+        assert len(drive.place.redo.late) == 1 and drive.compressor.pool.num_free == 24 - 8
+        drive.place.redo.forget()
+        assert drive.place.redo.late == () and drive.compressor.pool.num_free == 24
 
 
 @pytest.mark.parametrize("kind", ["zeros", "noise"])
@@ -224,7 +224,7 @@ def test_gradients_without_a_byte_and_those_that_take_all_of_theirs(tmp_path, ki
             gradient[gradient.isnan()] = 1.0
         drive.catch_up(data)
         drive.compressor.write(drive.place, data, catch_up=drive.catch_up).wait()
-        assert [held.nbytes for held in drive.place.late[0].held] == [0 if kind == "zeros" else s.nbytes for s in drive.place.gradient]
+        assert [pooled.nbytes for pooled in drive.place.redo.late[0].pooled] == [0 if kind == "zeros" else s.nbytes for s in drive.place.gradient]
         read, buffer = drive.read()
         read.wait()
         assert buffer == data
@@ -237,12 +237,12 @@ def test_a_pool_gives_back_what_it_was_given():
         sizes = [0, 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, 3 * BLOCK_NBYTES]
         for nbytes in sizes:
             data = memoryview(bytes(i % 251 for i in range(nbytes)))
-            held, target = pool.put(data), bytearray(nbytes)
-            assert pool.num_free == 3 - len(held.blocks) == 3 - -(-nbytes // BLOCK_NBYTES)
-            pool.copy(held, memoryview(target))
+            pooled, target = pool.put(data), bytearray(nbytes)
+            assert pool.num_free == 3 - len(pooled.blocks) == 3 - -(-nbytes // BLOCK_NBYTES)
+            pool.copy(pooled, memoryview(target))
             assert target == data
             assert pool.put(memoryview(bytes(3 * BLOCK_NBYTES + 1))) is None
-            held.release()
+            pooled.release()
             assert pool.num_free == 3
     finally:
         arena.close()
@@ -393,7 +393,7 @@ def test_training_with_all_that_moments_depend_on_has_the_same_bits(
             found[choice] = [*seen, states_of(engine, model)]
             if choice == "on":
                 assert engine.placement.num_late == num_late
-                late = [late for chunk in engine.registry.chunks for late in chunk.extents[STATES].late]
+                late = [late for chunk in engine.registry.chunks for late in chunk.redo.late]
                 assert late and all(isinstance(each.catch_up, CatchUp) for each in late)
     for on, off in zip(found["on"], found["off"], strict=True):
         assert_same_states(on, off)
@@ -408,7 +408,7 @@ def trained(directory, choice, *, change=lambda engine, step: None, **config):
             optimizer.zero_grad()
             engine.flush()
             change(engine, step)
-        return states_of(engine, model), [getattr(chunk.extents[STATES], "late", ()) for chunk in engine.registry.chunks]
+        return states_of(engine, model), [chunk.redo.late if chunk.redo else () for chunk in engine.registry.chunks]
 
 
 @pytest.mark.parametrize("config", [COMPRESSED, POOLED], ids=["nvme", "memory"])
@@ -469,7 +469,7 @@ def test_a_program_may_have_modes_threads_and_drives(tmp_path, name, one_thread)
 def test_other_records_have_no_room_for_a_gradient(tmp_path, changes):
     with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | changes) as (_, engine, _):
         assert engine.placement.in_slots == engine.placement.sizes
-        assert all(chunk.late_left is None for chunk in engine.registry.chunks)
+        assert all(chunk.redo is None for chunk in engine.registry.chunks)
 
 
 @pytest.mark.parametrize("make, options", [(infinity.Adam, {"weight_decay": 0.1}), (infinity.SGD, {"momentum": 0.9})])
@@ -500,9 +500,9 @@ def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch
             optimizer.step()
             optimizer.zero_grad()
             engine.flush()
-            chunks = [chunk for chunk in engine.registry.chunks if chunk.extents[STATES] is not None and chunk.extents[STATES].late]
+            chunks = [chunk for chunk in engine.registry.chunks if chunk.redo and chunk.redo.late]
             assert not any(chunk.on_device for chunk in chunks)
-            held.append(sum(len(held.blocks) for chunk in chunks for late in chunk.extents[STATES].late for held in late.held))
+            held.append(sum(len(pooled.blocks) for chunk in chunks for late in chunk.redo.late for pooled in late.pooled))
             assert engine.stats()["late_gradients_nbytes"] == held[-1] * BLOCK_NBYTES
         assert engine.margin.promoted and any(held)
 
@@ -514,7 +514,7 @@ def test_where_coding_was_planned_and_does_not_pay_its_buffers_hold_gradients(tm
     config = {"moments": moments, "host_memory": "16MiB"}
     with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | config | {"compression": "auto"}) as (_, engine, _):
         assert (engine.placement.num_late, engine.placement.pool_nbytes) == (planned, 0)
-        assert engine.updater.num_late == found and not engine.stats()["compresses_nvme"]
+        assert {chunk.redo.num_late for chunk in engine.registry.chunks if chunk.redo} == {found} - {0} and not engine.stats()["compresses_nvme"]
         assert (engine.compressor is not None) == (found > 0) and engine.arena.nbytes <= engine.placement.host_nbytes
     (on, late), (off, _) = (trained(tmp_path, choice, **config) for choice in ("auto", "off"))
     assert any(late) == (found > 0)
@@ -593,7 +593,7 @@ def test_the_choice_of_a_chunk_counts_what_late_moments_do_not_move(host_budget)
     moved = 3 * weights
     for index in on_nvme[STATES]:
         segments = records[index].of(STATES, late=True)
-        moved += sum(compression.moved_nbytes(segments, found.num_late, codes=False, holds=found.pool_nbytes > 0))
+        moved += sum(compression.moved_nbytes(segments, found.num_late, codes=False, pools=found.pool_nbytes > 0))
     assert found.num_late and states
     whole = dataclasses.replace(found, num_late=0, on_nvme=found.sizes)
     saved = planner.step_seconds(layout, whole) - planner.step_seconds(layout, found)

@@ -693,7 +693,7 @@ class _Rank:
         nbytes = self.placement.sizes[kind][chunk.index]
         if (self.compresses or self.placement.pool_nbytes) and kind != GRADIENTS:
             late = self.placement.in_slots[kind][chunk.index] > nbytes
-            how = {"codes": self.compresses, "holds": self.placement.pool_nbytes > 0}
+            how = {"codes": self.compresses, "pools": self.placement.pool_nbytes > 0}
             read, written = moved_nbytes(chunk.record.of(kind, late=late), self.placement.num_late, **how)
             nbytes = read if link == "nc" else written
         rate = self.read if link == "nc" else self.write
