@@ -1,11 +1,17 @@
-"""The house: which package may import which, what each says of itself, and that `plan` is pure. See ARCHITECTURE.md."""
+"""The house: which package may import which, what each says of itself, that `plan` is pure, and how large things may be.
+
+Sizes and stores from outside are ratchets: what is too large today is listed with its size, and may only shrink. Who makes one smaller
+lowers its number; who splits or renames one moves its line. See ARCHITECTURE.md.
+"""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import infinity
 
@@ -44,30 +50,31 @@ def name_of(path):
 
 
 NAMES = {name_of(path): path for path in FILES}
+TREES = {name: ast.parse(path.read_text()) for name, path in NAMES.items()}
 
 
 def room(name):
     return name.split(".")[0]
 
 
-def imports_of(path):
+def imports_of(name):
     """Every module of the package, below `infinity`, and aio_ext, that a file imports, wherever in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}: a relative import"
+            assert node.level == 0, f"{name}: a relative import"
             inside = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name.removeprefix("infinity.") in NAMES else node.module for name in inside]
         else:
             continue
-        for name in names:
-            if name == "infinity":
+        for imported in names:
+            if imported == "infinity":
                 found.add("__init__")
-            elif name.startswith("infinity."):
-                found.add(name.removeprefix("infinity."))
-            elif name.split(".")[0] == "aio_ext":
+            elif imported.startswith("infinity."):
+                found.add(imported.removeprefix("infinity."))
+            elif imported.split(".")[0] == "aio_ext":
                 found.add("aio_ext")
     return {name.rpartition(".")[0] if room(name) in FLOOR and name not in NAMES and name != "aio_ext" else name for name in found}
 
@@ -76,13 +83,13 @@ def imports_of(path):
 def test_a_module_imports_only_what_lies_below_its_package(name):
     own = room(name)
     assert own in FLOOR, f"{name} has no place in FLOORS"
-    for other in imports_of(NAMES[name]):
+    for other in imports_of(name):
         assert FLOOR[room(other)] < FLOOR[own] or room(other) == own or (name, other) in EXCEPTIONS, f"{name} imports {other}"
 
 
 def test_no_module_imports_what_imports_it():
     """However many steps later."""
-    below = {name: imports_of(path) & NAMES.keys() for name, path in NAMES.items()}
+    below = {name: imports_of(name) & NAMES.keys() for name in NAMES}
     done = set()
 
     def walk(name, above):
@@ -102,7 +109,7 @@ def test_every_room_of_the_house_is_there():
 
 @pytest.mark.parametrize("package", sorted(str(path.parent.relative_to(PACKAGE)) for path in FILES if path.name == "__init__.py" and path.parent != PACKAGE))
 def test_a_package_says_what_it_knows_and_what_it_must_not(package):
-    text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
+    text = ast.get_docstring(TREES[package.replace("/", ".")]) or ""
     if package.startswith("tools"):
         assert len(text) > 60
     else:
@@ -122,9 +129,116 @@ def test_plan_is_pure():
 
 def test_only_four_modules_talk_to_torch_distributed():
     users = set()
-    for name, path in NAMES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             users |= {name for module in names if module.startswith("torch.distributed")}
     assert users == TALKS_TO_TORCH_DISTRIBUTED
+
+
+# [Note: stores from outside]
+# A store is `x.name = ...` in any form (also `+=`, `for x.name in`, `with ... as x.name`) where x is neither `self` nor `cls`: it changes an
+# object from outside of its class. It counts where a class of another module has an attribute of that name, in its body, its __slots__ or by
+# `self.name = ...`, and none of this module has. So it goes by names, not by types: what two modules call alike is not seen, and what torch
+# has, as `param.data`, or its own `ctx`, is nobody's here.
+STORES_FROM_OUTSIDE = 160
+
+
+def attributes_of(tree):
+    """Names of all that the classes of a module say that their objects have."""
+    found = set()
+    for made in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in made.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            names = {target.id for target in targets if isinstance(target, ast.Name)}
+            found |= set(ast.literal_eval(node.value)) if names == {"__slots__"} else names
+        found |= {node.attr for node in ast.walk(made) if is_store(node) and is_own(node.value)}
+    return found
+
+
+def is_store(node):
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+
+
+def is_own(node):
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_fewer_and_fewer_attributes_are_stored_from_outside():
+    """See [Note: stores from outside]."""
+    attributes = {name: attributes_of(tree) for name, tree in TREES.items()}
+    found = []
+    for name, tree in TREES.items():
+        others = set().union(*(attributes[other] for other in attributes if other != name)) - attributes[name]
+        stores = [node for node in ast.walk(tree) if is_store(node) and not is_own(node.value)]
+        stores = [node for node in stores if not hasattr(torch.nn.Parameter, node.attr) and ast.unparse(node.value) != "ctx"]
+        found += [f"{name}:{node.lineno} {ast.unparse(node)}" for node in stores if node.attr in others]
+    assert len(found) <= STORES_FROM_OUTSIDE, f"{len(found)} stores from outside, {STORES_FROM_OUTSIDE} before:\n" + "\n".join(found)
+
+
+MOST_LINES_OF_A_FILE = 500
+
+
+@pytest.mark.parametrize("name", [name for name, path in NAMES.items() if len(path.read_text().splitlines()) > MOST_LINES_OF_A_FILE])
+def test_a_long_file_says_at_its_head_why(name):
+    text = ast.get_docstring(TREES[name]) or ""
+    assert re.search(r"Over [45]00 lines\b|\bLong(er)?\b", text), f"{name} is over {MOST_LINES_OF_A_FILE} lines: 'Over 500 lines because ...'"
+
+
+# Lines, and methods of a class or arguments of a function but for self. Names are those inside of a module, so that a move changes nothing.
+MOST = {"class": (350, 30), "function": (60, 8)}
+TOO_LARGE = {
+    "class": {
+        "Cycle": (690, 55),
+        "Engine": (590, 52),
+        "Gradients": (370, 30),
+        "Hooks": (530, 45),
+        "Pipeline": (565, 42),
+        "Ranks": (440, 44),
+        "Records": (350, 36),
+        "Saving": (520, 30),
+        "_Rank": (590, 45),
+    },
+    "function": {
+        "Gradients.__init__": (40, 12),
+        "Margin.__init__": (40, 12),
+        "_Checked.manifest": (75, 8),
+        "_adam": (65, 23),
+        "_add_train": (70, 8),
+        "_beside": (120, 14),
+        "_connect": (110, 17),
+        "adam_step": (60, 9),
+        "arrange": (95, 14),
+        "assemble": (70, 10),
+        "place": (145, 20),
+        "plan": (160, 11),
+        "reshard": (80, 8),
+        "workload": (80, 8),
+    },
+}
+
+
+def sizes_of(node, prefix=""):
+    """(kind, name, lines, methods or arguments) of each class and function."""
+    for inner in ast.iter_child_nodes(node):
+        if not isinstance(inner, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from sizes_of(inner, prefix)
+            continue
+        name, num_lines = prefix + inner.name, inner.end_lineno - inner.lineno + 1
+        if isinstance(inner, ast.ClassDef):
+            yield "class", name, num_lines, sum(isinstance(item, ast.FunctionDef) for item in inner.body)
+        else:
+            arguments = [each.arg for each in (*inner.args.posonlyargs, *inner.args.args, *inner.args.kwonlyargs)]
+            yield "function", name, num_lines, len(arguments) - (arguments[:1] in (["self"], ["cls"]))
+        yield from sizes_of(inner, f"{name}.")
+
+
+def test_classes_and_functions_that_are_too_large_only_shrink():
+    found = [size for tree in TREES.values() for size in sizes_of(tree)]
+    grown = []
+    for kind, name, num_lines, num_parts in found:
+        most = [max(limit, listed) for limit, listed in zip(MOST[kind], TOO_LARGE[kind].get(name, (0, 0)))]
+        if num_lines > most[0] or num_parts > most[1]:
+            grown.append(f"{kind} {name}: {num_lines} lines of {most[0]}, {num_parts} {'methods' if kind == 'class' else 'arguments'} of {most[1]}")
+    assert not grown, "cut these, or where one was cut out of a larger one, move that one's line:\n" + "\n".join(grown)
