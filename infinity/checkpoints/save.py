@@ -539,8 +539,7 @@ class Saving:
         with self._lock:
             while self._left:
                 self._lock.wait(0.5)
-                if self._engine.records.failure is not None:
-                    raise self._engine.records.failure
+                self._engine.records.failure.check()
                 if self._ranks.failure is not None:
                     raise self._ranks.failure
 

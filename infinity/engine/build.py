@@ -25,6 +25,7 @@ from infinity.plan.redo import most_late
 from infinity.system.arena import PAGE_NBYTES, Arena, Slots
 from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.events import Events
+from infinity.system.failure import FirstFailure
 from infinity.system.freed_memory import keep_freed_memory
 from infinity.system.lanes import Monitor
 from infinity.system.ranks import Ranks
@@ -322,7 +323,8 @@ def _connect(
                 chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind, late=log is not None), log)
     caches: dict[str, HostCache] = {}
     who = f"{ranks.name}, " if ranks.world > 1 else ""
-    records_ = Records(compressor_ or swap, caches, lock, events, keep, who)
+    failure = FirstFailure(ranks.report)
+    records_ = Records(compressor_ or swap, caches, lock, events, failure, keep=keep, who=who)
     undo.callback(records_.close)
     pipeline = Pipeline(registry, tier, records_, ranks, device, events, keep=keep)
     undo.callback(pipeline.close)
@@ -360,7 +362,8 @@ def _connect(
     caches[GRADIENTS].frees_soon = updater.frees_gradient_soon
     activations = None
     if config.activations in ("host", "nvme"):
-        activations = Activations(arena, swap, device, activation_nbytes, to_nvme=config.activations == "nvme", who=who)
+        to_nvme = config.activations == "nvme"
+        activations = Activations(arena, swap, device, activation_nbytes, to_nvme=to_nvme, who=who, failure=failure)
     return Assembly(layout_, placement, swap, compressor_, arena, registry, tier, records_, pipeline, gradients, updater, activations)
 
 

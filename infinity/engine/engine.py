@@ -490,7 +490,7 @@ class Engine:
         """A rank has failed: nobody here waits any longer for what needs all of them."""
         for lane in self._lanes():
             lane.abandon(error)
-        self.records.fail(error)
+        self.records.failure.note(error)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -590,9 +590,6 @@ class Engine:
             bound_nbytes=None if config.device_memory == "auto" else config.device_memory,
             finish=self.cycle.finish_announced,
         )
-        self.records.on_failure = self.ranks.report
-        for lane in self._lanes():
-            lane.on_error = lambda error, what, ranks=self.ranks: ranks.report(error, f"{what}: ")
         self.ranks.listen(self._give_up)
         self.pipeline.write_back = self.values.adopt
         try:

@@ -95,7 +95,6 @@ class Cycle:
         self._gradients_wait = False  # for a step() or zero_grad()
         self._reset()
         self.first_step = True
-        self.gradients.raise_failure = self.raise_failure
         self.pipeline.begin_update = lambda chunk: self.begin_update(chunk, chunk.pending)
         self.pipeline.hurry_update = self.updater.hurry
         self.pipeline.in_backward = lambda: self.backward_task is not None
@@ -486,11 +485,7 @@ class Cycle:
     def raise_failure(self) -> None:
         """Raise what went wrong in a lane, if anything did."""
         self._refuse_half_loaded()
-        failure = self.records.failure or self.updater.failure or self.gradients.failure
-        if self.activations is not None:
-            failure = failure or self.activations.failure
-        if failure is not None:
-            raise failure
+        self.records.failure.check()
 
     def refuse_half_updated(self, what: str, *, change: bool = False) -> None:
         """Between a backward pass that updates and step(), weights are of two steps, which would go unnoticed. change: those that stay on

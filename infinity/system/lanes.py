@@ -11,6 +11,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from infinity.system.failure import FirstFailure
+
 THREADS = "infinity-"  # begins the names of the engine's own
 _GLANCE_S = 0.5  # how often who waits looks whether the lane was abandoned
 _GRACE_S = 5.0  # how long the end of a lane that was is waited for: what it waits for itself, it gives up soon
@@ -95,6 +97,8 @@ class Job:
             self.result = self._work()
         except BaseException as error:  # reaches whoever waits, in the thread that waits
             self._error = error
+            if self.lane.failure is not None:  # before who waits goes on: it may ask for that
+                self.lane.failure.note(error, f"{self.what} ({self.lane.name}): " if self.what else "")
         finally:
             self._work = None  # drops what the work held, such as gradients
             self.finish()
@@ -109,10 +113,10 @@ class Job:
 class Lane:
     """One daemon thread that runs jobs first in, first out; those that were hurried pass others once they are ready."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, failure: FirstFailure | None = None):
         self.name = name
+        self.failure = failure  # told, in the lane, what a job raised, and its `what`
         self.on_job: Callable[[], None] | None = None  # runs before each job, in the lane; tests inject delays here
-        self.on_error: Callable[[BaseException, str], None] | None = None  # told, in the lane, what a job raised, and its `what`
         self.abandoned: BaseException | None = None
         self._ended = False
         self._line: dict[Job, Callable[[], bool]] = {}  # jobs in their order, and whether they are ready
@@ -176,8 +180,6 @@ class Lane:
                 self.on_job()
             job = self._next()
             job.run()
-            if job.error is not None and self.on_error is not None:
-                self.on_error(job.error, f"{job.what} ({self.name})")
             del job  # else the last job's result lives until the next one arrives
 
     def _has_more(self) -> bool:

@@ -40,6 +40,7 @@ import aio_ext
 from infinity.errors import BudgetError, SwapError, UsageError
 from infinity.sizes import format_bytes
 from infinity.system.arena import PAGE_NBYTES, Area, Arena, Heap
+from infinity.system.failure import FirstFailure
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Job, Lane, Monitor, Need
 
@@ -182,16 +183,16 @@ class Activations:
     to_nvme: write all of them; host memory only passes them on. who: begins the text of errors, such as "rank 1 of 2, ".
     """
 
-    def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, who: str = ""):
+    def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, who: str = "", failure: FirstFailure | None = None):
         self.device = device
         self.to_nvme = to_nvme
         self.who = who
         self.swap = swap
         self.heap = Heap(arena, budget_nbytes)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.copies = Lane("activations")  # does on the CPU what the stream does on CUDA
-        self.writer = Lane("activations-cn")
-        self.failure: BaseException | None = None
+        self.failure = failure or FirstFailure()
+        self.copies = Lane("activations", self.failure)  # does on the CPU what the stream does on CUDA
+        self.writer = Lane("activations-cn", self.failure)
         self._changed = Monitor()  # guards what the writer changes: places, their memory and the counts
         self._kept: dict[int, Kept] = {}  # by number
         self._by_storage: dict[tuple[int, int], Kept] = {}  # by address and version
@@ -320,8 +321,7 @@ class Activations:
             self._reclaim()
             if (piece := self.heap.take(nbytes)) is not None:
                 return piece
-            if self.failure is not None:
-                raise self.failure
+            self.failure.check()
             with self._changed:
                 if self._num_writing or self._num_written != num_written:
                     self._changed.wait_for(lambda: self._num_written != num_written)
@@ -381,8 +381,8 @@ class Activations:
             self.swap.write(kept.extent, kept.memory.buffer, what=self._name(kept)).wait()
         except BaseException as caught:
             error = caught
+            self.failure.note(error, f"activation {kept.number} ({self.writer.name}): ")  # else who waits would begin it again
         with self._changed:
-            self.failure = self.failure or error
             if error is not None or kept.wanted:
                 kept.become(Place.HOST)
             else:

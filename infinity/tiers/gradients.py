@@ -87,11 +87,10 @@ class Gradients:
         self.accumulate = accumulate
         self.spill = spill
         self.limit_nbytes = limit_nbytes
-        self.gc = Lane("gc")
+        self.failure = records.failure  # of a transfer in the gc lane, too: an update would miss its bytes
+        self.gc = Lane("gc", self.failure)
         self.cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.cuda else None
-        self.raise_failure: Callable[[], None] = lambda: None
-        self.failure: BaseException | None = None  # of a transfer in the gc lane; an update would miss its bytes
         self._changed = Monitor()
         self._under_way_nbytes = 0
         self._num_arrivals = 0
@@ -158,9 +157,8 @@ class Gradients:
         nbytes = flat.numel() * flat.element_size()
         self.tier.book(-nbytes)
         self._send(nbytes)
-        chunk.gradient_job = self.gc.push(
-            lambda: self._transfer(nbytes, lambda: self._collect_shard(chunk, scattered, params))
-        )
+        collect = lambda: self._collect_shard(chunk, scattered, params)
+        chunk.gradient_job = self.gc.push(lambda: self._transfer(nbytes, collect), chunk.title)
         chunk.norm_job = None
 
     def drop(self, chunk: ChunkState) -> None:
@@ -201,14 +199,14 @@ class Gradients:
             self.hurry()
             with waits():
                 while self._under_way_nbytes > self.limit_nbytes:
-                    self.raise_failure()
+                    self.failure.check()
                     self._changed.wait(1.0)
             self.events.stalled("gc", "room for gradients", start, now())
 
     def wait_for(self, chunk: ChunkState) -> None:
         """Wait until all that was sent of a chunk has arrived."""
         self.events.wait("gc", chunk.gradient_job, chunk.index)
-        self.raise_failure()
+        self.failure.check()
 
     def hurry(self) -> None:
         """Let small parts that wait for company leave."""
@@ -234,7 +232,7 @@ class Gradients:
             batch.sent_nbytes += sent_nbytes
         more_comes = chunk.missing > 1 and nbytes <= SMALL_NBYTES and 2 * self._under_way_nbytes <= self.limit_nbytes
         if batch.job is None:
-            batch.job = chunk.gradient_job = self.gc.push(lambda: self._run_batch(batch), quiet=more_comes)
+            batch.job = chunk.gradient_job = self.gc.push(lambda: self._run_batch(batch), chunk.title, quiet=more_comes)
         elif not more_comes:
             self.hurry()
 
@@ -319,9 +317,6 @@ class Gradients:
         """Run a transfer of the gc lane; `nbytes` of the device have left with it, also if it fails."""
         try:
             work()
-        except BaseException as error:
-            self.failure = self.failure or error
-            raise
         finally:
             self._send(-nbytes)
 

@@ -27,6 +27,7 @@ import aio_ext
 from infinity.errors import UsageError
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.system.events import Events, now
+from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Job, Lane, Monitor
 from infinity.tiers.state import ChunkState, Entry, HostCache, HostState
 
@@ -51,23 +52,33 @@ class Request(Job):
 class Records:
     """Moves records between the swap and host memory. `keep` leaves clean copies in their slots until these are needed."""
 
-    def __init__(self, swap, caches: dict[str, HostCache], lock: Monitor, events: Events, keep: bool, who: str = ""):
+    def __init__(
+        self,
+        swap,
+        caches: dict[str, HostCache],
+        lock: Monitor,
+        events: Events,
+        failure: FirstFailure,
+        *,
+        keep: bool,
+        who: str = "",
+    ):
         self.swap = swap  # or what compresses for it; None if nothing lives on NVMe
         self.caches = caches
         self.lock = lock
         self.events = events
         self.keep = keep
         self.who = who  # begins the text of errors, such as "rank 1 of 2, "
-        self.on_failure: Callable[[BaseException, str], None] | None = None  # told of the first one, and at what it was
         self.on_read = None  # runs before each read, in the reader; tests inject delays here
-        self.failure: BaseException | None = None
+        self.failure = failure  # a write or an update was lost, its slots with it: who waits for one must learn of it
+        failure.wakes(lock)
         self._pinned: dict[str, deque[Request]] = {kind: deque() for kind in KINDS}  # both in order of asking
         self._ahead: list[Request] = []
         self._urgent_until = dict.fromkeys(KINDS, -1)  # pinned requests of the kind up to this number are waited for
         self._num_requests = 0
         self._closing = False
-        self._writer = Lane("cn")
-        self._settler = Lane("nc-settle")
+        self._writer = Lane("cn", failure)
+        self._settler = Lane("nc-settle", failure)
         self._reader = threading.Thread(target=self._read_loop, name="infinity-nc", daemon=True)
         self._reader.start()
 
@@ -126,7 +137,7 @@ class Records:
         cache = self.caches[kind]
         with self.lock:
             while True:
-                self._raise_failure()
+                self.failure.check()
                 entry = cache.find(chunk) or cache.claim(chunk, urgent=True)
                 if entry is not None:
                     break
@@ -175,7 +186,7 @@ class Records:
         with self.lock:
             for entry in entries.values():
                 while entry.state is HostState.WRITING:
-                    self._raise_failure()
+                    self.failure.check()
                     self.lock.wait()
                 if entry.state is HostState.DIRTY:
                     clean = False
@@ -201,7 +212,7 @@ class Records:
             if started:
                 self._writer.push(lambda: self._finish_writes(chunk, started))
         except BaseException as error:  # an interrupt, too: else who wants such an entry would wait for a write that nobody ends
-            self.fail(error)
+            self.failure.note(error)
             raise
 
     def clean_ahead(self, kind: str) -> None:
@@ -244,7 +255,7 @@ class Records:
     def flush(self) -> None:
         """Wait until every write that was begun is over."""
         self._writer.drain()
-        self._raise_failure()
+        self.failure.check()
 
     def close(self) -> None:
         with self.lock:
@@ -273,37 +284,21 @@ class Records:
             self.write_back(entry.chunk, {kind: entry})
 
     def _finish_writes(self, chunk: ChunkState, started) -> None:
-        try:
-            for kind, entry, transfer, start in started:
-                transfer.wait()
-                self.events.moved("cn", (chunk.index, kind), transfer.nbytes, start, now())
-                with self.lock:
-                    entry.become(HostState.CLEAN)
-                    self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
-                    self._forget_late(chunk, kind)
-        except BaseException as error:
-            self.fail(error)
-            raise
+        for kind, entry, transfer, start in started:
+            transfer.wait()
+            self.events.moved("cn", (chunk.index, kind), transfer.nbytes, start, now())
+            with self.lock:
+                entry.become(HostState.CLEAN)
+                self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
+                self._forget_late(chunk, kind)
 
     def _forget_late(self, chunk: ChunkState, kind: str) -> None:
         """A record that has moved to the device leaves nothing behind. A write of it that is under way comes here again when it ends."""
         if kind == STATES and chunk.on_device and chunk.redo is not None:
             chunk.redo.forget()
 
-    def fail(self, error: BaseException, what: str = "") -> None:
-        """A write or an update was lost, its slots with it: who waits for one must learn of it instead of waiting for ever."""
-        with self.lock:
-            is_first, self.failure = self.failure is None, self.failure or error
-            self.lock.notify_all()
-        if is_first and self.on_failure is not None:
-            self.on_failure(error, what)
-
     def _name(self, chunk: ChunkState, kind: str) -> str:
         return f"{self.who}chunk {chunk.index} ({kind}): "
-
-    def _raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
 
     def _grant(self, request: Request) -> bool:
         """Give the request its entry if one is there or a slot can be had. Called with the lock held."""
@@ -343,11 +338,7 @@ class Records:
         self._settler.push(lambda: self._note_read(entry, entry.source, what, start))
 
     def _note_read(self, entry: Entry, transfer, what, start: float) -> None:
-        try:
-            transfer.wait()
-        except BaseException as error:  # nobody may have asked for it yet, and its slot is lost
-            self.fail(error)
-            raise
+        transfer.wait()  # what it raises is noted: nobody may have asked for it yet, and its slot is lost
         self.events.moved("nc", what, transfer.nbytes, start, now())
         with self.lock:
             if entry.state is HostState.READING:
@@ -361,8 +352,8 @@ class Records:
                 blocked: set[str] = set()  # kinds whose first pinned request waits
                 full: set[str] = set()  # kinds that have no slot for what is read ahead: what was asked for first is used first
                 for request in self._next_ones():
-                    if self.failure is not None:
-                        request.refuse(self.failure)
+                    if self.failure.error is not None:
+                        request.refuse(self.failure.error)
                     elif request.kind in blocked or (request.kind in full and not request.pin) or not self._try(request):
                         (blocked if request.pin else full).add(request.kind)
                         continue

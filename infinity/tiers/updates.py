@@ -50,9 +50,8 @@ class Updater:
         self.events = events
         self.threads = threads
         self.seed = seed
-        self.lane = Lane("update")
+        self.lane = Lane("update", records.failure)
         self._begun: deque[Job | None] = deque()  # the last gradient job of each update in the lane, in their order; None: no update
-        self.failure: BaseException | None = None
 
     def begin(self, chunk: ChunkState, hyper: Hyper, *, urgent: bool) -> None:
         """Update a chunk once its record and gradient are in host memory; nobody holds its device copy.
@@ -86,7 +85,7 @@ class Updater:
             self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
         with self.records.lock:
             self._begun.append(gradient_job)
-        chunk.updating = self.lane.push(lambda: self._run(work, chunk.title, gradient_job), chunk.title, ready=ready)
+        chunk.updating = self.lane.push(lambda: self._run(work, gradient_job), chunk.title, ready=ready)
         chunk.pending = None
 
     def hurry(self, chunk: ChunkState) -> None:
@@ -103,15 +102,9 @@ class Updater:
     def sum_squares(self, work: Callable[[], object]) -> Job:
         """Run in the lane what needs a gradient and leaves it where it is."""
 
-        def run() -> object:
-            try:
-                return work()
-            finally:
-                self._over(None)
-
         with self.records.lock:
             self._begun.append(None)
-        return self.lane.push(run)
+        return self.lane.push(lambda: self._run(work, None))
 
     def drain(self) -> None:
         """Wait until every update that was begun is over, whether it succeeded or not."""
@@ -120,20 +113,13 @@ class Updater:
     def close(self) -> None:
         self.lane.close()
 
-    def _run(self, work, what: str, gradient_job: Job) -> None:
+    def _run(self, work: Callable[[], object], gradient_job: Job | None) -> object:
         try:
-            work()
-        except BaseException as error:
-            self.failure = self.failure or error
-            self.records.fail(error, f"{what} (update): ")
-            raise
+            return work()
         finally:
-            self._over(gradient_job)
-
-    def _over(self, gradient_job: Job | None) -> None:
-        with self.records.lock:
-            self._begun.remove(gradient_job)
-        self.records.look_again()
+            with self.records.lock:
+                self._begun.remove(gradient_job)
+            self.records.look_again()
 
     def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:
         gradient_job.wait()

@@ -102,7 +102,7 @@ class Pipeline:
         self.read_states: Callable[[ChunkState], None] = lambda chunk: None
         self.make_way: Callable[[], bool] = lambda: False  # whether something that is held could be released
         self.on_acquire: Callable[[Hashable], None] | None = None  # told of each op that begins
-        self.cg, self.gg = Lane("cg"), Lane("gg")
+        self.cg, self.gg = Lane("cg", records.failure), Lane("gg", records.failure)
         self.cuda = device.type == "cuda"
         if self.cuda:
             self.copy_stream, self.gather_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)

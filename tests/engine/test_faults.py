@@ -200,7 +200,7 @@ def test_a_part_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, part):
     def fail(*arguments, **options):
         raise MemoryError(part)
 
-    monkeypatch.setattr(f"infinity.{'engine' if part == 'Hooks' else 'assembly'}.{part}", fail)
+    monkeypatch.setattr(f"infinity.engine.{'engine' if part == 'Hooks' else 'build'}.{part}", fail)
     with nothing_left(tmp_path), pytest.raises(MemoryError), training(linears, tmp_path, **NVME):
         pass
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 
 from infinity.system import lanes
+from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Job, Lane, waiting, waits
 
 SECONDS = 20  # after which a thread is taken to hang
@@ -180,14 +181,19 @@ def test_many_threads_wait_for_one_job():
     assert results == ["result"] * 16
 
 
-def test_on_error_is_told_what_failed_and_at_what(lane):
+def test_the_first_error_of_a_job_is_told_with_what_it_was_before_who_waits_goes_on(lane):
     told = []
-    lane.on_error = lambda error, what: told.append((str(error), what))
-    lane.push(lambda: None, "fine")
-    lane.push(lambda: 1 / 0, "chunk 7")
-    lane.push(lambda: None)
-    lane.drain()
-    assert told == [("division by zero", "chunk 7 (test)")]
+    lane.failure = FirstFailure(lambda error, what: told.append((str(error), what)))
+    lane.push(lambda: None, "fine").wait()
+    lane.failure.check()
+    first, second = lane.push(lambda: 1 / 0, "chunk 7"), lane.push(lambda: [][0], "chunk 8")
+    with pytest.raises(ZeroDivisionError):
+        first.wait()
+    with pytest.raises(ZeroDivisionError):
+        lane.failure.check()
+    with pytest.raises(IndexError):
+        second.wait()
+    assert told == [("division by zero", "chunk 7 (test): ")] and type(lane.failure.error) is ZeroDivisionError
 
 
 def test_who_waits_for_an_abandoned_lane_gets_the_error_and_closing_leaves_it_behind():

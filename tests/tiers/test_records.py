@@ -15,6 +15,7 @@ from infinity.errors import SwapError, UsageError
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.system.arena import Arena, Slots
 from infinity.system.events import Events
+from infinity.system.failure import FirstFailure
 from infinity.system.swap import Swap
 from infinity.tiers.records import Records, Request
 from infinity.tiers.state import HostCache, HostState
@@ -53,7 +54,7 @@ class Bench:
             for kind, value in ((WEIGHTS, chunk.index), (STATES, 100 + chunk.index)):
                 buffer.tensor(torch.uint8, 0, NBYTES).fill_(value)
                 self.swap.write(chunk.extents[kind], buffer.buffer).wait()
-        self.records = Records(self.swap, caches, self.lock, self.events, keep)
+        self.records = Records(self.swap, caches, self.lock, self.events, FirstFailure(), keep=keep)
 
     def request(self, index, kind=WEIGHTS, **options):
         return self.records.request(self.chunks[index], kind, **options)

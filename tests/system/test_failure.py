@@ -1,0 +1,51 @@
+"""The first failure: of many at once one stands and is told, and who waits learns of it."""
+
+import threading
+
+import pytest
+
+from infinity.system.failure import FirstFailure
+from infinity.system.lanes import Monitor
+
+SECONDS = 20  # after which a thread is taken to hang
+
+
+def test_of_many_threads_that_fail_at_once_one_is_kept_and_told():
+    for _ in range(50):
+        told, errors = [], [OSError(number) for number in range(8)]
+        failure, gate = FirstFailure(lambda error, what: told.append((error, what))), threading.Barrier(8)
+
+        def fail(error):
+            gate.wait(SECONDS)
+            failure.note(error, "the update: ")
+
+        threads = [threading.Thread(target=fail, args=(error,)) for error in errors]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert told == [(failure.error, "the update: ")] and failure.error in errors
+        with pytest.raises(OSError) as caught:
+            failure.check()
+        assert caught.value is failure.error
+
+
+def test_who_waits_is_woken():
+    failure, monitor, seen = FirstFailure(), Monitor(), []
+    failure.wakes(monitor)
+
+    def wait():
+        with monitor:
+            seen.append(monitor.wait_for(lambda: failure.error is not None, SECONDS))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    failure.note(OSError("lost"))
+    thread.join(SECONDS)
+    assert seen == [True]
+
+
+def test_what_is_in_order_raises_nothing():
+    failure = FirstFailure()
+    failure.check()
+    assert failure.error is None
