@@ -38,7 +38,17 @@ class Meter:
     nbytes: int = 0
     busy_seconds: float = 0.0
     stall_seconds: float = 0.0
-    _busy_until: float = 0.0
+    _busy: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=8))  # the last spells of it, apart from each other
+
+    def moved(self, nbytes: int, start: float, end: float) -> None:
+        """Reports come about when what they tell of ended, but from several threads: one may have begun before another's that was told."""
+        self.nbytes += nbytes
+        while self._busy and self._busy[-1][1] >= start:
+            first, last = self._busy.pop()
+            self.busy_seconds -= last - first
+            start, end = min(start, first), max(end, last)
+        self._busy.append((start, end))
+        self.busy_seconds += end - start
 
 
 class Event(NamedTuple):
@@ -76,14 +86,9 @@ class Events:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def moved(self, link: str, what: object, nbytes: int, start: float, end: float, marks=None) -> None:
-        """A transfer or update is over. Each link has one reporting thread, so its meter needs no lock.
-
-        marks: its start and end on the device's clock, where that knows better; see `device_mark`.
-        """
-        meter = self.meters[link]
-        meter.nbytes += nbytes
-        meter.busy_seconds += max(0.0, end - max(start, meter._busy_until))
-        meter._busy_until = max(end, meter._busy_until)
+        """A transfer or update is over. marks: its start and end on the device's clock, where that knows better; see `device_mark`."""
+        with self._lock:
+            self.meters[link].moved(nbytes, start, end)
         if marks is not None and None not in marks:
             self.timeline.note(link, what, nbytes, *marks)
         else:

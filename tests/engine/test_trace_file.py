@@ -194,7 +194,7 @@ def device(monkeypatch):
     monkeypatch.setattr("torch.cuda.Event", ScriptedEvent)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: None)
     for module in ("timeline", "events"):
-        monkeypatch.setattr(f"infinity.{module}.now", lambda: clock[0])
+        monkeypatch.setattr(f"infinity.system.{module}.now", lambda: clock[0])
     events = Events(tracing=True)
     events.timeline = CudaTimeline(events, torch.device("cuda"))
     return clock, events
