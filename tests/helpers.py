@@ -234,6 +234,9 @@ class ScriptedGauge:
         self.overflows += peak > self.capacity
         return peak
 
+    def most_nbytes(self):
+        return self.peak_nbytes()
+
 
 def run_micro_batches(model, segments, batches, loss_of, by_layer):
     """All backward passes of a step, by layer or in the ordinary loop; their losses."""

@@ -20,6 +20,14 @@ UNLIMITED_NBYTES = 1 << 60  # version 1 says "no limit" as a number near 2^63
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of version 2 and of 1
 
 
+# [Note: the peak that the program asks for]
+# CUDA's allocator keeps one peak a device. That of one op is seen only between two resets, so while inputs are measured, in the first step and
+# where they grow, `torch.cuda.max_memory_allocated()` begins anew with every op, and so do the peaks of reserved memory and the like, which
+# are lost. The first, for which programs ask, is remembered: `most_nbytes()` is what it would be without the engines of the process.
+
+_most_nbytes: dict[torch.device, int] = {}  # the largest peak before the last reset
+
+
 class CudaGauge:
     """What a CUDA device's caching allocator knows. All in bytes."""
 
@@ -41,8 +49,13 @@ class CudaGauge:
     def peak_nbytes(self) -> int:
         """The most that was allocated at a time since the last call."""
         peak = torch.cuda.max_memory_allocated(self.device)
+        _most_nbytes[self.device] = max(peak, _most_nbytes.get(self.device, 0))
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
+
+    def most_nbytes(self) -> int:
+        """The most that was allocated at a time by the process; see [Note: the peak that the program asks for]."""
+        return max(torch.cuda.max_memory_allocated(self.device), _most_nbytes.get(self.device, 0))
 
 
 def device_of(name: str | None) -> torch.device:

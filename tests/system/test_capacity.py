@@ -1,7 +1,8 @@
-"""How much memory the host has for this process."""
+"""How much memory the host has for this process, and how much of a device's was in use."""
 
 import psutil
 import pytest
+import torch
 
 from infinity.system import capacity
 
@@ -39,3 +40,47 @@ def test_limits_of_version_1(group):
 def test_a_group_that_uses_all_leaves_nothing(group):
     group(memory__max=f"{MIB}\n", memory__current=f"{2 * MIB}\n", memory__stat="file 0\n")
     assert capacity.host_free_nbytes() == 0
+
+
+class ScriptedAllocator:
+    """One peak, which goes with a reset, as CUDA's has it."""
+
+    def __init__(self):
+        self.allocated = self.peak = 0
+
+    def take(self, nbytes):
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+    def reset_peak_memory_stats(self, device):
+        self.peak = self.allocated
+
+
+def test_the_programs_peak_is_remembered_where_ops_are_measured(monkeypatch):
+    allocator = ScriptedAllocator()
+    for name in ("max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(f"torch.cuda.{name}", getattr(allocator, name))
+    gauges = [capacity.CudaGauge(torch.device("cuda", 7)) for _ in range(2)]  # of two engines
+    peaks = []
+    for gauge, nbytes in zip(gauges * 2, (100, 700, 30, 500)):
+        allocator.take(nbytes)
+        allocator.take(-nbytes)
+        peaks.append(gauge.peak_nbytes())
+    assert peaks == [100, 700, 30, 500]
+    assert [gauge.most_nbytes() for gauge in gauges] == [700, 700]
+    allocator.take(900)
+    assert gauges[0].most_nbytes() == 900
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_peak_of_a_cuda_device_is_remembered():
+    gauge = capacity.CudaGauge(torch.device("cuda", torch.cuda.current_device()))
+    gauge.peak_nbytes()
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device=gauge.device)
+    at_least = torch.cuda.memory_allocated(gauge.device)
+    del block
+    assert gauge.peak_nbytes() == at_least > gauge.peak_nbytes()
+    assert gauge.most_nbytes() >= at_least
