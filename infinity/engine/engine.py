@@ -28,7 +28,7 @@ from infinity.engine.hooks import Hooks
 from infinity.engine.steps import Cycle
 from infinity.errors import ConfigError, UsageError
 from infinity.model.buffers import refuse_unmixed
-from infinity.model.parameters import NO_COPY, owner_of, set_owner
+from infinity.model.parameters import NO_COPY, forget_owner, owner_of, set_owner
 from infinity.model.sharing import part_versions, refuse_shared
 from infinity.model.state_dict import Facade
 from infinity.model.tiling import tile_to_fit
@@ -46,7 +46,7 @@ from infinity.system.interrupts import Shield, shielded, uninterrupted
 from infinity.system.lanes import THREADS, Lane
 from infinity.system.ranks import Ranks
 from infinity.system.timeline import timeline_of
-from infinity.tiers.state import TORCH_DTYPES, ChunkState, ParameterState, SpanState
+from infinity.tiers.state import TORCH_DTYPES, ChunkState, SpanState
 from infinity.tiers.values import Values
 
 
@@ -66,14 +66,9 @@ class Engine:
         self.optimizer = None
         self._model = weakref.ref(model)
         self._initial = initial or (lambda index, param: param.detach().reshape(-1))
-        _refuse_wrappers(model)
         self._named = _parameters(model)
-        if not self._named:
-            raise ConfigError(f"{type(model).__name__} has no floating-point parameters; there is nothing to offload")
-        if meta := [name for name, param in self._named if param.is_meta]:
-            raise ConfigError(f"parameters on the meta device have no values: {', '.join(meta[:3])}; build them on the CPU")
         self._started = self._closed = False
-        self.ranks = ranks or Ranks(self.device)
+        self.ranks = ranks or Ranks(self.device)  # after what may refuse the model: it has a thread and groups
         self.ranks.join()
         self._trains: int | None = None  # the thread that made the last step
         self.turn = threading.RLock()  # of who saves or loads: a forward pass of another thread begins before that, or after it
@@ -290,13 +285,15 @@ class Engine:
         for module in self._model().modules() if self._model() is not None else ():
             module.__dict__.pop(_LIFE, None)
         if not self._started:
+            self._give_back()
             self.ranks.leave()
             return
         self.cycle.close()
+        away = {state.placeholder.data_ptr(): state.name for state in self.registry.params}
         with contextlib.ExitStack() as parts:  # from the last to the first, also where one of them raises
             parts.callback(interrupts.unguard)
-            parts.callback(_guard_after_close, self._model(), self.registry.params)
-            parts.callback(self._facade.close, {state.placeholder.data_ptr(): state.name for state in self.registry.params})
+            parts.callback(_guard_after_close, self._model(), away)
+            parts.callback(self._facade.close, away)
             parts.callback(self.ranks.leave)
             parts.callback(self.hooks.remove)
             parts.callback(self._close_parts)
@@ -304,6 +301,21 @@ class Engine:
             _stuck.append(self)
         if failure is not None:
             raise failure
+
+    def _give_back(self) -> None:
+        """The model of an engine that never started is what it was before, but for what `infinity.init` has sent away."""
+        away = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, param in self._named:
+                if _is_here(param):
+                    forget_owner(param)
+                else:
+                    away[param.data_ptr()] = name
+        self._facade.close(away)
+        if (model := self._model()) is not None:
+            _disarm_guard(model)
+            _guard_after_close(model, away)
+            _engines.pop(model, None)
 
     def _finish_saving(self) -> BaseException | None:
         """Wait for a checkpoint under way; what went wrong with it, if nobody was told."""
@@ -664,6 +676,8 @@ def offload(model: nn.Module, config: Config | None = None) -> Engine:
     if any(owner_of(param) is not None for param in model.parameters()):
         raise UsageError(f"{type(model).__name__} is in an engine already")
     config = config or Config()
+    _refuse_untrainable(model, config)
+    _parameters(model)
     with Ranks(device_of(config.device)).joined() as ranks:
         cut_large_layers(model, config, ranks)
         return Engine(model, config, ranks=ranks)
@@ -674,9 +688,7 @@ def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tup
 
     Raises ConfigError, before anything is changed, for a model that no engine can train.
     """
-    refuse_replicas(model)
-    refuse_shared(model)
-    refuse_unmixed(model, TORCH_DTYPES[config.dtype], device_of(config.device))
+    _refuse_untrainable(model, config)
     budget = config.device_memory
     if config.tile_above == budget == "auto":
         budget, _ = budgets(config, device_of(config.device), ranks)
@@ -728,6 +740,13 @@ def _end_all() -> None:
         os._exit(1)
 
 
+def _refuse_untrainable(model: nn.Module, config: Config) -> None:
+    """Raise ConfigError or UsageError for a model that no engine can train."""
+    refuse_replicas(model)
+    refuse_shared(model)
+    refuse_unmixed(model, TORCH_DTYPES[config.dtype], device_of(config.device))
+
+
 def _refuse_wrappers(model: nn.Module) -> None:
     """Raise ConfigError for a parameter that is made of other tensors, as DTensors and quantized ones are: it has no memory of its own."""
     for name, param in model.named_parameters():
@@ -741,8 +760,14 @@ def _refuse_wrappers(model: nn.Module) -> None:
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every floating-point parameter with elements, once, in registration order."""
-    return [(name, p) for name, p in model.named_parameters() if p.is_floating_point() and p.numel()]
+    """Every floating-point parameter with elements, once, in registration order. Raises ConfigError for those that cannot be offloaded."""
+    _refuse_wrappers(model)
+    named = [(name, param) for name, param in model.named_parameters() if param.is_floating_point() and param.numel()]
+    if not named:
+        raise ConfigError(f"{type(model).__name__} has no floating-point parameters; there is nothing to offload")
+    if meta := [name for name, param in named if param.is_meta]:
+        raise ConfigError(f"parameters on the meta device have no values: {', '.join(meta[:3])}; build them on the CPU")
+    return named
 
 
 def _is_here(param: nn.Parameter) -> bool:
@@ -756,16 +781,16 @@ def _guard_before_start(engine: Engine, model: nn.Module) -> None:
     model.__dict__["_infinity_start"] = model.register_forward_pre_hook(engine._begin, prepend=True, with_kwargs=True)
 
 
-def _guard_after_close(model: nn.Module | None, params: list[ParameterState]) -> None:
-    """Refuse to run a model whose parameters are placeholders; it runs again once the user has given them values."""
-    away = {state.placeholder.data_ptr(): state.name for state in params}
+def _guard_after_close(model: nn.Module | None, away: dict[int, str]) -> None:
+    """Refuse to run a model whose parameters are placeholders; it runs again once the user has given them values. away: their names by
+    address."""
 
     def refuse(module, args):
         for param in module.parameters():
             if (name := away.get(param.data_ptr())) is not None:
                 raise UsageError(f"the engine is closed and {name} is only a placeholder; read what is to be kept before close()")
 
-    if model is not None:
+    if model is not None and away:
         model.register_forward_pre_hook(refuse, prepend=True)
 
 

@@ -302,6 +302,10 @@ def set_owner(param: torch.Tensor, engine) -> None:
     _owners[param] = weakref.ref(engine)
 
 
+def forget_owner(param: torch.Tensor) -> None:
+    _owners.pop(param, None)
+
+
 def is_open(engine) -> bool:
     return engine is not None and not engine.is_closed
 

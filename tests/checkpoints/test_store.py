@@ -454,7 +454,7 @@ def test_a_first_checkpoint_is_none_or_whole_when_killed_at_every_call(tmp_path,
 
 def ranks_save(say, folder, target, rank, victim, position, meet):
     """One of two ranks: two steps, each saved. The victim is killed, or meets a fault, at a call of the second."""
-    infinity.partition.CONTROL_TIMEOUT_S, infinity.partition.SILENCE_S = 20, 3
+    infinity.system.ranks.CONTROL_TIMEOUT_S, infinity.system.ranks.SILENCE_S = 20, 3
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{position}", rank=rank, world_size=2)
     run = Run(folder / f"swap{rank}")
     run.train().save(target)

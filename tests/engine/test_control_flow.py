@@ -614,7 +614,7 @@ SKIPS = [0, 1, 2, 4, 5, 6, 7]
 
 def parting(folder, what, when, update):
     """Rank 1 does something else in step `when`."""
-    infinity.partition.WATCH_S = 0.1  # looks five times as often: the waits are counted in looks
+    infinity.system.ranks.WATCH_S = 0.1  # looks five times as often: the waits are counted in looks
     odd_rank = dist.get_rank() == 1
     torch.manual_seed(0)
     model = Mixture(leaf=False) if what == "experts" else Layers()
@@ -751,7 +751,7 @@ def test_three_ranks_of_which_one_computes_long_are_not_parted(tmp_path):
 
 
 def slow_of_three(folder):
-    infinity.partition.WATCH_S = 0.1
+    infinity.system.ranks.WATCH_S = 0.1
     torch.manual_seed(0)
     model = Layers()
     pauses = []
@@ -807,7 +807,7 @@ def looks(texts):
     """What two boards find: `texts` are pairs, where each rank is at each look."""
     store = Said()
     pair = [Waiting(rank, store) for rank in range(2)]
-    boards = [infinity.partition._Board(rank) for rank in pair]
+    boards = [infinity.system.ranks._Board(rank) for rank in pair]
     found = []
     for both in texts:
         for rank, board, text in zip(pair, boards, both):
@@ -827,14 +827,14 @@ def test_ranks_are_parted_only_when_all_wait_and_in_different_collectives():
 
 def ranks_alone():
     """Ranks of one process, which never communicate."""
-    return infinity.partition.Ranks(torch.device("cpu"))
+    return infinity.system.ranks.Ranks(torch.device("cpu"))
 
 
 def test_a_rank_waits_in_a_collective_only_if_its_training_thread_does():
     alone = ranks_alone()
     with alone._in("lane", "a gather"):
         assert alone.waits_in() == ""
-        with infinity.lanes.waits():
+        with infinity.system.lanes.waits():
             assert alone.waits_in() == "a gather (number 1)"
     assert alone.waits_in() == ""
 
@@ -846,7 +846,7 @@ def test_a_training_thread_without_a_name_waits_too():
     alone, found, over = ranks_alone(), [], threading.Event()
 
     def wait():
-        with alone._in("lane", "a gather"), infinity.lanes.waits():
+        with alone._in("lane", "a gather"), infinity.system.lanes.waits():
             found.append(alone.waits_in())
         over.set()
 

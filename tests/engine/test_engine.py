@@ -26,7 +26,7 @@ from models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt, t
 from torch import nn
 
 import infinity
-from infinity.errors import BudgetError, UsageError
+from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.model.gpt import GPT
 from infinity.model.state_dict import DepartedGradient
 from infinity.plan.record import GRADIENTS
@@ -678,6 +678,41 @@ def test_closing_gives_device_memory_back(place, tmp_path):
     assert all(chunk.device_states is None for chunk in engine.registry.chunks)
     with pytest.raises(UsageError, match="the engine is closed"):
         loss.backward()
+
+
+def test_a_model_of_an_engine_that_never_started_is_what_it_was_once_that_is_closed(tmp_path):
+    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB")
+    model, batch = tiny_gpt(), tokens(0)[0]
+    expected, values = model(batch), {name: value.clone() for name, value in model.state_dict().items()}
+    infinity.offload(model, config).close()
+    assert torch.equal(model(batch), expected)
+    assert_same_bits_by_name(model.state_dict(), values)
+    model.load_state_dict({name: value + 1 for name, value in values.items()})
+    assert_same_bits_by_name(model.state_dict(), {name: value + 1 for name, value in values.items()})
+    model.load_state_dict(values)
+    with pytest.raises(ConfigError, match="is in no engine"):
+        infinity.engine_of(model)
+    with infinity.offload(model, config):
+        assert torch.equal(model(batch), expected)
+        gpt_step(model, infinity.AdamW(model.parameters()), 0)
+
+
+def test_what_was_sent_away_under_construction_is_refused_once_an_engine_that_never_started_is_closed(tmp_path):
+    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB")
+    with infinity.init(config, window=0):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    infinity.engine_of(model).close()
+    for use in (lambda: model(torch.ones(2, 16)), model.state_dict):
+        with pytest.raises(UsageError, match="the engine is closed and .*weight is only a placeholder"):
+            use()
+    values = {name: torch.ones(param.shape) for name, param in model.named_parameters()}
+    model.load_state_dict(values)
+    assert_same_bits_by_name(model.state_dict(), values)
+    model(torch.ones(2, 16))
+
+
+def assert_same_bits_by_name(found, expected):
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("layers", [2, 8])

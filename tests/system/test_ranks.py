@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -795,7 +796,7 @@ def test_ranks_that_run_modules_in_other_orders_end_in_errors(tmp_path, update, 
 
 def parted(folder, when, update):
     """In step `when`, rank 1 runs the layers the other way round."""
-    infinity.partition.CONTROL_TIMEOUT_S = 2
+    system.ranks.CONTROL_TIMEOUT_S = 2
     with infinity.init(settings(folder, update=update, **ON_NVME)):
         layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
     adam = infinity.AdamW(layers.parameters())
@@ -872,13 +873,36 @@ def test_one_ranks_failure_ends_all_soon_and_names_rank_and_chunk(tmp_path, stag
         world.close()
 
 
+def refused(folder):
+    """What each refusal says, and how many threads and groups are left behind it."""
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    with torch.device("meta"):
+        empty = nn.Linear(4, 4)
+    groups, said, left = dist.distributed_c10d._world.pg_map, [], []
+    before = len(groups)
+    for model in (wrapped, empty, nn.ReLU()):
+        try:
+            infinity.offload(model, settings(folder)).close()
+        except (ValueError, infinity.UsageError) as error:
+            said.append(str(error))
+        left.append((len(groups) - before, sum(thread.name == "infinity-watch" for thread in threading.enumerate())))
+    return said, left
+
+
+def test_a_refused_model_leaves_no_thread_and_no_group(worlds, tmp_path):
+    for said, left in worlds(2).run(refused, tmp_path):
+        assert left == [(0, 0)] * len(left), left
+        for text, words in zip(said, ("DistributedDataParallel", "meta device", "nothing to offload"), strict=True):
+            assert words in text
+
+
 def slowly(num_rounds):
     """Agree again and again, one rank so late that the other's wait is just over."""
-    ranks = infinity.partition.Ranks(torch.device("cpu"))
+    ranks = system.ranks.Ranks(torch.device("cpu"))
     agreed = 0
     for number in range(num_rounds):
         if ranks.rank:
-            time.sleep(infinity.partition.WATCH_S - 0.003 + 0.0002 * (number % 30))
+            time.sleep(system.ranks.WATCH_S - 0.003 + 0.0002 * (number % 30))
         agreed += ranks.agree(number)
     ranks.close()
     return agreed
@@ -891,7 +915,7 @@ def test_a_rank_that_comes_late_is_no_failure(worlds, num_rounds):
 
 def starting(folder, loser):
     if dist.get_rank() == loser:
-        infinity.tiers.Swap.reserve = mock.Mock(side_effect=infinity.SwapError(errno.ENOSPC, "no space for swap", "/there"))
+        infinity.system.swap.Swap.reserve = mock.Mock(side_effect=infinity.SwapError(errno.ENOSPC, "no space for swap", "/there"))
     model, adam = made(folder, **ON_NVME)
     for _ in range(3):
         model(*tokens(0, 0)).backward()
