@@ -796,7 +796,7 @@ def test_ranks_that_run_modules_in_other_orders_end_in_errors(tmp_path, update, 
 
 def parted(folder, when, update):
     """In step `when`, rank 1 runs the layers the other way round."""
-    system.ranks.CONTROL_TIMEOUT_S = 2
+    infinity.system.ranks.CONTROL_TIMEOUT_S = 2
     with infinity.init(settings(folder, update=update, **ON_NVME)):
         layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
     adam = infinity.AdamW(layers.parameters())
@@ -898,11 +898,11 @@ def test_a_refused_model_leaves_no_thread_and_no_group(worlds, tmp_path):
 
 def slowly(num_rounds):
     """Agree again and again, one rank so late that the other's wait is just over."""
-    ranks = system.ranks.Ranks(torch.device("cpu"))
+    ranks = infinity.system.ranks.Ranks(torch.device("cpu"))
     agreed = 0
     for number in range(num_rounds):
         if ranks.rank:
-            time.sleep(system.ranks.WATCH_S - 0.003 + 0.0002 * (number % 30))
+            time.sleep(infinity.system.ranks.WATCH_S - 0.003 + 0.0002 * (number % 30))
         agreed += ranks.agree(number)
     ranks.close()
     return agreed
