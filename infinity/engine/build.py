@@ -29,7 +29,8 @@ from infinity.system.failure import FirstFailure
 from infinity.system.freed_memory import keep_freed_memory
 from infinity.system.lanes import Monitor
 from infinity.system.ranks import Ranks
-from infinity.system.swap import MEASURE_FROM_NBYTES, Swap, reclaim, room_nbytes
+from infinity.system.swap import MEASURE_FROM_NBYTES, Swap
+from infinity.system.swap_directory import reclaim, room_nbytes
 from infinity.tiers import compression
 from infinity.tiers.activations import Activations
 from infinity.tiers.compression import Compressor

@@ -35,7 +35,7 @@ from infinity.errors import SwapError, UsageError
 from infinity.sizes import format_bytes
 from infinity.system.capacity import device_of, gauge_of, host_free_nbytes
 from infinity.system.ranks import Ranks
-from infinity.system.swap import changed_error
+from infinity.system.swap_errors import changed_error
 
 MIN_WINDOW_NBYTES = 1 << 30
 WINDOW_SHARES = {"cpu": 1 / 16, "cuda": 2 / 5}  # of what is free there: the engine starts, and takes most of a host, while they are full

@@ -1,19 +1,8 @@
 """The NVMe tier of one rank: preallocated swap files, one a path, read and written past the page cache.
 
-Knows paths, files, locks and extents. Must not know records, chunks, tensors, devices or torch.distributed: buffers are
-anything contiguous, and how many ranks share the directories is told.
-
-Longer than other files here because a directory's claim and its use have one life. The order: what callers use (Extent,
-Transfer, Swap), one directory, helpers, exit, fork and SIGTERM.
-
-# [Note: whose directory it is]
-# In each directory a rank holds `infinity-rank<rank>.lock` with flock for as long as it lives; the file says its pid and run.
-# Swap files are `infinity-<run>/rank<rank>.swap`. Whoever looks at these names or changes them holds a short flock on the
-# directory itself, so there are no half-made states to see. A rank that arrives
-#   - is refused if a living rank holds its number, or belongs to another run;
-#   - removes lock files that nobody holds, and the folders of runs that no living rank belongs to.
-# Locks belong to the open file, and a forked child (a data loader's worker) would keep them beyond its parent's death: children
-# close them at once. Ranks of one run agree on its name through the launcher's environment, without talking to each other.
+Knows extents, and transfers over several directories. Must not know records, chunks, tensors, devices or torch.distributed: buffers are
+anything contiguous, and how many ranks share the directories is told. The order: what callers use (Extent, Transfer, Swap), then exit, fork
+and SIGTERM.
 
 # [Note: checksums]
 # Of each 4096 bytes that are written, host memory holds the CRC-32C, a thousandth of what lies on NVMe. Whoever waits for a read first
@@ -22,65 +11,27 @@ Transfer, Swap), one directory, helpers, exit, fork and SIGTERM.
 """
 
 import atexit
-import collections
 import contextlib
 import errno
-import fcntl
 import gc
 import hashlib
-import mmap
 import os
-import re
 import signal
-import stat
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aio_ext
-from infinity.errors import NO_DESCRIPTORS, ConfigError, SwapError, UsageError, refuses_direct
+from infinity.errors import ConfigError, SwapError, UsageError
 from infinity.system import drives
-from infinity.system.mounts import MEMORY_FILESYSTEMS, mount_at
+from infinity.system.swap_directory import ALIGNMENT, Directory, Stripe, check_paths, guard, run_name
+from infinity.system.swap_errors import swap_error
 
-ALIGNMENT = 4096  # of extents, offsets and sizes: what every drive in use accepts, see aio_ext.direct_alignment
-SUM_NBYTES = 4  # of a checksum, one for each ALIGNMENT bytes, as aio_ext takes them
 STRIPE_UNIT = 1 << 20
 MEASURE_FROM_NBYTES = 1 << 30  # of swap a path: below, defaults serve, and measuring would take longer than the run
-
-LOCK_NAME = re.compile(r"infinity-rank(\d+)\.lock")
-FOLDER_NAME = re.compile(r"infinity-[0-9a-f]{12}")
-FILE_NAME = re.compile(r"rank\d+\.swap")
-GUARD_SECONDS = 60.0
-
-# What the ranks of one run have in common under torchrun, Slurm and by hand.
-RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-
-REMEDIES = {
-    errno.EBADMSG: "see dmesg, and name another directory in `nvme`; the last checkpoint does not depend on it",
-    errno.EIO: "the drive failed or the file was cut: see dmesg, and use another directory",
-    errno.ENOSPC: "free space there or name another directory",
-    errno.ENOMEM: "free memory, or raise the limit of this process's control group",
-    errno.EDQUOT: "raise the quota or name another directory",
-    errno.EINVAL: "pass memory, offsets and sizes that are multiples of 4096",
-    errno.EFBIG: "raise the file size limit (ulimit -f)",
-    errno.EROFS: "the filesystem went read-only: see dmesg",
-    errno.EACCES: "choose a directory that this user may write",
-    errno.EPERM: "choose a directory that this user owns",
-    **NO_DESCRIPTORS,
-}
-
-
-@dataclass(frozen=True)
-class Stripe:
-    """A run of bytes in the swap file of one path: index of the path, offset and size in bytes."""
-
-    path: int
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -113,7 +64,7 @@ class Transfer:
                 if not ticket.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                     return False
             except OSError as error:
-                failure = failure or _swap_error(error.errno, self.what + error.strerror, path)
+                failure = failure or swap_error(error.errno, self.what + error.strerror, path)
         if failure:
             raise failure
         return True
@@ -158,21 +109,21 @@ class Swap:
         if not 0 <= rank < world:
             raise ConfigError(f"rank={rank} of world={world}: expected 0 <= rank < world")
         paths = [Path(path) for path in paths]
-        _check_paths(paths)
+        check_paths(paths)
         self.world = world
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closing = threading.RLock()
         self._moved = {"read": 0, "write": 0}
         self._reserved = self._closed = False
-        self._directories: list[_Directory] = []
-        run = _run_name(world) if run is None else hashlib.sha256(run.encode()).hexdigest()[:12]
+        self._directories: list[Directory] = []
+        run = run_name(world) if run is None else hashlib.sha256(run.encode()).hexdigest()[:12]
         must_measure = expected_nbytes >= MEASURE_FROM_NBYTES * len(paths)
         _live.add(self)
         _clean_up_on_sigterm()
         try:
             for path in paths:
-                self._directories.append(_Directory(path, run, rank, checksums))
+                self._directories.append(Directory(path, run, rank, checksums))
                 if self._is_held_here(path):
                     gc.collect()  # by what the program has dropped, maybe, such as a notebook's cell that is run again
                 self._directories[-1].claim(must_measure)
@@ -229,7 +180,7 @@ class Swap:
         self._check_usable(reserved=False)
         with contextlib.ExitStack() as guards:
             for directory in sorted(self._directories, key=lambda directory: directory.identity):
-                guards.enter_context(_guard(directory.path))
+                guards.enter_context(guard(directory.path))
             self._check_space()
             try:
                 for directory in self._directories:
@@ -332,7 +283,7 @@ class Swap:
                     for ticket, _ in parts:  # nobody else would wait until they let the buffer go
                         with contextlib.suppress(OSError):
                             ticket.wait()
-                    raise _swap_error(error.errno, what + error.strerror, directory.file_path) from error
+                    raise swap_error(error.errno, what + error.strerror, directory.file_path) from error
                 parts.append((ticket, directory.file_path))
             start += stripe.nbytes
         with self._lock:
@@ -341,7 +292,7 @@ class Swap:
 
     def _check_space(self) -> None:
         """Every rank of this node needs as much as this one; what some of them have reserved already counts as available."""
-        filesystems: dict[int, list[_Directory]] = {}
+        filesystems: dict[int, list[Directory]] = {}
         for directory in self._directories:
             filesystems.setdefault(directory.identity[0], []).append(directory)
         for directories in filesystems.values():
@@ -358,406 +309,8 @@ class Swap:
                 )
 
 
-class _Directory:
-    """One path: the lock and the folder from the start, the file and its queue from `make_file` on."""
-
-    def __init__(self, path: Path, run: str, rank: int, checksums: bool):
-        self.path = path
-        self.run, self.rank = run, rank
-        self.drive = drives.Drive()
-        self.nbytes = 0  # of the file, as allocated so far
-        self.queues: list[aio_ext.Queue] = []
-        self.file = -1
-        self._lock_fd = self._folder_fd = -1
-        self._lock_path = path / f"infinity-rank{rank}.lock"
-        self._folder = path / f"infinity-{run}"
-        self.file_path = self._folder / f"rank{rank}.swap"
-        self._stripe_numbers: dict[int, int] = {}  # by offset
-        self._sums: dict[int, memoryview] | None = {} if checksums else None  # by a stripe's offset, see [Note: checksums]
-
-    @property
-    def is_claimed(self) -> bool:
-        return self._lock_fd >= 0
-
-    def claim(self, must_measure: bool) -> None:
-        """Take the directory, remove what dead runs left there, and know its drive."""
-        try:
-            status = os.stat(self.path)
-            self.identity = (status.st_dev, status.st_ino)
-            with _guard(self.path):
-                runs = self._refuse_or_runs(self.run, self.rank)
-                _reclaim(self.path, runs)
-                self._take(self.run)
-            try:
-                with _guard(self.path):  # the first rank measures, the others read what it found
-                    self.drive = self._known_drive(must_measure)
-            except BaseException:
-                self.release()
-                raise
-        except BaseException as error:
-            self._close_descriptors()
-            if isinstance(error, OSError) and not isinstance(error, SwapError):
-                raise _swap_error(error.errno, f"the swap directory cannot be used ({error.strerror})", error.filename or self.path) from error
-            raise
-
-    def append(self, nbytes: int) -> int:
-        """Lay a stripe behind the others; its offset."""
-        offset = self.nbytes
-        self._stripe_numbers[offset] = len(self._stripe_numbers)
-        if self._sums is not None:
-            self._sums[offset] = memoryview(bytearray(nbytes // ALIGNMENT * SUM_NBYTES))
-        self.nbytes += nbytes
-        return offset
-
-    def make_file(self, num_sharers: int) -> None:
-        if not self.nbytes:
-            return
-        try:
-            refusal = self._open_file(self.nbytes)
-            if refusal:
-                warnings.warn(
-                    f"swap in {self.path}: {refusal}; it works through the page cache, slower and with more memory. Name a "
-                    "directory on a local ext4 or xfs drive.",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-            for _ in range(self.drive.num_queues):
-                self.queues.append(self.drive.queue(num_sharers))
-        except OSError as error:
-            text = f"the swap file of {_gib(self.nbytes)} cannot be made ({error.strerror})"
-            raise _swap_error(error.errno, text, self.file_path) from error
-
-    def grow(self, stripe: Stripe, num_sharers: int) -> None:
-        """Make the file hold a stripe that was laid behind the others."""
-        if self.file < 0:
-            try:
-                self.make_file(num_sharers)
-            except BaseException:
-                self.remove_file()  # else there would be a file without queues
-                raise
-            return
-        try:
-            os.posix_fallocate(self.file, stripe.offset, stripe.nbytes)
-        except OSError as error:
-            text = f"the swap file cannot grow by {_gib(stripe.nbytes)} ({error.strerror})"
-            raise _swap_error(error.errno, text, self.file_path) from error
-
-    def queue_of(self, stripe: Stripe) -> aio_ext.Queue:
-        """Always the same for a stripe: requests for the same bytes are kept in order by their queue."""
-        return self.queues[self._stripe_numbers[stripe.offset] % len(self.queues)]
-
-    def submit(self, op: str, stripe: Stripe, offset: int, piece: memoryview, priority: int) -> aio_ext.Ticket:
-        """Read or write a piece at an offset of a stripe."""
-        queue, sums = self.queue_of(stripe), None
-        if self._sums is not None:
-            begin, end = (nbytes // ALIGNMENT * SUM_NBYTES for nbytes in (offset, offset + piece.nbytes))
-            sums = self._sums[stripe.offset][begin:end]
-        return (queue.read if op == "read" else queue.write)(self.file, piece, stripe.offset + offset, priority=priority, sums=sums)
-
-    def stats(self) -> dict:
-        each = [queue.stats() for queue in self.queues]
-        return {name: sum(stats[name] for stats in each) for name in each[0]}
-
-    def remove_file(self) -> None:
-        while self.queues:
-            self.queues.pop().close()
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-            with contextlib.suppress(OSError):  # it is scratch, and someone may have removed it already
-                os.unlink(self.file_path.name, dir_fd=self._folder_fd)
-
-    def reserved_nbytes(self) -> int:
-        """What the ranks of this run hold in this directory."""
-        total = 0
-        for name in os.listdir(self._folder_fd):
-            with contextlib.suppress(FileNotFoundError):
-                total += os.stat(name, dir_fd=self._folder_fd, follow_symlinks=False).st_blocks * 512
-        return total
-
-    def release(self) -> None:
-        if self._lock_fd < 0:
-            return
-        for queue in self.queues:
-            queue.close()  # before the guard: this may take a while
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # the directory may be gone: then there is nothing to guard
-                stack.enter_context(_guard(self.path))
-            self.remove_file()
-            with contextlib.suppress(OSError):
-                locks = [name for name in os.listdir(self.path) if LOCK_NAME.fullmatch(name)]
-                if locks == [self._lock_path.name]:  # another rank may be about to make its file there
-                    os.rmdir(self._folder)
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(self._lock_fd), os.stat(self._lock_path, follow_symlinks=False)):
-                    os.unlink(self._lock_path)
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)  # also for children that could not close it
-            self._close_descriptors()
-
-    def remove_names(self) -> None:
-        """What is left of the file goes with this process, which is about to end, as does the lock."""
-        if self._lock_fd >= 0:
-            for remove, path in ((os.unlink, self.file_path), (os.rmdir, self._folder), (os.unlink, self._lock_path)):
-                with contextlib.suppress(OSError):
-                    remove(path)
-
-    def disown(self) -> None:
-        """In a forked child: let go of the parent's lock and files."""
-        self._close_descriptors()
-
-    def _close_descriptors(self) -> None:
-        for fd in (self._lock_fd, self._folder_fd, self.file):
-            if fd >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-        self._lock_fd = self._folder_fd = self.file = -1
-
-    def _refuse_or_runs(self, run: str, rank: int) -> set[str]:
-        """The runs of the living ranks here, at most ours. Removes the locks of dead ones."""
-        living = _living(self.path)
-        for its_rank, pid, its_run in living:
-            if its_rank == rank or its_run != run:
-                text = f"the swap directory is in use by rank {its_rank} of a run with process {pid}: end that run, or name "
-                text += "another directory in `nvme`"
-                if pid == str(os.getpid()):
-                    text += "; that is this process: close() the engine that has it, infinity.engine_of(its_model).close(), or give each "
-                    text += "model a Config with directories of its own"
-                raise SwapError(errno.EBUSY, text, str(self.path))
-        return {its_run for _, _, its_run in living}
-
-    def _take(self, run: str) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._lock_fd = os.open(self._lock_path, flags, 0o600)
-        os.fchmod(self._lock_fd, 0o600)
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(self._lock_fd, f"{os.getpid()} {run}\n".encode())
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self._folder, 0o700)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            try:
-                self._folder_fd = os.open(self._folder, flags)
-            except OSError as error:
-                if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                    text = "a symlink or file lies where the swap folder of this run belongs: remove it"
-                    raise SwapError(error.errno, text, str(self._folder)) from None
-                raise
-            if os.fstat(self._folder_fd).st_uid != os.geteuid():
-                text = "the swap folder of this run belongs to another user: remove it or name another directory"
-                raise SwapError(errno.EPERM, text, str(self._folder))
-            os.fchmod(self._folder_fd, 0o700)
-            with contextlib.suppress(FileNotFoundError):  # of an earlier run with the same name and number
-                os.unlink(self.file_path.name, dir_fd=self._folder_fd)
-        except BaseException:
-            os.unlink(self._lock_path)
-            raise
-
-    def _known_drive(self, must_measure: bool) -> drives.Drive:
-        """What was measured here, now or earlier."""
-        with contextlib.ExitStack() as stack:
-            directory_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, directory_fd)
-            drive = drives.load(directory_fd)
-            if drive is not None or not must_measure:
-                return drive or drives.Drive()
-            try:
-                stack.callback(self.remove_file)
-                if self._open_file(drives.SCRATCH_NBYTES) is not None:
-                    return drives.Drive()  # the page cache would be measured
-                drive = drives.measure(self.file, drives.SCRATCH_NBYTES)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    return drives.Drive()  # there is no room for the swap either, and reserve() says how much is missing
-                raise _swap_error(error.errno, f"measuring the drive failed ({error.strerror})", self.file_path) from error
-            drives.store(directory_fd, drive)
-            return drive
-
-    def _open_file(self, nbytes: int) -> str | None:
-        """Make the swap file, of so many bytes. Why it has no direct I/O, if it has none."""
-        # Made without O_DIRECT: a filesystem that refuses it may create the file nevertheless.
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.file = os.open(self.file_path.name, flags, 0o600, dir_fd=self._folder_fd)
-        os.fchmod(self.file, 0o600)
-        os.posix_fallocate(self.file, 0, nbytes)
-        return self._go_direct()
-
-    def _go_direct(self) -> str | None:
-        """Reopen the file with O_DIRECT if that works here; else why not. Raises OSError, as for want of descriptors."""
-        filesystem = _filesystem_of(self.path)
-        refusal = f"{filesystem} keeps files in memory" if filesystem in MEMORY_FILESYSTEMS else None
-        if not refusal:
-            try:
-                direct = _open_direct(self.file_path.name, self._folder_fd)
-            except OSError as error:
-                if not refuses_direct(error):
-                    raise
-                refusal = f"{filesystem} refuses O_DIRECT ({error.strerror})"
-            else:
-                try:
-                    refusal = _direct_refusal(direct, filesystem)
-                except OSError:
-                    os.close(direct)
-                    raise
-                os.close(self.file if refusal is None else direct)
-                self.file = direct if refusal is None else self.file
-        return refusal
-
-
-def reclaim(paths: Sequence[str | os.PathLike]) -> None:
-    """Remove what dead runs left in directories, as each Swap does. Those that are busy, or that it will refuse, are left to it."""
-    for path in map(Path, paths):
-        with contextlib.suppress(OSError), _guard(path, patience=0.0):
-            _reclaim(path, {run for _, _, run in _living(path)})
-
-
-def room_nbytes(paths: Sequence[str | os.PathLike]) -> int:
-    """What equal parts on each of the paths can take together, as far as their filesystems have room, which need a hundredth for their
-    own. A path that does not exist yet counts as the folder above it."""
-    room, sharers = {}, collections.Counter()  # by filesystem
-    for path in map(Path, paths):
-        here = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
-        status, filesystem = os.statvfs(here), os.stat(here).st_dev
-        room[filesystem] = status.f_bavail * status.f_frsize * 99 // 100
-        sharers[filesystem] += 1
-    return min(len(paths) * nbytes // sharers[filesystem] for filesystem, nbytes in room.items())
-
-
-def _swap_error(code: int | None, text: str, path) -> SwapError:
-    remedy = REMEDIES.get(code)
-    return SwapError(errno.EIO if code == errno.EBADMSG else code, f"{text}; {remedy}" if remedy else text, str(path))
-
-
-def changed_error(what: str, where: str, path) -> SwapError:
-    """For bytes that are not those that were written. what: begins the text, as in `Swap.read`; where: in the file, or "";
-    path: of the file."""
-    return _swap_error(errno.EBADMSG, f"{what}the drive returned other bytes than were written{where}", path)
-
-
-def _check_paths(paths: list[Path]) -> None:
-    if not paths:
-        raise ConfigError("no swap directory: name at least one in `nvme`")
-    seen = {}
-    for path in paths:
-        try:
-            status = os.stat(path)
-        except FileNotFoundError:
-            raise ConfigError(f"swap directory {path} does not exist: create it (mkdir -p), best one on each drive") from None
-        except OSError as error:
-            raise _swap_error(error.errno, f"the swap directory cannot be used ({error.strerror})", path) from None
-        if not stat.S_ISDIR(status.st_mode):
-            raise SwapError(errno.ENOTDIR, "the swap path is not a directory: name a directory in `nvme`", str(path))
-        if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-            raise SwapError(errno.EACCES, f"the swap directory is not writable; {REMEDIES[errno.EACCES]}", str(path))
-        twin = seen.setdefault((status.st_dev, status.st_ino), path)
-        if twin is not path:
-            raise ConfigError(f"swap directories {twin} and {path} are the same one: name it once")
-
-
-def _run_name(world: int) -> str:
-    """Twelve hexadecimal digits, the same on all ranks of a run."""
-    words = [os.environ.get(variable, "") for variable in RUN_VARIABLES]
-    if world == 1:
-        words = [str(os.getpid()), os.urandom(16).hex()]
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
-
-
-@contextlib.contextmanager
-def _guard(path: Path, patience: float | None = None) -> Iterator[None]:
-    """Held while names in the directory are looked at or changed; see [Note: whose directory it is]. Raises SwapError if another process
-    holds it for `patience` seconds, by default GUARD_SECONDS."""
-    patience = GUARD_SECONDS if patience is None else patience
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    text = f"another process has been setting up swap here for {patience:.0f} s: end it"
-                    raise SwapError(errno.EBUSY, text, str(path)) from None
-                time.sleep(0.002)
-        yield
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing would not do if a child was forked meanwhile
-    finally:
-        os.close(fd)
-
-
-def _living(path: Path) -> list[tuple[int, str, str]]:
-    """Those that hold a lock in the directory: rank, pid and run. Removes the locks of dead ones."""
-    living = []
-    for name in os.listdir(path):
-        match = LOCK_NAME.fullmatch(name)
-        if not match:
-            continue
-        fd = os.open(path / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path / name)
-        except BlockingIOError:
-            pid, _, run = os.pread(fd, 256, 0).decode(errors="replace").strip().partition(" ")
-            living.append((int(match[1]), pid, run))
-        finally:
-            os.close(fd)
-    return living
-
-
-def _reclaim(path: Path, living_runs: set[str]) -> None:
-    """Remove the swap of dead runs. Only folders of ours by name, owner and kind, in them only files of ours by name."""
-    for name in os.listdir(path):
-        if not FOLDER_NAME.fullmatch(name) or name.removeprefix("infinity-") in living_runs:
-            continue
-        try:
-            fd = os.open(path / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            if os.fstat(fd).st_uid == os.geteuid():
-                for file in filter(FILE_NAME.fullmatch, os.listdir(fd)):
-                    os.unlink(file, dir_fd=fd)
-                with contextlib.suppress(OSError):
-                    os.rmdir(path / name)
-        finally:
-            os.close(fd)
-
-
-def _open_direct(name: str, folder_fd: int) -> int:
-    return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
-
-
-def _direct_refusal(fd: int, filesystem: str) -> str | None:
-    """Why direct I/O does not work on this file, which is still empty of data; None if it does. Raises OSError for what is no refusal."""
-    memory, offset = aio_ext.direct_alignment(fd)
-    if not memory:
-        return f"{filesystem} has no O_DIRECT"
-    if ALIGNMENT % memory or ALIGNMENT % offset:
-        return f"{filesystem} wants O_DIRECT aligned to {memory} and {offset} bytes"
-    with mmap.mmap(-1, ALIGNMENT) as page:
-        try:
-            os.pwrite(fd, page, 0)
-        except OSError as error:
-            if not refuses_direct(error):
-                raise
-            return f"{filesystem} refuses O_DIRECT writes ({error.strerror})"
-    return None
-
-
-def _filesystem_of(path: Path) -> str:
-    """Its type, such as ext4."""
-    try:
-        return mount_at(path).kind
-    except (OSError, LookupError):
-        return "this filesystem"
-
-
 def _round_up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
 
 
 _live: "weakref.WeakSet[Swap]" = weakref.WeakSet()

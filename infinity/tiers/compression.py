@@ -35,7 +35,8 @@ from infinity.plan.redo import BLOCK_NBYTES
 from infinity.sizes import round_up
 from infinity.system.arena import Arena
 from infinity.system.lanes import Job, Lane
-from infinity.system.swap import Extent, Swap, Transfer, changed_error
+from infinity.system.swap import Extent, Swap, Transfer
+from infinity.system.swap_errors import changed_error
 from infinity.tiers import _huffman
 from infinity.tiers.redo import Late, Pool, Pooled, RedoLog, release
 

@@ -22,8 +22,10 @@ from helpers import everything_in, memory, run_python, start_python
 import aio_ext
 from aio_ext import _aio
 from infinity.errors import ConfigError, SwapError, UsageError
-from infinity.system import swap as swap_module
-from infinity.system.swap import Extent, Stripe, Swap
+from infinity.system import swap_directory
+from infinity.system.swap import Extent, Swap
+from infinity.system.swap_directory import Stripe
+from infinity.system.swap_errors import REMEDIES
 
 KIB, MIB, PAGE = 1 << 10, 1 << 20, 4096
 
@@ -67,7 +69,7 @@ def test_what_dead_runs_left_is_removed_before_a_swap_is_made(paths):
     living.reserve()
     kept = everything_in(paths[1])
     assert left and kept
-    swap_module.reclaim([*paths[:2], paths[0] / "is" / "not" / "there"])
+    swap_directory.reclaim([*paths[:2], paths[0] / "is" / "not" / "there"])
     assert (everything_in(paths[0]), everything_in(paths[1])) == ([], kept)
     living.close()
 
@@ -76,12 +78,12 @@ def test_the_room_is_that_of_equal_parts(monkeypatch, tmp_path):
     """Of paths that share a filesystem each gets a part of it; the fullest one bounds the others."""
     (tmp_path / "a").mkdir()
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1000, f_frsize=4096))
-    assert swap_module.room_nbytes([tmp_path]) == 4096 * 990
-    assert swap_module.room_nbytes([tmp_path, tmp_path / "a", tmp_path / "is" / "not" / "there"]) == 4096 * 990
+    assert swap_directory.room_nbytes([tmp_path]) == 4096 * 990
+    assert swap_directory.room_nbytes([tmp_path, tmp_path / "a", tmp_path / "is" / "not" / "there"]) == 4096 * 990
     shared = Path("/dev/shm")
     if os.stat(shared).st_dev != os.stat(tmp_path).st_dev:
-        assert swap_module.room_nbytes([tmp_path, shared]) == 2 * 4096 * 990
-        assert swap_module.room_nbytes([tmp_path, tmp_path / "a", shared]) == 3 * 4096 * 990 // 2
+        assert swap_directory.room_nbytes([tmp_path, shared]) == 2 * 4096 * 990
+        assert swap_directory.room_nbytes([tmp_path, tmp_path / "a", shared]) == 3 * 4096 * 990 // 2
 
 
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
@@ -256,7 +258,7 @@ def test_misaligned_memory_is_an_error_or_served(paths):
 
 
 def fake_space(monkeypatch, available):
-    monkeypatch.setattr(swap_module.os, "statvfs", lambda path: SimpleNamespace(f_bavail=available // PAGE, f_frsize=PAGE))
+    monkeypatch.setattr(swap_directory.os, "statvfs", lambda path: SimpleNamespace(f_bavail=available // PAGE, f_frsize=PAGE))
 
 
 @pytest.mark.parametrize("world, num_paths", [(1, 1), (1, 2), (4, 1), (4, 3)])
@@ -289,7 +291,7 @@ def test_space_that_goes_while_reserving_leaves_no_file(paths, monkeypatch):
 
     with Swap(paths[:2]) as swap:
         swap.allocate(4 * MIB)
-        monkeypatch.setattr(swap_module.os, "posix_fallocate", full)
+        monkeypatch.setattr(swap_directory.os, "posix_fallocate", full)
         with pytest.raises(SwapError, match="cannot be made.*free space there") as caught:
             swap.reserve()
         assert caught.value.errno == errno.ENOSPC
@@ -320,14 +322,14 @@ def test_a_refused_o_direct_is_named_and_served(paths, monkeypatch, how):
         raise OSError(errno.EINVAL, "Invalid argument")
 
     if how == "open":
-        monkeypatch.setattr(swap_module, "_open_direct", refuse)
+        monkeypatch.setattr(swap_directory, "_open_direct", refuse)
     elif how == "alignment":
-        monkeypatch.setattr(swap_module.aio_ext, "direct_alignment", lambda fd: (0, 0))
+        monkeypatch.setattr(swap_directory.aio_ext, "direct_alignment", lambda fd: (0, 0))
     else:
-        monkeypatch.setattr(swap_module.os, "pwrite", refuse)
+        monkeypatch.setattr(swap_directory.os, "pwrite", refuse)
     with Swap(paths[:1]) as swap:
         extent = swap.allocate(3 * MIB)
-        kind = swap_module._filesystem_of(paths[0])
+        kind = swap_directory._filesystem_of(paths[0])
         with pytest.warns(RuntimeWarning, match=f"{kind} (refuses|has no) O_DIRECT"):
             swap.reserve()
         data, back = memory(3 * MIB), memory(3 * MIB, 0)
@@ -344,10 +346,10 @@ def test_what_fails_for_another_reason_is_no_refusal_of_o_direct(paths, monkeypa
     fds = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as broken, Swap(paths[:1]) as swap:
         extent = swap.allocate(3 * MIB)
-        broken.setattr(*((swap_module, "_open_direct") if how == "open" else (swap_module.os, "pwrite")), fail)
+        broken.setattr(*((swap_directory, "_open_direct") if how == "open" else (swap_directory.os, "pwrite")), fail)
         with pytest.raises(SwapError) as raised:
             swap.reserve()
-        assert raised.value.errno == code and swap_module.REMEDIES[code] in str(raised.value)
+        assert raised.value.errno == code and REMEDIES[code] in str(raised.value)
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
@@ -391,7 +393,7 @@ def test_few_descriptors_name_their_limit_and_more_of_them_help(tmp_path):
 
 def test_tmpfs_is_named_and_served():
     shared = Path("/dev/shm")
-    if swap_module._filesystem_of(shared) != "tmpfs":
+    if swap_directory._filesystem_of(shared) != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
     path = shared / f"infinity-test-{os.getpid()}"
     path.mkdir()
@@ -409,7 +411,7 @@ def test_tmpfs_is_named_and_served():
 
 
 def test_a_real_drive_gets_direct_io_without_a_warning(paths):
-    if swap_module._filesystem_of(paths[0]) not in ("ext4", "xfs"):
+    if swap_directory._filesystem_of(paths[0]) not in ("ext4", "xfs"):
         pytest.skip("tmp_path is on neither ext4 nor xfs")
     with Swap(paths[:1]) as swap, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -444,7 +446,7 @@ def test_paths_that_cannot_serve_are_refused_with_a_cure(tmp_path, paths):
 
 
 def test_a_directory_without_permission_is_refused(paths, monkeypatch):
-    monkeypatch.setattr(swap_module.os, "access", lambda *_, **__: False)  # root may write anywhere
+    monkeypatch.setattr(swap_directory.os, "access", lambda *_, **__: False)  # root may write anywhere
     with pytest.raises(SwapError, match="not writable; choose a directory") as caught:
         Swap(paths[:1])
     assert caught.value.errno == errno.EACCES and caught.value.filename == str(paths[0])
@@ -453,7 +455,7 @@ def test_a_directory_without_permission_is_refused(paths, monkeypatch):
 @pytest.mark.parametrize("what", ["symlink", "dangling", "file"])
 def test_a_symlink_or_file_in_place_of_our_folder_is_refused(tmp_path, paths, what):
     target = tmp_path / "elsewhere"
-    name = paths[0] / f"infinity-{swap_module.hashlib.sha256(b'mine').hexdigest()[:12]}"
+    name = paths[0] / f"infinity-{swap_directory.hashlib.sha256(b'mine').hexdigest()[:12]}"
     if what == "file":
         name.write_text("precious")
     else:

@@ -24,7 +24,7 @@ from infinity.errors import BudgetError, ConfigError
 from infinity.optim import _adam
 from infinity.system import drives
 from infinity.system.arena import Arena
-from infinity.system.swap import REMEDIES
+from infinity.system.swap_errors import REMEDIES
 from infinity.tools.doctor import devices, selftest, system, volumes
 from infinity.tools.doctor.findings import Finding, Status, absent, attention, ok
 from infinity.tools.progress import Progress

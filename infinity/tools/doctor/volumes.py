@@ -32,7 +32,7 @@ from infinity.sizes import format_bytes
 from infinity.system import drives
 from infinity.system.arena import Arena
 from infinity.system.mounts import MEMORY_FILESYSTEMS, Mount, mount_at
-from infinity.system.swap import ALIGNMENT
+from infinity.system.swap_directory import ALIGNMENT
 from infinity.tools.doctor.findings import Finding, absent, attention, ok
 
 NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "beegfs", "gpfs", "glusterfs", "9p", "virtiofs", "afs")

@@ -16,7 +16,7 @@ from infinity.output import check_file, check_plot, pyplot, table, write_json
 from infinity.sizes import format_bytes, parse_bytes
 from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.ranks import Ranks
-from infinity.system.swap import ALIGNMENT
+from infinity.system.swap_directory import ALIGNMENT
 from infinity.tools.measure import probes
 from infinity.tools.progress import Progress
 

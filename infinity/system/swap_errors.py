@@ -1,0 +1,33 @@
+"""What an error of swap says: what failed, where, and the remedy.
+
+Knows numbers of errors and paths. Must not know what is swapped.
+"""
+
+import errno
+
+from infinity.errors import NO_DESCRIPTORS, SwapError
+
+REMEDIES = {
+    errno.EBADMSG: "see dmesg, and name another directory in `nvme`; the last checkpoint does not depend on it",
+    errno.EIO: "the drive failed or the file was cut: see dmesg, and use another directory",
+    errno.ENOSPC: "free space there or name another directory",
+    errno.ENOMEM: "free memory, or raise the limit of this process's control group",
+    errno.EDQUOT: "raise the quota or name another directory",
+    errno.EINVAL: "pass memory, offsets and sizes that are multiples of 4096",
+    errno.EFBIG: "raise the file size limit (ulimit -f)",
+    errno.EROFS: "the filesystem went read-only: see dmesg",
+    errno.EACCES: "choose a directory that this user may write",
+    errno.EPERM: "choose a directory that this user owns",
+    **NO_DESCRIPTORS,
+}
+
+
+def swap_error(code: int | None, text: str, path) -> SwapError:
+    remedy = REMEDIES.get(code)
+    return SwapError(errno.EIO if code == errno.EBADMSG else code, f"{text}; {remedy}" if remedy else text, str(path))
+
+
+def changed_error(what: str, where: str, path) -> SwapError:
+    """For bytes that are not those that were written. what: begins the text, as in `Swap.read`; where: in the file, or "";
+    path: of the file."""
+    return swap_error(errno.EBADMSG, f"{what}the drive returned other bytes than were written{where}", path)
