@@ -10,6 +10,7 @@ are saved (save.py).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from bisect import bisect_right
@@ -344,21 +345,22 @@ class _Loading:
 
 
 class _Into:
-    """Where a record of the checkpoint is read to: host entries of the chunk, or an area whose bytes then go to the device."""
+    """Where a record of the checkpoint is read to: host memory of the chunk, or an area whose bytes then go to the device. parts: each with
+    its offset in the record."""
 
     def __init__(self, engine: Engine, chunk: ChunkState):
         self.engine, self.chunk = engine, chunk
-        self.record = chunk.record
-        self.entries = self.region = None
+        self.record = record = chunk.record
+        self.region, self._end = None, contextlib.ExitStack()
         if chunk.on_device:
-            self.region = engine.arena.region(max(self.record.nbytes, 1))
-            self.parts = [(0, self.region.buffer[: self.record.nbytes])]
+            self.region = engine.arena.region(max(record.nbytes, 1))
+            self._end.callback(engine.arena.give_back, self.region)
+            self._end.callback(self._to_device)
+            self.parts = [(0, self.region.buffer[: record.nbytes])]
             return
-        kinds = (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,)
-        self.entries = {kind: engine.records.fresh(chunk, kind) for kind in kinds}
-        engine.records.begin_update(chunk, self.entries)
-        sizes = {WEIGHTS: (0, self.record.weight_nbytes), STATES: (self.record.states_offset, self.record.states_nbytes)}
-        self.parts = [(sizes[kind][0], entry.memory.buffer[: sizes[kind][1]]) for kind, entry in self.entries.items()]
+        lease = self._end.enter_context(engine.records.lease(chunk, write=True, fresh=True))
+        sizes = {WEIGHTS: (0, record.weight_nbytes), STATES: (record.states_offset, record.states_nbytes)}
+        self.parts = [(sizes[kind][0], entry.memory.buffer[: sizes[kind][1]]) for kind, entry in lease.entries.items()]
 
     def segments(self) -> dict[str, memoryview]:
         found = {}
@@ -369,13 +371,9 @@ class _Into:
 
     def finish(self) -> None:
         """The bytes are there, right or wrong: hand them on."""
-        if self.entries is not None:
-            self.engine.records.write_back(self.chunk, self.entries)
-            return
-        state = self.engine.updater.device_state(self.chunk)
-        self.chunk.begin_change()
-        with torch.no_grad():
+        self._end.close()
+
+    def _to_device(self) -> None:
+        with self.engine.values.filled(self.chunk) as shard, torch.no_grad():
             for segment, offset in zip(self.record.segments, self.record.offsets):
-                state[segment.name].copy_(self.region.tensor(TORCH_DTYPES[segment.dtype], offset, self.record.numel))
-        self.engine.updater.take_snapshot(self.chunk)
-        self.engine.arena.give_back(self.region)
+                shard[segment.name].copy_(self.region.tensor(TORCH_DTYPES[segment.dtype], offset, self.record.numel))

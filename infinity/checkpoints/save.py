@@ -54,12 +54,12 @@ from infinity.checkpoints.store import Directory, Linked, Progress, Tensors, Wri
 from infinity.config import checked_path
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError, SwapError
-from infinity.plan.record import STATES, WEIGHTS, record_layout
+from infinity.plan.record import record_layout
 from infinity.sizes import parse_bytes
 from infinity.system.arena import PAGE_NBYTES, Arena, Region
 from infinity.system.lanes import THREADS, Monitor
+from infinity.tiers.records import Lease
 from infinity.tiers.state import ChunkState
-from infinity.tiers.updates import segments
 
 AREA_NBYTES = 16 << 20  # at most; of one segment
 LEAST_AREAS = 2  # one is filled while the other is written
@@ -308,35 +308,31 @@ class Saving:
 
     # Taking a record: in the training thread, the update lane or the checkpoint's own.
 
-    def _take(self, chunk: ChunkState, entries: dict | None = None) -> None:
+    def _take(self, chunk: ChunkState, lease: Lease | None = None) -> None:
         """Copy the record and begin to write it, unless somebody else has done it meanwhile.
 
         Who waits here for another waits for a copy and the disk only: nobody claims a record before he has it in memory.
         """
-        records, borrowed = self._engine.records, {}
         try:
-            if entries is None and not chunk.on_device:
-                entries = borrowed = records.obtain_all(chunk, (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,))
-            with self._lock:
-                while chunk.index in self._busy:
-                    self._lock.wait()
-                if chunk.index not in self._left:
-                    return
-                self._busy.add(chunk.index)
-            try:
-                self._unlink(self._places[chunk.index][0])
-                self._copy(chunk, entries)
-            finally:
+            has_it = lease is not None or chunk.on_device
+            with contextlib.nullcontext(lease) if has_it else self._engine.records.lease(chunk) as lease:
                 with self._lock:
-                    self._left.discard(chunk.index)
-                    self._busy.discard(chunk.index)
-                    chunk.before_change = chunk.after_update = None
-                    self._lock.notify_all()
+                    while chunk.index in self._busy:
+                        self._lock.wait()
+                    if chunk.index not in self._left:
+                        return
+                    self._busy.add(chunk.index)
+                try:
+                    self._unlink(self._places[chunk.index][0])
+                    self._copy(chunk, lease)
+                finally:
+                    with self._lock:
+                        self._left.discard(chunk.index)
+                        self._busy.discard(chunk.index)
+                        chunk.before_change = chunk.after_update = None
+                        self._lock.notify_all()
         except BaseException as error:  # the checkpoint is lost, not the training
             self._fail(error)
-        finally:
-            for kind, entry in borrowed.items():
-                records.unpin(chunk, kind, entry)
 
     def _unlink(self, file: int) -> None:
         """A file that was linked and is not read yet is written instead."""
@@ -345,13 +341,10 @@ class Saving:
                 self._writer.renew(file)
                 self._total_nbytes += self._files[file].nbytes
 
-    def _copy(self, chunk: ChunkState, entries: dict | None) -> None:
+    def _copy(self, chunk: ChunkState, lease: Lease | None) -> None:
         """Copy and sum the record an area at a time, and begin to write each."""
         record = chunk.record
-        if chunk.on_device:
-            state = self._engine.updater.device_state(chunk)
-        else:
-            state = segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory if chunk.trainable else None)
+        state = self._engine.updater.device_state(chunk) if chunk.on_device else lease.shard
         crcs = []
         for segment, offset in zip(record.segments, record.offsets):
             nbytes, crc = record.numel * segment.itemsize, 0

@@ -29,8 +29,8 @@ from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.ranks import Ranks
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
-from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, Registry, SpanState
-from infinity.tiers.updates import Updater, segments
+from infinity.tiers.state import ChunkState, DeviceTier, Registry, SpanState
+from infinity.tiers.updates import Updater
 from infinity.tiers.values import Values
 from infinity.tiers.weights import Pipeline
 
@@ -190,17 +190,7 @@ class Margin:
         if not span.pinned:
             self.tier.pin(span)
         for chunk in self.registry.chunks_in(span):
-            entry = self.records.obtain(chunk, STATES)
-            states = entry.memory.tensor(torch.uint8, 0, chunk.record.states_nbytes).to(span.flat.device, copy=True)  # in one block
-            chunk.device_states = {
-                segment.name: states[offset : offset + chunk.record.numel * segment.itemsize].view(TORCH_DTYPES[segment.dtype])
-                for segment, offset, _ in chunk.record.of(STATES)
-            }
-            self.records.unpin(chunk, STATES, entry)
-            self.tier.book(chunk.record.states_nbytes)
-            chunk.weights_home = chunk.states_home = "device"
-            for kind in (WEIGHTS, STATES):
-                self.records.discard(chunk, kind)
+            self.values.to_device(chunk)
         self.values.make_snapshot(span)
         self.pipeline.release(span)
         self.promoted.append((span, nbytes))
@@ -213,16 +203,7 @@ class Margin:
         self.updater.drain()
         self.values.keep_written(span)
         for chunk in self.registry.chunks_in(span):
-            state = self.updater.device_state(chunk)
-            entries = {kind: self.records.fresh(chunk, kind) for kind in (WEIGHTS, STATES)}
-            self.records.begin_update(chunk, entries)
-            for name, tensor in segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory).items():
-                tensor.copy_(state[name])
-            self.records.write_back(chunk, entries)
-            chunk.weights_home = self.placement.homes[WEIGHTS][chunk.index]
-            chunk.states_home = self.placement.homes[STATES][chunk.index]
-            chunk.device_states = None
-            self.tier.book(-chunk.record.states_nbytes)
+            self.values.to_home(chunk, self.placement.homes[WEIGHTS][chunk.index], self.placement.homes[STATES][chunk.index])
             self.gradients.leave_device(chunk)
         self.values.drop_snapshot(span)
         if not self.placement.pinned:

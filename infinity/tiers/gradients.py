@@ -34,7 +34,7 @@ from infinity.plan.record import GRADIENTS
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane, Monitor, waits
 from infinity.system.ranks import Ranks
-from infinity.tiers.records import Records
+from infinity.tiers.records import Lease, Records
 from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
 
 MAX_BATCH_NBYTES = 4 << 20  # that leave the device together, where a parameter's gradient is not larger
@@ -105,11 +105,8 @@ class Gradients:
         if chunk.on_device:
             yield chunk.device_gradient
             return
-        entry = self.records.obtain(chunk, GRADIENTS)
-        try:
-            yield self._tensor(chunk, entry)
-        finally:
-            self.records.unpin(chunk, GRADIENTS, entry)
+        with self.records.lease(chunk, GRADIENTS) as lease:
+            yield self._tensor(lease)
 
     def arrive(self, state: ParameterState, grad: torch.Tensor) -> None:
         """Take a whole parameter's gradient; what can be sent is sent."""
@@ -295,23 +292,18 @@ class Gradients:
             chunk.has_gradient = True
             yield chunk.device_gradient
             return
-        take = self.records.obtain if chunk.has_gradient else self.records.fresh
-        entry = take(chunk, GRADIENTS)
-        try:
-            self.records.begin_update(chunk, {GRADIENTS: entry})
-            tensor = self._tensor(chunk, entry)
+        with self.records.lease(chunk, GRADIENTS, write=True, fresh=not chunk.has_gradient) as lease:
+            tensor = self._tensor(lease)
             if not chunk.has_gradient:
                 for start, end in chunk.gaps:
                     tensor[start:end].zero_()
             chunk.has_gradient = True
             yield tensor
-        finally:
-            self.records.unpin(chunk, GRADIENTS, entry)
         if self.spill:
             self.records.clean_ahead(GRADIENTS)
 
-    def _tensor(self, chunk: ChunkState, entry) -> torch.Tensor:
-        return entry.memory.tensor(self.dtype(chunk), 0, chunk.record.numel)
+    def _tensor(self, lease: Lease) -> torch.Tensor:
+        return lease.entries[GRADIENTS].memory.tensor(self.dtype(lease.chunk), 0, lease.chunk.record.numel)
 
     def _transfer(self, nbytes: int, work: Callable[[], None]) -> None:
         """Run a transfer of the gc lane; `nbytes` of the device have left with it, also if it fails."""

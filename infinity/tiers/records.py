@@ -19,17 +19,20 @@ Must not know the device, plans or arithmetic.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
 
 import aio_ext
 from infinity.errors import UsageError
-from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.system.events import Events, now
 from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Job, Lane, Monitor
-from infinity.tiers.state import ChunkState, Entry, HostCache, HostState
+from infinity.tiers.state import TORCH_DTYPES, ChunkState, Entry, HostCache, HostState
 
 
 class Request(Job):
@@ -47,6 +50,73 @@ class Request(Job):
     def refuse(self, error: BaseException) -> None:
         self._error = error
         self.finish()
+
+
+class Lease:
+    """Copies of a chunk in host memory, by kind, pinned for whoever has them, until they are written or given back."""
+
+    __slots__ = ("chunk", "entries", "records")
+
+    def __init__(self, records: Records, chunk: ChunkState, entries: dict[str, Entry]):
+        self.records = records
+        self.chunk = chunk
+        self.entries = entries
+
+    @property
+    def shard(self) -> dict[str, torch.Tensor]:
+        """The record's segments in them, by name, 1-D [shard_used]; none in a gradient."""
+        return {
+            name: segment
+            for kind, entry in self.entries.items()
+            for name, segment in segments(self.chunk.record, kind, entry.memory.tensor).items()
+        }
+
+    def begin_change(self) -> bool:
+        """The chunk's gradient, or all of its record, is about to change. Returns whether the copies were clean."""
+        if WEIGHTS in self.entries:
+            self.chunk.begin_change(self)
+        records, clean = self.records, True
+        with records.lock:
+            for entry in self.entries.values():
+                while entry.state is HostState.WRITING:
+                    records.failure.check()
+                    records.lock.wait()
+                if entry.state is HostState.DIRTY:
+                    clean = False
+                else:
+                    entry.become(HostState.DIRTY)
+        return clean
+
+    def write_back(self, catch_up: Callable[[memoryview], None] | None = None) -> None:
+        """Send dirty copies to NVMe, and give them back once they are there; resident ones stay. catch_up: moments may be late there, see
+        `Compressor.write`."""
+        records, chunk, started = self.records, self.chunk, []
+        try:
+            for kind, entry in self.entries.items():
+                with records.lock:
+                    if entry.resident:
+                        entry.become(HostState.CLEAN)
+                        records.caches[kind].unpin(entry, keep=True)
+                        continue
+                    entry.become(HostState.WRITING)
+                how = {"catch_up": catch_up} if catch_up is not None and kind == STATES else {}
+                transfer = records.swap.write(*records._place(chunk, kind, entry), what=records._name(chunk, kind), **how)
+                started.append((kind, entry, transfer, now()))
+            if started:
+                records._writer.push(lambda: records._finish_writes(chunk, started))
+        except BaseException as error:  # an interrupt, too: else who wants such an entry would wait for a write that nobody ends
+            records.failure.note(error)
+            raise
+
+    def give_back(self) -> None:
+        """As they are."""
+        for kind, entry in self.entries.items():
+            self.records.unpin(self.chunk, kind, entry)
+
+
+def segments(record: Record, kind: str, view: Callable[[torch.dtype, int, int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy's, by name, 1-D [shard_used]. view: makes a tensor of its memory, from a dtype, an offset in bytes and a number of elements."""
+    return {segment.name: view(TORCH_DTYPES[segment.dtype], offset, record.numel) for segment, offset, _ in record.of(kind)}
 
 
 class Records:
@@ -128,9 +198,25 @@ class Records:
                 entry.become(HostState.CLEAN)
                 self.lock.notify_all()
 
-    def obtain(self, chunk: ChunkState, kind: str) -> Entry:
-        """The copy, pinned, once its bytes are there."""
-        return self.obtain_all(chunk, (kind,))[kind]
+    @contextlib.contextmanager
+    def lease(self, chunk: ChunkState, *kinds: str, write: bool = False, fresh: bool = False):
+        """Copies, by default of all of the record, pinned and with their bytes there inside the block. fresh: their bytes are of no use.
+
+        write: the block changes them. What it leaves goes to NVMe, also when it raises; a gradient, when its slot is wanted.
+        """
+        kinds = kinds or ((WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,))
+        lease = Lease(self, chunk, {kind: self.fresh(chunk, kind) for kind in kinds}) if fresh else self.obtain(chunk, kinds)
+        writes_back = False
+        try:
+            if write:
+                lease.begin_change()
+                writes_back = GRADIENTS not in kinds
+            yield lease
+        finally:
+            if writes_back:
+                lease.write_back()
+            else:
+                lease.give_back()
 
     def fresh(self, chunk: ChunkState, kind: str) -> Entry:
         """A pinned, clean entry to be filled by the caller; nothing is read."""
@@ -150,8 +236,8 @@ class Records:
         self.settle(entry)
         return entry
 
-    def obtain_all(self, chunk: ChunkState, kinds: Iterable[str]) -> dict[str, Entry]:
-        """Copies of several kinds, pinned. Asked for at once: two who ask for the same kinds are granted them in one order."""
+    def obtain(self, chunk: ChunkState, kinds: Iterable[str]) -> Lease:
+        """Copies of several kinds. Asked for at once: two who ask for the same kinds are granted them in one order."""
         requests: list[Request] = []
         try:
             with self.lock:
@@ -159,14 +245,18 @@ class Records:
                     requests.append(self.request(chunk, kind, urgent=True))
             for request in requests:
                 self.hurry(request)
-            entries = {request.kind: request.wait() for request in requests}
-            for entry in entries.values():
-                self.settle(entry)
-            return entries
+            return self.granted(requests)
         except BaseException:  # after an interrupt others go on
             for request in requests:
                 self._withdraw(request)
             raise
+
+    def granted(self, requests: Sequence[Request]) -> Lease:
+        """What was asked for of one chunk, once its bytes are there. It stays pinned, if that was asked, until it is written or given back."""
+        entries = {request.kind: request.wait() for request in requests}
+        for entry in entries.values():
+            self.settle(entry)
+        return Lease(self, requests[0].chunk, entries)
 
     def _withdraw(self, request: Request) -> None:
         """Nobody waits for a request any more, nor, if it is pinned, for what it was granted."""
@@ -176,44 +266,6 @@ class Records:
             elif request in self._pinned[request.kind]:
                 self._pinned[request.kind].remove(request)
                 self.lock.notify_all()
-
-    def begin_update(self, chunk: ChunkState, entries: dict[str, Entry]) -> bool:
-        """Entries of a chunk, by kind, pinned by the caller, are about to change: its gradient, or all of its record. Returns whether all were
-        clean."""
-        if WEIGHTS in entries:
-            chunk.begin_change(entries)
-        clean = True
-        with self.lock:
-            for entry in entries.values():
-                while entry.state is HostState.WRITING:
-                    self.failure.check()
-                    self.lock.wait()
-                if entry.state is HostState.DIRTY:
-                    clean = False
-                else:
-                    entry.become(HostState.DIRTY)
-        return clean
-
-    def write_back(self, chunk: ChunkState, entries: dict[str, Entry], catch_up: Callable[[memoryview], None] | None = None) -> None:
-        """Send dirty entries to NVMe and drop the caller's pins once they are there; resident ones stay. catch_up: moments may be late
-        there, see `Compressor.write`."""
-        started = []
-        try:
-            for kind, entry in entries.items():
-                with self.lock:
-                    if entry.resident:
-                        entry.become(HostState.CLEAN)
-                        self.caches[kind].unpin(entry, keep=True)
-                        continue
-                    entry.become(HostState.WRITING)
-                how = {"catch_up": catch_up} if catch_up is not None and kind == STATES else {}
-                transfer = self.swap.write(*self._place(chunk, kind, entry), what=self._name(chunk, kind), **how)
-                started.append((kind, entry, transfer, now()))
-            if started:
-                self._writer.push(lambda: self._finish_writes(chunk, started))
-        except BaseException as error:  # an interrupt, too: else who wants such an entry would wait for a write that nobody ends
-            self.failure.note(error)
-            raise
 
     def clean_ahead(self, kind: str) -> None:
         """Have a dirty copy written before its slot is wanted, if none can be had otherwise."""
@@ -281,7 +333,7 @@ class Records:
         cache = self.caches[kind]
         if cache.waits_for_nobody and (entry := cache.farthest(HostState.DIRTY)) is not None:
             entry.pins += 1
-            self.write_back(entry.chunk, {kind: entry})
+            Lease(self, entry.chunk, {kind: entry}).write_back()
 
     def _finish_writes(self, chunk: ChunkState, started) -> None:
         for kind, entry, transfer, start in started:

@@ -488,21 +488,21 @@ class ChunkState:
         self.missing = 0  # parameters that lack gradients in this backward pass
         self.num_changes = 0  # of its record
         # A checkpoint under way wants the record before it changes, or after the update that is pending:
-        self.before_change: Callable[[ChunkState, dict[str, Entry] | None], None] | None = None
-        self.after_update: Callable[[ChunkState, dict[str, Entry] | None], None] | None = None
+        self.before_change: Callable[[ChunkState, object], None] | None = None  # with a Lease of the record, or None
+        self.after_update: Callable[[ChunkState, object], None] | None = None
 
     @property
     def keep_weights(self) -> bool:
         """Whether a host copy of the weights is worth its slot even where nothing is kept."""
         return self.update_expected or self.weights_expected
 
-    def save_first(self, entries: dict[str, Entry] | None = None) -> None:
-        """The record is about to move or change. entries: all of it in host memory, by kind, where the caller has it."""
+    def save_first(self, lease=None) -> None:
+        """The record is about to move or change. lease: of all of it, where the caller has one."""
         if self.before_change is not None:
-            self.before_change(self, entries)
+            self.before_change(self, lease)
 
-    def begin_change(self, entries: dict[str, Entry] | None = None) -> None:
-        self.save_first(entries)
+    def begin_change(self, lease=None) -> None:
+        self.save_first(lease)
         self.num_changes += 1
 
     @property

@@ -23,7 +23,7 @@ from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, update
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
-from infinity.tiers.state import TORCH_DTYPES, ChunkState, ParameterState
+from infinity.tiers.state import ChunkState, ParameterState
 
 
 class Updater:
@@ -70,7 +70,7 @@ class Updater:
             self.gradients.release(chunk)
             chunk.pending = None
             return
-        with self.records.lock:  # at once, see Records.obtain_all
+        with self.records.lock:  # at once, see Records.obtain
             weights = self.records.request(chunk, WEIGHTS, urgent=urgent)
             states = self.records.request(chunk, STATES, urgent=True)
 
@@ -125,22 +125,20 @@ class Updater:
         gradient_job.wait()
         with self.gradients.shard(chunk) as gradient:  # see [Note: who holds gradients]
             self.records.hurry(weights)
-            entries = {WEIGHTS: weights.wait(), STATES: states.wait()}
-            for entry in entries.values():
-                self.records.settle(entry)
+            lease = self.records.granted((weights, states))
             if copy_job is not None:
                 event = copy_job.wait()
                 if event is not None:
                     event.synchronize()
-            clean = self.records.begin_update(chunk, entries)
-            computed = self._compute(chunk, segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory), gradient, hyper)
+            clean = lease.begin_change()
+            computed = self._compute(chunk, lease.shard, gradient, hyper)
             catch_up = None
             if chunk.redo is not None:
-                catch_up = chunk.redo.catch_up(chunk.record, entries[STATES].memory.buffer, gradient, computed, was_clean=clean)
+                catch_up = chunk.redo.catch_up(chunk.record, lease.entries[STATES].memory.buffer, gradient, computed, was_clean=clean)
         self.gradients.release(chunk)
         if chunk.after_update is not None:
-            chunk.after_update(chunk, entries)
-        self.records.write_back(chunk, entries, catch_up)
+            chunk.after_update(chunk, lease)
+        lease.write_back(catch_up)
 
     def device_state(self, chunk: ChunkState) -> dict[str, torch.Tensor]:
         return {"weight": chunk.span.flat[self._shard(chunk)], **chunk.device_states}
@@ -161,17 +159,3 @@ class Updater:
         marks = (first, self.events.device_mark()) if on_device else None
         self.events.moved("update", chunk.index, chunk.record.nbytes, start, now(), marks)
         return computed
-
-
-def segments(chunk: ChunkState, weights, states) -> dict[str, torch.Tensor]:
-    """The shard's segments by name, 1-D [shard_used], over the memory of two host entries, or of one where the other is None."""
-    record = chunk.record
-    found = {}
-    for segment, offset in zip(record.segments, record.offsets, strict=True):
-        dtype = TORCH_DTYPES[segment.dtype]
-        if segment.name == "weight":
-            if weights is not None:
-                found["weight"] = weights.tensor(dtype, 0, record.numel)
-        elif states is not None:
-            found[segment.name] = states.tensor(dtype, offset - record.states_offset, record.numel)
-    return found

@@ -14,9 +14,9 @@ import torch
 from infinity.optim.adam import masters, split_master
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.ranks import Ranks
-from infinity.tiers.records import Records
+from infinity.tiers.records import Records, segments
 from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry, SpanState
-from infinity.tiers.updates import Updater, segments
+from infinity.tiers.updates import Updater
 
 
 class Values:
@@ -136,17 +136,13 @@ class Values:
         """Write every chunk's first record, one span's parameters at a time, and let these go."""
         for span in self.registry.spans:
             values = {state.index: initial(state.index, state.param) for state in span.params}
-            for index in span.span.chunks:
-                chunk = self.registry.chunks[index]
+            for chunk in self.registry.chunks_in(span):
                 if chunk.on_device:
-                    self._fill_on_device(chunk, values)
-                    continue
-                kinds = (WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,)
-                entries = {kind: self.records.fresh(chunk, kind) for kind in kinds}
-                self.records.begin_update(chunk, entries)
-                memory = [entry.memory for entry in entries.values()]
-                self._fill(chunk, segments(chunk, memory[0], memory[1] if len(memory) > 1 else None), values)
-                self.records.write_back(chunk, entries)
+                    self._place_states(chunk, torch.empty(chunk.record.states_nbytes, dtype=torch.uint8, device=span.flat.device))
+                with self.filled(chunk) as shard:
+                    for piece in chunk.pieces:
+                        part = slice(piece.start, piece.start + piece.numel)
+                        self.put(shard, part, values[piece.param][piece.param_start : piece.param_start + piece.numel])
             if chunk.on_device:
                 self.make_snapshot(span)
             del values
@@ -165,23 +161,11 @@ class Values:
             yield shard
             self.updater.take_snapshot(chunk)
             return
-        entries = {kind: self.records.fresh(chunk, kind) for kind in ((WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,))}
-        self.records.begin_update(chunk, entries)
-        try:
-            shard = segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory if chunk.trainable else None)
+        with self.records.lease(chunk, write=True, fresh=True) as lease:
+            shard = lease.shard
             for tensor in shard.values():
                 tensor.zero_()
             yield shard
-        finally:
-            self.records.write_back(chunk, entries)
-
-    def _fill(self, chunk: ChunkState, shard: dict[str, torch.Tensor], values: dict[int, torch.Tensor]) -> None:
-        """A shard's first record: weights, their residuals, and moments of zero."""
-        for tensor in shard.values():
-            tensor.zero_()
-        for piece in chunk.pieces:
-            part = slice(piece.start, piece.start + piece.numel)
-            self.put(shard, part, values[piece.param][piece.param_start : piece.param_start + piece.numel])
 
     @staticmethod
     def put(shard: dict[str, torch.Tensor], part: slice, value: torch.Tensor) -> None:
@@ -197,10 +181,30 @@ class Values:
             for tensor, new in zip(there, out):
                 tensor.copy_(new)
 
-    def _fill_on_device(self, chunk: ChunkState, values) -> None:
-        device, states = chunk.span.flat.device, chunk.record.segments[1:]
-        chunk.device_states = {s.name: torch.empty(chunk.record.numel, dtype=TORCH_DTYPES[s.dtype], device=device) for s in states}
-        self._fill(chunk, self.updater.device_state(chunk), values)
+    def to_device(self, chunk: ChunkState) -> None:
+        """Move a record to the device, where its weights are; its home keeps its place, and no value. No update of it is under way."""
+        with self.records.lease(chunk, STATES) as lease:
+            states = lease.entries[STATES].memory.tensor(torch.uint8, 0, chunk.record.states_nbytes).to(chunk.span.flat.device, copy=True)
+        self._place_states(chunk, states)
+        chunk.weights_home = chunk.states_home = "device"
+        for kind in (WEIGHTS, STATES):
+            self.records.discard(chunk, kind)
+
+    def to_home(self, chunk: ChunkState, weights_home: str, states_home: str) -> None:
+        """Send a record that was moved to the device back; its weights may stay there as a copy."""
+        state = self.updater.device_state(chunk)
+        with self.records.lease(chunk, write=True, fresh=True) as lease:
+            for name, segment in lease.shard.items():
+                segment.copy_(state[name])
+        chunk.weights_home, chunk.states_home = weights_home, states_home
+        chunk.device_states = None
+        self.tier.book(-chunk.record.states_nbytes)
+
+    def _place_states(self, chunk: ChunkState, memory: torch.Tensor) -> None:
+        """Let a record's states be in device memory, uint8 [states_nbytes]: in one block, however many they are."""
+        chunk.device_states = segments(
+            chunk.record, STATES, lambda dtype, offset, numel: memory[offset : offset + numel * dtype.itemsize].view(dtype)
+        )
         self.tier.book(chunk.record.states_nbytes)
 
     def keeps_snapshot(self, span: SpanState) -> bool:
@@ -229,16 +233,5 @@ class Values:
             state = self.updater.device_state(chunk)
             yield {name: tensor if change else tensor.cpu() for name, tensor in state.items()}
             return
-        kinds = (WEIGHTS, STATES) if chunk.trainable and not weight_only else (WEIGHTS,)
-        entries = self.records.obtain_all(chunk, kinds)
-        if change:
-            self.records.begin_update(chunk, entries)
-        memory = [entry.memory for entry in entries.values()]
-        try:
-            yield segments(chunk, memory[0], memory[1] if len(memory) > 1 else None)
-        finally:
-            if change:
-                self.records.write_back(chunk, entries)
-            else:
-                for kind, entry in entries.items():
-                    self.records.unpin(chunk, kind, entry)
+        with self.records.lease(chunk, *((WEIGHTS,) if weight_only else ()), write=change) as lease:
+            yield lease.shard

@@ -159,9 +159,8 @@ def test_a_copy_at_the_head_of_its_lane_takes_a_slot_from_what_is_read_ahead(tmp
         away = sorted((span for span in spans if not span.allocated), key=lambda span: pipeline.next_use(span.index))
         soon, last = [engine.registry.chunks[span.span.chunks[0]] for span in away[:2]], away[-1]
         for chunk in soon:
-            entry = engine.records.obtain(chunk, WEIGHTS)
-            chunk.weights_expected = True
-            engine.records.unpin(chunk, WEIGHTS, entry)
+            with engine.records.lease(chunk, WEIGHTS):
+                chunk.weights_expected = True
         assert not engine.records.caches[WEIGHTS].slots.num_free
         pipeline._copy(last, needed=False)
         closing = threading.Thread(target=engine.close, daemon=True)

@@ -17,7 +17,7 @@ from infinity.system.arena import Arena, Slots
 from infinity.system.events import Events
 from infinity.system.failure import FirstFailure
 from infinity.system.swap import Swap
-from infinity.tiers.records import Records, Request
+from infinity.tiers.records import Lease, Records, Request
 from infinity.tiers.state import HostCache, HostState
 
 NBYTES = 4096
@@ -239,12 +239,10 @@ def test_copies_are_kept_or_not_as_asked(bench):
 
 
 def update(b, index, value):
-    entries = {kind: b.granted(b.request(index, kind, urgent=True)) for kind in (WEIGHTS, STATES)}
-    b.records.begin_update(b.chunks[index], entries)
-    for entry in entries.values():
-        entry.memory.tensor(torch.uint8, 0, NBYTES).fill_(value)
-    b.records.write_back(b.chunks[index], entries)
-    return entries
+    with b.records.lease(b.chunks[index], WEIGHTS, STATES, write=True) as lease:
+        for entry in lease.entries.values():
+            entry.memory.tensor(torch.uint8, 0, NBYTES).fill_(value)
+    return lease.entries
 
 
 def test_a_read_sees_the_last_update(bench):
@@ -259,6 +257,27 @@ def test_a_read_sees_the_last_update(bench):
                 assert bytes(entry.memory.buffer) == bytes([10 * index + 19]) * NBYTES
                 b.unpin(index, entry, kind)
         b.close()
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_block_that_raises_gives_its_copies_back_and_what_it_changed_is_written(bench, write, error):
+    b = bench(keep=False, num_slots=1)
+    with pytest.raises(error), b.records.lease(b.chunks[0], WEIGHTS, STATES, write=write) as lease:
+        lease.entries[WEIGHTS].memory.tensor(torch.uint8, 0, NBYTES).fill_(77)
+        raise error
+    b.records.flush()
+    assert b.held(WEIGHTS) == b.held(STATES) == set()
+    with b.records.lease(b.chunks[0], WEIGHTS) as lease:
+        assert first_byte(lease.entries[WEIGHTS]) == (77 if write else 0)
+
+
+def test_what_may_not_change_is_given_back(bench):
+    b = bench(keep=False, num_slots=1)
+    b.chunks[0].begin_change = lambda lease: interrupt()
+    with pytest.raises(KeyboardInterrupt), b.records.lease(b.chunks[0], WEIGHTS, STATES, write=True):
+        pytest.fail("it changes before it may")
+    assert b.held(WEIGHTS) == b.held(STATES) == set()
 
 
 def test_a_copy_under_update_is_given_to_who_asks_and_not_evicted(bench):
@@ -288,10 +307,8 @@ def test_flush_waits_for_every_write(bench):
 
 
 def collect(b, index, value):
-    entry = b.records.fresh(b.chunks[index], GRADIENTS)
-    b.records.begin_update(b.chunks[index], {GRADIENTS: entry})
-    entry.memory.tensor(torch.uint8, 0, NBYTES).fill_(value)
-    b.unpin(index, entry, GRADIENTS)
+    with b.records.lease(b.chunks[index], GRADIENTS, write=True, fresh=True) as lease:
+        lease.entries[GRADIENTS].memory.tensor(torch.uint8, 0, NBYTES).fill_(value)
 
 
 def test_a_dirty_copy_is_written_only_when_its_slot_is_wanted_the_one_used_last_first(bench):
@@ -305,19 +322,18 @@ def test_a_dirty_copy_is_written_only_when_its_slot_is_wanted_the_one_used_last_
     b.records.flush()
     assert [e.what for e in b.events.trace if e.lane == "cn"] == [(1, GRADIENTS)]
     for index in (1, 0, 2):
-        entry = b.records.obtain(b.chunks[index], GRADIENTS)
-        assert bytes(entry.memory.buffer) == bytes([40 + index]) * NBYTES
-        b.unpin(index, entry, GRADIENTS)
+        with b.records.lease(b.chunks[index], GRADIENTS) as lease:
+            assert bytes(lease.entries[GRADIENTS].memory.buffer) == bytes([40 + index]) * NBYTES
 
 
 def test_what_is_pinned_is_waited_for_instead_of_writing_another(bench):
     b = bench(keep=False)
     collect(b, 0, 40)
     collect(b, 1, 41)
-    used = b.records.obtain(b.chunks[0], GRADIENTS)
+    used = b.records.obtain(b.chunks[0], (GRADIENTS,))
     waits = in_thread(lambda: collect(b, 2, 42))
     b.settled()
-    b.unpin(0, used, GRADIENTS)
+    used.give_back()
     b.records.discard(b.chunks[0], GRADIENTS)
     assert waits() is None
     assert b.held(GRADIENTS) == {1, 2}
@@ -333,10 +349,9 @@ def test_many_gradients_through_two_slots_keep_their_bytes(bench):
             b.records.discard(b.chunks[index], GRADIENTS)
             collect(b, index, 200 + index)
         for index in range(8):
-            entry = b.records.obtain(b.chunks[index], GRADIENTS)
             expected = 200 + index if index in (0, 3, 7) else 10 * index + round_
-            assert bytes(entry.memory.buffer) == bytes([expected]) * NBYTES
-            b.unpin(index, entry, GRADIENTS)
+            with b.records.lease(b.chunks[index], GRADIENTS) as lease:
+                assert bytes(lease.entries[GRADIENTS].memory.buffer) == bytes([expected]) * NBYTES
             b.records.discard(b.chunks[index], GRADIENTS)
 
 
@@ -398,14 +413,14 @@ def test_an_interrupted_request_leaves_others_their_copy(bench, monkeypatch, whe
     b = bench()
     held = b.granted(b.request(3))
     held.memory.buffer[0] = 77
-    b.records.begin_update(b.chunks[3], {WEIGHTS: held})
+    Lease(b.records, b.chunks[3], {WEIGHTS: held}).begin_change()
     monkeypatch.setattr(*((Request, "finish") if where == "finish" else (b.records, "_try")), lambda thing: interrupt())
     for pin in (True, False):
         with pytest.raises(KeyboardInterrupt):
             b.request(3, pin=pin)
     monkeypatch.undo()
     assert b.caches[WEIGHTS].find(b.chunks[3]) is held and held.pins == 1
-    b.records.write_back(b.chunks[3], {WEIGHTS: held})
+    Lease(b.records, b.chunks[3], {WEIGHTS: held}).write_back()
     b.records.flush()
     for index in (1, 2, 3):
         b.unpin(index, b.granted(b.request(index, urgent=True)))
@@ -423,27 +438,25 @@ def test_who_is_interrupted_while_it_waits_holds_nothing(bench, monkeypatch, whe
         monkeypatch.setattr(b.records, where, lambda thing: interrupt())
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
-            b.records.obtain_all(b.chunks[0], (STATES, WEIGHTS))
+            b.records.obtain(b.chunks[0], (STATES, WEIGHTS))
     monkeypatch.undo()
     for index, entry in held:
         b.unpin(index, entry)
     for index in range(5):
-        entries = b.records.obtain_all(b.chunks[index], (STATES, WEIGHTS))
-        assert first_byte(entries[WEIGHTS]) == index and first_byte(entries[STATES]) == 100 + index
-        assert all(entry.pins == 1 for entry in entries.values())
-        for kind, entry in entries.items():
-            b.unpin(index, entry, kind)
+        with b.records.lease(b.chunks[index], STATES, WEIGHTS) as lease:
+            assert first_byte(lease.entries[WEIGHTS]) == index and first_byte(lease.entries[STATES]) == 100 + index
+            assert all(entry.pins == 1 for entry in lease.entries.values())
 
 
 def test_an_interrupt_while_a_write_is_handed_over_reaches_who_wants_these_bytes(bench, monkeypatch):
     b = bench()
     held = b.granted(b.request(3))
-    b.records.begin_update(b.chunks[3], {WEIGHTS: held})
+    Lease(b.records, b.chunks[3], {WEIGHTS: held}).begin_change()
     monkeypatch.setattr(b.records._writer, "push", lambda work: interrupt())
     with pytest.raises(KeyboardInterrupt):
-        b.records.write_back(b.chunks[3], {WEIGHTS: held})
+        Lease(b.records, b.chunks[3], {WEIGHTS: held}).write_back()
     monkeypatch.undo()
-    error = in_thread(lambda: b.records.begin_update(b.chunks[3], {WEIGHTS: held}))()
+    error = in_thread(lambda: Lease(b.records, b.chunks[3], {WEIGHTS: held}).begin_change())()
     assert isinstance(error, KeyboardInterrupt)
 
 
@@ -463,17 +476,17 @@ def test_a_failed_read_ahead_reaches_who_waits_for_its_slot(bench):
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_failed_write_reaches_all_that_wait(bench, code):
     b = bench()
-    entries = [b.granted(b.request(i)) for i in (0, 1)]
+    lease, _ = [b.records.obtain(b.chunks[i], (WEIGHTS,)) for i in (0, 1)]
     waiting = b.request(2, urgent=True)
     assert not waiting.done
     _aio._inject("write", 0, -1, -code)
-    b.records.begin_update(b.chunks[0], {WEIGHTS: entries[0]})
+    lease.begin_change()
     waiters = [
         in_thread(waiting.wait),
         in_thread(lambda: b.records.fresh(b.chunks[6], WEIGHTS)),
     ]
-    b.records.write_back(b.chunks[0], {WEIGHTS: entries[0]})
-    waiters += [in_thread(lambda: b.records.begin_update(b.chunks[0], {WEIGHTS: entries[0]})), in_thread(b.records.flush)]
+    lease.write_back()
+    waiters += [in_thread(lease.begin_change), in_thread(b.records.flush)]
     for finish in waiters:
         error = finish()
         assert isinstance(error, SwapError) and error.errno == code

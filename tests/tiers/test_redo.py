@@ -22,7 +22,6 @@ from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers import compression
 from infinity.tiers.redo import CatchUp, Late, Pool, late_gradient
-from infinity.tiers.updates import segments
 
 MIB = 1 << 20
 NUMEL = 500_000
@@ -417,11 +416,10 @@ def test_what_was_changed_since_it_was_read_is_written_whole(tmp_path, config, o
 
     def change(engine, step):
         for chunk in engine.registry.chunks[: 4 if step in (2, 3, 5) else 0]:
-            entries = engine.records.obtain_all(chunk, (WEIGHTS, STATES))
-            assert engine.records.begin_update(chunk, entries)
-            segments(chunk, entries[WEIGHTS].memory, entries[STATES].memory)["momentum"].mul_(2)
-            for kind, entry in entries.items():
-                engine.records.unpin(chunk, kind, entry)
+            lease = engine.records.obtain(chunk, (WEIGHTS, STATES))
+            assert lease.begin_change()
+            lease.shard["momentum"].mul_(2)
+            lease.give_back()
 
     off, _ = trained(tmp_path, "off", change=change, **config)
     on, late = trained(tmp_path, "on", change=change, **config)
@@ -451,7 +449,8 @@ def test_a_program_may_have_modes_threads_and_drives(tmp_path, name, one_thread)
         def change(engine, step):
             with torch.device("meta"):
                 for chunk in engine.registry.chunks:
-                    engine.records.unpin(chunk, STATES, engine.records.obtain(chunk, STATES))
+                    with engine.records.lease(chunk, STATES):
+                        pass
 
         thread = threading.Thread(target=lambda: found.append(trained(tmp_path / "a", "on", change=change)))
         thread.start()
