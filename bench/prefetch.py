@@ -64,7 +64,7 @@ def measure(options, batch: int, folder: str) -> dict:
         model = GPT(*shape, checkpoint_activations=True)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
     with infinity.engine_of(model) as engine:
-        look = Lookahead(engine.pipeline)
+        look = Lookahead(engine)
         for number in range(2):
             step(options, model, optimizer, number)
         seconds = {way: [] for way in WAYS}
@@ -82,14 +82,15 @@ def measure(options, batch: int, folder: str) -> dict:
 
 
 class Lookahead:
-    """Switches off, in a pipeline, what it issues before an op needs it."""
+    """Switches off, in an engine, what it issues before an op needs it."""
 
-    def __init__(self, pipeline):
+    def __init__(self, engine):
         self.on = True
-        read, copy, read_states = pipeline._read, pipeline._copy, pipeline.read_states
-        pipeline._read = lambda span: read(span) if self.on else None
-        pipeline._copy = lambda span, *, needed: copy(span, needed=needed) if self.on or needed else None
-        pipeline.read_states = lambda chunk: read_states(chunk) if self.on else None
+        weights, due = engine.weights, engine.cycle.due
+        read, copy, read_states = weights.read, weights.copy, due.read_states
+        weights.read = lambda span: read(span) if self.on else None
+        weights.copy = lambda span, *, needed: copy(span, needed=needed) if self.on or needed else None
+        due.read_states = lambda chunk: read_states(chunk) if self.on else None
 
 
 def speed_ups(seconds: dict) -> list[float]:

@@ -156,8 +156,8 @@ def assert_same_states(got, expected, what=""):
 
 
 def assert_nothing_held(engine):
-    engine.pipeline.drain_dropped()
-    assert engine.pipeline._held == {}, engine.pipeline._held
+    engine.weights.drain_dropped()
+    assert engine.weights.held == {}, engine.weights.held
     assert all(span.holds == 0 for span in engine.registry.spans)
     assert engine.hooks.frames == []
 

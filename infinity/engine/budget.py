@@ -19,7 +19,7 @@ training thread calls it, on every rank at the same point.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 
@@ -29,10 +29,10 @@ from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.ranks import Ranks
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
-from infinity.tiers.state import ChunkState, DeviceTier, Registry, SpanState
+from infinity.tiers.state import DeviceTier, Registry, SpanState
 from infinity.tiers.updates import Updater
 from infinity.tiers.values import Values
-from infinity.tiers.weights import Pipeline
+from infinity.tiers.weights import Weights
 
 SLACK = 0.05  # of what the device has for this process: left to the gaps between the allocator's blocks
 GROWTH_EXPONENT = 2  # how fast an op's memory may grow with a dimension of the inputs: attention's does
@@ -43,15 +43,14 @@ Shapes = tuple[tuple[int, ...], ...]
 class Margin:
     """Divides the engine's device memory between spans and records.
 
-    bound_nbytes: the most that the engine may hold there; None where only activations bound it. finish(chunk) applies and
-    awaits an update of the chunk that is announced.
+    bound_nbytes: the most that the engine may hold there; None where only activations bound it.
     """
 
     def __init__(
         self,
         registry: Registry,
         records: Records,
-        pipeline: Pipeline,
+        weights: Weights,
         gradients: Gradients,
         updater: Updater,
         values: Values,
@@ -61,11 +60,10 @@ class Margin:
         gauge,
         *,
         bound_nbytes: int | None,
-        finish: Callable[[ChunkState], None],
     ):
         self.registry = registry
         self.records = records
-        self.pipeline = pipeline
+        self.weights = weights
         self.gradients = gradients
         self.updater = updater
         self.values = values
@@ -75,13 +73,13 @@ class Margin:
         self.gauge = gauge
         self.bound_nbytes = bound_nbytes
         self.holds_records = False
-        self.finish = finish
         self.op_nbytes: dict[Hashable, int] = {}  # the most that each op was seen to allocate, by its key
         self.promoted: list[tuple[SpanState, int]] = []  # whose records are on the device, and what these take there
         self.movable = set(placement.homes[STATES]) != {"device"}  # else all lives on the device and has no other home
         self.budget_nbytes = placement.least_nbytes if self.movable and gauge is not None else placement.device_nbytes
         self._measured: dict[bool, list[Shapes]] = {True: [], False: []}  # inputs known to fit, of passes that build a graph or not
         self._growing: list[tuple[bool, Shapes]] = []  # those of the step under way that none of them covers
+        self._measures = False  # what ops allocate
         self._op: Hashable = None
         self._held_nbytes = 0  # by the engine when the op began
         self._unsettled = True
@@ -112,20 +110,20 @@ class Margin:
         grows, lacks = self.ranks.max_(torch.tensor([growth > 1 or not shapes, not fits], dtype=torch.int32)).tolist()
         if lacks:
             self._retreat()
-        if grows and self.pipeline.on_acquire is None:
+        if grows and not self._measures:
             self._unsettled = True
             self.gauge.peak_nbytes()
             self._op, self._held_nbytes = None, self.tier.held_nbytes
-            self.pipeline.on_acquire = self._note
+            self._measures = True
 
     def settle(self) -> bool:
         """A step is over: divide what its activations left free. Returns whether another plan is due."""
         if not self._unsettled:
             return False
         self._unsettled = False
-        if self.pipeline.on_acquire is not None:
-            self._note(None)
-            self.pipeline.on_acquire = None
+        if self._measures:
+            self.note_op(None)
+            self._measures = False
             for builds_graph, shapes in self._growing:
                 known = self._measured[builds_graph]
                 known[:] = [seen for seen in known if _growth(seen, shapes) > 1] + [shapes]
@@ -157,8 +155,10 @@ class Margin:
         room = int(self.gauge.capacity_nbytes() * (1 - SLACK)) - activation_nbytes
         return room if self.bound_nbytes is None else min(room, self.bound_nbytes)
 
-    def _note(self, key: Hashable) -> None:
-        """An op begins; the allocator's peak was that of the one before."""
+    def note_op(self, key: Hashable) -> None:
+        """An op begins: where ops are measured, the allocator's peak was that of the one before."""
+        if not self._measures:
+            return
         held = self.tier.held_nbytes
         taken = self.gauge.peak_nbytes() - min(held, self._held_nbytes)
         self.op_nbytes[self._op] = max(taken, self.op_nbytes.get(self._op, 0))
@@ -178,21 +178,21 @@ class Margin:
             self._demote()
         self.budget_nbytes = self.placement.least_nbytes
         self._divide()
-        self.pipeline.evict_idle()
+        self.weights.evict_idle()
 
     def _promote(self, span: SpanState, nbytes: int) -> None:
         """Bring a span's records to the device, for good or until `_demote`."""
         for chunk in self.registry.chunks_in(span):
-            self.finish(chunk)
+            self.updater.finish(chunk)
             chunk.save_first()
-        self.pipeline.acquire_aside([span])
+        self.weights.acquire_aside([span])
         self.values.keep_written(span)
         if not span.pinned:
             self.tier.pin(span)
         for chunk in self.registry.chunks_in(span):
             self.values.to_device(chunk)
         self.values.make_snapshot(span)
-        self.pipeline.release(span)
+        self.weights.release(span)
         self.promoted.append((span, nbytes))
         self._divide()
 
@@ -209,7 +209,7 @@ class Margin:
         if not self.placement.pinned:
             self.tier.unpin(span)
             if not span.holds:
-                self.pipeline.invalidate(span)
+                self.weights.invalidate(span)
         self.promoted.pop()
         self._divide()
 

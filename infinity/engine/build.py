@@ -27,19 +27,21 @@ from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.events import Events
 from infinity.system.failure import FirstFailure
 from infinity.system.freed_memory import keep_freed_memory
-from infinity.system.lanes import Monitor
+from infinity.system.lanes import Lane, Monitor
 from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES, Swap
 from infinity.system.swap_directory import reclaim, room_nbytes
 from infinity.tiers import compression
 from infinity.tiers.activations import Activations
 from infinity.tiers.compression import Compressor
+from infinity.tiers.course import Course
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
 from infinity.tiers.redo import redo_logs
 from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, HostCache, ParameterState, Registry, Resident, SpanState
 from infinity.tiers.updates import Updater
-from infinity.tiers.weights import Pipeline
+from infinity.tiers.values import Values
+from infinity.tiers.weights import Weights
 
 ACTIVATION_SHARE = 1 / 4  # of host memory, where they live there
 FAR_FROM_BEST = 1.25  # of the shortest step found, where the search for a chunk size ends
@@ -62,10 +64,12 @@ class Assembly:
     arena: Arena
     registry: Registry
     tier: DeviceTier
+    course: Course
     records: Records
-    pipeline: Pipeline
     gradients: Gradients
     updater: Updater
+    values: Values
+    weights: Weights
     activations: Activations | None
 
 
@@ -120,7 +124,7 @@ def assemble(
             ranks,
             events,
             accumulating,
-            deferred or accumulating,
+            deferred,
             layout_,
             records,
             placement,
@@ -267,7 +271,7 @@ def _connect(
     ranks: Ranks,
     events: Events,
     accumulating: bool,
-    waiting: bool,
+    deferred: bool,
     layout_: Layout,
     records: list[Record],
     placement: planner.Placement,
@@ -278,7 +282,7 @@ def _connect(
     num_cores: int,
     undo: contextlib.ExitStack,
 ) -> Assembly:
-    cuda, keep = device.type == "cuda", config.residency == "auto"
+    cuda, keep, course = device.type == "cuda", config.residency == "auto", Course()
     if not cuda:
         keep_freed_memory()
     dtype = TORCH_DTYPES[config.dtype]
@@ -327,45 +331,51 @@ def _connect(
     failure = FirstFailure(ranks.report)
     records_ = Records(compressor_ or swap, caches, lock, events, failure, keep=keep, who=who)
     undo.callback(records_.close)
-    pipeline = Pipeline(registry, tier, records_, ranks, device, events, keep=keep)
-    undo.callback(pipeline.close)
-    next_uses = (pipeline.next_weights_use, pipeline.next_states_use, pipeline.next_gradient_use)
+    next_uses = (course.next_weights_use, course.next_states_use, course.next_gradient_use)
     for kind, next_use in zip(KINDS, next_uses):
         sizes, count = placement.sizes[kind], placement.slots[kind]
         caches[kind] = HostCache(kind, Slots(arena, kind, max(placement.in_slots[kind]), count) if count else None, lock, next_use)
         resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index] == "host"}
         for index, area in _areas(arena, resident).items():
             caches[kind].add_resident(chunks[index], area)
-    pipeline.slots_ahead, pipeline.states_ahead = planner.look_ahead(placement)
 
-    staging = None
+    staging = gather_stream = None
     if cuda:
+        gather_stream = torch.cuda.Stream(device)
         largest = max(chunk.record.numel for chunk in chunks) * dtype.itemsize
         staging = arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
+    gather_lane = Lane("gg", failure)
+    undo.callback(gather_lane.close)
     gradients = Gradients(
         registry,
         records_,
         ranks,
         tier,
-        pipeline.gg,
-        pipeline.gather_stream if cuda else None,
+        gather_lane,
+        gather_stream,
         device,
         events,
         staging=staging,
         accumulate=accumulating,
-        spill=placement.slots[GRADIENTS] > 0 and waiting,
+        spill=placement.slots[GRADIENTS] > 0 and (deferred or accumulating),
         limit_nbytes=placement.under_way_nbytes,
     )
     undo.callback(gradients.close)
     threads = num_cores - (num_cores // 8 if cuda else 0)  # these are for whoever gives the device its work
     seed = config.seed if config.moments == "bf16" else None
-    updater = Updater(records_, gradients, params, ranks.rank, events, threads=threads, seed=seed)
+    updater = Updater(records_, gradients, params, course, ranks.rank, events, deferred=deferred, threads=threads, seed=seed)
+    undo.callback(updater.close)
+    values = Values(registry, records_, updater, tier, ranks)
+    weights = Weights(registry, tier, records_, updater, values, course, ranks, gather_lane, gather_stream, device, events)
+    undo.callback(weights.close)
     caches[GRADIENTS].frees_soon = updater.frees_gradient_soon
     activations = None
     if config.activations in ("host", "nvme"):
         to_nvme = config.activations == "nvme"
         activations = Activations(arena, swap, device, activation_nbytes, to_nvme=to_nvme, who=who, failure=failure)
-    return Assembly(layout_, placement, swap, compressor_, arena, registry, tier, records_, pipeline, gradients, updater, activations)
+    return Assembly(
+        layout_, placement, swap, compressor_, arena, registry, tier, course, records_, gradients, updater, values, weights, activations
+    )
 
 
 def _make_swap(

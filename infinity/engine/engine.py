@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from infinity.config import Config
 from infinity.engine.budget import Margin
 from infinity.engine.build import assemble, budgets
+from infinity.engine.due import note_change
 from infinity.engine.foreign import refuse_optimizers, refuse_replicas, watch_replicas
 from infinity.engine.hooks import Hooks
 from infinity.engine.steps import Cycle
@@ -47,7 +48,6 @@ from infinity.system.lanes import THREADS, Lane
 from infinity.system.ranks import Ranks
 from infinity.system.timeline import timeline_of
 from infinity.tiers.state import TORCH_DTYPES, ChunkState, SpanState
-from infinity.tiers.values import Values
 
 
 class Engine:
@@ -114,9 +114,9 @@ class Engine:
             "nvme_write_nbytes": self.swap.write_nbytes if self.swap else 0,
             "compresses_nvme": self.compressor is not None and self.compressor.codes,
             "late_gradients_nbytes": self.compressor.pool.used_nbytes if self.compressor and self.compressor.pool else 0,
-            "num_plans": self.pipeline.num_plans,
-            "num_fetches_ahead": self.pipeline.num_ahead,  # to the device, before an op needed them
-            "num_fetches_late": self.pipeline.num_late,
+            "num_plans": self.follower.num_plans,
+            "num_fetches_ahead": self.weights.num_ahead,  # to the device, before an op needed them
+            "num_fetches_late": self.weights.num_late,
             "loss_scale": self.cycle.scaler.scale if self.cycle.scaler is not None else None,
             "num_skipped_steps": self.cycle.num_skipped,
             "activations": self.activations.stats() if self.activations is not None else None,
@@ -131,9 +131,9 @@ class Engine:
         self._start()
         for chunk in self.registry.chunks:
             if chunk.pending is not None:
-                self.cycle.begin_update(chunk, chunk.pending)
+                self.updater.begin_announced(chunk)
         for chunk in self.registry.chunks:
-            self.cycle.finish_announced(chunk)
+            self.updater.finish(chunk)
         self.records.flush()
 
     @uninterrupted
@@ -200,13 +200,13 @@ class Engine:
         state = self.registry.params[index]
         if not self.hooks.frames and not self.cycle.in_backward():
             self.hooks.release_escaped()
-        if self.pipeline.is_held(self.registry.span_of(state)):
+        if self.weights.is_held(self.registry.span_of(state)):
             raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
         self.values.write_weight(state, value)
         for chunk in self.registry.chunks_of(state):
             if chunk.weights_home != "device" and not chunk.on_device:
-                self.cycle.make_stale(chunk)
-        self.cycle.note_change(state)
+                self.cycle.due.make_stale(chunk)
+        note_change(state)
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor]):
@@ -229,7 +229,7 @@ class Engine:
     @uninterrupted
     def _gather(self, spans: Iterable[SpanState], before: dict[SpanState, torch.Tensor]) -> None:
         """Hold them, and note what they are before the program changes them."""
-        self.pipeline.acquire_aside(list(spans))
+        self.weights.acquire_aside(list(spans))
         for span in spans:
             self.values.keep_written(span)
         before.update({span: span.flat.clone() for span in spans})
@@ -247,7 +247,7 @@ class Engine:
                     state.version = state.counter._version
                     state.release()
                 self.values.adopt(span, (), value)
-                self.pipeline.release(span)
+                self.weights.release(span)
 
     # What parameters call: [Note: parameters with two classes] in parameters.py.
 
@@ -332,7 +332,7 @@ class Engine:
             parts.callback(self._free_memory)
             if self.swap is not None:
                 parts.callback(self.swap.close)
-            for part in (self.compressor, self.records, self.updater, self.gradients, self.pipeline, self.activations):
+            for part in (self.compressor, self.records, self.updater, self.gradients, self.weights, self.activations):
                 if part is not None:
                     parts.callback(part.close)
 
@@ -431,7 +431,7 @@ class Engine:
             raise failure
         for chunk in self.registry.chunks:
             if chunk.pending is None:
-                self.cycle.finish_announced(chunk)  # the last ones of a backward pass that updates
+                self.updater.finish(chunk)  # the last ones of a backward pass that updates
         for span in self.registry.spans:
             self.values.keep_written(span)
 
@@ -461,14 +461,14 @@ class Engine:
         self.cycle.torn = False
         self.zero_grad()
         for chunk in self.registry.chunks:
-            self.cycle.make_stale(chunk)
+            self.cycle.due.make_stale(chunk)
         self.cycle.half_loaded, self.last_save = True, None
         yield
         self.cycle.half_loaded = False
 
     def begin_announced(self, chunk: ChunkState) -> None:
         """Begin the update that the last step() announced."""
-        self.cycle.begin_update(chunk, chunk.pending)
+        self.updater.begin_announced(chunk)
 
     def num_records_in_memory(self, most: int) -> int:
         """How many chunks' records may be asked for before one is given back, up to `most`."""
@@ -491,7 +491,7 @@ class Engine:
             self.arena.close()
 
     def _lanes(self) -> list[Lane]:
-        lanes = [self.pipeline.cg, self.pipeline.gg, self.gradients.gc, self.updater.lane]
+        lanes = [self.weights.cg, self.weights.gg, self.gradients.gc, self.updater.lane]
         return lanes + ([self.activations.copies, self.activations.writer] if self.activations is not None else [])
 
     @property
@@ -582,17 +582,18 @@ class Engine:
         )
         self.layout, self.placement = parts.layout, parts.placement
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
-        self.records, self.pipeline, self.gradients, self.updater = parts.records, parts.pipeline, parts.gradients, parts.updater
+        self.records, self.gradients, self.updater = parts.records, parts.gradients, parts.updater
+        self.values, self.weights, self.course = parts.values, parts.weights, parts.course
         self.activations, self.compressor = parts.activations, parts.compressor
         self.events.count_slots = self.records.slots_in_use
         self.cycle = Cycle(self.config, self.ranks, self.events, parts, deferred=deferred)
         self.cycle.turn = self.turn
-        self.values = Values(self.registry, self.records, self.updater, self.tier, self.ranks, self.cycle.finish_announced)
+        self.follower = self.cycle.follower
         config = self.config
         self.margin = self.cycle.margin = Margin(
             self.registry,
             self.records,
-            self.pipeline,
+            self.weights,
             self.gradients,
             self.updater,
             self.values,
@@ -601,10 +602,8 @@ class Engine:
             self.placement,
             gauge_of(self.device),
             bound_nbytes=None if config.device_memory == "auto" else config.device_memory,
-            finish=self.cycle.finish_announced,
         )
         self.ranks.listen(self._give_up)
-        self.pipeline.write_back = self.values.adopt
         try:
             self._let_go(model)
         except BaseException:
@@ -635,7 +634,7 @@ class Engine:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
-        self.hooks = self.cycle.hooks = Hooks(self.cycle, model, self.registry, self.pipeline)
+        self.hooks = self.cycle.hooks = Hooks(self.cycle, model, self.registry, self.weights)
         _disarm_guard(model)
 
     def _initial_value(self, index: int, param: nn.Parameter) -> torch.Tensor:

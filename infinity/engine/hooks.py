@@ -56,7 +56,7 @@ from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Need
 from infinity.tiers.activations import Saved
 from infinity.tiers.state import ParameterState, Registry, SpanState
-from infinity.tiers.weights import Pipeline
+from infinity.tiers.weights import Weights
 
 FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "attribute"
 
@@ -185,7 +185,7 @@ class Hooks:
     Holds no module: graphs hold this, and a loss that is kept would keep the model.
     """
 
-    def __init__(self, cycle, model: nn.Module, registry: Registry, pipeline: Pipeline):
+    def __init__(self, cycle, model: nn.Module, registry: Registry, pipeline: Weights):
         self.cycle = cycle
         self.registry = registry
         self.pipeline = pipeline
@@ -300,7 +300,7 @@ class Hooks:
                 with DisableTorchFunctionSubclass():
                     for state in op.params:
                         state.touched += state.param.requires_grad
-            self.pipeline.acquire((phase, op.index), op.spans, record=self.recording)
+            self.cycle.acquire((phase, op.index), op.spans)
             frame.spans.extend(op.spans)
             frame.hold(op.params)
         if self.timeline is not None:
@@ -503,7 +503,7 @@ class Hooks:
             self.pipeline.hold(span)
         try:
             if lacking:
-                self.pipeline.acquire((ATTRIBUTE, *(span.index for span in lacking)), lacking, record=self.recording)
+                self.cycle.acquire((ATTRIBUTE, *(span.index for span in lacking)), lacking)
         except BaseException:
             for span in there:
                 self.pipeline.release(span)
@@ -669,7 +669,7 @@ class Hooks:
     def _acquire_for_backward(self, op: int, span: int, spans) -> None:
         if self.timeline is not None:
             self.timeline.end()
-        self.pipeline.acquire((BACKWARD, op, span), spans, record=self.recording)
+        self.cycle.acquire((BACKWARD, op, span), spans)
         if self.timeline is not None:
             self.timeline.begin(BACKWARD, self.names.get(op, "outside of all modules"))
 

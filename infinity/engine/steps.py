@@ -5,12 +5,6 @@ has, or how an engine starts and ends. Over 400 lines because the rules for what
 together: each guards the state that another one changes.
 """
 
-# [Note: when a chunk is updated]
-# Deferred: step() announces the update of each chunk that has a gradient (`pending`) and remembers the hyper-parameters;
-# the update begins when the next forward fetches the chunk, or when something else needs it: its next gradient, a read.
-# Backward: in the last backward pass before step(), a chunk is updated as soon as all its gradients are there and no op
-# and no saved view needs its weights any more; step() updates the rest. Both compute the same, see updates.py.
-#
 # [Note: expected gradients]
 # How many gradients a parameter receives in one backward pass is known from the same one of the last step, if as many forward passes came
 # before that and as many ops used the parameter: several if reentrant checkpoints share it, none if it is unused. In the first step, or if
@@ -30,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import nn
@@ -38,21 +33,23 @@ from torch._C import DisableTorchFunctionSubclass
 from infinity.config import Config
 from infinity.engine.budget import Margin
 from infinity.engine.build import Assembly
+from infinity.engine.due import Due
+from infinity.engine.follow import Follower
 from infinity.engine.foreign import refuse_optimizers
 from infinity.engine.hooks import Hooks
 from infinity.engine.trees import map_tensors, tensors_in
 from infinity.errors import NonFiniteError, UsageError
 from infinity.model.parameters import get_grad, set_grad
-from infinity.optim.adam import NormAccumulator
 from infinity.optim.loss_scale import Scaler
-from infinity.plan.record import STATES, WEIGHTS
+from infinity.plan.placement import look_ahead
+from infinity.plan.record import WEIGHTS
 from infinity.plan.schedule import NEVER
 from infinity.system import interrupts
 from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
 from infinity.system.ranks import Ranks
-from infinity.tiers.arithmetic import Hyper, add_norm
-from infinity.tiers.state import ChunkState, ParameterState, Presence
+from infinity.tiers.arithmetic import Hyper
+from infinity.tiers.state import ChunkState, ParameterState, Presence, SpanState
 
 _MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
 _TORN = "a backward pass after one that failed half-way and had begun to update; see step()"
@@ -74,8 +71,23 @@ class Cycle:
         self.config = config
         self.ranks = ranks
         self.events = events
-        self.registry, self.records, self.pipeline = parts.registry, parts.records, parts.pipeline
+        self.registry, self.records, self.weights, self.course = parts.registry, parts.records, parts.weights, parts.course
         self.gradients, self.updater, self.activations = parts.gradients, parts.updater, parts.activations
+        self.due = Due(
+            self.registry, self.records, self.course, self.weights, self.gradients, self.updater, ranks, events
+        )
+        slots_ahead, states_ahead = look_ahead(parts.placement)
+        self.follower = Follower(
+            self.registry,
+            parts.tier,
+            ranks,
+            self.course,
+            self.weights,
+            self.due,
+            keep=config.residency == "auto",
+            slots_ahead=slots_ahead,
+            states_ahead=states_ahead,
+        )
         self.deferred = deferred
         self.optimizer = None
         self.scaler: Scaler | None = None
@@ -95,12 +107,6 @@ class Cycle:
         self._gradients_wait = False  # for a step() or zero_grad()
         self._reset()
         self.first_step = True
-        self.pipeline.begin_update = lambda chunk: self.begin_update(chunk, chunk.pending)
-        self.pipeline.hurry_update = self.updater.hurry
-        self.pipeline.in_backward = lambda: self.backward_task is not None
-        self.pipeline.reduce = self._reduce
-        self.pipeline.reduce_unplanned = self._reduce_unplanned
-        self.pipeline.read_states = self._read_states
 
     def close(self) -> None:
         """Nothing may follow."""
@@ -110,7 +116,18 @@ class Cycle:
                 set_grad(state.param, None)
         self._departed.clear()
 
+    @property
+    def backward_task(self) -> int | None:
+        """Autograd's number of the backward pass under way, if it is the engine's."""
+        return self.course.backward_task
+
     # What the hooks call.
+
+    def acquire(self, key: Hashable, spans: Sequence[SpanState]) -> None:
+        """An op begins that needs these spans."""
+        self.weights.drain_dropped()
+        self.margin.note_op(key)
+        self.follower.acquire(key, spans, record=self.hooks.recording)
 
     def begin_forward(self, model: nn.Module, inputs: object) -> None:
         """An outermost module of the model is called; inputs: whatever it is called with."""
@@ -128,7 +145,7 @@ class Cycle:
                 "torch.jit.trace notes the memory that weights are in for the moment, and would read it when they are elsewhere. Trace a "
                 "model that is in no engine, with this one's values: plain.load_state_dict(model.state_dict())."
             )
-        if torch.is_autocast_enabled(self.pipeline.device.type) and self.config.dtype == "fp32":
+        if torch.is_autocast_enabled(self.weights.device.type) and self.config.dtype == "fp32":
             raise UsageError(
                 "torch.autocast over an fp32 engine casts weights that come and go, and caches the casts. Use "
                 'infinity.Config(dtype="bf16") instead, which keeps fp32 masters.'
@@ -148,7 +165,7 @@ class Cycle:
             passes = torch.is_grad_enabled() and not (self.num_forwards or self.num_backwards)
             if self.optimizer is None or passes:
                 self._begin_passing()
-        if self.backward_task is None and self.optimizer is not None and torch.is_grad_enabled():
+        if self.course.backward_task is None and self.optimizer is not None and torch.is_grad_enabled():
             self._begin_step_of(by_layer=False)
         if self.activations is not None:
             self.activations.begin_forward(model.buffers())
@@ -160,9 +177,9 @@ class Cycle:
         self.hooks.recording = True
         self._num_passing += 1
         if self._cycle_is_over or self._num_passing > _MOST_FORWARDS:
-            if self.pipeline.trace:
-                self.pipeline.adopt((), (), anew=self.optimizer is None and self.margin.settle())
-                self.pipeline.begin_cycle()
+            if self.course.trace:
+                self.follower.adopt((), (), anew=self.optimizer is None and self.margin.settle())
+                self.follower.begin_step()
             self._cycle_is_over, self._num_passing = True, 1
 
     def graph_built(self) -> None:
@@ -173,10 +190,10 @@ class Cycle:
         """An ordinary step and one of `infinity.vertical` have nothing to learn from each other: trace, gradients, plan."""
         if self.by_layer is not None and self.by_layer != by_layer:
             self.first_step = True
-            self.pipeline.forget()
+            self.follower.forget()
         self.by_layer = by_layer
-        if not self.num_backwards and not self.pipeline.trace and self.pipeline.has_begun:
-            self.pipeline.begin_cycle()  # evaluations have run since the last step
+        if not self.num_backwards and not self.course.trace and self.course.has_begun:
+            self.follower.begin_step()  # evaluations have run since the last step
 
     def scaled(self, output):
         """The whole model's outputs: of an fp16 model in fp32, and their gradients loss-scaled."""
@@ -187,12 +204,12 @@ class Cycle:
 
     def begin_backward(self) -> None:
         """The gradient of an outermost output is known; once a backward pass."""
-        if self.backward_task is not None:
+        if self.course.backward_task is not None:
             return
         self._clear_gradients()
         self._check_open()
         self.await_end()
-        self.backward_task = torch._C._current_graph_task_id()
+        self.course.backward_task = torch._C._current_graph_task_id()
         self.hooks.recording = True  # an evaluation may have run since the forward pass
         self.trains, self.came = self.num_forwards > 0 and self._why_not_train() is None, False
         if self.trains:
@@ -225,15 +242,16 @@ class Cycle:
     def await_end(self) -> None:
         """Have end_backward called when the backward pass under way is over, ours or not: of nested ones that from which this is called
         first."""
-        if self.backward_task is None and not self._awaits_end:
+        if self.course.backward_task is None and not self._awaits_end:
             self._awaits_end = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.optimizer.accumulation_steps
-        self.early_hyper = self._hyper() if last and not self.deferred else None
+        self.due.early_hyper = self._hyper() if last and not self.deferred else None
+        self.due.sums_squares = last and (self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite)
         number, forwards = self.num_backwards, self.num_forwards
-        later = self.backward_task == _MANY_GRAPHS  # forward passes are still to come
+        later = self.course.backward_task == _MANY_GRAPHS  # forward passes are still to come
         as_before = not self.first_step and forwards == self._forwards_last.get(number) and (forwards or later)
         self._forwards_last[number] = forwards
         for state in self.registry.params:
@@ -246,11 +264,11 @@ class Cycle:
             state.touched_last[number] = state.touched
         for chunk in self.registry.chunks:
             chunk.missing = sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces)
-            chunk.update_expected = self.early_hyper is not None and chunk.trainable and chunk.missing > 0
+            chunk.update_expected = self.due.early_hyper is not None and chunk.trainable and chunk.missing > 0
 
     def expect_gradient(self, state: ParameterState) -> None:
         """Autograd is about to add to `param.grad`."""
-        if self.backward_task is None:
+        if self.course.backward_task is None:
             if self.scaler is not None:
                 raise UsageError(
                     f"{state.name} has a gradient that comes from no output of the model, so it is not loss-scaled, as dtype='fp16' "
@@ -259,9 +277,9 @@ class Cycle:
             self.begin_backward()
         if not self.trains:
             if (refusal := self._why_not_train(state)) is not None:
-                self.backward_task, self._awaits_end = None, False  # nothing of the step has changed
+                self.course.backward_task, self._awaits_end = None, False  # nothing of the step has changed
                 self.hooks.release_all()
-                self.pipeline.drain_dropped()
+                self.weights.drain_dropped()
                 self._refuse_other_optimizers()
                 raise UsageError(refusal)
             self.trains = True
@@ -275,12 +293,12 @@ class Cycle:
             return
         chunks = self.registry.chunks_of(state)
         for chunk in chunks:
-            if chunk.updated or (self.ranks.world > 1 and chunk in self.waiting):  # other ranks may not have waited
+            if chunk.updated or (self.ranks.world > 1 and chunk in self.due.waiting):  # other ranks may not have waited
                 raise UsageError(
                     f"{state.name} received a gradient after it was updated in this backward pass, which the last step did "
                     f"not show. Use update='deferred' for a model whose gradients come in changing numbers."
                 )
-            self.finish_announced(chunk)
+            self.updater.finish(chunk)
         self.gradients.arrive(state, grad)
         del grad
         state.arrivals += 1
@@ -292,28 +310,28 @@ class Cycle:
         elif state.arrivals > state.expected:
             for chunk in chunks:
                 chunk.missing = math.inf
-        self._update_waiting()
+        self.due.update_waiting()
         self.gradients.wait_for_room()
 
     @uninterrupted
     def end_backward(self) -> None:
         """The backward pass has succeeded."""
         self._awaits_end = False
-        if self.backward_task is None:
+        if self.course.backward_task is None:
             return
-        self.backward_task = None
+        self.course.backward_task = None
         self.gradients.hurry()
         self.hooks.release_all()
-        self.pipeline.drain_dropped()
+        self.weights.drain_dropped()
         if self.activations is not None:
             self.activations.drain()
         for chunk in self.reduce_all():
-            self._sum_squares(chunk)
+            self.due.sum_squares(chunk)
         self._cycle_is_over, self.has_passed = True, True
         if not self.came:
             return
         number = self.num_backwards
-        self._ends[number] = len(self.pipeline.trace)
+        self._ends[number] = len(self.course.trace)
         self.num_backwards += 1
         self.num_forwards = 0
         with DisableTorchFunctionSubclass():
@@ -324,7 +342,7 @@ class Cycle:
                     set_grad(state.param, state.departed)
                     self._departed.append(state)
         self._gradients_wait = True
-        self._update_waiting()
+        self.due.update_waiting()
 
     @uninterrupted
     def reduce_all(self) -> list[ChunkState]:
@@ -344,7 +362,7 @@ class Cycle:
     def one_backward(self, num_micro_batches: int):
         """All backward passes of a step are one inside the block, however many graphs it runs."""
         self._check_open()
-        if self.backward_task is not None:
+        if self.course.backward_task is not None:
             raise UsageError("infinity.vertical inside a backward pass or another infinity.vertical")
         if self.failed:
             raise UsageError("infinity.vertical after a backward pass that raised; call zero_grad() first")
@@ -356,7 +374,7 @@ class Cycle:
             )
         self._refuse_torn()
         self._begin_step_of(by_layer=True)
-        self.backward_task, self.num_backwards, self.trains, self.came = _MANY_GRAPHS, num_micro_batches - 1, True, True
+        self.course.backward_task, self.num_backwards, self.trains, self.came = _MANY_GRAPHS, num_micro_batches - 1, True, True
         self._expect_gradients()
         try:
             yield
@@ -379,7 +397,7 @@ class Cycle:
     def step(self) -> None:
         """Ends a step; called without gradients."""
         self.check_gradients()
-        if self.backward_task is not None:
+        if self.course.backward_task is not None:
             self.abandon_backward()
         if self.torn:
             raise UsageError(
@@ -393,7 +411,7 @@ class Cycle:
         self.hooks.refuse_running("step()")
         self.raise_failure()
         hyper = self._hyper()
-        if self.early_hyper is not None and self.early_hyper.groups != hyper.groups:
+        if self.due.early_hyper is not None and self.due.early_hyper.groups != hyper.groups:
             raise UsageError(
                 "hyper-parameters changed between the backward pass, which has begun to update, and step(). Change them after "
                 "step(), or use update='deferred'."
@@ -402,8 +420,8 @@ class Cycle:
         ready = [chunk for chunk in ready if chunk.pending is None]
         if not self.deferred:
             ready.sort(key=lambda chunk: chunk.gradient_number)  # in the order in which their gradients came
-        if self._sums_squares():
-            norm = self._norm(ready) * hyper.grad_scale
+        if self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite:
+            norm = self.due.norm(ready) * hyper.grad_scale
             overflow = self.config.watches_nonfinite and not math.isfinite(norm)
             if self.scaler is not None:
                 self.scaler.update(overflow)
@@ -417,19 +435,19 @@ class Cycle:
                 hyper.grad_scale *= 1.0 if clip >= 1 else clip  # a norm that is no number makes every gradient none, as in PyTorch
         for chunk in ready:
             if self.deferred and not chunk.on_device:
-                self._announce(chunk, hyper)
+                self.due.announce(chunk, hyper)
             else:
                 self.gradients.wait_for(chunk)
-                self.begin_update(chunk, hyper)
+                self.due.begin_update(chunk, hyper)
         self._end_step()
 
     def _end_step(self) -> None:
         completions = self._completions()
-        self.pipeline.adopt(*completions, anew=self.margin.settle())
+        self.follower.adopt(*completions, anew=self.margin.settle())
         self._reset()
         self._gradients_wait = False
         self.events.step_done()
-        self.pipeline.begin_cycle()
+        self.follower.begin_step()
 
     def _skip(self, ready: list[ChunkState]) -> None:
         """Forget the step's gradients, which are not finite on some rank: no state changes, on any rank."""
@@ -459,7 +477,7 @@ class Cycle:
         self._gradients_wait = False
         self.hooks.end_interrupted_calls()
         self._clear_gradients()
-        if self.backward_task is not None:
+        if self.course.backward_task is not None:
             self.abandon_backward()
         if any(chunk.updated for chunk in self.registry.chunks) and not self.torn:
             raise UsageError(
@@ -477,7 +495,7 @@ class Cycle:
             self.gradients.drain()
         for chunk in dropped:
             self.gradients.drop(chunk)
-        self.pipeline.trace.clear()
+        self.course.trace.clear()
         self._reset(torn=self.torn)
 
     # What is refused.
@@ -491,8 +509,8 @@ class Cycle:
         """Between a backward pass that updates and step(), weights are of two steps, which would go unnoticed. change: those that stay on
         the device are not, yet; but what a program may change then must not depend on where they are."""
         self._refuse_half_loaded()
-        updates = change and self.early_hyper is not None or any(chunk.updated for chunk in self.registry.chunks)
-        if self.backward_task is None and not self.torn and updates:
+        updates = change and self.due.early_hyper is not None or any(chunk.updated for chunk in self.registry.chunks)
+        if self.course.backward_task is None and not self.torn and updates:
             raise UsageError(
                 f"{what} between a backward pass that has begun to update and its step(): some weights are new already. Call "
                 f"step() first, or use update='deferred'. Where several backward passes make a step, declare it: "
@@ -546,130 +564,14 @@ class Cycle:
         if self.closed:
             raise UsageError("the engine is closed")
 
-    # Gradients and updates.
-
     def _complete(self, chunk: ChunkState) -> None:
         """All gradients that are expected of a chunk have arrived: no op of this pass wants its weights again."""
         chunk.weights_expected = False
         if chunk.span.presence is not Presence.FETCHING:
             self.records.drop(chunk, WEIGHTS)
-        self.completed.append((self.num_backwards, max(len(self.pipeline.trace) - 1, 0), chunk.index))
+        self.completed.append((self.num_backwards, max(len(self.course.trace) - 1, 0), chunk.index))
         if self.ranks.world == 1:
-            self._gradient_ready(chunk)
-
-    def _reduce(self, chunk: ChunkState) -> None:
-        """The plan says that it is the chunk's turn; all ranks are at this point.
-
-        In a step that has left the plan the chunk's gradient may not be complete here.
-        """
-        if self.backward_task is None or chunk.updated or self.pipeline.off_plan:
-            return
-        self.gradients.reduce(chunk)
-        self._gradient_ready(chunk)
-
-    def _reduce_unplanned(self) -> None:
-        """Where no plan says when, all ranks meet at each acquire: reduce what is complete on all of them.
-
-        A gradient that some rank never gets is thus left to the end of the pass, in one order everywhere; so is one of a span that
-        autograd still needs on some rank, for the op may bring more of it.
-        """
-        if self.ranks.world == 1 or self.backward_task is None:
-            return
-        chunks = self.registry.chunks
-        complete = torch.tensor([not chunk.missing and not chunk.span.handles for chunk in chunks], dtype=torch.int32)
-        empty = torch.tensor([chunk.flat_gradient is None for chunk in chunks], dtype=torch.int32)
-        self.ranks.min_(agreed := torch.stack([complete, empty]))
-        for chunk, is_complete, is_empty in zip(chunks, *agreed.tolist()):
-            if is_complete and not is_empty:
-                self.gradients.reduce(chunk)
-                self._gradient_ready(chunk)
-
-    def _gradient_ready(self, chunk: ChunkState) -> None:
-        if self.early_hyper is not None and not chunk.on_device:
-            self.waiting.append(chunk)
-            self._update_waiting()
-        else:
-            self._sum_squares(chunk)
-
-    def _update_waiting(self) -> None:
-        """Update chunks whose gradients are complete and whose weights nobody needs any more."""
-        if not self.waiting:
-            return
-        self.pipeline.drain_dropped()
-        for chunk in list(self.waiting):
-            if not chunk.span.holds and not chunk.span.handles:
-                self.waiting.remove(chunk)
-                chunk.updated = True
-                self.begin_update(chunk, self.early_hyper)
-
-    def _announce(self, chunk: ChunkState, hyper: Hyper) -> None:
-        """The chunk is updated when it is next needed; until then its device copy is stale."""
-        self.make_stale(chunk)  # first: it may adopt what forward wrote, which waits for an update that is pending
-        chunk.pending = hyper
-
-    def begin_update(self, chunk: ChunkState, hyper: Hyper) -> None:
-        if chunk.pending is None:
-            self.make_stale(chunk)
-        self.updater.begin(chunk, hyper, urgent=not self.deferred)
-        self.pipeline.num_updates_begun += 1  # only now: what it asks for must not look like the last to be used again
-
-    def make_stale(self, chunk: ChunkState) -> None:
-        self.pipeline.invalidate(chunk.span)
-        for param in chunk.whole_pieces:
-            self.note_change(self.registry.params[param])
-
-    @staticmethod
-    def note_change(state: ParameterState) -> None:
-        """What autograd has saved of the parameter is old; the engine knows its value."""
-        torch.autograd.graph.increment_version(state.counter)
-        state.version = state.counter._version
-
-    def finish_announced(self, chunk: ChunkState) -> None:
-        """Wait for the chunk's update: before its next gradient arrives, or its record is read."""
-        if chunk.pending is not None:
-            self.begin_update(chunk, chunk.pending)
-        if chunk.updating is not None:
-            if not chunk.updating.done:
-                self.records.hurry_all()
-            self.events.wait("update", chunk.updating, chunk.index)
-
-    def _read_states(self, chunk: ChunkState) -> None:
-        if chunk.states_home == "nvme" and chunk.trainable and not chunk.updated and chunk.pending is None:
-            self.records.request(chunk, STATES, pin=False)
-
-    # The norm of all gradients.
-
-    def _sums_squares(self) -> bool:
-        return self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite
-
-    def _sum_squares(self, chunk: ChunkState) -> None:
-        """Add up the squares of a complete gradient behind the backward pass, if the norm is asked for."""
-        if self._sums_squares() and self.num_backwards + 1 >= self.optimizer.accumulation_steps:
-            self._begin_sum(chunk)
-
-    def _begin_sum(self, chunk: ChunkState) -> None:
-        job = chunk.gradient_job
-
-        def work() -> NormAccumulator:
-            stream = job.wait()
-            if stream is not None:  # of a gradient that stays on the device
-                stream.synchronize()
-            total = NormAccumulator()
-            with self.gradients.shard(chunk) as gradient:
-                add_norm(chunk, gradient, total)
-            return total
-
-        chunk.norm_job = self.updater.sum_squares(work)
-
-    def _norm(self, chunks: list[ChunkState]) -> float:
-        """The global norm of the summed gradients, the same bits for every placement and chunk size."""
-        total = NormAccumulator()
-        for chunk in chunks:
-            if chunk.norm_job is None:
-                self._begin_sum(chunk)
-            total.merge(self.events.wait("gc", chunk.norm_job, chunk.index))
-        self.ranks.sum_(total.limbs)
-        return total.value()
+            self.due.gradient_ready(chunk)
 
     # Steps and passes.
 
@@ -687,7 +589,7 @@ class Cycle:
     def _completed_by_all(self) -> list[tuple[int, int, int]]:
         """As `completed`, on several ranks: not before the pass's last use of their span, for which of an op's parameters have gradients may
         differ between ranks and steps. What is complete only after the last use of a pass is reduced with the rest: it comes last."""
-        trace, found = self.pipeline.trace, []
+        trace, found = self.course.trace, []
         positions = torch.full((self.optimizer.accumulation_steps, len(self.registry.chunks)), NEVER)
         for backward, position, chunk in self.completed:
             positions[backward, chunk] = position
@@ -703,13 +605,13 @@ class Cycle:
     def end_interrupted(self) -> None:
         """Calls of modules and backward passes that an interrupt or an error has ended, in this thread, are over."""
         self.hooks.end_interrupted_calls()
-        if self.backward_task not in (None, _MANY_GRAPHS) and not self.in_backward():
+        if self.course.backward_task not in (None, _MANY_GRAPHS) and not self.in_backward():
             self.abandon_backward()
 
     @uninterrupted
     def abandon_backward(self) -> None:
         """The last backward pass raised."""
-        self.backward_task, self._awaits_end = None, False
+        self.course.backward_task, self._awaits_end = None, False
         self.failed = True
         with DisableTorchFunctionSubclass():
             for state in self.registry.params:
@@ -721,15 +623,14 @@ class Cycle:
 
     def _reset(self, torn: bool = False) -> None:
         """Nothing has happened since the last step."""
-        self.backward_task: int | None = None
+        self.course.backward_task = None
         self.num_backwards = 0  # that brought gradients
         self.trains = False  # the backward pass under way, or the last one, is taken to be one of the step
         self.came = False  # it has brought a gradient: until it is over on this rank, then on any
         self.has_passed = False  # a backward pass is over
-        self.early_hyper: Hyper | None = None
+        self.due.reset()
         self.torn = torn
         self.failed = False  # a backward pass raised
-        self.waiting: list[ChunkState] = []
         self.completed: list[tuple[int, int, int]] = []  # (backward pass, position in the trace, chunk)
         self._ends: dict[int, int] = {}  # of backward passes, in the trace
         self.first_step = False

@@ -21,6 +21,7 @@ from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, update
+from infinity.tiers.course import Course
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
 from infinity.tiers.state import ChunkState, ParameterState
@@ -29,7 +30,8 @@ from infinity.tiers.state import ChunkState, ParameterState
 class Updater:
     """Updates chunks in one lane, in the order in which they are begun, but for those that are hurried.
 
-    threads: of the host kernel. seed: of the random bits that round bf16 moments; None where moments are fp32.
+    deferred: updates follow step(), and no gradient waits for them. threads: of the host kernel. seed: of the random bits that round bf16
+    moments; None where moments are fp32.
     """
 
     def __init__(
@@ -37,41 +39,64 @@ class Updater:
         records: Records,
         gradients: Gradients,
         params: list[ParameterState],
+        course: Course,
         rank: int,
         events: Events,
         *,
+        deferred: bool,
         threads: int,
         seed: int | None,
     ):
         self.records = records
         self.gradients = gradients
         self.params = params
+        self.course = course
         self.rank = rank
         self.events = events
+        self.deferred = deferred
         self.threads = threads
         self.seed = seed
         self.lane = Lane("update", records.failure)
         self._begun: deque[Job | None] = deque()  # the last gradient job of each update in the lane, in their order; None: no update
 
-    def begin(self, chunk: ChunkState, hyper: Hyper, *, urgent: bool) -> None:
-        """Update a chunk once its record and gradient are in host memory; nobody holds its device copy.
-
-        urgent: its record may take the slot of what is needed sooner, because gradients wait for this update.
-        """
-        copy_job = chunk.copy_job
+    def begin(self, chunk: ChunkState, hyper: Hyper) -> None:
+        """Update a chunk once its record and gradient are in host memory; nobody holds its device copy."""
         gradient_job, chunk.gradient_job = chunk.gradient_job, None  # handed over: step() sees what came after
         chunk.update_expected = False
-        if chunk.on_device:  # in the training thread: on CUDA the compute stream orders it, on the CPU it has all cores
-            gradient_job.wait()
-            chunk.begin_change()
-            with self.gradients.shard(chunk) as gradient:
-                self._compute(chunk, self.device_state(chunk), gradient, hyper)
-            self.take_snapshot(chunk)
-            self.gradients.release(chunk)
-            chunk.pending = None
-            return
+        if chunk.on_device:
+            self._update_on_device(chunk, gradient_job, hyper)
+        else:
+            self._push(chunk, gradient_job, hyper)
+        chunk.pending = None
+        self.course.num_updates_begun += 1  # only now: what it asks for must not look like the last to be used again
+
+    def begin_announced(self, chunk: ChunkState) -> None:
+        """Begin the update that is announced for a chunk."""
+        self.begin(chunk, chunk.pending)
+
+    def finish(self, chunk: ChunkState) -> None:
+        """Wait for the chunk's update: before its next gradient arrives, or its record is read."""
+        if chunk.pending is not None:
+            self.begin_announced(chunk)
+        if chunk.updating is not None:
+            if not chunk.updating.done:
+                self.records.hurry_all()
+            self.events.wait("update", chunk.updating, chunk.index)
+
+    def _update_on_device(self, chunk: ChunkState, gradient_job: Job, hyper: Hyper) -> None:
+        """In the training thread: on CUDA the compute stream orders it, on the CPU it has all cores."""
+        gradient_job.wait()
+        chunk.begin_change()
+        with self.gradients.shard(chunk) as gradient:
+            self._compute(chunk, self.device_state(chunk), gradient, hyper)
+        self.take_snapshot(chunk)
+        self.gradients.release(chunk)
+
+    def _push(self, chunk: ChunkState, gradient_job: Job, hyper: Hyper) -> None:
+        copy_job = chunk.copy_job
         with self.records.lock:  # at once, see Records.obtain
-            weights = self.records.request(chunk, WEIGHTS, urgent=urgent)
+            # Its record may take the slot of what is needed sooner: the weights' only where gradients wait for this update.
+            weights = self.records.request(chunk, WEIGHTS, urgent=not self.deferred)
             states = self.records.request(chunk, STATES, urgent=True)
 
         def work() -> None:
@@ -86,7 +111,6 @@ class Updater:
         with self.records.lock:
             self._begun.append(gradient_job)
         chunk.updating = self.lane.push(lambda: self._run(work, gradient_job), chunk.title, ready=ready)
-        chunk.pending = None
 
     def hurry(self, chunk: ChunkState) -> None:
         """A fetch waits for the chunk's update: see [Note: order of updates]."""

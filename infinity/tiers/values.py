@@ -1,7 +1,6 @@
 """What parameters are worth: their first records, reading them back, and adopting what was written to them on the device.
 
-Knows segments of records in host or device memory. Must not know when this is asked for; callers see to it that no update
-of the chunk is pending. Every rank must call these at the same point.
+Knows segments of records in host or device memory. Must not know when this is asked for. Every rank must call these at the same point.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from infinity.tiers.updates import Updater
 
 
 class Values:
-    """Reads and writes whole parameters. finish(chunk) applies and awaits an update of the chunk that is announced."""
+    """Reads and writes whole parameters. An update of a chunk that is announced or under way comes first."""
 
     def __init__(
         self,
@@ -29,20 +28,18 @@ class Values:
         updater: Updater,
         tier: DeviceTier,
         ranks: Ranks,
-        finish: Callable[[ChunkState], None],
     ):
         self.registry = registry
         self.records = records
         self.updater = updater
         self.tier = tier
         self.ranks = ranks
-        self.finish = finish
 
     def read(self, state: ParameterState, *, weight_only: bool = False) -> dict[str, torch.Tensor]:
         """The parameter's segments by name, whole, in its shape, on the CPU, as they are stored."""
         found: dict[str, list[torch.Tensor]] = {}
         for chunk in self.registry.chunks_of(state):
-            self.finish(chunk)
+            self.updater.finish(chunk)
             self.keep_written(chunk.span)
             piece = chunk.whole_pieces[state.index]
             with self.shard(chunk, weight_only=weight_only) as shard:
@@ -61,7 +58,7 @@ class Values:
         Where value has the weight's dtype, an element that is not changed keeps its master.
         """
         for chunk in self.registry.chunks_of(state):
-            self.finish(chunk)
+            self.updater.finish(chunk)
             self.keep_written(chunk.span)
             with self.shard(chunk, change=True) as shard:
                 for piece in chunk.pieces:
@@ -101,7 +98,7 @@ class Values:
             return
         for index in span.span.chunks:
             chunk = self.registry.chunks[index]
-            self.finish(chunk)
+            self.updater.finish(chunk)
             begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
             here = slice(begin, begin + chunk.record.numel)
             new = span.flat[here]

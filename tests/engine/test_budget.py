@@ -265,7 +265,7 @@ def train(model, engine, optimizer, sizes, gauge):
             (model(*tokens(step, micro, batch=batch)) / len(micro_batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append((engine.pipeline.num_plans, len(engine.margin.promoted)))
+        found.append((engine.follower.num_plans, len(engine.margin.promoted)))
     return found
 
 
@@ -454,7 +454,7 @@ def test_a_gpu_that_is_almost_full_takes_twice_the_batch(home, remains, determin
         with training(sized_gpt, tmp_path, **options, **config) as (model, engine, optimizer):
             for step, batch in enumerate([4] * 4 + [8] * 4):
                 loss = step_on_device(model, optimizer, step, batch)
-                found.append((loss, engine.pipeline.num_plans, len(engine.margin.promoted)))
+                found.append((loss, engine.follower.num_plans, len(engine.margin.promoted)))
             print(f"activations {engine.margin.activation_nbytes >> 20} MiB, {found}")
         return zip(*found)
 

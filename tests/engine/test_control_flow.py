@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.tiers.weights import MAX_ROUTES
+from infinity.tiers.course import MAX_ROUTES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -201,7 +201,7 @@ def shares_ahead(directory, orders, between=None, **config):
             optimizer.step()
             optimizer.zero_grad()
             found.append(share_ahead(before, fetched(engine)))
-        assert len(engine.pipeline._routes) <= MAX_ROUTES
+        assert len(engine.course.routes) <= MAX_ROUTES
         return found, engine.stats()["num_plans"]
 
 
@@ -258,7 +258,7 @@ def test_the_actions_of_a_known_route_are_not_made_again(tmp_path):
         for step in range(6):
             model(batch(step), _every_other(step)).backward()
             optimizer.step()
-            actions.append(engine.pipeline._routes[-1].actions)
+            actions.append(engine.course.routes[-1].actions)
     assert actions[0] is actions[2] is actions[4] and actions[1] is actions[3] is actions[5]
     assert actions[0] != actions[1]
 
@@ -710,7 +710,7 @@ def slow(folder, where, update):
                     lane.on_job = pause
             model(share(batch(step)), UP).backward()
             if step == 2 and where == "copy here, update there":  # both ranks wait, for what each of them does alone
-                _one_slow_job(engine.pipeline.cg if rank == 0 else engine.updater.lane, 0 if rank == 0 else 3)
+                _one_slow_job(engine.weights.cg if rank == 0 else engine.updater.lane, 0 if rank == 0 else 3)
             optimizer.step()
             optimizer.zero_grad()
             if where == "copy here, update there" and step == 2:

@@ -153,16 +153,16 @@ def test_a_copy_at_the_head_of_its_lane_takes_a_slot_from_what_is_read_ahead(tmp
     with helpers.training(Stack, tmp_path, **config) as (model, engine, optimizer):
         train(model, optimizer, [(torch.ones(4, 128), 10)] * 3)
         engine.flush()
-        pipeline, spans = engine.pipeline, engine.registry.spans
+        spans = engine.registry.spans
         for part in [part for span in spans for part in span.fetch or ()]:
             part.copy.wait()
-        away = sorted((span for span in spans if not span.allocated), key=lambda span: pipeline.next_use(span.index))
+        away = sorted((span for span in spans if not span.allocated), key=lambda span: engine.course.next_use(span.index))
         soon, last = [engine.registry.chunks[span.span.chunks[0]] for span in away[:2]], away[-1]
         for chunk in soon:
             with engine.records.lease(chunk, WEIGHTS):
                 chunk.weights_expected = True
         assert not engine.records.caches[WEIGHTS].slots.num_free
-        pipeline._copy(last, needed=False)
+        engine.weights.copy(last, needed=False)
         closing = threading.Thread(target=engine.close, daemon=True)
         closing.start()
         closing.join(20)

@@ -552,24 +552,24 @@ def test_stages_run_ahead_of_the_ops(delayed, tmp_path):
     make = lambda: mlp(12)
     reference_model, reference = plain(make)
     with training(make, tmp_path, update="deferred", trace=True, **NVME) as (model, engine, optimizer):
-        pipeline, pause = engine.pipeline, threading.Event()
+        weights, pause = engine.weights, threading.Event()
         delay = lambda: pause.wait(0.002)
         if delayed in ("read", "all"):
             engine.records.on_read = delay
         if delayed in ("copy", "all"):
-            pipeline.cg.on_job = delay
+            weights.cg.on_job = delay
         if delayed in ("update", "all"):
             engine.updater.lane.on_job = delay
         log = []
-        for name in ("_read", "_copy"):
+        for name in ("read", "copy"):
 
-            def noting(span, *args, inner=getattr(pipeline, name), name=name, **kwargs):
+            def noting(span, *args, inner=getattr(weights, name), name=name, **kwargs):
                 away = span.presence is Presence.AWAY
                 inner(span, *args, **kwargs)
                 if away:
                     log.append((name, span.index))
 
-            setattr(pipeline, name, noting)
+            setattr(weights, name, noting)
         for step in range(4):
             plain_loss = loss_of(reference_model(inputs(model, 0)))
             plain_loss.backward()
@@ -604,7 +604,7 @@ def test_updates_that_the_next_forward_waits_for_first_go_first(tier, tmp_path):
                 engine.gradients.drain()
                 gate.set()
 
-        engine.pipeline.hurry_update = opening
+        engine.updater.hurry = opening
         engine.updater.lane.on_job = lambda: gate.wait(60)
         for step in range(4):
             plain_loss = loss_of(reference_model(inputs(model, 0)))
@@ -655,13 +655,13 @@ def check_ahead(log, home, engine, model):
     assert len(order) >= 6
     for k, span in enumerate(order[:-3]):
         done = log[: log.index(("end", span_of.index(span)))]
-        assert ("_copy", order[k + 1]) in done, (k, log)
-        assert ("_copy", order[k + 2]) in done, (k, log)
-        assert ("_read", order[k + 3]) in done, (k, log)
+        assert ("copy", order[k + 1]) in done, (k, log)
+        assert ("copy", order[k + 2]) in done, (k, log)
+        assert ("read", order[k + 3]) in done, (k, log)
     order.reverse()
     for k, span in enumerate(order[:-4]):  # the first layer needs no weights in backward
         now = log.index(("backward end", span_of.index(span)))
-        for what, ahead in (("_copy", order[k + 1]), ("_copy", order[k + 2]), ("_read", order[k + 3])):
+        for what, ahead in (("copy", order[k + 1]), ("copy", order[k + 2]), ("read", order[k + 3])):
             assert ahead in home or (what, ahead) in log[log.index(("end", span_of.index(ahead))) : now], (k, what, ahead, log)
 
 

@@ -562,7 +562,7 @@ def test_a_model_that_stays_on_the_device_is_home_from_the_first_op_to_the_step(
     """Nothing of it is fetched, packed or followed. In between, values are given, read and refused as elsewhere."""
     reference_model, reference = plain(mlp, dtype=dtype)
     with training(mlp, tmp_path, dtype=dtype) as (model, engine, optimizer):
-        assert engine.pipeline.all_stay
+        assert engine.weights.all_stay
         weight_dtype = model.layers[0].weight.dtype
         for step in range(6):
             called = [each.layers[step % 4] if step % 3 == 1 else each for each in (reference_model, model)]
@@ -570,7 +570,7 @@ def test_a_model_that_stays_on_the_device_is_home_from_the_first_op_to_the_step(
             losses = [loss_of(op(x.to(next(op.parameters()).dtype))) for op in called]
             with torch._C.DisableTorchFunctionSubclass():
                 assert all(torch.equal(param, param) for param in model.parameters())
-            assert not engine.pipeline.trace
+            assert not engine.course.trace
             for loss, update in zip(losses, (reference, optimizer)):
                 loss.backward()
                 update.step()
@@ -595,7 +595,7 @@ def test_a_model_that_stays_on_the_device_is_home_from_the_first_op_to_the_step(
 def test_what_a_program_writes_before_step_to_a_record_on_the_device_is_its_master(dtype, write, tmp_path):
     reference_model, reference = plain(mlp, dtype=dtype)
     with training(mlp, tmp_path, dtype=dtype, update="deferred") as (model, engine, optimizer):
-        assert engine.pipeline.all_stay
+        assert engine.weights.all_stay
         for step in range(3):
             for each in (reference_model, model):
                 loss_of(each(inputs(model, step).to(reference_model.layers[0].weight.dtype))).backward()
@@ -656,9 +656,9 @@ def test_a_value_given_after_the_forward_pass_is_met_by_backward(setting, tmp_pa
 def test_a_traced_model_or_one_that_may_leave_the_device_is_followed(tmp_path):
     for name, config in {"traced": {"trace": True}, "host": {"states": "host"}, "activations": {"activations": "host"}, "fp16": {"dtype": "fp16"}}.items():
         with training(mlp, tmp_path / name, **config) as (model, engine, _):
-            assert not engine.pipeline.all_stay
+            assert not engine.weights.all_stay
     with training(max_norm, tmp_path / "writes", dtype="bf16") as (model, engine, _):
-        assert not engine.pipeline.all_stay
+        assert not engine.weights.all_stay
 
 
 def test_an_embedding_that_renormalises_in_forward_keeps_what_it_wrote(tmp_path):
@@ -754,8 +754,8 @@ def test_what_a_graph_held_is_given_back_without_a_line_of_python(what, tmp_path
 
     with training(make, tmp_path, **config) as (model, engine, _):
         graphs = [model(torch.ones(256, 256)).sum()]
-        dropped = engine.pipeline.dropped if what == "weights" else engine.activations._dropped
-        engine.pipeline.drain_dropped()
+        dropped = engine.weights.dropped if what == "weights" else engine.activations._dropped
+        engine.weights.drain_dropped()
         before = len(dropped)
         sys.setprofile(note)
         graphs.clear()

@@ -225,10 +225,10 @@ def test_a_frozen_model_is_fetched_ahead_and_remembers_no_more_than_a_pass(tmp_p
             late.append(engine.stats()["num_fetches_late"])
         assert engine.stats()["num_plans"] == 1
         assert late[1:] == late[1:2] * 4  # from the second pass on every fetch was ahead of its op
-        uses = len(engine.pipeline.trace)
+        uses = len(engine.course.trace)
         for step in range(200):
             critic(prompt)
-        assert len(engine.pipeline.trace) <= 16 * uses
+        assert len(engine.course.trace) <= 16 * uses
 
 
 def test_a_step_after_passes_that_brought_nothing_changes_nothing(tmp_path):

@@ -281,7 +281,7 @@ def grow(folder, capacity):
                 model(*tokens(step, rank, batch)).backward()
                 adam.step()
                 adam.zero_grad()
-                found.append((engine.pipeline.num_plans, len(engine.margin.promoted)))
+                found.append((engine.follower.num_plans, len(engine.margin.promoted)))
             return states_of(engine, model), found, gauge.overflows
 
 
@@ -840,7 +840,7 @@ def fail_at(engine, stage):
     if stage in ("nc", "cn"):
         _aio._inject("read" if stage == "nc" else "write", 2, -1, -errno.EIO)
     elif stage == "cg":
-        engine.pipeline._finish_copy = engine.pipeline._run_copy = fail
+        engine.weights._finish_copy = engine.weights._run_copy = fail
     elif stage == "gg":
         engine.ranks.gather = fail
     elif stage == "reduce":

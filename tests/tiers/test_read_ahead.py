@@ -57,17 +57,17 @@ def test_what_forward_copies_for_backward_too_is_not_read_again_for_its_update(t
 
 def test_weights_that_an_update_has_asked_for_are_wanted_before_all_others(trained):
     engine, _ = trained
-    pipeline, chunks = engine.pipeline, engine.registry.chunks
-    pipeline._route.cursor.position = len(pipeline._route.uses) - 1  # all updates are due
+    course, chunks = engine.course, engine.registry.chunks
+    course.route.cursor.position = len(course.route.uses) - 1  # all updates are due
     asked = chunks[LAYERS // 2]
-    assert not asked.update_expected and pipeline.next_weights_use(asked) > pipeline.next_weights_use(chunks[0])
+    assert not asked.update_expected and course.next_weights_use(asked) > course.next_weights_use(chunks[0])
     done, asked.updating = asked.updating, Job(None)
-    assert all(pipeline.next_weights_use(asked) < pipeline.next_weights_use(chunk) for chunk in chunks if chunk is not asked)
+    assert all(course.next_weights_use(asked) < course.next_weights_use(chunk) for chunk in chunks if chunk is not asked)
     asked.updating = done
 
 
 def test_reads_go_as_far_ahead_as_slots_that_updates_leave(trained):
     engine, _ = trained
-    assert engine.placement.slots == {"weights": LAYERS, "states": LAYERS, "gradients": 8} and engine.pipeline.slots_ahead == LAYERS
+    assert engine.placement.slots == {"weights": LAYERS, "states": LAYERS, "gradients": 8} and engine.follower.slots_ahead == LAYERS
     fewer = dataclasses.replace(engine.placement, slots={"weights": 8, "states": 3, "gradients": 2})
     assert planner.look_ahead(fewer) == (3, 1)

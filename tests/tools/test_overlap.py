@@ -94,8 +94,8 @@ def test_a_measurement_follows_a_plan_that_reads_as_far_ahead_as_asked(make_benc
     with make_bench() as bench:
         for depth, reads in ((2, 2), (4, 4)):
             bench.measure(depth, repeats=1)
-            first_op = bench.engine.pipeline._route.runs[0]
-            issued = [type(action).__name__ for action in bench.engine.pipeline._route.actions[:first_op]]
+            first_op = bench.engine.course.route.runs[0]
+            issued = [type(action).__name__ for action in bench.engine.course.route.actions[:first_op]]
             assert issued.count("Read") == reads and issued.count("Copy") == 2, issued
 
 

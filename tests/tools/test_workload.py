@@ -93,7 +93,7 @@ def test_the_trace_is_the_one_that_the_engine_records(tmp_path, checkpointed, ti
             model(tokens, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
-        recorded = [use.spans for use in engine.pipeline._routes[-1].uses]
+        recorded = [use.spans for use in engine.course.routes[-1].uses]
         span_of = [home.span for home in engine.layout.homes]
     _, load = gpt_workload(recompute=checkpointed, tie=tie)
     uses, flops, grads = load.trace(span_of)

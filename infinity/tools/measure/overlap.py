@@ -184,8 +184,8 @@ class Bench:
 
         Raises SwapError if an op saw other weights than its own.
         """
-        self.engine.pipeline.read_ahead, self.engine.pipeline.slots_ahead = depth, 0
-        self.engine.pipeline.forget()
+        self.engine.follower.read_ahead, self.engine.follower.slots_ahead = depth, 0
+        self.engine.follower.forget()
         self.run()  # makes another plan
         repeated = [(self.alone(), self.run()) for _ in range(repeats)]
         stages = {name: [alone[name] for alone, _ in repeated] for name in repeated[0][0]}
@@ -211,9 +211,9 @@ class Bench:
 
     def alone(self) -> dict[str, float]:
         """Seconds of each stage for all layers, one stage after the other; see [Note: overlap efficiency]."""
-        pipeline, records, registry = self.engine.pipeline, self.engine.records, self.engine.registry
+        weights, records, registry = self.engine.weights, self.engine.records, self.engine.registry
         seconds = {}
-        pipeline.evict_idle()
+        weights.evict_idle()
         with self._timed(seconds, "nc"):
             requests = [records.request(chunk, WEIGHTS) for chunk in registry.chunks]
             entries = [request.wait() for request in requests]
@@ -222,25 +222,25 @@ class Bench:
         with self._timed(seconds, "cg"):
             for index, span in enumerate(registry.spans):
                 if index >= _NUM_RESIDENT:
-                    pipeline._evict(registry.spans[index - _NUM_RESIDENT])  # waits for its copy; later ones are under way
-                pipeline._copy(span, needed=True)
+                    weights.evict(registry.spans[index - _NUM_RESIDENT])  # waits for its copy; later ones are under way
+                weights.copy(span, needed=True)
             last = registry.spans[-_NUM_RESIDENT:]
             parts = [part for span in last for part in span.fetch]
             for part in parts:
                 part.copy.wait()
         if self.world > 1:
             with self._timed(seconds, "gg"):
-                jobs = [pipeline.gg.push(lambda p=part: pipeline._run_gather(p, None)) for part in self._in_turn(parts)]
+                jobs = [weights.gg.push(lambda p=part: weights._run_gather(p, None)) for part in self._in_turn(parts)]
                 for job in jobs:
                     job.wait()
         for span in last:
-            pipeline._settle(span)
+            weights.settle(span)
         with self._timed(seconds, COMPUTE):
             for span in self._in_turn(last):
                 self.ops[span.index](span.flat)
         for chunk, entry in zip(registry.chunks, entries):
             records.unpin(chunk, WEIGHTS, entry)
-        pipeline.evict_idle()
+        weights.evict_idle()
         self._check()
         return self._slowest(seconds)
 

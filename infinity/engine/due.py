@@ -1,0 +1,170 @@
+"""What is due for a chunk now: that its gradient is reduced, that its squares are summed, that its update begins or is announced.
+
+Knows where a step is, and who moves weights and gradients and updates records. Must not know how they do, plans, hooks, or when a step begins and
+ends: passes and steps say that, and how far a backward pass is.
+"""
+
+# [Note: when a chunk is updated]
+# Deferred: step() announces the update of each chunk that has a gradient (`pending`) and remembers the hyper-parameters;
+# the update begins when the next forward fetches the chunk, or when something else needs it: its next gradient, a read.
+# Backward: in the last backward pass before step(), a chunk is updated as soon as all its gradients are there and no op
+# and no saved view needs its weights any more; step() updates the rest. Both compute the same, see updates.py.
+
+from __future__ import annotations
+
+import torch
+
+from infinity.optim.adam import NormAccumulator
+from infinity.plan.record import STATES
+from infinity.system.events import Events
+from infinity.system.ranks import Ranks
+from infinity.tiers.arithmetic import Hyper, add_norm
+from infinity.tiers.course import Course
+from infinity.tiers.gradients import Gradients
+from infinity.tiers.records import Records
+from infinity.tiers.state import ChunkState, ParameterState, Registry
+from infinity.tiers.updates import Updater
+from infinity.tiers.weights import Weights
+
+
+class Due:
+    """Gradients and updates of the step under way.
+
+    early_hyper: of the updates that the backward pass under way begins, None if it begins none. sums_squares: it adds up those of complete
+    gradients, because their norm is asked for.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        records: Records,
+        course: Course,
+        weights: Weights,
+        gradients: Gradients,
+        updater: Updater,
+        ranks: Ranks,
+        events: Events,
+    ):
+        self.registry = registry
+        self.records = records
+        self.course = course
+        self.weights = weights
+        self.gradients = gradients
+        self.updater = updater
+        self.ranks = ranks
+        self.events = events
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing has happened since the last step."""
+        self.early_hyper: Hyper | None = None
+        self.sums_squares = False
+        self.waiting: list[ChunkState] = []  # whose gradients are complete, and whose update waits until nobody needs their weights
+
+    # Gradients.
+
+    def reduce(self, chunk: ChunkState) -> None:
+        """The plan says that it is the chunk's turn; all ranks are at this point.
+
+        In a step that has left the plan the chunk's gradient may not be complete here.
+        """
+        if self.course.backward_task is None or chunk.updated or self.course.off_plan:
+            return
+        self.gradients.reduce(chunk)
+        self.gradient_ready(chunk)
+
+    def reduce_unplanned(self) -> None:
+        """Where no plan says when, all ranks meet at each acquire: reduce what is complete on all of them.
+
+        A gradient that some rank never gets is thus left to the end of the pass, in one order everywhere; so is one of a span that
+        autograd still needs on some rank, for the op may bring more of it.
+        """
+        if self.ranks.world == 1 or self.course.backward_task is None:
+            return
+        chunks = self.registry.chunks
+        complete = torch.tensor([not chunk.missing and not chunk.span.handles for chunk in chunks], dtype=torch.int32)
+        empty = torch.tensor([chunk.flat_gradient is None for chunk in chunks], dtype=torch.int32)
+        self.ranks.min_(agreed := torch.stack([complete, empty]))
+        for chunk, is_complete, is_empty in zip(chunks, *agreed.tolist()):
+            if is_complete and not is_empty:
+                self.gradients.reduce(chunk)
+                self.gradient_ready(chunk)
+
+    def gradient_ready(self, chunk: ChunkState) -> None:
+        """It is complete, on all ranks."""
+        if self.early_hyper is not None and not chunk.on_device:
+            self.waiting.append(chunk)
+            self.update_waiting()
+        else:
+            self.sum_squares(chunk)
+
+    # Updates.
+
+    def update_waiting(self) -> None:
+        """Update chunks whose gradients are complete and whose weights nobody needs any more."""
+        if not self.waiting:
+            return
+        self.weights.drain_dropped()
+        for chunk in list(self.waiting):
+            if not chunk.span.holds and not chunk.span.handles:
+                self.waiting.remove(chunk)
+                chunk.updated = True
+                self.begin_update(chunk, self.early_hyper)
+
+    def announce(self, chunk: ChunkState, hyper: Hyper) -> None:
+        """The chunk is updated when it is next needed; until then its device copy is stale."""
+        self.make_stale(chunk)  # first: it may adopt what forward wrote, which waits for an update that is pending
+        chunk.pending = hyper
+
+    def begin_update(self, chunk: ChunkState, hyper: Hyper) -> None:
+        """Update it now; none is announced."""
+        self.make_stale(chunk)
+        self.updater.begin(chunk, hyper)
+
+    def make_stale(self, chunk: ChunkState) -> None:
+        """Its weights change, or have changed: what the device has of them is old."""
+        self.weights.invalidate(chunk.span)
+        for param in chunk.whole_pieces:
+            note_change(self.registry.params[param])
+
+    def read_states(self, chunk: ChunkState) -> None:
+        """The plan says that its update comes soon."""
+        if chunk.states_home == "nvme" and chunk.trainable and not chunk.updated and chunk.pending is None:
+            self.records.request(chunk, STATES, pin=False)
+
+    # The norm of all gradients.
+
+    def sum_squares(self, chunk: ChunkState) -> None:
+        """Add up the squares of a complete gradient behind the backward pass, if the norm is asked for."""
+        if self.sums_squares:
+            self._begin_sum(chunk)
+
+    def _begin_sum(self, chunk: ChunkState) -> None:
+        job = chunk.gradient_job
+
+        def work() -> NormAccumulator:
+            stream = job.wait()
+            if stream is not None:  # of a gradient that stays on the device
+                stream.synchronize()
+            total = NormAccumulator()
+            with self.gradients.shard(chunk) as gradient:
+                add_norm(chunk, gradient, total)
+            return total
+
+        chunk.norm_job = self.updater.sum_squares(work)
+
+    def norm(self, chunks: list[ChunkState]) -> float:
+        """The global norm of the summed gradients, the same bits for every placement and chunk size."""
+        total = NormAccumulator()
+        for chunk in chunks:
+            if chunk.norm_job is None:
+                self._begin_sum(chunk)
+            total.merge(self.events.wait("gc", chunk.norm_job, chunk.index))
+        self.ranks.sum_(total.limbs)
+        return total.value()
+
+
+def note_change(state: ParameterState) -> None:
+    """What autograd has saved of the parameter is old; the engine knows its value."""
+    torch.autograd.graph.increment_version(state.counter)
+    state.version = state.counter._version

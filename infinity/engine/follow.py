@@ -1,0 +1,183 @@
+"""Following the plan: as ops begin, issues what the plan has between them, and makes a plan of what a step's ops were.
+
+Knows the course of a step, and who moves weights and gradients. Must not know how that is done, modules, autograd or optimizers. The training
+thread calls it. See [Note: who waits for whom] in weights.py and [Note: steps that differ] in course.py.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+
+from infinity.engine.due import Due
+from infinity.plan import schedule
+from infinity.plan.schedule import Route, Use
+from infinity.system.ranks import Ranks
+from infinity.tiers.course import Course
+from infinity.tiers.state import DeviceTier, Presence, Registry, SpanState, farthest_first
+from infinity.tiers.weights import Weights
+
+_LOOK_AHEAD = 64  # uses that are searched for what to fetch after a jump
+
+
+class Follower:
+    """Acquires spans for ops. keep: leave on the device what has room there; slots_ahead, states_ahead: how far to read ahead."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        tier: DeviceTier,
+        ranks: Ranks,
+        course: Course,
+        weights: Weights,
+        due: Due,
+        *,
+        keep: bool,
+        slots_ahead: int,
+        states_ahead: int,
+    ):
+        self.registry = registry
+        self.tier = tier
+        self.ranks = ranks
+        self.course = course
+        self.weights = weights
+        self.due = due
+        self.keep = keep
+        self.read_ahead = schedule.READ_AHEAD
+        self.slots_ahead = slots_ahead
+        self.states_ahead = states_ahead
+        self.num_plans = 0
+        self._pointer = 0  # in the route's actions
+        self._jumped = False
+
+    def acquire(self, key: Hashable, spans: Sequence[SpanState], *, record: bool) -> None:
+        """Hold spans, make them whole on the device and let their parameters point there; issue what comes next."""
+        self.weights.drain_dropped()
+        self.weights.hold_all(spans)
+        try:
+            if record:
+                self.course.trace.append(Use(key, tuple([s.index for s in spans]), frozenset(self.weights.held)))
+            self._follow(key)
+            for span in spans:
+                self.weights.bring(span)
+            if self._jumped:
+                self._jumped = False
+                self._catch_up()
+        except BaseException:
+            self.weights.release_all(spans)
+            raise
+
+    def begin_step(self) -> None:
+        """A step begins: whatever is left on the device goes, and the first fetches are issued."""
+        self.weights.drain_dropped()
+        self.weights.evict_idle()
+        self._pointer, self._jumped = 0, False
+        self.course.begin_step()
+        if self.course.routes:
+            self._issue()
+
+    def forget(self) -> None:
+        """Do without a plan until the next one is made."""
+        self.course.forget()
+
+    def adopt(self, reductions: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]], *, anew: bool = False) -> None:
+        """Make the plan of the trace recorded since the last call, unless it is the one in force. anew: budgets have changed."""
+        course = self.course
+        trace, course.trace = course.trace, []
+        if not trace:
+            return
+        if self.ranks.world > 1:
+            digest = zlib.crc32(repr((trace, reductions, updates)).encode())
+            if not self.ranks.agree(digest):
+                course.forget()
+                return
+            anew = bool(self.ranks.max_(torch.tensor([int(anew)])).item())
+        if anew:
+            course.forget()
+        route = next((route for route in course.routes if route.uses == trace), None)
+        if route is None or len(reductions) > route.num_completions:
+            actions = self._plan(trace, reductions, updates)
+            if route is None:
+                route = Route(trace, actions, updates)
+            else:
+                route.become(actions, updates)  # more is known now of when gradients are complete
+            route.num_completions = len(reductions)
+            self.num_plans += 1
+        course.take(route)
+
+    def _follow(self, key: Hashable) -> None:
+        course, before = self.course, self.course.route
+        position = course.advance(key)
+        if course.off_plan:
+            self.due.reduce_unplanned()
+        if position is None:
+            course.off_plan = True
+            if not self.keep:
+                for span in farthest_first(self.registry.spans, course.next_use):
+                    if span.presence is Presence.HOME:
+                        self.weights.evict(span)
+            return
+        run = course.route.runs[position]
+        if self._pointer != run or course.route is not before:
+            course.off_plan = self._jumped = True
+            self._pointer = run
+        self._pointer += 1
+        self._issue()
+
+    def _catch_up(self) -> None:
+        """Fetch, after a jump, what the plan counts as fetched when an op begins."""
+        start = self.course.route.cursor.position + 1
+        coming = [index for use in self.course.route.uses[start : start + _LOOK_AHEAD] for index in use.spans]
+        away = [index for index in dict.fromkeys(coming) if self.registry.spans[index].presence is Presence.AWAY]
+        for distance, index in enumerate(schedule.within(away, self.read_ahead, self.slots_ahead, self._slots_of(away))):
+            span = self.registry.spans[index]
+            self.weights.read(span)
+            if distance < 2:
+                self.weights.copy(span, needed=False)
+            if distance < 1:
+                self.weights.gather(span)
+
+    def _issue(self) -> None:
+        """Issue the plan's actions up to the next Run."""
+        spans, chunks = self.registry.spans, self.registry.chunks
+        actions = self.course.route.actions
+        while self._pointer < len(actions):
+            match actions[self._pointer]:
+                case schedule.Run():
+                    return
+                case schedule.Read(index):
+                    self.weights.read(spans[index])
+                case schedule.Copy(index):
+                    self.weights.copy(spans[index], needed=False)
+                case schedule.Gather(index):
+                    self.weights.gather(spans[index])
+                case schedule.Evict(index):
+                    self.weights.evict(spans[index])
+                case schedule.ReadStates(index):
+                    self.due.read_states(chunks[index])
+                case schedule.Reduce(index):
+                    self.due.reduce(chunks[index])
+            self._pointer += 1
+
+    def _plan(self, trace: list[Use], reductions, updates) -> list[schedule.Action]:
+        pinned = {span.index for span in self.registry.spans if span.pinned}
+        return schedule.plan(
+            trace,
+            nbytes={s.index: 0 if s.index in pinned else s.nbytes for s in self.registry.spans},
+            budget=self.tier.budget_nbytes,
+            read_ahead=self.read_ahead,
+            slots_ahead=self.slots_ahead,
+            slots_of=self._slots_of(range(len(self.registry.spans))),
+            keep=self.keep,
+            reductions=reductions if self.ranks.world > 1 else (),
+            updates=updates,
+            span_of={chunk.index: chunk.span.index for chunk in self.registry.chunks},
+            states_ahead=self.states_ahead,
+        )
+
+    def _slots_of(self, spans: Iterable[int]) -> dict[int, int]:
+        """How many slots the weights of each of these take."""
+        chunks_in = self.registry.chunks_in
+        return {span: sum(c.weights_home == "nvme" for c in chunks_in(self.registry.spans[span])) for span in spans}
