@@ -164,7 +164,7 @@ class Saving:
         if self._over.is_set():
             return
         for chunk in self._engine.registry.chunks:
-            if chunk.after_update is not None and chunk.pending is not None:
+            if chunk.after_update is not None and chunk.update.is_announced:
                 self._engine.begin_announced(chunk)
         self._passed.set()
 
@@ -231,7 +231,7 @@ class Saving:
                 self._note(chunk, linked[file].crcs[chunk.index])
                 continue
             self._left.add(chunk.index)
-            if chunk.pending is not None:
+            if chunk.update.is_announced:
                 chunk.after_update = self._take
             else:
                 chunk.before_change = self._take
@@ -290,8 +290,8 @@ class Saving:
         for index, chunks in inside.items():
             path = last.folder / last.files[index].name
             still = all(
-                chunk.pending is None
-                and (chunk.updating is None or chunk.updating.done)
+                not chunk.update.is_announced
+                and not chunk.update.is_running
                 and last.changes.get(chunk.index) == chunk.num_changes
                 for chunk in chunks
             )

@@ -363,7 +363,7 @@ def _connect(
     undo.callback(gradients.close)
     threads = num_cores - (num_cores // 8 if cuda else 0)  # these are for whoever gives the device its work
     seed = config.seed if config.moments == "bf16" else None
-    updater = Updater(records_, gradients, params, course, ranks.rank, events, deferred=deferred, threads=threads, seed=seed)
+    updater = Updater(records_, gradients, registry, course, ranks.rank, events, deferred=deferred, threads=threads, seed=seed)
     undo.callback(updater.close)
     values = Values(registry, records_, updater, tier, ranks)
     weights = Weights(registry, tier, records_, updater, values, course, ranks, gather_lane, gather_stream, device, events)

@@ -5,7 +5,7 @@ ends: passes and steps say that, and how far a backward pass is.
 """
 
 # [Note: when a chunk is updated]
-# Deferred: step() announces the update of each chunk that has a gradient (`pending`) and remembers the hyper-parameters;
+# Deferred: step() announces the update of each chunk that has a gradient ([Note: life of an update] in state.py) and remembers the hyper-parameters;
 # the update begins when the next forward fetches the chunk, or when something else needs it: its next gradient, a read.
 # Backward: in the last backward pass before step(), a chunk is updated as soon as all its gradients are there and no op
 # and no saved view needs its weights any more; step() updates the rest. Both compute the same, see updates.py.
@@ -22,7 +22,7 @@ from infinity.tiers.arithmetic import Hyper, add_norm
 from infinity.tiers.course import Course
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
-from infinity.tiers.state import ChunkState, ParameterState, Registry
+from infinity.tiers.state import ChunkState, ParameterState, Registry, UpdateStage
 from infinity.tiers.updates import Updater
 from infinity.tiers.weights import Weights
 
@@ -59,7 +59,8 @@ class Due:
         """Nothing has happened since the last step."""
         self.early_hyper: Hyper | None = None
         self.sums_squares = False
-        self.waiting: list[ChunkState] = []  # whose gradients are complete, and whose update waits until nobody needs their weights
+        self.waiting: list[ChunkState] = []  # whose update is READY
+        self.updater.end_step()
 
     # Gradients.
 
@@ -68,7 +69,7 @@ class Due:
 
         In a step that has left the plan the chunk's gradient may not be complete here.
         """
-        if self.course.backward_task is None or chunk.updated or self.course.off_plan:
+        if self.course.backward_task is None or chunk.update.is_early or self.course.off_plan:
             return
         self.gradients.reduce(chunk)
         self.gradient_ready(chunk)
@@ -93,6 +94,7 @@ class Due:
     def gradient_ready(self, chunk: ChunkState) -> None:
         """It is complete, on all ranks."""
         if self.early_hyper is not None and not chunk.on_device:
+            self.updater.ready(chunk)
             self.waiting.append(chunk)
             self.update_waiting()
         else:
@@ -108,18 +110,17 @@ class Due:
         for chunk in list(self.waiting):
             if not chunk.span.holds and not chunk.span.handles:
                 self.waiting.remove(chunk)
-                chunk.updated = True
-                self.begin_update(chunk, self.early_hyper)
+                self.begin_update(chunk, self.early_hyper, early=True)
 
     def announce(self, chunk: ChunkState, hyper: Hyper) -> None:
         """The chunk is updated when it is next needed; until then its device copy is stale."""
-        self.make_stale(chunk)  # first: it may adopt what forward wrote, which waits for an update that is pending
-        chunk.pending = hyper
+        self.make_stale(chunk)  # first: it may adopt what forward wrote, which waits for an update that is announced
+        self.updater.announce(chunk, hyper)
 
-    def begin_update(self, chunk: ChunkState, hyper: Hyper) -> None:
-        """Update it now; none is announced."""
+    def begin_update(self, chunk: ChunkState, hyper: Hyper, *, early: bool = False) -> None:
+        """Update it now; none is announced. early: before step()."""
         self.make_stale(chunk)
-        self.updater.begin(chunk, hyper)
+        self.updater.begin(chunk, hyper, early=early)
 
     def make_stale(self, chunk: ChunkState) -> None:
         """Its weights change, or have changed: what the device has of them is old."""
@@ -129,7 +130,7 @@ class Due:
 
     def read_states(self, chunk: ChunkState) -> None:
         """The plan says that its update comes soon."""
-        if chunk.states_home == "nvme" and chunk.trainable and not chunk.updated and chunk.pending is None:
+        if chunk.states_home == "nvme" and chunk.trainable and chunk.update.stage not in (UpdateStage.EARLY, UpdateStage.ANNOUNCED):
             self.records.request(chunk, STATES, pin=False)
 
     # The norm of all gradients.

@@ -130,7 +130,7 @@ class Engine:
         self._check_thread("flush()")
         self._start()
         for chunk in self.registry.chunks:
-            if chunk.pending is not None:
+            if chunk.update.is_announced:
                 self.updater.begin_announced(chunk)
         for chunk in self.registry.chunks:
             self.updater.finish(chunk)
@@ -430,7 +430,7 @@ class Engine:
         if (failure := self._finish_saving()) is not None:
             raise failure
         for chunk in self.registry.chunks:
-            if chunk.pending is None:
+            if not chunk.update.is_announced:
                 self.updater.finish(chunk)  # the last ones of a backward pass that updates
         for span in self.registry.spans:
             self.values.keep_written(span)
@@ -456,8 +456,7 @@ class Engine:
     def loading(self):
         """All records are replaced inside the block; gradients and updates of before are forgotten."""
         self.flush()
-        for chunk in self.registry.chunks:
-            chunk.updated = False
+        self.updater.end_step()
         self.cycle.torn = False
         self.zero_grad()
         for chunk in self.registry.chunks:

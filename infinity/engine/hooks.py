@@ -493,7 +493,7 @@ class Hooks:
         held = list(dict.fromkeys(map(self.registry.span_of, states))) if not self.pipeline.all_home else []
         lacking = [span for span in held if not (span.attached and span.holds)]
         for state in states if in_backward and not self.frames else ():
-            if self.registry.span_of(state) in lacking and any(chunk.updated for chunk in self.registry.chunks_of(state)):
+            if self.registry.span_of(state) in lacking and any(chunk.update.is_early for chunk in self.registry.chunks_of(state)):
                 raise UsageError(
                     f"{state.name} is read in a backward pass that has updated it already. Use update='deferred' for hooks that look at "
                     f"weights in backward."

@@ -264,7 +264,7 @@ class Cycle:
             state.touched_last[number] = state.touched
         for chunk in self.registry.chunks:
             chunk.missing = sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces)
-            chunk.update_expected = self.due.early_hyper is not None and chunk.trainable and chunk.missing > 0
+            self.updater.expect(chunk, self.due.early_hyper is not None and chunk.trainable and chunk.missing > 0)
 
     def expect_gradient(self, state: ParameterState) -> None:
         """Autograd is about to add to `param.grad`."""
@@ -293,7 +293,7 @@ class Cycle:
             return
         chunks = self.registry.chunks_of(state)
         for chunk in chunks:
-            if chunk.updated or (self.ranks.world > 1 and chunk in self.due.waiting):  # other ranks may not have waited
+            if chunk.update.is_early or (self.ranks.world > 1 and chunk in self.due.waiting):  # other ranks may not have waited
                 raise UsageError(
                     f"{state.name} received a gradient after it was updated in this backward pass, which the last step did "
                     f"not show. Use update='deferred' for a model whose gradients come in changing numbers."
@@ -416,8 +416,8 @@ class Cycle:
                 "hyper-parameters changed between the backward pass, which has begun to update, and step(). Change them after "
                 "step(), or use update='deferred'."
             )
-        ready = [chunk for chunk in self.registry.chunks if chunk.gradient_job is not None and not chunk.updated]
-        ready = [chunk for chunk in ready if chunk.pending is None]
+        ready = [chunk for chunk in self.registry.chunks if chunk.gradient_job is not None]
+        ready = [chunk for chunk in ready if not (chunk.update.is_early or chunk.update.is_announced)]
         if not self.deferred:
             ready.sort(key=lambda chunk: chunk.gradient_number)  # in the order in which their gradients came
         if self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite:
@@ -479,7 +479,7 @@ class Cycle:
         self._clear_gradients()
         if self.course.backward_task is not None:
             self.abandon_backward()
-        if any(chunk.updated for chunk in self.registry.chunks) and not self.torn:
+        if any(chunk.update.is_early for chunk in self.registry.chunks) and not self.torn:
             raise UsageError(
                 "zero_grad() between a backward pass that has begun to update and its step(). Call it after step(), or use "
                 "update='deferred'."
@@ -487,9 +487,9 @@ class Cycle:
         dropped = [
             chunk
             for chunk in self.registry.chunks
-            if chunk.pending is None and not chunk.updated
+            if not (chunk.update.is_early or chunk.update.is_announced)
             if chunk.gradient_job or chunk.flat_gradient is not None or chunk.received  # the last alone after an interrupt on the way
-            if chunk.updating is None or chunk.updating.done
+            if not chunk.update.is_running
         ]
         if dropped:
             self.gradients.drain()
@@ -509,7 +509,7 @@ class Cycle:
         """Between a backward pass that updates and step(), weights are of two steps, which would go unnoticed. change: those that stay on
         the device are not, yet; but what a program may change then must not depend on where they are."""
         self._refuse_half_loaded()
-        updates = change and self.due.early_hyper is not None or any(chunk.updated for chunk in self.registry.chunks)
+        updates = change and self.due.early_hyper is not None or any(chunk.update.is_early for chunk in self.registry.chunks)
         if self.course.backward_task is None and not self.torn and updates:
             raise UsageError(
                 f"{what} between a backward pass that has begun to update and its step(): some weights are new already. Call "
@@ -619,7 +619,7 @@ class Cycle:
                     set_grad(state.param, None)  # it came, but its hook did not
         self.gradients.hurry()
         self.hooks.release_all()
-        self.torn = self.torn or any(chunk.updated for chunk in self.registry.chunks)
+        self.torn = self.torn or any(chunk.update.is_early for chunk in self.registry.chunks)
 
     def _reset(self, torn: bool = False) -> None:
         """Nothing has happened since the last step."""
@@ -634,9 +634,6 @@ class Cycle:
         self.completed: list[tuple[int, int, int]] = []  # (backward pass, position in the trace, chunk)
         self._ends: dict[int, int] = {}  # of backward passes, in the trace
         self.first_step = False
-        for chunk in self.registry.chunks:
-            chunk.updated = False
-            chunk.update_expected = False
 
     @staticmethod
     def in_backward() -> bool:

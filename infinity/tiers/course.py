@@ -88,7 +88,7 @@ class Course:
         """As `next_use`, for the host copy of a chunk's weights: its update needs them, too, also one that has begun and waits for them."""
         distance, route = self.next_use(chunk.span.index), self.route
         due = route.update_order.get(chunk.index) if route is not None else None
-        if due is not None and (chunk.update_expected or (chunk.updating is not None and not chunk.updating.done)):
+        if due is not None and (chunk.update.is_expected or chunk.update.is_running):
             distance = min(distance, max(due[1], route.cursor.position))
         return distance
 
@@ -106,8 +106,7 @@ class Course:
 
     def next_gradient_use(self, chunk: ChunkState) -> float:
         """As `next_states_use`; what more is added to in this backward pass, or whose update has begun, comes first."""
-        updating = chunk.updating is not None and not chunk.updating.done
-        return -1 if chunk.missing or updating else self.next_states_use(chunk)
+        return -1 if chunk.missing or chunk.update.is_running else self.next_states_use(chunk)
 
     def wants_again(self, chunk: ChunkState) -> bool:
         """Whether a host copy of a chunk's weights will be wanted after the copy to the device that is under way."""

@@ -27,6 +27,16 @@ others move the bytes. Over 500 lines because device and host copies are states 
 # An update writes what it made DIRTY at once, pinned until then. A gradient stays DIRTY and unpinned until it is used: that
 # needs no write, unless its slot is wanted before.
 
+# [Note: life of an update]
+# What is due for a chunk's record. Only the training thread moves it on, lanes look at it:
+#
+#     backward:  IDLE --a backward pass begins--> EXPECTED --its gradients are there--> READY --nobody needs its weights-->
+#                EARLY (begun, weights are of the next step) --step()--> IDLE
+#     deferred:  IDLE --step()--> ANNOUNCED --begun, by what needs it--> IDLE
+#
+# step() also begins at once what is neither EARLY nor to be announced, such as what lives on the device. Whether an update that has begun is
+# over, its job knows.
+
 # [Note: weights written in forward]
 # An embedding with max_norm scales rows of its weight in forward. A row that changed loses its residual, which was of the
 # old value. What changed is seen by comparing with the host copy; a split master that lives on the device has none, so
@@ -85,6 +95,29 @@ _HOST_MOVES = {
     (HostState.DIRTY, HostState.CLEAN),
     (HostState.DIRTY, HostState.WRITING),
     (HostState.WRITING, HostState.CLEAN),
+}
+
+
+class UpdateStage(enum.Enum):
+    """Of a chunk's update, see [Note: life of an update]."""
+
+    IDLE = "idle"
+    EXPECTED = "expected"
+    READY = "ready"
+    EARLY = "early"
+    ANNOUNCED = "announced"
+
+
+_UPDATE_MOVES = {
+    (UpdateStage.IDLE, UpdateStage.EXPECTED),
+    (UpdateStage.EXPECTED, UpdateStage.IDLE),  # no gradient came, or step() began it
+    (UpdateStage.IDLE, UpdateStage.READY),  # other ranks have brought gradients
+    (UpdateStage.EXPECTED, UpdateStage.READY),
+    (UpdateStage.READY, UpdateStage.EARLY),
+    (UpdateStage.READY, UpdateStage.IDLE),  # its weights were needed until step(), or the step was given up
+    (UpdateStage.EARLY, UpdateStage.IDLE),
+    (UpdateStage.IDLE, UpdateStage.ANNOUNCED),
+    (UpdateStage.ANNOUNCED, UpdateStage.IDLE),
 }
 
 
@@ -453,6 +486,39 @@ class HostCache:
             self.lock.notify_all()
 
 
+class UpdateState:
+    """The update of a chunk that is due, or the last one; see [Note: life of an update]. tiers/updates.py alone writes it."""
+
+    __slots__ = ("hyper", "job", "stage")
+
+    def __init__(self):
+        self.stage = UpdateStage.IDLE
+        self.hyper = None  # of the update that is announced
+        self.job = None  # of the last one that has begun, but on the device
+
+    def become(self, stage: UpdateStage) -> None:
+        assert (self.stage, stage) in _UPDATE_MOVES, f"an update is {stage.value} after it was {self.stage.value}"
+        self.stage = stage
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether it follows in this backward pass."""
+        return self.stage in (UpdateStage.EXPECTED, UpdateStage.READY)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it has begun before the step() that it belongs to."""
+        return self.stage is UpdateStage.EARLY
+
+    @property
+    def is_announced(self) -> bool:
+        return self.stage is UpdateStage.ANNOUNCED
+
+    @property
+    def is_running(self) -> bool:
+        return self.job is not None and not self.job.done
+
+
 class ChunkState:
     """What the engine knows of one chunk: its record, its place in each tier, and what is under way for it."""
 
@@ -480,21 +546,18 @@ class ChunkState:
         self.used: set[int] = set()  # parameters with a gradient on this rank
         self.received: set[int] = set()  # parameters with data in the gradient shard, of any rank
         self.copy_job = None  # the last copy of its weights to the device
-        self.pending = None  # hyper-parameters of an update that was announced and not begun
-        self.updating = None  # the last update's job
-        self.update_expected = False  # an update follows in this backward pass
+        self.update = UpdateState()
         self.weights_expected = False  # a copy to the device follows soon, or an update of which this step has not told yet
-        self.updated = False  # since the last step()
         self.missing = 0  # parameters that lack gradients in this backward pass
         self.num_changes = 0  # of its record
-        # A checkpoint under way wants the record before it changes, or after the update that is pending:
+        # A checkpoint under way wants the record before it changes, or after the update that is announced:
         self.before_change: Callable[[ChunkState, object], None] | None = None  # with a Lease of the record, or None
         self.after_update: Callable[[ChunkState, object], None] | None = None
 
     @property
     def keep_weights(self) -> bool:
         """Whether a host copy of the weights is worth its slot even where nothing is kept."""
-        return self.update_expected or self.weights_expected
+        return self.update.is_expected or self.weights_expected
 
     def save_first(self, lease=None) -> None:
         """The record is about to move or change. lease: of all of it, where the caller has one."""

@@ -24,7 +24,7 @@ from infinity.tiers.arithmetic import Computed, Hyper, update
 from infinity.tiers.course import Course
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
-from infinity.tiers.state import ChunkState, ParameterState
+from infinity.tiers.state import ChunkState, ParameterState, Registry, UpdateStage
 
 
 class Updater:
@@ -38,7 +38,7 @@ class Updater:
         self,
         records: Records,
         gradients: Gradients,
-        params: list[ParameterState],
+        registry: Registry,
         course: Course,
         rank: int,
         events: Events,
@@ -49,7 +49,7 @@ class Updater:
     ):
         self.records = records
         self.gradients = gradients
-        self.params = params
+        self.chunks, self.params = registry.chunks, registry.params
         self.course = course
         self.rank = rank
         self.events = events
@@ -59,29 +59,52 @@ class Updater:
         self.lane = Lane("update", records.failure)
         self._begun: deque[Job | None] = deque()  # the last gradient job of each update in the lane, in their order; None: no update
 
-    def begin(self, chunk: ChunkState, hyper: Hyper) -> None:
-        """Update a chunk once its record and gradient are in host memory; nobody holds its device copy."""
+    def expect(self, chunk: ChunkState, comes: bool) -> None:
+        """A backward pass begins that updates the chunk, or does not."""
+        if comes and chunk.update.stage is UpdateStage.IDLE:
+            chunk.update.become(UpdateStage.EXPECTED)
+        elif not comes and chunk.update.stage is UpdateStage.EXPECTED:
+            chunk.update.become(UpdateStage.IDLE)
+
+    def ready(self, chunk: ChunkState) -> None:
+        """Its gradients are complete; it begins as soon as nobody needs its weights."""
+        chunk.update.become(UpdateStage.READY)
+
+    def announce(self, chunk: ChunkState, hyper: Hyper) -> None:
+        """It begins when the chunk is next needed."""
+        chunk.update.become(UpdateStage.ANNOUNCED)
+        chunk.update.hyper = hyper
+
+    def end_step(self) -> None:
+        """What has begun belongs to a step that is over; what has not, and is not announced, never will."""
+        for chunk in self.chunks:
+            if chunk.update.stage not in (UpdateStage.IDLE, UpdateStage.ANNOUNCED):
+                chunk.update.become(UpdateStage.IDLE)
+
+    def begin(self, chunk: ChunkState, hyper: Hyper, *, early: bool = False) -> None:
+        """Update a chunk once its record and gradient are in host memory; nobody holds its device copy. early: before step()."""
         gradient_job, chunk.gradient_job = chunk.gradient_job, None  # handed over: step() sees what came after
-        chunk.update_expected = False
+        if early or chunk.update.stage is not UpdateStage.IDLE:
+            chunk.update.become(UpdateStage.EARLY if early else UpdateStage.IDLE)
+        chunk.update.hyper = None
         if chunk.on_device:
             self._update_on_device(chunk, gradient_job, hyper)
         else:
             self._push(chunk, gradient_job, hyper)
-        chunk.pending = None
         self.course.num_updates_begun += 1  # only now: what it asks for must not look like the last to be used again
 
     def begin_announced(self, chunk: ChunkState) -> None:
         """Begin the update that is announced for a chunk."""
-        self.begin(chunk, chunk.pending)
+        self.begin(chunk, chunk.update.hyper)
 
     def finish(self, chunk: ChunkState) -> None:
         """Wait for the chunk's update: before its next gradient arrives, or its record is read."""
-        if chunk.pending is not None:
+        if chunk.update.is_announced:
             self.begin_announced(chunk)
-        if chunk.updating is not None:
-            if not chunk.updating.done:
+        if chunk.update.job is not None:
+            if chunk.update.is_running:
                 self.records.hurry_all()
-            self.events.wait("update", chunk.updating, chunk.index)
+            self.events.wait("update", chunk.update.job, chunk.index)
 
     def _update_on_device(self, chunk: ChunkState, gradient_job: Job, hyper: Hyper) -> None:
         """In the training thread: on CUDA the compute stream orders it, on the CPU it has all cores."""
@@ -110,12 +133,12 @@ class Updater:
             self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
         with self.records.lock:
             self._begun.append(gradient_job)
-        chunk.updating = self.lane.push(lambda: self._run(work, gradient_job), chunk.title, ready=ready)
+        chunk.update.job = self.lane.push(lambda: self._run(work, gradient_job), chunk.title, ready=ready)
 
     def hurry(self, chunk: ChunkState) -> None:
         """A fetch waits for the chunk's update: see [Note: order of updates]."""
-        if chunk.updating is not None and not chunk.updating.done:
-            self.lane.hurry(chunk.updating)
+        if chunk.update.is_running:
+            self.lane.hurry(chunk.update.job)
 
     def frees_gradient_soon(self) -> bool:
         """Whether what is at the head of the lane is an update that has all of its gradient, so that it goes on whatever the gc lane does.

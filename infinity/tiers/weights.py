@@ -189,9 +189,9 @@ class Weights:
             if chunk.weights_home == "device":
                 continue
             chunk.weights_expected = True
-            if chunk.pending is not None:
+            if chunk.update.is_announced:
                 self.updater.begin_announced(chunk)
-            elif chunk.updating is None or chunk.updating.done:
+            elif not chunk.update.is_running:
                 self.records.request(chunk, WEIGHTS, pin=False)
 
     def copy(self, span: SpanState, *, needed: bool) -> None:
@@ -214,10 +214,10 @@ class Weights:
         span.become(Presence.FETCHING)
         try:
             for chunk in self.registry.chunks_in(span):
-                if chunk.pending is not None:
+                if chunk.update.is_announced:
                     self.updater.begin_announced(chunk)
                 self.updater.hurry(chunk)
-                update, request = chunk.updating, None
+                update, request = chunk.update.job, None
                 if chunk.weights_home != "device":
                     request = self.records.request(chunk, WEIGHTS, urgent=needed)
                 chunk.weights_expected = self.course.wants_again(chunk)

@@ -1517,7 +1517,7 @@ def test_an_engine_that_fails_while_its_update_lane_waits_for_the_checkpoints_di
     from test_save import deep, train_deep
 
     def is_taken_by_its_update(saving, chunk):
-        return chunk.index in saving._busy and chunk.updating is not None and not chunk.updating.done
+        return chunk.index in saving._busy and chunk.update.is_running
 
     folder, first = Path(sys.argv[1]), []
     least = least_host_memory(deep, folder, update="deferred", **NVME)  # so that somebody waits for a slot, and learns of it

@@ -501,8 +501,8 @@ def traffic(make, directory, num_steps=4, **config):
 
         def counters():
             for chunk in engine.registry.chunks:
-                if chunk.updating is not None:
-                    chunk.updating.wait()
+                if chunk.update.job is not None:
+                    chunk.update.job.wait()
             engine.records.flush()
             last, found = None, look()
             while found != last:  # the kernel counts what is begun, the engine what is over

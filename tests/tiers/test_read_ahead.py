@@ -60,10 +60,10 @@ def test_weights_that_an_update_has_asked_for_are_wanted_before_all_others(train
     course, chunks = engine.course, engine.registry.chunks
     course.route.cursor.position = len(course.route.uses) - 1  # all updates are due
     asked = chunks[LAYERS // 2]
-    assert not asked.update_expected and course.next_weights_use(asked) > course.next_weights_use(chunks[0])
-    done, asked.updating = asked.updating, Job(None)
+    assert not asked.update.is_expected and course.next_weights_use(asked) > course.next_weights_use(chunks[0])
+    done, asked.update.job = asked.update.job, Job(None)
     assert all(course.next_weights_use(asked) < course.next_weights_use(chunk) for chunk in chunks if chunk is not asked)
-    asked.updating = done
+    asked.update.job = done
 
 
 def test_reads_go_as_far_ahead_as_slots_that_updates_leave(trained):

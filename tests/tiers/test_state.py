@@ -1,0 +1,42 @@
+"""The life of an update, see [Note: life of an update] in state.py."""
+
+import itertools
+
+import pytest
+from helpers import training
+from models import inputs, mlp
+
+from infinity.tiers.state import _UPDATE_MOVES, UpdateStage, UpdateState
+
+IDLE, EXPECTED, READY, EARLY, ANNOUNCED = UpdateStage
+
+
+@pytest.mark.parametrize("before, after", list(itertools.product(UpdateStage, repeat=2)))
+def test_an_update_moves_on_as_its_table_says_or_not_at_all(before, after):
+    update = UpdateState()
+    update.stage = before
+    if (before, after) in _UPDATE_MOVES:
+        update.become(after)
+        assert update.stage is after
+    else:
+        with pytest.raises(AssertionError, match=f"an update is {after.value} after it was {before.value}"):
+            update.become(after)
+        assert update.stage is before
+
+
+@pytest.mark.parametrize(
+    "when, life", [("backward", [EXPECTED, READY, EARLY, IDLE]), ("deferred", [ANNOUNCED, IDLE])], ids=lambda value: str(value)
+)
+def test_a_step_leads_an_update_through_its_life(when, life, tmp_path, monkeypatch):
+    moves = []
+    become = UpdateState.become
+    monkeypatch.setattr(UpdateState, "become", lambda self, stage: (become(self, stage), moves.append((self, stage))))
+    with training(lambda: mlp(4), tmp_path, update=when, weights="host", states="host") as (model, engine, optimizer):
+        for _ in range(3):
+            model(inputs(model, 0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.flush()
+        for chunk in engine.registry.chunks:
+            assert [stage for update, stage in moves if update is chunk.update] == 3 * life, chunk
+            assert not chunk.update.is_running
