@@ -291,10 +291,8 @@ def _connect(
     for index in written:
         params[index].written_in_forward = True
     spans = [SpanState(s, [params[i] for i in s.params], device, s.numel * dtype.itemsize) for s in layout_.spans]
-    chunks = [
-        ChunkState(chunk, record, chunk.shard_pieces(ranks.rank), spans[chunk.span])
-        for chunk, record in zip(layout_.chunks, records)
-    ]
+    pairs = zip(layout_.chunks, records)
+    chunks = [ChunkState(chunk, record, chunk.shard_pieces(ranks.rank), spans[chunk.span]) for chunk, record in pairs]
     for index, chunk in enumerate(chunks):
         chunk.weights_home = placement.homes[WEIGHTS][index]
         chunk.states_home = placement.homes[STATES if chunk.trainable else WEIGHTS][index]
@@ -339,12 +337,11 @@ def _connect(
         for index, area in _areas(arena, resident).items():
             caches[kind].add_resident(chunks[index], area)
 
-    staging = gather_stream = None
+    staging = None
     if cuda:
-        gather_stream = torch.cuda.Stream(device)
         largest = max(chunk.record.numel for chunk in chunks) * dtype.itemsize
         staging = arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
-    gather_lane = Lane("gg", failure)
+    gather_lane, gather_stream = Lane("gg", failure), torch.cuda.Stream(device) if cuda else None
     undo.callback(gather_lane.close)
     gradients = Gradients(
         registry,
@@ -363,10 +360,10 @@ def _connect(
     undo.callback(gradients.close)
     threads = num_cores - (num_cores // 8 if cuda else 0)  # these are for whoever gives the device its work
     seed = config.seed if config.moments == "bf16" else None
-    updater = Updater(records_, gradients, registry, course, ranks.rank, events, deferred=deferred, threads=threads, seed=seed)
+    updater = Updater(records_, gradients, course, ranks.rank, events, deferred=deferred, threads=threads, seed=seed)
     undo.callback(updater.close)
     values = Values(registry, records_, updater, tier, ranks)
-    weights = Weights(registry, tier, records_, updater, values, course, ranks, gather_lane, gather_stream, device, events)
+    weights = Weights(values, course, gather_lane, gather_stream, device, events)
     undo.callback(weights.close)
     caches[GRADIENTS].frees_soon = updater.frees_gradient_soon
     activations = None

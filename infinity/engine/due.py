@@ -16,13 +16,9 @@ import torch
 
 from infinity.optim.adam import NormAccumulator
 from infinity.plan.record import STATES
-from infinity.system.events import Events
-from infinity.system.ranks import Ranks
 from infinity.tiers.arithmetic import Hyper, add_norm
-from infinity.tiers.course import Course
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.records import Records
-from infinity.tiers.state import ChunkState, ParameterState, Registry, UpdateStage
+from infinity.tiers.state import ChunkState, ParameterState, UpdateStage
 from infinity.tiers.updates import Updater
 from infinity.tiers.weights import Weights
 
@@ -34,25 +30,12 @@ class Due:
     gradients, because their norm is asked for.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        records: Records,
-        course: Course,
-        weights: Weights,
-        gradients: Gradients,
-        updater: Updater,
-        ranks: Ranks,
-        events: Events,
-    ):
-        self.registry = registry
-        self.records = records
-        self.course = course
+    def __init__(self, weights: Weights, gradients: Gradients, updater: Updater):
+        self.registry, self.records, self.course = weights.registry, weights.records, weights.course
+        self.ranks, self.events = weights.ranks, weights.events
         self.weights = weights
         self.gradients = gradients
         self.updater = updater
-        self.ranks = ranks
-        self.events = events
         self.reset()
 
     def reset(self) -> None:

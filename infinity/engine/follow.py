@@ -14,9 +14,7 @@ import torch
 from infinity.engine.due import Due
 from infinity.plan import schedule
 from infinity.plan.schedule import Route, Use
-from infinity.system.ranks import Ranks
-from infinity.tiers.course import Course
-from infinity.tiers.state import DeviceTier, Presence, Registry, SpanState, farthest_first
+from infinity.tiers.state import Presence, SpanState, farthest_first
 from infinity.tiers.weights import Weights
 
 _LOOK_AHEAD = 64  # uses that are searched for what to fetch after a jump
@@ -27,10 +25,6 @@ class Follower:
 
     def __init__(
         self,
-        registry: Registry,
-        tier: DeviceTier,
-        ranks: Ranks,
-        course: Course,
         weights: Weights,
         due: Due,
         *,
@@ -38,10 +32,8 @@ class Follower:
         slots_ahead: int,
         states_ahead: int,
     ):
-        self.registry = registry
-        self.tier = tier
-        self.ranks = ranks
-        self.course = course
+        self.registry, self.tier, self.ranks = weights.registry, weights.tier, weights.ranks
+        self.course = weights.course
         self.weights = weights
         self.due = due
         self.keep = keep

@@ -73,20 +73,10 @@ class Cycle:
         self.events = events
         self.registry, self.records, self.weights, self.course = parts.registry, parts.records, parts.weights, parts.course
         self.gradients, self.updater, self.activations = parts.gradients, parts.updater, parts.activations
-        self.due = Due(
-            self.registry, self.records, self.course, self.weights, self.gradients, self.updater, ranks, events
-        )
+        self.due = Due(self.weights, self.gradients, self.updater)
         slots_ahead, states_ahead = look_ahead(parts.placement)
         self.follower = Follower(
-            self.registry,
-            parts.tier,
-            ranks,
-            self.course,
-            self.weights,
-            self.due,
-            keep=config.residency == "auto",
-            slots_ahead=slots_ahead,
-            states_ahead=states_ahead,
+            self.weights, self.due, keep=config.residency == "auto", slots_ahead=slots_ahead, states_ahead=states_ahead
         )
         self.deferred = deferred
         self.optimizer = None

@@ -24,7 +24,7 @@ from infinity.tiers.arithmetic import Computed, Hyper, update
 from infinity.tiers.course import Course
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
-from infinity.tiers.state import ChunkState, ParameterState, Registry, UpdateStage
+from infinity.tiers.state import ChunkState, UpdateStage
 
 
 class Updater:
@@ -38,7 +38,6 @@ class Updater:
         self,
         records: Records,
         gradients: Gradients,
-        registry: Registry,
         course: Course,
         rank: int,
         events: Events,
@@ -49,7 +48,7 @@ class Updater:
     ):
         self.records = records
         self.gradients = gradients
-        self.chunks, self.params = registry.chunks, registry.params
+        self.chunks, self.params = gradients.registry.chunks, gradients.registry.params
         self.course = course
         self.rank = rank
         self.events = events

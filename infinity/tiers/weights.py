@@ -29,11 +29,9 @@ import torch
 from infinity.plan.record import WEIGHTS
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
-from infinity.system.ranks import Ranks
 from infinity.tiers.course import Course
-from infinity.tiers.records import Records, Request
-from infinity.tiers.state import ChunkState, DeviceTier, Presence, Registry, SpanState, farthest_first, no_room
-from infinity.tiers.updates import Updater
+from infinity.tiers.records import Request
+from infinity.tiers.state import ChunkState, Presence, SpanState, farthest_first, no_room
 from infinity.tiers.values import Values
 
 
@@ -60,30 +58,21 @@ class Weights:
 
     def __init__(
         self,
-        registry: Registry,
-        tier: DeviceTier,
-        records: Records,
-        updater: Updater,
         values: Values,
         course: Course,
-        ranks: Ranks,
         gather_lane: Lane,
         gather_stream,
         device: torch.device,
         events: Events,
     ):
-        self.registry = registry
-        self.tier = tier
-        self.records = records
-        self.updater = updater
-        self.values = values
+        self.registry, self.tier, self.ranks = values.registry, values.tier, values.ranks
+        self.values, self.updater, self.records = values, values.updater, values.records
         self.course = course
-        self.ranks = ranks
         self.gg, self.gather_stream = gather_lane, gather_stream
         self.device = device
         self.events = events
         self.make_way: Callable[[], bool] = lambda: False  # whether something that is held could be released
-        self.cg = Lane("cg", records.failure)
+        self.cg = Lane("cg", self.records.failure)
         self.cuda = device.type == "cuda"
         if self.cuda:
             self.copy_stream = torch.cuda.Stream(device)
