@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from infinity.checkpoints import manifest as manifests
+from infinity.checkpoints.encoding import encode
 from infinity.checkpoints.manifest import Parameter, Whole
 from infinity.engine.engine import Engine
 from infinity.errors import CheckpointError
@@ -59,7 +59,7 @@ def generators(device: torch.device) -> dict:
         "numpy": (kind, keys.tobytes(), *rest),
         "python": (version, np.array(words, dtype=np.uint32).tobytes(), gauss),
     }
-    return manifests.encode(found, lambda tensor: 0, "generators")
+    return encode(found, lambda tensor: 0, "generators")
 
 
 def checked_generators(found: object, device: torch.device) -> dict:

@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 
 import aio_ext
-from infinity.checkpoints.manifest import LARGEST_WORLD, TENSOR_DTYPES, Manifest, Parameter, Place
+from infinity.checkpoints.files import Directory, Progress, failed, lay_out_all
+from infinity.checkpoints.manifest import LARGEST_WORLD, TENSOR_DTYPES, Manifest, Parameter, RecordPlace
+from infinity.checkpoints.reader import Checkpoint, segment_bytes, segment_tensors
 from infinity.checkpoints.safetensors import MAX_FILE_NBYTES, TensorSpec, plan_files, write_files
-from infinity.checkpoints.store import QUEUE, Checkpoint, Directory, Progress, Tensors, Writer, failed, lay_out, segment_bytes
+from infinity.checkpoints.writer import Tensors, Writer
 from infinity.config import LARGEST_CHUNK_MIB, LEAST_CHUNK_MIB, checked_path
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.adam import masters
 from infinity.plan.packing import ParameterSpec, default_chunk_numel, layout
-from infinity.plan.record import record_layout
 from infinity.system.arena import Arena
-from infinity.tiers.state import TORCH_DTYPES
 
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -99,61 +99,62 @@ def reshard(
         raise ConfigError(f"chunk_mib={chunk_mib!r}: expected {LEAST_CHUNK_MIB} to {LARGEST_CHUNK_MIB} MiB, or None")
     checked_path(target)
     with Checkpoint(checked_path(path)) as checkpoint:
-        old = checkpoint.manifest
         if Path(target).resolve() == checkpoint.path.resolve():
             raise CheckpointError(f"{target} is the checkpoint itself: name another directory")
-        specs = [ParameterSpec(p.name, p.numel, old.dtype, p.trainable) for p in old.parameters]
-        if chunk_mib is not None:
-            chunk_numel = default_chunk_numel(chunk_mib, world)
-        else:
-            chunk_numel = default_chunk_numel(max((chunk.numel for chunk in old.chunks), default=1) * 2 / 2**20, world)
-        chunks = layout(specs, chunk_numel=chunk_numel, world=world).chunks
-        records = [[record_layout(c.shard_used(r), old.dtype, c.trainable, old.moments, old.moments_dtype) for c in chunks] for r in range(world)]
-        plans = [lay_out(records[rank], [chunk.trainable for chunk in chunks], rank) for rank in range(world)]
-        files = [file for own, _ in plans for file in own]
-        first = [sum(len(own) for own, _ in plans[:rank]) for rank in range(world)]
-        places = [[Place(first[r] + plans[r][1][c.index][0], plans[r][1][c.index][1], ()) for r in range(world)] for c in chunks]
-        kept = {"rng": old.rng if world == old.world else (), "files": tuple(files), "chunks": chunks, "world": world}
-        new = replace(old, places=tuple(map(tuple, places)), **kept)
-        if dry_run:
-            return new
-        directory, arena, writers, queue = Directory(Path(target)), Arena(), [], None
-        try:
-            directory.check_space(new.nbytes)
-            folder = directory.path / directory.folder
-            queue = QUEUE.queue()
-            writers += [Writer(folder, records[rank], *plans[rank], {}, queue) for rank in range(world)]
-            region = arena.region(max((record.nbytes for own in records for record in own), default=0) or 1)
-            done = 0
-            for chunk in chunks:
-                for rank in range(world):
-                    record = records[rank][chunk.index]
-                    _put_together(checkpoint, chunk.shard_pieces(rank), record, region)
-                    if record.nbytes:
-                        writers[rank].write(chunk.index, 0, region.buffer[: record.nbytes]).wait()
-                    crcs = tuple(aio_ext.crc32c(part) for part in segment_bytes(record, region.buffer).values())
-                    places[chunk.index][rank] = replace(places[chunk.index][rank], crcs=crcs)
-                    done += record.nbytes
-                    if progress is not None:
-                        progress(done, new.nbytes)
-            tensors = Tensors()
-            for index in range(len(old.tensors)):
-                tensors.put(checkpoint.tensor(index))
-            tensors.write(folder)
-            for writer in writers:
-                writer.finish()
-            new = replace(new, folder=directory.folder, places=tuple(map(tuple, places)), tensors=tuple(tensors.entries))
-            directory.commit(new)
-            return new
-        except BaseException:
-            for writer in writers:
-                writer.abort()
-            directory.abort()
-            raise
-        finally:
-            if queue is not None:
-                queue.close()
-            arena.close()
+        new = _laid_out(checkpoint.manifest, world, chunk_mib)
+        return new if dry_run else _write(checkpoint, new, Path(target), progress)
+
+
+def _laid_out(old: Manifest, world: int, chunk_mib: float | None) -> Manifest:
+    """The manifest of the same values on so many ranks, whose records have no checksums yet."""
+    specs = [ParameterSpec(p.name, p.numel, old.dtype, p.trainable) for p in old.parameters]
+    if chunk_mib is not None:
+        chunk_numel = default_chunk_numel(chunk_mib, world)
+    else:
+        chunk_numel = default_chunk_numel(max((chunk.numel for chunk in old.chunks), default=1) * 2 / 2**20, world)
+    chunks = layout(specs, chunk_numel=chunk_numel, world=world).chunks
+    new = replace(old, world=world, chunks=chunks, rng=old.rng if world == old.world else ())
+    files, places = lay_out_all(new)
+    return replace(new, files=tuple(files), places=tuple(tuple(RecordPlace(*place, ()) for place in row) for row in places))
+
+
+def _write(checkpoint: Checkpoint, new: Manifest, target: Path, progress: Progress | None) -> Manifest:
+    """Write a checkpoint's values as a manifest lays them out; returns it with the folder and the checksums."""
+    jobs = [(chunk, rank) for chunk in new.chunks for rank in range(new.world)]
+    at = {(chunk.index, rank): new.places[chunk.index][rank] for chunk, rank in jobs}
+    directory, arena, writer = Directory(target), Arena(), None
+    try:
+        directory.check_space(new.nbytes)
+        folder = directory.path / directory.folder
+        writer = Writer(folder, new.files, {record: (place.file, place.offset) for record, place in at.items()})
+        region = arena.region(max((new.record(chunk.index, rank).nbytes for chunk, rank in jobs), default=0) or 1)
+        done = 0
+        for chunk, rank in jobs:
+            index, record = (chunk.index, rank), new.record(chunk.index, rank)
+            _put_together(checkpoint, chunk.shard_pieces(rank), record, region)
+            if record.nbytes:
+                writer.write(index, 0, region.buffer[: record.nbytes]).wait()
+            crcs = tuple(aio_ext.crc32c(part) for part in segment_bytes(record, region.buffer).values())
+            at[index] = replace(at[index], crcs=crcs)
+            done += record.nbytes
+            if progress is not None:
+                progress(done, new.nbytes)
+        tensors = Tensors()
+        for index in range(len(new.tensors)):
+            tensors.put(checkpoint.tensor(index))
+        tensors.write(folder)
+        writer.finish()
+        places = tuple(tuple(at[chunk.index, rank] for rank in range(new.world)) for chunk in new.chunks)
+        new = replace(new, folder=directory.folder, places=places, tensors=tuple(tensors.entries))
+        directory.commit(new)
+        return new
+    except BaseException:
+        if writer is not None:
+            writer.abort()
+        directory.abort()
+        raise
+    finally:
+        arena.close()
 
 
 def _values(checkpoint: Checkpoint, tiles: list[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -182,9 +183,6 @@ def _place_in(whole: torch.Tensor, tile: Parameter) -> torch.Tensor:
 def _put_together(checkpoint: Checkpoint, pieces, record, region) -> None:
     """Fill the memory of a record with the pieces of a shard."""
     region.tensor(torch.uint8, 0, region.nbytes).zero_()
-    shard = {
-        segment.name: region.tensor(TORCH_DTYPES[segment.dtype], offset, record.numel)
-        for segment, offset in zip(record.segments, record.offsets)
-    }
+    shard = segment_tensors(record, region)
     for piece in pieces:
         checkpoint.copy(shard, piece.start, piece.param, piece.param_start, piece.numel)

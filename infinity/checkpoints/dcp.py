@@ -38,7 +38,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItemType
 
-from infinity.checkpoints.store import failed
+from infinity.checkpoints.files import failed
 from infinity.config import checked_path
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError, ConfigError

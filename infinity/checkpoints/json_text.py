@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 from infinity.errors import CheckpointError
 
+LARGEST = 1 << 62  # of any number of elements or bytes
 _WINDOW_NBYTES = 1 << 16  # of text, for most values
 _MOST_NBYTES = 1 << 18  # of text, for one entry
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -144,6 +145,50 @@ def cost(text: str) -> int:
     """At most so many bytes of memory are taken by what JSON makes of a text."""
     nodes = 72 * text.count("[") + 240 * text.count("{") + 40 * text.count(",") + 32 * text.count('"')
     return nodes + len(text) * (4 if "\\u" in text or not text.isascii() else 1)
+
+
+# What a value must be. Each raises CheckpointError, which names `what` it was read for.
+
+
+def as_number(value, what: str, least: int = 0, most: int = LARGEST) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise CheckpointError(f"{what}: expected a whole number from {least} to {most}, got {short(value)}")
+    return value
+
+
+def as_text(value, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise CheckpointError(f"{what}: expected a text, got {short(value)}")
+    return value
+
+
+def as_flag(value, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{short(what)}: expected true or false, got {short(value)}")
+    return value
+
+
+def as_choice(value, what: str, choices) -> str:
+    if not isinstance(value, str) or value not in choices:
+        raise CheckpointError(f"{what}: expected one of {', '.join(choices)}, got {short(value)}")
+    return value
+
+
+def as_list(value, what: str, most: int = 1 << 26) -> list:
+    if not isinstance(value, list) or len(value) > most:
+        raise CheckpointError(f"{what}: expected a list of at most {most}, got {short(value)}")
+    return value
+
+
+def as_object(value, what: str) -> dict:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what}: expected an object, got {short(value)}")
+    return value
+
+
+def short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _unique(pairs):

@@ -1,6 +1,6 @@
 """Loading the training state of an engine: `infinity.load`.
 
-Knows which of a checkpoint's values make up each record of an engine. Must not know how files are read (store.py) or when records
+Knows which of a checkpoint's values make up each record of an engine. Must not know how files are read (reader.py) or when records
 are saved (save.py).
 
 # [Note: another world size]
@@ -23,15 +23,16 @@ from torch import nn
 
 import aio_ext
 from infinity.checkpoints.contents import checked_generators, loose_tensors, parameters_of, set_generators, with_extra_state
+from infinity.checkpoints.files import Progress
 from infinity.checkpoints.manifest import Whole
-from infinity.checkpoints.store import Checkpoint, Progress
+from infinity.checkpoints.reader import Checkpoint, segment_tensors
 from infinity.config import checked_path
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError, ConfigError
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.sizes import listed
 from infinity.system.interrupts import Shield
-from infinity.tiers.state import TORCH_DTYPES, ChunkState
+from infinity.tiers.state import ChunkState
 
 
 def load(
@@ -63,7 +64,7 @@ def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progres
     checked_path(path)
     checkpoint = engine.ranks.together(lambda: Checkpoint(path), undo=Checkpoint.close)
     try:
-        loading = engine.ranks.together(lambda: _Loading(engine, checkpoint, optimizer, scheduler))
+        loading = engine.ranks.together(lambda: _Load(engine, checkpoint, optimizer, scheduler))
         digest = int.from_bytes(bytes.fromhex(checkpoint.manifest.folder.removeprefix("data-")), "big")
         if not engine.ranks.agree(digest):
             raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")
@@ -84,7 +85,7 @@ class Loaded:
     world: int
 
 
-class _Loading:
+class _Load:
     """Filling an engine's records from a checkpoint. Raises CheckpointError, before anything changes, if the two do not match."""
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint, optimizer, scheduler):
@@ -235,10 +236,8 @@ class _Loading:
         rank, world = self.engine.ranks.rank, self.engine.ranks.world
         self._generators = None
         if len(manifest.rng) == world:
-            try:
+            with self.checkpoint.named():
                 self._generators = checked_generators(decode(manifest.rng[rank]), self.engine.device)
-            except CheckpointError as error:
-                raise error if str(self.checkpoint.path) in str(error) else CheckpointError(f"{self.checkpoint.path}: {error}") from None
         self._scale = None
         if self.with_states and self.engine.cycle.scaler is not None and manifest.scaler is not None:
             scale, num_clean = manifest.scaler.get("scale"), manifest.scaler.get("num_clean")
@@ -297,7 +296,7 @@ class _Loading:
             for chunk in engine.registry.chunks:
                 if len(under_way) == bound:
                     settle()
-                into = _Into(engine, chunk)
+                into = _Destination(engine, chunk)
                 tickets: list[aio_ext.Ticket] = []
                 under_way.append((chunk, into, tickets))
                 for offset, buffer in into.parts:
@@ -344,7 +343,7 @@ class _Loading:
             self._progress(self._done_nbytes, self._total_nbytes)
 
 
-class _Into:
+class _Destination:
     """Where a record of the checkpoint is read to: host memory of the chunk, or an area whose bytes then go to the device. parts: each with
     its offset in the record."""
 
@@ -375,5 +374,5 @@ class _Into:
 
     def _to_device(self) -> None:
         with self.engine.values.filled(self.chunk) as shard, torch.no_grad():
-            for segment, offset in zip(self.record.segments, self.record.offsets):
-                shard[segment.name].copy_(self.region.tensor(TORCH_DTYPES[segment.dtype], offset, self.record.numel))
+            for name, segment in segment_tensors(self.record, self.region).items():
+                shard[name].copy_(segment)

@@ -1,6 +1,6 @@
 """Saving the training state of an engine: `infinity.save`.
 
-Knows when each record may be taken, and by whom. Must not know how files are made whole (store.py) or what a manifest looks like on
+Knows when each record may be taken, and by whom. Must not know how files are made whole (files.py) or what a manifest looks like on
 the disk (manifest.py).
 
 # [Note: when a record is saved]
@@ -47,14 +47,14 @@ import torch
 from torch import nn
 
 import aio_ext
-from infinity.checkpoints import manifest as manifests
 from infinity.checkpoints.contents import generators, loose_tensors, parameters_of, with_extra_state
-from infinity.checkpoints.manifest import Manifest, Place
-from infinity.checkpoints.store import Directory, Linked, Progress, Tensors, Writer, lay_out
+from infinity.checkpoints.encoding import encode
+from infinity.checkpoints.files import Directory, Progress, lay_out, lay_out_all
+from infinity.checkpoints.manifest import File, Manifest, RecordPlace
+from infinity.checkpoints.writer import Linked, Tensors, Writer
 from infinity.config import checked_path
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError, SwapError
-from infinity.plan.record import record_layout
 from infinity.sizes import parse_bytes
 from infinity.system.arena import PAGE_NBYTES, Arena, Region
 from infinity.system.lanes import THREADS, Monitor
@@ -211,7 +211,7 @@ class Saving:
                     self._directory.check_space(everyone)
                 if not folder.is_dir():
                     raise CheckpointError(f"{folder} is not there for {ranks.name}: all ranks must see the same directory")
-                return Writer(folder, [chunk.record for chunk in chunks], files, self._places, linked)
+                return Writer(folder, files, self._places, linked)
 
             self._writer = ranks.together(make, undo=Writer.abort)
         except BaseException:
@@ -258,20 +258,20 @@ class Saving:
                 raise CheckpointError("a parameter of the model is only a placeholder outside of it; it is saved anyway")
             return tensors.put(tensor)
 
-        extra = manifests.encode(extra, put, "extra")  # first: its tensors' indices are those of other ranks, which have no buffers
+        extra = encode(extra, put, "extra")  # first: its tensors' indices are those of other ranks, which have no buffers
         loose = {} if self._ranks.rank else loose_tensors(engine)
-        buffers = {name: manifests.encode(value, put, f"buffer {name}") for name, value in loose.items()}
+        buffers = {name: encode(value, put, f"buffer {name}") for name, value in loose.items()}
         extra_state = {name: module.get_extra_state() for name, module in with_extra_state(model)}
         found = {
-            "model": {"buffers": buffers, "extra_state": manifests.encode(extra_state, put, "extra state of the model")},
+            "model": {"buffers": buffers, "extra_state": encode(extra_state, put, "extra state of the model")},
             "optimizer": None,
-            "scheduler": manifests.encode(None if scheduler is None else scheduler.state_dict(), put, "scheduler"),
+            "scheduler": encode(None if scheduler is None else scheduler.state_dict(), put, "scheduler"),
             "scaler": None,
             "extra": extra,
         }
         if engine.optimizer is not None:
             groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-            groups = manifests.encode(groups, put, "a parameter group")
+            groups = encode(groups, put, "a parameter group")
             found["optimizer"] = {"rule": type(engine.optimizer.rule).__name__, "groups": groups}
         if engine.cycle.scaler is not None:
             found["scaler"] = {"scale": engine.cycle.scaler.scale, "num_clean": engine.cycle.scaler.num_clean}
@@ -586,30 +586,25 @@ class Saving:
 
     def _manifest(self, crcs: list[list[list[int]]]) -> Manifest:
         engine, config, layout = self._engine, self._engine.config, self._engine.layout
-        world, moments = self._ranks.world, engine.moments
-        files, places = [], [[] for _ in layout.chunks]
-        for rank in range(world):
-            records = [record_layout(c.shard_used(rank), config.dtype, c.trainable, moments, config.moments) for c in layout.chunks]
-            own, at = lay_out(records, [chunk.trainable for chunk in layout.chunks], rank)
-            for index, (file, offset) in enumerate(at):
-                places[index].append(Place(len(files) + file, offset, tuple(crcs[rank][index])))
-            files += own
-        return Manifest(
+        manifest = Manifest(
             folder=self._name,
-            world=world,
+            world=self._ranks.world,
             dtype=config.dtype,
             moments_dtype=config.moments,
-            moments=moments,
+            moments=engine.moments,
             seed=config.seed if engine.updater.seed is None else engine.updater.seed,
             parameters=tuple(replace(parameter, step=self._steps[index]) for index, parameter in enumerate(self._parameters)),
             aliases=self._aliases,
             chunks=layout.chunks,
-            places=tuple(map(tuple, places)),
-            files=tuple(files),
             tensors=tuple(self._tensors.entries),
             rng=tuple(self._rng),
             **self._content,
         )
+        files, places = lay_out_all(manifest)
+        rows = [
+            tuple(RecordPlace(*place, tuple(crcs[rank][index])) for rank, place in enumerate(row)) for index, row in enumerate(places)
+        ]
+        return replace(manifest, files=tuple(files), places=tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -620,7 +615,7 @@ class LastSave:
     """
 
     folder: Path
-    files: list[manifests.File]
+    files: list[File]
     crcs: dict[int, tuple[int, ...]]
     changes: dict[int, int]
     number: int

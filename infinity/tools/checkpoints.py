@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infinity.checkpoints.convert import export, reshard
 from infinity.checkpoints.manifest import VERSION
-from infinity.checkpoints.store import Checkpoint
+from infinity.checkpoints.reader import Checkpoint
 from infinity.errors import printable
 from infinity.sizes import format_bytes, parse_bytes
 from infinity.tools.progress import BytesProgress

@@ -10,9 +10,10 @@ from torch import nn
 
 import infinity
 from infinity.checkpoints.convert import export, reshard
+from infinity.checkpoints.reader import Checkpoint
 from infinity.checkpoints.safetensors import TensorFiles, TensorSpec, write_files
-from infinity.checkpoints.store import Checkpoint
 from infinity.model.gpt import GPT
+from infinity.optim.adam import split_master
 
 SMALL = {"device": "cpu", "chunk_mib": 0.02}
 
@@ -131,7 +132,7 @@ def test_a_model_is_filled_from_files(tmp_path, dtype, started, window):
             expected = plain.state_dict()[name]
             if expected.is_floating_point() and name != "running":
                 whole = expected.reshape(-1)
-                whole = infinity.adam.split_master(whole)[0] if dtype == "bf16" else whole.to(value.dtype)
+                whole = split_master(whole)[0] if dtype == "bf16" else whole.to(value.dtype)
                 expected = whole.view(expected.shape)
             assert_same_bits(value, expected, name)
             if before is not None and dtype != "bf16":

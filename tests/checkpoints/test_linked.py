@@ -11,8 +11,8 @@ from models import mlp
 from test_save import PLACES, frozen_half, record_files, train_trait
 
 import infinity
-from infinity.checkpoints import save, store
-from infinity.checkpoints.store import Checkpoint
+from infinity.checkpoints import save, writer
+from infinity.checkpoints.reader import Checkpoint
 from infinity.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,7 +59,7 @@ def test_a_save_writes_anew_what_was_damaged_in_a_file_that_it_would_link(wait, 
         with pytest.warns(RuntimeWarning, match="has changed since it was saved") as told:
             saving = infinity.save(tmp_path / "3", model, optimizer, wait=wait)
             train_trait(model, optimizer, 3)
-            save.wait()
+            saving.wait()
         (told,) = [str(warning.message) for warning in told]
         assert damaged.name in told and str(tmp_path / "2") in told and str(tmp_path / "3") in told and "layers." in told
         assert [is_whole(tmp_path / name) for name in "0123"] == [False, False, False, True]
@@ -94,13 +94,13 @@ def test_a_record_that_changes_before_its_linked_file_was_read_is_saved_as_it_wa
         if damage:
             flip_a_frozen_bit(tmp_path / "a")
         expected = states_of(engine, model)
-        gate, read = threading.Event(), store.Writer.read
+        gate, read = threading.Event(), writer.Writer.read
 
         def late(self, *arguments):
             gate.wait(20)
             return read(self, *arguments)
 
-        monkeypatch.setattr(store.Writer, "read", late)
+        monkeypatch.setattr(writer.Writer, "read", late)
         under_way = infinity.save(tmp_path / "b", model, optimizer, wait=False)
         with infinity.gathered(model.layers[5].weight), torch.no_grad():
             model.layers[5].weight.zero_()

@@ -15,9 +15,10 @@ import torch
 from test_store import Run, mutated, signed, unsigned
 
 import infinity
-from infinity.checkpoints import contents, manifest
-from infinity.checkpoints.manifest import Manifest, Parameter, Place
-from infinity.checkpoints.store import lay_out
+from infinity.checkpoints import contents, encoding
+from infinity.checkpoints.files import lay_out
+from infinity.checkpoints.manifest import Manifest, Parameter, RecordPlace
+from infinity.checkpoints.manifest_check import manifest_from_json
 from infinity.errors import CheckpointError
 from infinity.plan.packing import ParameterSpec, layout
 from infinity.plan.record import ADAM_MOMENTS, record_layout
@@ -182,7 +183,7 @@ def test_a_manifest_of_100_000_parameters_is_read_and_written_the_same():
     for rank in range(world):
         own, at = lay_out([record_layout(c.shard_used(rank), format, True) for c in chunks], [True] * len(chunks), rank)
         for index, (file, offset) in enumerate(at):
-            places[index].append(Place(len(files) + file, offset, (2**32 - 1 - index, index, 2**31, 0)))
+            places[index].append(RecordPlace(len(files) + file, offset, (2**32 - 1 - index, index, 2**31, 0)))
         files += own
     made = Manifest(
         folder="data-0123456789ab", world=world, dtype=format, moments_dtype="fp32", moments=ADAM_MOMENTS, seed=0, aliases={}, chunks=chunks,
@@ -191,7 +192,7 @@ def test_a_manifest_of_100_000_parameters_is_read_and_written_the_same():
     data = made.to_json()
     tracemalloc.start()
     try:
-        found = Manifest.from_json(data, "here")
+        found = manifest_from_json(data, "here")
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -276,12 +277,12 @@ def test_every_state_that_a_generator_has_is_taken_and_draws_the_same():
     for _ in range(100):
         numel = chance.randrange(1300)
         chance.choice(draws)(numel), np.random.randn(numel), random.gauss(0, 1)
-        found = manifest.decode(json.loads(json.dumps(contents.generators(CPU))), None)
+        found = encoding.decode(json.loads(json.dumps(contents.generators(CPU))), None)
         expected = torch.rand(700).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)
         contents.set_generators(contents.checked_generators(found, CPU), CPU)
         assert (torch.rand(700).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)) == expected
     torch.manual_seed(3)  # fresh, which no draw leaves
-    contents.checked_generators(manifest.decode(contents.generators(CPU), None), CPU)
+    contents.checked_generators(encoding.decode(contents.generators(CPU), None), CPU)
 
 
 def test_the_state_of_random_as_it_was_first_written_is_read(saved):

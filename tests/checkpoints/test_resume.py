@@ -19,8 +19,8 @@ import psutil
 import pytest
 import torch
 
-from infinity.checkpoints import store
-from infinity.checkpoints.store import read_manifest
+from infinity.checkpoints import files, writer
+from infinity.checkpoints.files import read_manifest
 from infinity.errors import CheckpointError
 from infinity.tools.cli import main
 from infinity.tools.train import rotation, training
@@ -307,7 +307,7 @@ def test_a_kill_while_one_is_removed_leaves_no_half_checkpoint(checkpoint, monke
 def test_a_checkpoint_that_another_process_writes_stays(checkpoint):
     Path("saved").mkdir()
     saved = put(checkpoint, 2)
-    other = store.Directory(saved.path_of(1))
+    other = files.Directory(saved.path_of(1))
     saved.prune(1, saved.path_of(2))
     assert names() == ["step-00000001", "step-00000002"]
     other.abort()
@@ -388,17 +388,17 @@ def test_a_checkpoint_of_another_program_is_refused(checkpoint, capsys, monkeypa
 @pytest.mark.parametrize("every, whole", [("2", [2]), ("4", [])])
 def test_a_checkpoint_that_fails_ends_the_run(capsys, monkeypatch, every, whole):
     """The disk fails with the checkpoint of step 4; the one of step 2 stays."""
-    finish = store.Writer.finish
+    finish = writer.Writer.finish
 
     def fail(self):
         if num_finished:
             num_finished.pop()
             return finish(self)
         self.abort()
-        raise store.failed("a file could not be brought to the disk", self.folder, OSError(5, "Input/output error"))
+        raise files.failed("a file could not be brought to the disk", self.folder, OSError(5, "Input/output error"))
 
     num_finished = [None] * len(whole)
-    monkeypatch.setattr(store.Writer, "finish", fail)
+    monkeypatch.setattr(writer.Writer, "finish", fail)
     options = ["train", *MODEL, *ON_NVME, "--save", "saved", "--save-every", every, "--steps", "4", "--json", "out.json"]
     assert main(options) == 2
     assert "infinity: error: [Errno 5] a file could not be brought to the disk" in capsys.readouterr().err

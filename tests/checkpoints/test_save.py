@@ -46,8 +46,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import infinity
+import infinity.checkpoints.manifest
+import infinity.checkpoints.reader
 import infinity.checkpoints.save
-import infinity.checkpoints.store
 from aio_ext import _aio
 from infinity.model.gpt import GPT
 from infinity.optim.loss_scale import LossScale
@@ -1473,8 +1474,8 @@ class Watched(Arena):
 def test_two_areas_of_host_memory_are_enough_whatever_the_size_of_records(places, most, tmp_path, monkeypatch):
     """2 x the largest segment, at most 16 MiB each."""
     monkeypatch.setattr(Watched, "made", [])
-    monkeypatch.setattr(infinity.saving, "AREA_NBYTES", most)
-    for module in (infinity.saving, infinity.store):
+    monkeypatch.setattr(infinity.checkpoints.save, "AREA_NBYTES", most)
+    for module in (infinity.checkpoints.save, infinity.checkpoints.reader):
         monkeypatch.setattr(module, "Arena", Watched)
     config = {"chunk_mib": 1 / 32, **places}
     at_call = expected_states(deep, tmp_path, 1, **config)
@@ -1621,7 +1622,7 @@ VALUES = {
 
 def tensors_of_all_dtypes():
     random_bytes = torch.randint(0, 2, (64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    for dtype in infinity.checkpoints.save.manifests.TENSOR_DTYPES.values():
+    for dtype in infinity.checkpoints.manifest.TENSOR_DTYPES.values():
         whole = random_bytes.view(dtype) if dtype is not torch.bool else random_bytes.bool()
         yield from (whole, whole[:0], whole[1], whole[: len(whole) // 2 * 2].view(2, -1), whole[: len(whole) // 2 * 2].view(2, -1).t())
         yield whole[::2]
@@ -1865,12 +1866,12 @@ def test_a_program_that_ends_has_its_checkpoint(tmp_path):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     """
     run_python(textwrap.dedent(source), tmp_path)
-    with infinity.checkpoints.store.Checkpoint(tmp_path / "checkpoint") as checkpoint:
+    with infinity.checkpoints.reader.Checkpoint(tmp_path / "checkpoint") as checkpoint:
         assert checkpoint.verify() and checkpoint.manifest.step == 1
 
 
 def test_a_checkpoint_needs_no_further_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(infinity.saving, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(infinity.checkpoints.save, "PATIENCE_S", 0.1)
     with training(mlp, tmp_path, **NVME, update="backward") as (model, engine, optimizer):
         train_mlp = loss_of(model(inputs(model, 0)))
         train_mlp.backward()

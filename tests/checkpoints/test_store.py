@@ -40,12 +40,15 @@ from torch import nn
 import aio_ext
 import infinity
 from aio_ext import _aio
-from infinity.checkpoints import manifest, save, store
+from infinity.checkpoints import encoding, files, manifest, reader, save, writer
 from infinity.checkpoints.convert import export, reshard
-from infinity.checkpoints.store import Checkpoint, Directory, Tensors, Writer, lay_out
+from infinity.checkpoints.files import Directory, lay_out
+from infinity.checkpoints.reader import Checkpoint
+from infinity.checkpoints.writer import Tensors, Writer
 from infinity.errors import CheckpointError, SwapError, UsageError
 from infinity.plan import packing
 from infinity.plan.record import record_layout
+from infinity.system import ranks
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30  # after which a process that does not answer is taken to hang
@@ -112,11 +115,11 @@ class Run:
 
 
 def digest_of(states, passes):
-    total = hashlib.sha256(bytes(store.as_bytes(passes.contiguous())))
+    total = hashlib.sha256(bytes(writer.as_bytes(passes.contiguous())))
     for name in sorted(states):
         for segment in sorted(states[name]):
             total.update(f"{name} {segment}".encode())
-            total.update(bytes(store.as_bytes(states[name][segment].contiguous())))
+            total.update(bytes(writer.as_bytes(states[name][segment].contiguous())))
     return total.hexdigest()
 
 
@@ -318,7 +321,7 @@ def saves_until_killed(say, folder, targets, wait, config):
     with Run(folder / "swap", **config) as run:
         whole = [target for target in targets if (target / "manifest.json").exists()]
         if whole:
-            newest = max(whole, key=lambda target: store.read_manifest(target).step)
+            newest = max(whole, key=lambda target: files.read_manifest(target).step)
             run.load(newest)
             say(("loaded", run.step, run.digest()))
         while True:
@@ -374,7 +377,7 @@ def test_a_checkpoint_is_old_or_new_whenever_the_writer_is_killed(tmp_path, nurs
         finished = begun = newest[0]
     print(f"{moments} kills, 0 lost, up to step {steps[-1]}")
     with Run(tmp_path / "swap", **ON_HOST) as run:
-        run.load(max((target for target in targets if (target / "manifest.json").exists()), key=lambda t: store.read_manifest(t).step))
+        run.load(max((target for target in targets if (target / "manifest.json").exists()), key=lambda t: files.read_manifest(t).step))
         assert run.digest() == states[run.step]
         for target in targets:
             run.train().save(target)
@@ -418,7 +421,7 @@ def test_a_checkpoint_is_old_or_new_when_killed_at_every_call(tmp_path, nursery,
     rename = names.index("rename")
     assert steps == [1] * (rename + 1 - after) + [2] * (len(names) - rename + after)
     assert {"mkdir", "link", "posix_fallocate", "write", "fsync", "rename", "unlink", "rmdir"} <= set(names), names
-    others = 5 + len(store.ancestors(tmp_path / "swap"))  # tensors, folder, directory twice, manifest
+    others = 5 + len(files.ancestors(tmp_path / "swap"))  # tensors, folder, directory twice, manifest
     assert names.count("fsync") == names.count("posix_fallocate") + others, names
     print(f"{len(names)} calls: {' '.join(names)}")
 
@@ -454,7 +457,7 @@ def test_a_first_checkpoint_is_none_or_whole_when_killed_at_every_call(tmp_path,
 
 def ranks_save(say, folder, target, rank, victim, position, meet):
     """One of two ranks: two steps, each saved. The victim is killed, or meets a fault, at a call of the second."""
-    infinity.system.ranks.CONTROL_TIMEOUT_S, infinity.system.ranks.SILENCE_S = 20, 3
+    ranks.CONTROL_TIMEOUT_S, ranks.SILENCE_S = 20, 3
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{position}", rank=rank, world_size=2)
     run = Run(folder / f"swap{rank}")
     run.train().save(target)
@@ -631,7 +634,7 @@ def test_each_call_that_fails_ends_the_checkpoint_and_is_made_once(run, tmp_path
         only_the_checkpoint(target)
         assert on_disk(target) == new
     assert on_disk(target) == new
-    assert len(met) == {"fsync": 6 + len(store.ancestors(target)), "posix_fallocate": 1, "rename": 1, "mkdir": 2, "link": 1, "open": 3}[name], met
+    assert len(met) == {"fsync": 6 + len(files.ancestors(target)), "posix_fallocate": 1, "rename": 1, "mkdir": 2, "link": 1, "open": 3}[name], met
     print(f"{name}: {len(met)} times: {met}")
 
 
@@ -684,12 +687,12 @@ def test_training_goes_on_after_a_checkpoint_that_failed(tmp_path, digests, who_
     _aio._inject("write", 3, -1, -errno.EIO)
     saving = run.train().save(target, wait=False)
     run.train(2)
-    while not save.done:
+    while not saving.done:
         time.sleep(0.001)
     _aio._inject()
     assert run.digest() == digests[run.step]
     assert on_disk(target) == (1, digests[1])
-    act = {"wait": save.wait, "save": lambda: run.save(target), "close": run.engine.close, "load": lambda: run.load(target)}
+    act = {"wait": saving.wait, "save": lambda: run.save(target), "close": run.engine.close, "load": lambda: run.load(target)}
     with pytest.raises(SwapError, match=str(target)):
         act[who_hears]()
     if who_hears != "close":
@@ -718,7 +721,7 @@ def fills_a_volume(say, folder, mount):
         needed, available = re.search(r"needs ([\d,]+) bytes and ([\d,]+) are available", str(caught.value)).groups()
         status = os.statvfs(volume)
         fresh = 32768 + 12 + 2800  # the file of trained records, the buffer and the noise
-        assert int(needed.replace(",", "")) == fresh + store.SLACK_NBYTES, caught.value
+        assert int(needed.replace(",", "")) == fresh + files.SLACK_NBYTES, caught.value
         assert abs(int(available.replace(",", "")) - status.f_bavail * status.f_frsize) <= 8192
         assert everything_in(volume) == names and on_disk(volume / "target") == before
         os.unlink(volume / "else")
@@ -753,25 +756,25 @@ def write_checkpoint(path, seed, world=2, values=None, step=3):
     layout = packing.layout(specs, chunk_numel=world * 1024, world=world)
     directory, tensors = Directory(path), Tensors()
     files, places = [], [[] for _ in layout.chunks]
-    content = manifest.encode({"x": torch.arange(300.0) + seed, "y": (1, b"two", float("nan"))} if values is None else values, tensors.put)
+    content = encoding.encode({"x": torch.arange(300.0) + seed, "y": (1, b"two", float("nan"))} if values is None else values, tensors.put)
     model = {"buffers": {"passes": {"$tensor": tensors.put(torch.full((77,), float(seed)))}}, "extra_state": {}}
     trains = [chunk.trainable for chunk in layout.chunks]
     for rank in range(world):
         records = [record_layout(chunk.shard_used(rank), "bf16", chunk.trainable) for chunk in layout.chunks]
         own, at = lay_out(records, trains, rank)
-        writer = Writer(path / directory.folder, records, own, at, {})
+        writer = Writer(path / directory.folder, own, at)
         for index, record in enumerate(records):
             memory = np.frombuffer(region := bytearray(record.nbytes + 4096), dtype=np.uint8)
             begin = -memory.ctypes.data % 4096
             buffer = memoryview(region)[begin : begin + record.nbytes]
             crcs = []
-            for segment in store.segment_bytes(record, buffer).values():
+            for segment in reader.segment_bytes(record, buffer).values():
                 segment[:] = generator.bytes(len(segment))
                 crcs.append(aio_ext.crc32c(segment))
             if record.nbytes:
                 writer.write(index, 0, buffer).wait()
             file, offset = at[index]
-            places[index].append(manifest.Place(len(files) + file, offset, tuple(crcs)))
+            places[index].append(manifest.RecordPlace(len(files) + file, offset, tuple(crcs)))
         writer.finish()
         files += own
     tensors.write(path / directory.folder)
@@ -847,7 +850,7 @@ def test_every_flipped_bit_is_found_and_located(two_ranks, num_flips):
                 if number % 50 == 0:
                     said = refused(two_ranks.path)
                 elif file.name == "manifest.json":
-                    said = raised(lambda: store.read_manifest(two_ranks.path))
+                    said = raised(lambda: files.read_manifest(two_ranks.path))
                 else:
                     said = raised(opened.verify)
             finally:
@@ -951,7 +954,7 @@ def test_load_refuses_damage_and_the_engine_refuses_to_train_until_it_has_a_whol
     target = tmp_path / "target"
     run.train(2).save(target)
     whole = on_disk(target)
-    bytes_of = Bytes(target, store.read_manifest(target))
+    bytes_of = Bytes(target, files.read_manifest(target))
     run.train()
     before = run.digest()
     for file in bytes_of.files:
@@ -977,7 +980,7 @@ def test_weights_of_two_states_are_not_read(run, tmp_path):
     target = tmp_path / "target"
     run.train(2).save(target)
     run.train()
-    flip(Bytes(target, store.read_manifest(target)).files[2], 0, 3)
+    flip(Bytes(target, files.read_manifest(target)).files[2], 0, 3)
     with pytest.raises(CheckpointError):
         run.load(target)
     for act in (run.digest, run.model.state_dict):
@@ -989,7 +992,7 @@ def test_padding_changes_nothing_that_is_loaded(run, tmp_path):
     target = tmp_path / "target"
     run.train(2).save(target)
     expected = on_disk(target)
-    bytes_of = Bytes(target, store.read_manifest(target))
+    bytes_of = Bytes(target, files.read_manifest(target))
     for file in bytes_of.files[2:]:
         whole = bytearray(file.read_bytes())
         for offset in range(len(whole)):
@@ -1012,7 +1015,7 @@ PICKLES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpi
 
 def test_no_module_can_run_code_from_a_file():
     num_calls = 0
-    for path in sorted([*ROOT.glob("infinity/*.py"), *ROOT.glob("aio_ext/*.py")]):
+    for path in sorted([*ROOT.glob("infinity/**/*.py"), *ROOT.glob("aio_ext/*.py")]):
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{path.name}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Import):
@@ -1030,7 +1033,7 @@ def test_no_module_can_run_code_from_a_file():
                 num_calls += 1
                 assert node.func.id not in ("eval", "exec", "compile", "__import__"), where
     assert num_calls > 1000
-    calls = re.findall(r"torch\.(load|save)\((.*)\)", (ROOT / "infinity" / "dcp.py").read_text())
+    calls = re.findall(r"torch\.(load|save)\((.*)\)", (ROOT / "infinity" / "checkpoints" / "dcp.py").read_text())
     assert calls and all(name == "save" or "weights_only=True" in arguments for name, arguments in calls), calls
 
 
@@ -1340,7 +1343,7 @@ def test_values_that_encode_did_not_make_are_refused(value):
         return torch.zeros(2)
 
     with pytest.raises(CheckpointError):
-        manifest.decode(value, get)
+        encoding.decode(value, get)
 
 
 def test_values_come_back_as_they_were():
@@ -1354,8 +1357,8 @@ def test_values_come_back_as_they_were():
         "numbers": [1, -(2**70), 0.1, float("inf"), float("-inf"), True, None], "$name": "x", "tuple": (1, (2, [3])), 5: "five", (1, 2): b"\0\xff",
         "tensors": [torch.arange(4), torch.zeros(0, 3), torch.tensor(1.5)], "array": np.arange(6.0).reshape(2, 3), "text": "é\ud7ff\0",
     }  # fmt: skip
-    there = json.loads(json.dumps(manifest.encode(given, put)))
-    found = manifest.decode(there, kept.__getitem__)
+    there = json.loads(json.dumps(encoding.encode(given, put)))
+    found = encoding.decode(there, kept.__getitem__)
     assert list(found) == list(given) and found["$name"] == "x" and found[(1, 2)] == b"\0\xff" and found["tuple"] == (1, (2, [3]))
     assert found["numbers"] == given["numbers"] and found["text"] == given["text"]
     assert all(torch.equal(a, b) for a, b in zip(found["tensors"], given["tensors"])) and (found["array"] == given["array"]).all()
@@ -1404,17 +1407,17 @@ def test_who_opens_a_checkpoint_while_it_is_replaced_gets_the_old_or_the_new_one
     """Between the manifest and the files that it names, which are gone then."""
     path, left = tmp_path / "c", [2]
     write_checkpoint(path, 1)
-    from_json = manifest.Manifest.from_json.__func__
+    from_json = files.manifest_from_json
 
-    def replaced_meanwhile(cls, data, where):
-        monkeypatch.setattr(manifest.Manifest, "from_json", classmethod(from_json))  # the writer reads it, too
+    def replaced_meanwhile(data, where):
+        monkeypatch.setattr(files, "manifest_from_json", from_json)  # the writer reads it, too
         if left[0]:
             left[0] -= 1
             write_checkpoint(path, 10 + left[0])
-            monkeypatch.setattr(manifest.Manifest, "from_json", classmethod(replaced_meanwhile))
-        return from_json(cls, data, where)
+            monkeypatch.setattr(files, "manifest_from_json", replaced_meanwhile)
+        return from_json(data, where)
 
-    monkeypatch.setattr(manifest.Manifest, "from_json", classmethod(replaced_meanwhile))
+    monkeypatch.setattr(files, "manifest_from_json", replaced_meanwhile)
     with Checkpoint(path) as opened:
         opened.verify()
 

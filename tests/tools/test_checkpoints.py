@@ -7,7 +7,7 @@ import torch
 
 import infinity
 from infinity.checkpoints.safetensors import TensorFiles
-from infinity.checkpoints.store import Checkpoint
+from infinity.checkpoints.reader import Checkpoint
 from infinity.model.gpt import GPT
 from infinity.tools.cli import main
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import infinity
-from infinity.checkpoints.store import Checkpoint
+from infinity.checkpoints.reader import Checkpoint
 from infinity.config import Config
 from infinity.model.gpt import GPT, Batches
 from infinity.sizes import format_bytes

@@ -5,7 +5,7 @@ Knows paths, and whether a checkpoint is whole. Must not know engines, what a ch
 # [Note: what may be removed]
 # A checkpoint is there while its manifest is. It goes manifest first: what a kill in the middle leaves is none, as is what an
 # interrupted first save leaves, and goes with the next `prune`. A folder in which a process is writing has that process's lock (see
-# [Note: old or new] in store.py) and stays. Only names that are ours are touched; a folder that holds others stays with them.
+# [Note: old or new] in checkpoints/files.py) and stays. Only names that are ours are touched; a folder that holds others stays with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import shutil
 from pathlib import Path
 
 from infinity.checkpoints import manifest as manifests
-from infinity.checkpoints.store import Checkpoint, failed, sync_directory
+from infinity.checkpoints.files import failed, sync_directory
+from infinity.checkpoints.reader import Checkpoint
 from infinity.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})")

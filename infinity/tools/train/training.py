@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import aio_ext
 import infinity
-from infinity.checkpoints.store import Checkpoint
+from infinity.checkpoints.reader import Checkpoint
 from infinity.config import Config, command_layers
 from infinity.errors import CheckpointError, ConfigError
 from infinity.model.gpt import GPT, Batches, read_bytes, standard_library_paths

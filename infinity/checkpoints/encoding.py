@@ -1,0 +1,134 @@
+"""Values of the program's as JSON, and back: what was given as `extra`, schedulers' and generators' states.
+
+Knows Python's plain types, tensors and arrays. Must not know where a value stands in a checkpoint, nor how tensors are kept.
+
+# [Note: values in JSON]
+# Numbers, strings, true, false, null, lists and objects stand for themselves. Else an object of one key: $float "nan" | "inf" |
+# "-inf"; $tuple [items]; $dict [[key, value], ...] where keys are not strings; $counter the same; $bytes base64; $tensor and
+# $array an index of `tensors`. Subclasses of dict come back as dict, a deque as a list, numpy's numbers as Python's.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import collections
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from infinity.checkpoints.json_text import as_list, as_number
+from infinity.errors import CheckpointError
+
+_MOST_ALIKE = 16  # keys of a dict with one hash
+_MOST_DEEP = 300  # lists and objects inside of each other
+_MOST_BITS = 4096  # of a number
+
+
+def encode(value, put: Callable[[torch.Tensor], int], what: str = "extra"):
+    """A value as JSON has it. put: takes a tensor and returns its index. Raises CheckpointError, naming what cannot be kept."""
+    try:
+        encoded = _encode(value, put, what)
+    except RecursionError:
+        raise CheckpointError(f"{what} is nested too deeply, or holds itself") from None
+    _check_depth(encoded, what)
+    return encoded
+
+
+def _encode(value, put: Callable[[torch.Tensor], int], what: str):
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise CheckpointError(f"{what}: a number of {value.bit_length()} bits cannot be saved")
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        try:
+            return {"$tensor": put(value)}
+        except CheckpointError as error:
+            raise CheckpointError(f"{what}: {error}") from None
+    if type(value) in (np.ndarray, np.memmap):
+        try:
+            return {"$array": put(torch.from_numpy(np.array(value, order="C")))}
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{what}: {error}") from None
+    if type(value) is tuple:
+        return {"$tuple": [_encode(item, put, f"{what}[{i}]") for i, item in enumerate(value)]}
+    if type(value) in (list, collections.deque):
+        return [_encode(item, put, f"{what}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict) and type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
+        name = "$counter" if type(value) is collections.Counter else "$dict"
+        _check_keys(value, what)
+        if name == "$dict" and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: _encode(item, put, f"{what}[{key!r}]") for key, item in value.items()}
+        return {name: [[_encode(key, put, f"{what}: key"), _encode(item, put, f"{what}[{key!r}]")] for key, item in value.items()]}
+    raise CheckpointError(
+        f"{what} is of type {type(value).__name__}, which a checkpoint does not hold: give numbers, strings, bytes, tensors, arrays, "
+        f"and lists, tuples and dicts of these"
+    )
+
+
+def decode(value, get: Callable[[int], torch.Tensor]):
+    """What `encode` was given. get: a tensor by its index. Raises CheckpointError for what it did not make."""
+    seen: set[int] = set()
+
+    def once(index: int) -> torch.Tensor:  # else a few bytes could ask for one a million times
+        if index in seen:
+            raise CheckpointError(f"small tensor {index} stands for two values")
+        seen.add(index)
+        return get(index)
+
+    _check_depth(value, "a value of the manifest")
+    try:
+        return _decode(value, once)
+    except (TypeError, ValueError, KeyError, IndexError, binascii.Error, RecursionError) as error:
+        raise CheckpointError(f"a value of the manifest makes no sense ({type(error).__name__}: {error})") from None
+
+
+def _check_depth(value, what: str) -> None:
+    """Refuse, as it lies in JSON, what the interpreter may have no stack for: how deep that is differs by version and caller."""
+    level = [value]
+    for _ in range(_MOST_DEEP):
+        inside = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [item for items in inside for item in items]
+        if not level:
+            return
+    raise CheckpointError(f"{what} is nested more than {_MOST_DEEP} deep")
+
+
+def _check_keys(keys: Iterable, what: str) -> None:
+    """Refuse keys that were made to collide, such as multiples of 2**61 - 1: a dict of n of them takes n * n / 2 comparisons."""
+    alike = collections.Counter(map(hash, keys))
+    if alike and max(alike.values()) > _MOST_ALIKE:
+        raise CheckpointError(f"{what}: more than {_MOST_ALIKE} keys of a dict have the same hash; give a list of pairs")
+
+
+def _decode(value, get):
+    if isinstance(value, list):
+        return [_decode(item, get) for item in value]
+    if not isinstance(value, dict):
+        return value
+    name = next(iter(value), "")
+    if not name.startswith("$"):
+        return {key: _decode(item, get) for key, item in value.items()}
+    (content,) = value.values()
+    if name == "$float" and content in ("nan", "inf", "-inf"):
+        return float(content)
+    if name == "$bytes":
+        return base64.b64decode(content, validate=True)
+    if name == "$tuple":
+        return tuple(_decode(item, get) for item in as_list(content, name))
+    if name in ("$dict", "$counter"):
+        pairs = [(_decode(key, get), _decode(item, get)) for key, item in as_list(content, name)]
+        _check_keys((key for key, _ in pairs), name)
+        return collections.Counter(dict(pairs)) if name == "$counter" else dict(pairs)
+    if name in ("$tensor", "$array"):
+        tensor = get(as_number(content, name))
+        return tensor if name == "$tensor" else tensor.numpy()
+    raise CheckpointError(f"a value of unknown kind {name!r}")

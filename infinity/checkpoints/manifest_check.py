@@ -1,0 +1,351 @@
+"""A manifest's bytes, read by one who believes nothing: they may be damaged, or made to do harm.
+
+Knows the rules of [Note: the format of a checkpoint] in manifest.py, and checks each before anything is done with what was read. Must
+not know how files are read, nor what a tensor's bytes are.
+
+Read as [Note: nothing is made of JSON before it is known to be small] in json_text.py says. Tables are bounded by what a model of over
+100,000 parameters needs. What goes past a bound is refused, and when it is saved, too, as `Directory.commit` reads what it has written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from array import array
+
+import numpy as np
+
+from infinity.checkpoints.json_text import LARGEST, Budget, Text, as_choice, as_flag, as_list, as_number, as_object, as_text, short
+from infinity.checkpoints.manifest import (
+    ALIGNMENT,
+    FILE_NAME,
+    FOLDER_NAME,
+    FORMAT,
+    LARGEST_WORLD,
+    MOMENTS_DTYPES,
+    TENSOR_DTYPES,
+    VERSION,
+    File,
+    Manifest,
+    Parameter,
+    Row,
+    StoredTensor,
+    Whole,
+)
+from infinity.errors import CheckpointError
+from infinity.plan.packing import BLOCK_NUMEL, Chunk, Piece
+from infinity.plan.record import FORMATS, record_layout
+
+_ENTRIES_NBYTES = 56 << 20  # of memory, for everything that is listed
+_VALUES_NBYTES = 8 << 20  # for what the program gave
+_DIGEST_NBYTES = len(',"sha256":""}\n') + 64  # at the end
+_PARAMETER_NBYTES, _PIECE_NBYTES, _CHUNK_NBYTES = 184, 128, 400  # of memory, about, without names
+
+
+def manifest_from_json(data: bytes, where: str) -> Manifest:
+    """What `Manifest.to_json` wrote. Raises CheckpointError that names `where` for anything but a whole, consistent manifest."""
+    body = _signed(data, where)
+    try:
+        return _Checked(Text(body, is_open=True)).manifest()
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, IndexError) as error:
+        raise CheckpointError(f"{where}: the manifest makes no sense ({type(error).__name__}: {error})") from None
+
+
+def _signed(data: bytes, where: str) -> memoryview:
+    """The JSON text before the digest, once that is found right; the brace that closes it is missing."""
+    body, tail = memoryview(data)[:-_DIGEST_NBYTES], data[-_DIGEST_NBYTES:]
+    match = re.fullmatch(rb',"sha256":"([0-9a-f]{64})"}\n', tail)
+    if match is None or hashlib.sha256(body).hexdigest().encode() != match[1]:
+        raise CheckpointError(f"{where}: the manifest is damaged or cut: its digest is not that of its bytes; use another checkpoint")
+    return body
+
+
+class _Checked:
+    """Turns the text of a manifest into a Manifest; raises CheckpointError or what a wrong type makes Python raise."""
+
+    def __init__(self, text: Text):
+        self.text = text
+        self._names = text.members()
+        self._entries = Budget(_ENTRIES_NBYTES, "the list of parameters, pieces and records", "save with fewer and larger chunks (chunk_mib)")
+        self._values = Budget(_VALUES_NBYTES, "what beside weights was saved", "give long lists in extra= as tensors or arrays")
+        self._numbers: dict[int, int] = {}  # one object for equal ones
+
+    def manifest(self) -> Manifest:
+        """Key by key: all are there, in the order of the note, and what follows them is left alone."""
+        self._check_format()
+        folder, step = self._folder(), self._value("step")
+        self.world = as_number(self._value("world"), "world", 1, LARGEST_WORLD)
+        self.dtype = as_choice(self._value("dtype"), "dtype", FORMATS)
+        self.moments_dtype = as_choice(self._value("moments_dtype"), "moments_dtype", MOMENTS_DTYPES)
+        self.moments = self._moments()
+        seed = as_number(self._value("seed"), "seed", 0, (1 << 64) - 1)
+        self.parameters = self._parameters()
+        aliases = self._aliases()
+        chunks, places = self._chunks()
+        self.files = self._files()
+        self._check_pieces(chunks)
+        self._check_places(chunks, places)
+        tensors, model = self._tensors(), self._model()
+        optimizer, scheduler, scaler = (self._value(name, self._values) for name in ("optimizer", "scheduler", "scaler"))
+        rng, extra = self._rng(), self._value("extra", self._values)
+        for _ in self._names:
+            self.text.value(self._values)
+        self.text.end()
+        for name, value in (("optimizer", optimizer), ("scaler", scaler)):
+            if value is not None:
+                as_object(value, name)
+        manifest = Manifest(
+            folder=folder,
+            world=self.world,
+            dtype=self.dtype,
+            moments_dtype=self.moments_dtype,
+            moments=self.moments,
+            seed=seed,
+            parameters=self.parameters,
+            aliases=aliases,
+            chunks=chunks,
+            places=places,
+            files=self.files,
+            tensors=tensors,
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            rng=rng,
+            extra=extra,
+        )
+        if step != manifest.step or type(step) is not int:
+            raise CheckpointError(f"step {short(step)}, but the parameters say {manifest.step}")
+        return manifest
+
+    def _goto(self, name: str) -> None:
+        """The next key must be this one."""
+        found = next(self._names, None)
+        if found != name:
+            raise CheckpointError(f"expected {name!r}, got {'the end' if found is None else short(found)}")
+
+    def _value(self, name: str, budget: Budget | None = None):
+        """That of the next key, which must be this one."""
+        self._goto(name)
+        return self.text.value(budget)
+
+    def _check_format(self) -> None:
+        if next(self._names, None) != "format" or self.text.value() != FORMAT:
+            raise CheckpointError("this is no manifest of an infinity checkpoint")
+        if (version := self._value("version")) != VERSION or type(version) is not int:
+            raise CheckpointError(f"format version {short(version)}, expected {VERSION}: read it with the release of infinity that wrote it")
+
+    def _folder(self) -> str:
+        folder = as_text(self._value("folder"), "folder")
+        if not FOLDER_NAME.fullmatch(folder):
+            raise CheckpointError(f"folder {short(folder)} is no name of a checkpoint's folder")
+        return folder
+
+    def _moments(self) -> tuple[str, ...]:
+        moments = tuple(as_text(name, "moments") for name in as_list(self._value("moments"), "moments", 64))
+        if len(set(moments)) < len(moments) or any(not name.isidentifier() for name in moments):
+            raise CheckpointError(f"moments {short(moments)} are no names, or the same one twice")
+        return moments
+
+    def _parameters(self) -> tuple[Parameter, ...]:
+        self._goto("parameters")
+        found, names = [], set()
+        for _ in self.text.items():
+            entry = self.text.value()
+            name = as_text(as_object(entry, "a parameter")["name"], "a parameter's name")
+            if name in names:
+                raise CheckpointError(f"parameter {short(name)} stands there twice")
+            names.add(name)
+            shape = _shape(entry["shape"], name)
+            self._entries.take(_PARAMETER_NBYTES + len(name) + 40 * len(shape))
+            if not 0 < math.prod(shape) < LARGEST:
+                raise CheckpointError(f"parameter {short(name)} of shape {shape} has no or too many elements")
+            whole = _whole(entry["whole"], name, shape) if "whole" in entry else None
+            if whole is not None:
+                self._entries.take(_PARAMETER_NBYTES + len(whole.name) + 80 * len(shape))
+            group = entry["group"] if entry["group"] is None else as_number(entry["group"], "a parameter's group", 0, 1 << 32)
+            trainable, step = as_flag(entry["trainable"], name), self._same(as_number(entry["step"], "a parameter's step"))
+            found.append(Parameter(name, shape, trainable, group, step, whole))
+        return tuple(found)
+
+    def _aliases(self) -> dict[str, str]:
+        self._goto("aliases")
+        names = {parameter.canonical.name for parameter in self.parameters}
+        aliases = {}
+        for alias in self.text.members():
+            name = as_text(self.text.value(), "aliases")
+            self._entries.take(_PARAMETER_NBYTES + len(alias) + len(name))
+            if alias in names or alias in aliases or name not in names:
+                raise CheckpointError(f"alias {short(alias)} of {short(name)}: expected another name of a parameter")
+            aliases[alias] = name
+        return aliases
+
+    def _files(self) -> tuple[File, ...]:
+        self._goto("files")
+        found, names = [], set()
+        for _ in self.text.items():
+            name, nbytes = as_list(self.text.value(), "a file", 2)
+            if not FILE_NAME.fullmatch(as_text(name, "a file's name")) or name in names:
+                raise CheckpointError(f"file {short(name)}: expected a name such as rank0-0.records, once")
+            names.add(name)
+            self._entries.take(_PARAMETER_NBYTES)
+            found.append(File(name, as_number(nbytes, "size of a file")))
+        return tuple(found)
+
+    def _chunks(self) -> tuple[tuple[Chunk, ...], tuple[Row, ...]]:
+        self._goto("chunks")
+        chunks, rows = [], []
+        for _ in self.text.items():
+            what = f"chunk {len(chunks)}"
+            self._entries.take(_CHUNK_NBYTES)
+            entry = as_object(self.text.value(self._entries.rest()), what)
+            numel, trainable = self._same(as_number(entry["numel"], what, 1)), as_flag(entry["trainable"], what)
+            if numel % (self.world * BLOCK_NUMEL):
+                raise CheckpointError(f"{what} of {numel} elements cannot be shared by {self.world} ranks")
+            pieces, end = self._pieces(as_list(entry["pieces"], what), numel, trainable, what)
+            chunks.append(Chunk(len(chunks), 0, 0, numel, end, pieces, self.dtype, trainable, self.world))
+            rows.append(self._row(as_list(entry["records"], what, self.world), trainable, what))
+        return tuple(chunks), tuple(rows)
+
+    def _pieces(self, values: list, numel: int, trainable: bool, what: str) -> tuple[tuple[Piece, ...], int]:
+        pieces, end = [], 0
+        self._entries.take(_PIECE_NBYTES * len(values))
+        for value in values:
+            param, start, param_start, count = [as_number(number, what) for number in as_list(value, what, 4)]
+            if param >= len(self.parameters) or not end <= start < end + BLOCK_NUMEL or count < 1 or start + count > numel:
+                raise CheckpointError(f"{what}: a piece is out of order or bounds")
+            if self.parameters[param].trainable != trainable:
+                raise CheckpointError(f"{what} mixes frozen and trainable parameters")
+            pieces.append(Piece(param, start, param_start, count))
+            end = start + count
+        if not pieces:
+            raise CheckpointError(f"{what} is empty")
+        return tuple(pieces), end
+
+    def _row(self, values: list, trainable: bool, what: str) -> Row:
+        """Of every rank, the place of its record."""
+        if len(values) != self.world:
+            raise CheckpointError(f"{what} has records of {len(values)} ranks of {self.world}")
+        row = Row.dtype(len(record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments))
+        self._entries.take(row.itemsize * len(values) + 100)
+        numbers = np.array(values)
+        if numbers.dtype != np.int64 or numbers.shape != (len(values), 2 + row["crcs"].shape[0]) or numbers.min() < 0:
+            raise CheckpointError(f"{what}: its records are not whole numbers, {2 + row['crcs'].shape[0]} each")
+        if max(numbers[:, 0].max(), numbers[:, 2:].max()) >= 1 << 32 or (numbers[:, 1] % ALIGNMENT).any():
+            raise CheckpointError(f"{what}: a record's place makes no sense")
+        table = np.empty(len(values), row)
+        table["file"], table["offset"], table["crcs"] = numbers[:, 0], numbers[:, 1], numbers[:, 2:]
+        return Row(table)
+
+    def _model(self) -> dict:
+        """Its buffers, of which there may be many, and the rest of it."""
+        self._goto("model")
+        model: dict = {}
+        for name in self.text.members():
+            if name in model:
+                raise CheckpointError(f"model: {short(name)} stands there twice")
+            if name != "buffers":
+                model[name] = self.text.value(self._values)
+                continue
+            buffers = model["buffers"] = {}
+            for buffer in self.text.members():
+                self._entries.take(_PARAMETER_NBYTES + len(buffer))
+                entry = self.text.value()
+                if buffer in buffers or not isinstance(entry, dict) or entry.keys() != {"$tensor"} or type(entry["$tensor"]) is not int:
+                    raise CheckpointError(f"buffer {short(buffer)} is none of its tensors, or stands there twice")
+                buffers[buffer] = entry
+        return model
+
+    def _rng(self) -> tuple:
+        """Of every rank, its generators' states as they were saved; what they say is checked by who sets them."""
+        self._goto("rng")
+        found = []
+        for _ in self.text.items():
+            if len(found) == self.world:
+                raise CheckpointError(f"generators' states of more than {self.world} ranks")
+            found.append(self.text.value(self._values, texts_are_free=True))
+        return tuple(found)
+
+    def _same(self, number: int) -> int:
+        return self._numbers.setdefault(number, number) if len(self._numbers) < 4096 else self._numbers.get(number, number)
+
+    def _check_pieces(self, chunks: tuple[Chunk, ...]) -> None:
+        """Every element of every parameter lies in one piece."""
+        flat = array("Q")
+        for chunk in chunks:
+            for piece in chunk.pieces:
+                flat.extend((piece.param, piece.param_start, piece.numel))
+        param, start, numel = np.frombuffer(flat, dtype=np.int64).reshape(-1, 3).T if flat else np.empty((3, 0), np.int64)
+        order = np.lexsort((start, param))
+        param, start, end = param[order], start[order], start[order] + numel[order]
+        is_first = np.diff(param, prepend=-1) != 0
+        expected = np.where(is_first, 0, np.concatenate(([0], end))[: len(end)])
+        if len(wrong := np.flatnonzero(start != expected)):
+            at = wrong[0]
+            raise CheckpointError(
+                f"{short(self.parameters[param[at]].name)}: elements from {min(start[at], expected[at])} on are missing or there twice"
+            )
+        ends = np.zeros(len(self.parameters), np.int64)
+        ends[param] = end  # of several, the last one's
+        for parameter, end in zip(self.parameters, ends.tolist()):
+            if end != parameter.numel:
+                raise CheckpointError(f"{short(parameter.name)} has {parameter.numel} elements, and pieces of {end}")
+
+    def _check_places(self, chunks, places) -> None:
+        """Records lie inside their files, and not on one another."""
+        held: list[array] = [array("Q") for _ in self.files]  # (offset, bytes, chunk) one behind the other
+        sizes = {
+            trainable: [segment.itemsize for segment in record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments]
+            for trainable in (True, False)
+        }
+        for chunk, row in zip(chunks, places):
+            own = enumerate(zip(row.table["file"].tolist(), row.table["offset"].tolist()))
+            for rank, (file, offset) in own:
+                used = chunk.shard_used(rank)
+                nbytes = sum([-(-used * size // ALIGNMENT) * ALIGNMENT for size in sizes[chunk.trainable]])
+                if file >= len(held):
+                    raise CheckpointError(f"chunk {chunk.index}: a record lies in file {file} of {len(held)}")
+                if nbytes > self.files[file].nbytes or offset > self.files[file].nbytes - nbytes:
+                    raise CheckpointError(f"{self.files[file].name}: the record of chunk {chunk.index} goes past the file's end")
+                if nbytes:
+                    held[file].extend((offset, nbytes, chunk.index))
+        for file, records in zip(self.files, held):
+            table = np.frombuffer(records, dtype=np.uint64).reshape(-1, 3) if records else np.empty((0, 3), np.uint64)
+            table = table[np.argsort(table[:, 0], kind="stable")]
+            overlaps = np.flatnonzero(table[:-1, 0] + table[:-1, 1] > table[1:, 0])
+            if len(overlaps):
+                raise CheckpointError(f"{file.name}: the record of chunk {table[overlaps[0] + 1, 2]} overlaps another one")
+
+    def _tensors(self) -> tuple[StoredTensor, ...]:
+        self._goto("tensors")
+        found, end = [], 0
+        for _ in self.text.items():
+            entry = self.text.value()
+            self._entries.take(_PARAMETER_NBYTES)
+            dtype = as_choice(as_object(entry, "a tensor")["dtype"], "a tensor's dtype", TENSOR_DTYPES)
+            shape = _shape(entry["shape"], "a tensor")
+            offset, nbytes, crc = (as_number(entry[name], "a tensor") for name in ("offset", "nbytes", "crc32c"))
+            if offset != end or nbytes != math.prod(shape) * TENSOR_DTYPES[dtype].itemsize:
+                raise CheckpointError(f"a tensor of shape {shape} and {nbytes} bytes at {offset}: expected them in a row")
+            found.append(StoredTensor(dtype, shape, offset, nbytes, crc))
+            end = offset + nbytes
+        return tuple(found)
+
+
+def _shape(value, what: str) -> tuple[int, ...]:
+    shape = tuple([as_number(size, "a size of a shape") for size in as_list(value, "a shape", 64)])
+    if math.prod(filter(None, shape)) > LARGEST:
+        raise CheckpointError(f"{short(what)}: shape {short(shape)} is too large")
+    return shape
+
+
+def _whole(value, name: str, shape: tuple[int, ...]) -> Whole:
+    whole = as_object(value, name)
+    found = Whole(as_text(whole["name"], name), _shape(whole["shape"], name), _shape(whole["begin"], name))
+    inside = len(found.shape) == len(found.begin) == len(shape)
+    if not inside or any(begin + size > end for begin, size, end in zip(found.begin, shape, found.shape)):
+        raise CheckpointError(f"{short(name)} of shape {shape} is no part of {short(found.name)} of shape {found.shape} at {found.begin}")
+    return found

@@ -1,0 +1,305 @@
+"""Reading a checkpoint's files, so that damage is found.
+
+Knows a manifest that was checked, records' places and checksums. Must not know engines, nor which tensors a model has.
+
+A reader opens all files before it reads: those it has open stay whole if a new checkpoint replaces them meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import stat
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+import aio_ext
+from infinity.checkpoints.encoding import decode
+from infinity.checkpoints.files import QUEUE, Progress, failed, open_direct, read_manifest
+from infinity.checkpoints.manifest import ALIGNMENT, TENSOR_DTYPES, TENSORS_NAME
+from infinity.errors import NO_DESCRIPTORS, CheckpointError
+from infinity.plan.record import Record
+from infinity.sizes import format_bytes
+from infinity.system.arena import Arena, Region
+from infinity.tiers.state import TORCH_DTYPES
+
+_NUM_RECORDS_IN_MEMORY = 3
+
+
+class Checkpoint:
+    """A checkpoint open for reading. Raises CheckpointError for what is missing, damaged or none, SwapError for a failing disk."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        self._fds: dict[int, int] = {}
+        self._tensors_fd = -1
+        self._queue = None
+        self._arena = Arena()
+        self._cached: OrderedDict[tuple[int, int], Region] = OrderedDict()
+        self._index: list[list[tuple[int, int, int, int]]] | None = None
+        self.manifest = read_manifest(self.path)
+        while True:
+            self.folder = self.path / self.manifest.folder
+            try:
+                self._open()
+                return
+            except OSError:
+                self.close()
+                raise
+            except CheckpointError:
+                self.close()
+                before, self.manifest = self.manifest, read_manifest(self.path)
+                if self.manifest.folder == before.folder:
+                    raise  # else another checkpoint has taken its place meanwhile
+
+    def _open(self) -> None:
+        missing = []
+        try:
+            folder_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise failed("the checkpoint cannot be opened", self.folder, error) from error
+            raise CheckpointError(f"{self.folder}: the checkpoint's folder is missing or cannot be read ({error.strerror})") from None
+        try:
+            wanted = [(index, file.name, file.nbytes) for index, file in enumerate(self.manifest.files)]
+            if self.manifest.tensors:
+                wanted.append((-1, TENSORS_NAME, sum(tensor.nbytes for tensor in self.manifest.tensors)))
+            for index, name, nbytes in wanted:
+                try:
+                    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
+                except OSError as error:
+                    if error.errno in NO_DESCRIPTORS:
+                        raise failed("the checkpoint cannot be opened", self.folder / name, error) from error
+                    missing.append(f"{name} ({error.strerror})")
+                    continue
+                if index < 0:
+                    self._tensors_fd = fd
+                else:
+                    self._fds[index] = fd
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+                    missing.append(f"{name} (has {status.st_size:,} bytes instead of {nbytes:,})")
+            if missing:
+                more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+                raise CheckpointError(f"{self.folder}: missing or cut: {', '.join(missing[:5])}{more}; use another checkpoint")
+            for index in self._fds:
+                name = self.manifest.files[index].name
+                self._fds[index] = open_direct(self._fds[index], name, os.O_RDONLY, dir_fd=folder_fd)
+        finally:
+            os.close(folder_fd)
+        self._queue = QUEUE.queue()
+
+    def read(self, chunk: int, rank: int, offset: int, buffer: memoryview) -> aio_ext.Ticket:
+        """Read a part of a record, multiples of 4096 bytes, into page-aligned memory; nothing is checked yet."""
+        place = self.manifest.places[chunk][rank]
+        return self._queue.read(self._fds[place.file], buffer, place.offset + offset)
+
+    def settle(self, chunk: int, rank: int, tickets: Sequence[aio_ext.Ticket]) -> None:
+        """Wait until the record's parts have been read."""
+        failure = None
+        for ticket in tickets:
+            try:
+                ticket.wait()
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            text = f"chunk {chunk} of rank {rank} cannot be read from the checkpoint"
+            raise failed(text, self.folder / self.manifest.files[self.manifest.places[chunk][rank].file].name, failure)
+
+    def check(self, chunk: int, rank: int, segments: dict[str, memoryview]) -> None:
+        """Compare bytes that were read with the manifest. segments: some of the record's, by name, each without its padding."""
+        place, record = self.manifest.places[chunk][rank], self.manifest.record(chunk, rank)
+        for segment, crc in zip(record.segments, place.crcs):
+            if segment.name in segments and aio_ext.crc32c(segments[segment.name]) != crc:
+                names = [self.manifest.parameters[piece.param].name for piece in self.manifest.chunks[chunk].shard_pieces(rank)]
+                raise CheckpointError(
+                    f"{self.folder / self.manifest.files[place.file].name}: chunk {chunk} of rank {rank} "
+                    f"({', '.join(names[:2])}{', ...' if len(names) > 2 else ''}), {segment.name}, is damaged: its checksum is not that of "
+                    f"the manifest; use another checkpoint"
+                )
+
+    def record(self, chunk: int, rank: int) -> dict[str, torch.Tensor]:
+        """The segments of a record by name, checked, 1-D, on the CPU; valid until three others were asked for."""
+        key, layout = (chunk, rank), self.manifest.record(chunk, rank)
+        region = self._cached.pop(key, None)
+        if region is None:
+            region = self._memory()
+            if layout.nbytes:
+                self.settle(chunk, rank, [self.read(chunk, rank, 0, region.buffer[: layout.nbytes])])
+            self.check(chunk, rank, segment_bytes(layout, region.buffer))
+        self._cached[key] = region
+        return segment_tensors(layout, region)
+
+    def values(self, param: int, start: int, numel: int) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """The segments of elements [start, start + numel) of a parameter, in parts: (number of elements, segments by name)."""
+        end = start + numel
+        for param_start, chunk, at, count in self._pieces_of(param):
+            first, last = max(start, param_start), min(end, param_start + count)
+            while first < last:
+                shard_numel = self.manifest.chunks[chunk].shard_numel
+                inside = at + first - param_start
+                rank, begin = divmod(inside, shard_numel)
+                part = min(last - first, shard_numel - begin)
+                yield part, {name: tensor[begin : begin + part] for name, tensor in self.record(chunk, rank).items()}
+                first += part
+
+    def copy(self, shard: dict[str, torch.Tensor], at: int, param: int, start: int, numel: int) -> None:
+        """Fill elements [at, at + numel) of a shard's segments with elements [start, start + numel) of a parameter.
+
+        Segments that the checkpoint has not are left as they are, but a master is the weight then.
+        """
+        for count, found in self.values(param, start, numel):
+            for name, segment in shard.items():
+                source = found.get(name, found["weight"] if name == "master" else None)
+                if source is not None:
+                    segment[at : at + count].copy_(source)
+            at += count
+
+    def buffers(self) -> dict[str, int]:
+        """The index of each buffer's tensor, by name."""
+        saved = self.manifest.model.get("buffers", {})
+        if not isinstance(saved, dict):
+            raise CheckpointError(f"{self.path}: its buffers are no object")
+        found = {name: value.get("$tensor") if isinstance(value, dict) else None for name, value in saved.items()}
+        for name, index in found.items():
+            if type(index) is not int or not 0 <= index < len(self.manifest.tensors):
+                raise CheckpointError(f"{self.path}: buffer {name} is none of its tensors")
+        return found
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """One of the small tensors, checked."""
+        if index >= len(self.manifest.tensors):
+            raise CheckpointError(f"{self.path}: there is no small tensor {index}")
+        entry = self.manifest.tensors[index]
+        try:
+            data = bytearray(entry.nbytes)
+        except MemoryError:
+            raise CheckpointError(f"{self.path}: there is no memory for tensor {index} of {format_bytes(entry.nbytes)}") from None
+        view, done = memoryview(data), 0
+        while done < entry.nbytes:
+            count = os.preadv(self._tensors_fd, [view[done : done + (1 << 24)]], entry.offset + done)
+            if not count:
+                break
+            done += count
+        if done < entry.nbytes or aio_ext.crc32c(data) != entry.crc32c:
+            raise CheckpointError(f"{self.folder / TENSORS_NAME}: tensor {index} is damaged; use another checkpoint")
+        dtype = TENSOR_DTYPES[entry.dtype]
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
+
+    def verify(self, progress: Progress | None = None) -> int:
+        """Read and check everything; returns the number of bytes."""
+        manifest, done = self.manifest, 0
+        jobs = [(chunk.index, rank) for chunk in manifest.chunks for rank in range(manifest.world)]
+        regions = [self._region() for _ in range(2)]
+        tickets: dict[int, list[aio_ext.Ticket]] = {}
+
+        def begin(number: int) -> None:
+            if number < len(jobs):
+                nbytes = manifest.record(*jobs[number]).nbytes
+                buffer = regions[number % 2].buffer[:nbytes]
+                tickets[number] = [self.read(*jobs[number], 0, buffer)] if nbytes else []
+
+        try:
+            begin(0)
+            for number, job in enumerate(jobs):
+                begin(number + 1)
+                self.settle(*job, tickets.pop(number))
+                layout = manifest.record(*job)
+                self.check(*job, segment_bytes(layout, regions[number % 2].buffer))
+                done += layout.nbytes
+                if progress is not None:
+                    progress(done, manifest.nbytes)
+        finally:
+            for left in tickets.values():
+                with contextlib.suppress(OSError):
+                    left[0].wait() if left else None
+            for region in regions:
+                self._arena.give_back(region)
+        for index in range(len(manifest.tensors)):
+            done += self.tensor(index).nbytes
+        return done
+
+    def decode(self, value):
+        """A value of the manifest as it was given."""
+        with self.named():
+            return decode(value, self.tensor)
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """A CheckpointError says of which checkpoint it is."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise error if str(self.path) in str(error) else CheckpointError(f"{self.path}: {error}") from None
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+        if self._tensors_fd >= 0:
+            os.close(self._tensors_fd)
+            self._tensors_fd = -1
+        self._cached.clear()
+        self._arena.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.path}, step {self.manifest.step}, {format_bytes(self.manifest.nbytes)})"
+
+    @functools.cached_property
+    def _largest(self) -> int:
+        sizes = (self.manifest.record(chunk.index, rank).nbytes for chunk in self.manifest.chunks for rank in range(self.manifest.world))
+        return max(sizes, default=0) or ALIGNMENT
+
+    def _memory(self) -> Region:
+        """Room for one record: that which was used longest ago."""
+        if len(self._cached) == _NUM_RECORDS_IN_MEMORY:
+            return self._cached.popitem(last=False)[1]
+        return self._region()
+
+    def _region(self) -> Region:
+        try:
+            return self._arena.region(self._largest)
+        except (MemoryError, OSError):
+            raise CheckpointError(f"{self.path}: there is no memory for a record of {format_bytes(self._largest)}") from None
+
+    def _pieces_of(self, param: int) -> list[tuple[int, int, int, int]]:
+        """(start in the parameter, chunk, start in the chunk, number of elements), in order."""
+        if self._index is None:
+            self._index = [[] for _ in self.manifest.parameters]
+            for chunk in self.manifest.chunks:
+                for piece in chunk.pieces:
+                    self._index[piece.param].append((piece.param_start, chunk.index, piece.start, piece.numel))
+            for pieces in self._index:
+                pieces.sort()
+        return self._index[param]
+
+
+def segment_bytes(record: Record, buffer: memoryview) -> dict[str, memoryview]:
+    """A record's segments by name, without their padding, in memory that holds all of it."""
+    return {
+        segment.name: buffer[offset : offset + record.numel * segment.itemsize]
+        for segment, offset in zip(record.segments, record.offsets)
+    }
+
+
+def segment_tensors(record: Record, region: Region) -> dict[str, torch.Tensor]:
+    """A record's segments by name, 1-D, in memory that holds all of it."""
+    return {
+        segment.name: region.tensor(TORCH_DTYPES[segment.dtype], offset, record.numel)
+        for segment, offset in zip(record.segments, record.offsets)
+    }

@@ -1,0 +1,168 @@
+"""Writing a checkpoint's files: records, which may be links to an earlier checkpoint's, and small tensors.
+
+Knows files' places and checksums. Must not know what makes a checkpoint of them (`files.Directory`), nor when a record may be taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import aio_ext
+from infinity.checkpoints.files import QUEUE, failed, open_direct, write_whole
+from infinity.checkpoints.manifest import TENSOR_DTYPES, TENSORS_NAME, File, StoredTensor
+from infinity.errors import CheckpointError
+
+Places = Sequence[tuple[int, int]] | Mapping[object, tuple[int, int]]  # (file, offset) of each record
+
+
+@dataclass(frozen=True)
+class Linked:
+    """A file of an earlier checkpoint that holds what this one's would, the checksums of its records, and for how many saves it has not
+    been read."""
+
+    path: Path
+    crcs: dict[int, tuple[int, ...]]
+    age: int = 0
+
+
+class Writer:
+    """Files of records of a new checkpoint, in a folder that exists. linked: those, by index, that need not be written again.
+
+    Raises SwapError, with the files that it made removed.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[File], places: Places, linked: dict[int, Linked] | None = None):
+        self.folder = folder
+        self.files = files
+        self.places = places
+        self.linked: set[int] = set()  # those that could be
+        self._fds: dict[int, int] = {}
+        self._replaced: list[int] = []  # descriptors from which may still be read
+        self._queue = None
+        self._made: list[Path] = []
+        try:
+            for index, file in enumerate(files):
+                fd = self._link(linked[index].path, folder / file.name) if linked and index in linked else None
+                if fd is not None:
+                    self.linked.add(index)
+                self._fds[index] = self._make(folder / file.name, file.nbytes) if fd is None else fd
+            self._queue = QUEUE.queue()
+        except OSError as error:
+            self.abort()
+            raise failed("the checkpoint's files cannot be made", folder, error) from error
+
+    def write(self, record, offset: int, buffer: memoryview) -> aio_ext.Ticket:
+        """Write a part of a record, multiples of 4096 bytes; the buffer must not change until the ticket is done."""
+        file, start = self.places[record]
+        return self._queue.write(self._fds[file], buffer, start + offset)
+
+    def read(self, record, offset: int, buffer: memoryview) -> aio_ext.Ticket:
+        """Read a part of a record of a linked file, as `write`."""
+        file, start = self.places[record]
+        return self._queue.read(self._fds[file], buffer, start + offset)
+
+    def renew(self, file: int) -> None:
+        """A linked file is to be written after all. Raises SwapError; whoever made this must `abort` then."""
+        path = self.folder / self.files[file].name
+        try:
+            os.unlink(path)
+            self._made.remove(path)
+            self.linked.discard(file)
+            fd = self._make(path, self.files[file].nbytes)
+        except OSError as error:
+            raise failed("the checkpoint's files cannot be made", self.folder, error) from error
+        self._replaced.append(self._fds[file])
+        self._fds[file] = fd
+
+    def finish(self) -> None:
+        """Wait for the disk: what was written is there to stay. Every ticket must have been waited for."""
+        try:
+            for index, fd in self._fds.items():
+                if index not in self.linked:
+                    os.fsync(fd)
+        except OSError as error:
+            self.abort()
+            raise failed("a file of the checkpoint could not be brought to the disk", self.folder, error) from error
+        self._close()
+        self._made.clear()  # whether they stay is the directory's business now
+
+    def abort(self) -> None:
+        """Remove the files, unless they were finished; idempotent."""
+        self._close()
+        while self._made:
+            with contextlib.suppress(OSError):
+                os.unlink(self._made.pop())
+
+    def _link(self, old: Path, new: Path) -> int | None:
+        """A descriptor that reads it."""
+        try:
+            os.link(old, new, follow_symlinks=False)
+        except OSError:  # it went meanwhile, or the filesystem has no links, or no more of them
+            return None
+        self._made.append(new)
+        fd = os.open(new, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return open_direct(fd, new, os.O_RDONLY)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _make(self, path: Path, nbytes: int) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._made.append(path)
+        try:
+            if nbytes:
+                os.posix_fallocate(fd, 0, nbytes)
+            return open_direct(fd, path, os.O_RDWR)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _close(self) -> None:
+        if self._queue is not None:
+            self._queue.close()
+        self._queue = None
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+        while self._replaced:
+            os.close(self._replaced.pop())
+
+
+class Tensors:
+    """The small tensors of a new checkpoint, on rank 0; `put` is what `encoding.encode` calls."""
+
+    def __init__(self):
+        self.entries: list[StoredTensor] = []
+        self._values: list[torch.Tensor] = []
+        self.nbytes = 0
+
+    def put(self, tensor: torch.Tensor) -> int:
+        """Take a copy, on the CPU; returns its index. Raises CheckpointError for a kind of tensor that the format does not have."""
+        if str(tensor.dtype).removeprefix("torch.") not in TENSOR_DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+            where = "the meta device" if tensor.is_meta else f"layout {tensor.layout}"
+            raise CheckpointError(f"tensors of {tensor.dtype} and {where} cannot be saved")
+        value = tensor.detach().to("cpu", copy=True).contiguous()
+        data = as_bytes(value)
+        dtype = str(value.dtype).removeprefix("torch.")
+        self.entries.append(StoredTensor(dtype, tuple(value.shape), self.nbytes, len(data), aio_ext.crc32c(data)))
+        self._values.append(value)
+        self.nbytes += len(data)
+        return len(self.entries) - 1
+
+    def write(self, folder: Path) -> None:
+        path = folder / TENSORS_NAME
+        try:
+            write_whole(path, map(as_bytes, self._values), os.O_EXCL)
+        except OSError as error:
+            raise failed("the checkpoint's small tensors could not be written", path, error) from error
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's own memory."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
