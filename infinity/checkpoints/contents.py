@@ -1,19 +1,22 @@
-"""What a checkpoint of an engine holds beside records: names of parameters, loose tensors, generators.
+"""What a checkpoint of an engine holds beside records: names of parameters, loose tensors, values, generators.
 
 Knows modules, and how a manifest calls things. Must not know bytes, files or steps.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import struct
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
 from infinity.checkpoints.encoding import encode
-from infinity.checkpoints.manifest import Parameter, Whole
+from infinity.checkpoints.manifest import Manifest, Parameter, Whole
 from infinity.engine.engine import Engine
 from infinity.errors import CheckpointError
 from infinity.model import tiling
@@ -34,6 +37,22 @@ def parameters_of(engine: Engine) -> tuple[list[Parameter], dict[str, str]]:
     return found, {name: first for name, first in aliases.items() if name != first} | tiling.tied(engine.model)
 
 
+def draft(engine: Engine, **rest) -> Manifest:
+    """The manifest of a checkpoint of the engine, which has no files yet. rest: what a Manifest has of other things than the engine."""
+    parameters, aliases = parameters_of(engine)
+    return Manifest(
+        world=engine.ranks.world,
+        dtype=engine.config.dtype,
+        moments_dtype=engine.config.moments,
+        moments=engine.moments,
+        seed=engine.config.seed if engine.updater.seed is None else engine.updater.seed,
+        parameters=tuple(parameters),
+        aliases=aliases,
+        chunks=engine.layout.chunks,
+        **rest,
+    )
+
+
 def loose_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     """What of a state_dict is in no record: persistent buffers, and parameters that are no floating-point numbers or empty."""
     found: dict[str, torch.Tensor] = {}
@@ -47,6 +66,49 @@ def loose_tensors(engine: Engine) -> dict[str, torch.Tensor]:
 def with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
     plain = nn.Module.get_extra_state
     return [(name, module) for name, module in model.named_modules() if type(module).get_extra_state is not plain]
+
+
+def values_of(engine: Engine, put: Callable[[torch.Tensor], int], scheduler, extra) -> dict:
+    """What a manifest has of values that are in no record, as of now. put: of `encode`. Buffers are of rank 0, the rest of every rank."""
+
+    def put_own(tensor: torch.Tensor) -> int:
+        if engine.manages(tensor):
+            raise CheckpointError("a parameter of the model is only a placeholder outside of it; it is saved anyway")
+        return put(tensor)
+
+    extra = encode(extra, put_own, "extra")  # first: its tensors' indices are those of other ranks, which have no buffers
+    loose = {} if engine.ranks.rank else loose_tensors(engine)
+    buffers = {name: encode(value, put_own, f"buffer {name}") for name, value in loose.items()}
+    extra_state = {name: module.get_extra_state() for name, module in with_extra_state(engine.model)}
+    found = {
+        "model": {"buffers": buffers, "extra_state": encode(extra_state, put_own, "extra state of the model")},
+        "optimizer": None,
+        "scheduler": encode(None if scheduler is None else scheduler.state_dict(), put_own, "scheduler"),
+        "scaler": None,
+        "extra": extra,
+    }
+    if engine.optimizer is not None:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+        groups = encode(groups, put_own, "a parameter group")
+        found["optimizer"] = {"rule": type(engine.optimizer.rule).__name__, "groups": groups}
+    if engine.cycle.scaler is not None:
+        found["scaler"] = {"scale": engine.cycle.scaler.scale, "num_clean": engine.cycle.scaler.num_clean}
+    return found
+
+
+def digest_of(value, crcs: Sequence[int]) -> bytes:
+    """The same for the same encoded values. crcs: of its tensors, by index."""
+
+    def sums(value) -> list[int]:
+        """Of the tensors that it refers to, in order."""
+        if isinstance(value, list):
+            return [crc for item in value for crc in sums(item)]
+        if not isinstance(value, dict):
+            return []
+        own = [crcs[value[name]] for name in ("$tensor", "$array") if type(value.get(name)) is int]
+        return own or [crc for item in value.values() for crc in sums(item)]
+
+    return hashlib.sha256(json.dumps([value, sums(value)]).encode()).digest()
 
 
 def generators(device: torch.device) -> dict:

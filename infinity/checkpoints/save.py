@@ -12,19 +12,9 @@ the disk (manifest.py).
 #     that need no read from NVMe, or are of frozen weights, it takes at once;
 #   - on the device in `save`, before it returns: whatever runs there next may write to the record itself.
 # Who wants an area waits until the write from it is over: that is all that training ever waits for.
-#
-# [Note: what is linked]
-# A file of records that have not changed since the last checkpoint on the same filesystem is linked: one inode then lies in several
-# checkpoints, and what damages it damages all of them. So
-#   - what is linked is read and summed meanwhile, in a thread of its own: as much as the save writes, and CHECK_NBYTES in any case, what
-#     was not for longest first, so that the reading is hidden; all of it once in CHECK_EVERY saves. Where the sums are others, the file is
-#     written anew, as the engine still has what belongs there, and a warning names it;
-#   - once in RENEW_EVERY saves, by turns, a file is written anew: so many checkpoints share one, at most.
-# A record of a linked file that is about to change before it was read is taken as any other, and the file is written.
+# What has not changed since the last checkpoint may be linked instead: [Note: what is linked] in linked.py.
 #
 # Collectives are made in `save` alone; afterwards the ranks tell each other by `Ranks.post` how it went.
-#
-# Over 400 lines because who may take a record when is one protocol.
 """
 
 from __future__ import annotations
@@ -32,7 +22,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import hashlib
 import json
 import os
 import sys
@@ -40,35 +29,31 @@ import threading
 import time
 import warnings
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import aio_ext
-from infinity.checkpoints.contents import generators, loose_tensors, parameters_of, with_extra_state
-from infinity.checkpoints.encoding import encode
+from infinity.checkpoints.areas import Areas
+from infinity.checkpoints.contents import digest_of, draft, generators, values_of
 from infinity.checkpoints.files import Directory, Progress, lay_out, lay_out_all
-from infinity.checkpoints.manifest import File, Manifest, RecordPlace
-from infinity.checkpoints.writer import Linked, Tensors, Writer
+from infinity.checkpoints.linked import LastSave, Linked, is_whole, to_read, unchanged
+from infinity.checkpoints.manifest import RecordPlace
+from infinity.checkpoints.publish import POLL_S, Publication
+from infinity.checkpoints.writer import Tensors, Writer
 from infinity.config import checked_path
 from infinity.engine.engine import Engine, engine_of
-from infinity.errors import CheckpointError, SwapError
+from infinity.errors import CheckpointError
 from infinity.sizes import parse_bytes
-from infinity.system.arena import PAGE_NBYTES, Arena, Region
+from infinity.system.arena import PAGE_NBYTES
 from infinity.system.lanes import THREADS, Monitor
 from infinity.tiers.records import Lease
 from infinity.tiers.state import ChunkState
 
-AREA_NBYTES = 16 << 20  # at most; of one segment
-LEAST_AREAS = 2  # one is filled while the other is written
 MOST_THREADS = 8  # that copy what is in host memory: half of the processors
-CHECK_NBYTES = 4 << 30  # of what is linked, in each save: a few seconds of one drive
-CHECK_EVERY = 4
-RENEW_EVERY = 8
 PATIENCE_S = 10.0  # of the checkpoint's thread with records that a step would bring into host memory
-_POLL_S = 0.02
 
 
 def save(
@@ -86,9 +71,9 @@ def save(
 
     Holds weights, masters, moments, step counts, hyper-parameters, the loss scale, the generators' states (torch, CUDA, numpy,
     random) of every rank, and of rank 0 the buffers and the scheduler's state_dict(). extra: anything made of numbers, strings,
-    bytes, tensors, arrays, lists, tuples and dicts, long lists as tensors or arrays, the same on every rank, such as the states of all ranks' data loaders. Call
-    it between step() and the next forward pass, on all ranks, which must see the same directory. wait=False goes on training
-    while it is written, and the result's `wait()` tells how it went. A record that is about to change waits until it has been
+    bytes, tensors, arrays, lists, tuples and dicts, long lists as tensors or arrays, the same on every rank, such as the states of
+    all ranks' data loaders. Call it between step() and the next forward pass, on all ranks, which must see the same directory.
+    wait=False goes on training while it is written, and the result's `wait()` tells how it went. A record that is about to change waits until it has been
     copied into host_memory (of each rank, bytes or "4GiB"), from where it is written: with as much as the checkpoint has,
     training waits for no write; with less, for those that are needed to go on. Two areas of at most 16 MiB are taken in any
     case. Updates that the last step() announced are saved as the next forward pass, `wait()` or close() runs them.
@@ -126,15 +111,11 @@ class Saving:
         self._steps: dict[int, int] = {}  # updates of each parameter
         self._passed = threading.Event()  # a step, or somebody waits
         self._over = threading.Event()
-        on_device = any(chunk.on_device for chunk in engine.registry.chunks)
-        self._arena = Arena(pin=on_device and engine.device.type == "cuda")
-        self._areas: deque[tuple[Region, list[aio_ext.Ticket]]] = deque()  # nobody fills them; written longest ago comes first
-        self._num_areas = 0
-        self._host_nbytes = host_nbytes
         self._directory: Directory | None = None
         self._done_nbytes = 0
         self._thread = threading.Thread(target=self._run, name=f"{THREADS}save", daemon=True)
         self._prepare(scheduler, extra)
+        self._begin(host_nbytes)
         atexit.register(self._at_exit)
         self._thread.start()
         engine.saving = self
@@ -149,7 +130,7 @@ class Saving:
         one that trains, the updates that step() had announced are waited for until that one makes them."""
         if not self._over.is_set() and not self._engine.trains_elsewhere:
             self.pass_step()
-        while not self._over.wait(_POLL_S if progress is not None else 0.5):
+        while not self._over.wait(POLL_S if progress is not None else 0.5):
             if progress is not None:
                 progress(self._done_nbytes, self._total_nbytes)
         if progress is not None and self.error is None:
@@ -189,21 +170,27 @@ class Saving:
     # In `save`.
 
     def _prepare(self, scheduler, extra) -> None:
+        """All that may be refused: what is not in records, the directory, room in it, and the files."""
         engine, ranks = self._engine, self._ranks
         chunks = engine.registry.chunks
-        tensors = Tensors()
-        what = ranks.together(lambda: self._describe(tensors, scheduler, extra))
-        self._rng = [json.loads(state) for state in ranks.exchange(json.dumps(generators(engine.device)).encode())]
-        self._check_alike(what, tensors)
-        self._content, self._tensors = what, tensors
-        self._parameters, self._aliases = parameters_of(engine)
+        self._tensors = tensors = Tensors()
+        values = ranks.together(lambda: values_of(engine, tensors.put, scheduler, extra))
+        rng = tuple(json.loads(state) for state in ranks.exchange(json.dumps(generators(engine.device)).encode()))
+        if len(set(ranks.exchange(digest_of(values["extra"], [entry.crc32c for entry in tensors.entries])))) > 1:
+            raise CheckpointError(
+                "extra: the ranks gave different ones, and a checkpoint keeps one for all: gather what each of them needs into it, for "
+                "instance a list by rank (torch.distributed.all_gather_object)"
+            )
         try:
             self._directory = ranks.together(lambda: Directory(self._root) if not ranks.rank else None, undo=_abort)
-            self._name = ranks.exchange(self._directory.folder.encode() if self._directory else b"")[0].decode()
-            folder = self._root / self._name
-            files, self._places = lay_out([chunk.record for chunk in chunks], [chunk.trainable for chunk in chunks], ranks.rank)
-            linked, unread = self._unchanged(files)
-            fresh = sum(file.nbytes for index, file in enumerate(files) if index not in linked)
+            name = ranks.exchange(self._directory.folder.encode() if self._directory else b"")[0].decode()
+            self._draft = draft(engine, folder=name, tensors=tuple(tensors.entries), rng=rng, **values)
+            self._publication = Publication(ranks, self.path, name, self._raise_error)
+            folder = self._root / name
+            self._files, self._places = lay_out([chunk.record for chunk in chunks], [chunk.trainable for chunk in chunks], ranks.rank)
+            self._number = 0 if engine.last_save is None else engine.last_save.number + 1
+            self._linked = unchanged(engine.last_save, self._number, chunks, self._files, self._places, self._root)
+            fresh = sum(file.nbytes for index, file in enumerate(self._files) if index not in self._linked)
             everyone = sum(int(nbytes) for nbytes in ranks.exchange(str(fresh).encode())) + tensors.nbytes
 
             def make() -> Writer:
@@ -211,23 +198,28 @@ class Saving:
                     self._directory.check_space(everyone)
                 if not folder.is_dir():
                     raise CheckpointError(f"{folder} is not there for {ranks.name}: all ranks must see the same directory")
-                return Writer(folder, files, self._places, linked)
+                return Writer(folder, self._files, self._places, {index: file.path for index, file in self._linked.items()})
 
             self._writer = ranks.together(make, undo=Writer.abort)
         except BaseException:
             if self._directory is not None:
                 self._directory.abort()
             raise
-        self._files = files
-        self._total_nbytes = sum(file.nbytes for index, file in enumerate(files) if index not in self._writer.linked)
+
+    def _begin(self, host_nbytes: int) -> None:
+        """From here on, whoever is about to change a record takes it before."""
+        engine, files, linked = self._engine, self._files, self._linked
+        chunks, kept = engine.registry.chunks, self._writer.linked
+        unread = to_read(linked, files)
+        self._total_nbytes = sum(file.nbytes for index, file in enumerate(files) if index not in kept)
         largest = max((chunk.record.numel * s.itemsize for chunk in chunks for s in chunk.record.segments), default=0)
-        self._area_nbytes = min(AREA_NBYTES, -(-max(largest, 1) // PAGE_NBYTES) * PAGE_NBYTES)
-        self._most_areas = max(LEAST_AREAS, self._host_nbytes // self._area_nbytes)
-        self._unread = {file: linked[file] for file in unread if file in self._writer.linked}
-        self._ages = {file: linked[file].age + 1 if file in self._writer.linked and file not in unread else 0 for file in range(len(files))}
+        pin = engine.device.type == "cuda" and any(chunk.on_device for chunk in chunks)
+        self._areas = Areas(self.path, host_nbytes=host_nbytes, largest_nbytes=largest, pin=pin)
+        self._unread = {file: linked[file] for file in unread if file in kept}
+        self._ages = {file: linked[file].age + 1 if file in kept and file not in unread else 0 for file in range(len(files))}
         for chunk in chunks:
             file = self._places[chunk.index][0]
-            if file in self._writer.linked and file not in self._unread:
+            if file in kept and file not in self._unread:
                 self._note(chunk, linked[file].crcs[chunk.index])
                 continue
             self._left.add(chunk.index)
@@ -238,73 +230,6 @@ class Saving:
         for chunk in chunks:
             if chunk.on_device and chunk.index in self._left and self._places[chunk.index][0] not in self._unread:
                 self._take(chunk)
-
-    def _check_alike(self, what: dict, tensors: Tensors) -> None:
-        """Refuse an `extra` that is not the same on every rank; buffers may differ, and those of rank 0 are kept."""
-        values = {index: entry.crc32c for index, entry in enumerate(tensors.entries)}
-        mine = hashlib.sha256(json.dumps([what["extra"], _sums(what["extra"], values)]).encode()).digest()
-        if len(set(self._ranks.exchange(mine))) > 1:
-            raise CheckpointError(
-                "extra: the ranks gave different ones, and a checkpoint keeps one for all: gather what each of them needs into it, for "
-                "instance a list by rank (torch.distributed.all_gather_object)"
-            )
-
-    def _describe(self, tensors: Tensors, scheduler, extra) -> dict:
-        """What is not in records, as of now. Rank 0's is saved."""
-        engine, model = self._engine, self._engine.model
-
-        def put(tensor: torch.Tensor) -> int:
-            if engine.manages(tensor):
-                raise CheckpointError("a parameter of the model is only a placeholder outside of it; it is saved anyway")
-            return tensors.put(tensor)
-
-        extra = encode(extra, put, "extra")  # first: its tensors' indices are those of other ranks, which have no buffers
-        loose = {} if self._ranks.rank else loose_tensors(engine)
-        buffers = {name: encode(value, put, f"buffer {name}") for name, value in loose.items()}
-        extra_state = {name: module.get_extra_state() for name, module in with_extra_state(model)}
-        found = {
-            "model": {"buffers": buffers, "extra_state": encode(extra_state, put, "extra state of the model")},
-            "optimizer": None,
-            "scheduler": encode(None if scheduler is None else scheduler.state_dict(), put, "scheduler"),
-            "scaler": None,
-            "extra": extra,
-        }
-        if engine.optimizer is not None:
-            groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-            groups = encode(groups, put, "a parameter group")
-            found["optimizer"] = {"rule": type(engine.optimizer.rule).__name__, "groups": groups}
-        if engine.cycle.scaler is not None:
-            found["scaler"] = {"scale": engine.cycle.scaler.scale, "num_clean": engine.cycle.scaler.num_clean}
-        return found
-
-    def _unchanged(self, files) -> tuple[dict[int, Linked], list[int]]:
-        """Files of the last checkpoint of this engine that hold what this one's would, and which to read; see [Note: what is linked]."""
-        last = self._engine.last_save
-        self._number = 0 if last is None else last.number + 1
-        if last is None or [file.nbytes for file in last.files] != [file.nbytes for file in files]:
-            return {}, []
-        inside: dict[int, list[ChunkState]] = {}
-        for chunk in self._engine.registry.chunks:
-            inside.setdefault(self._places[chunk.index][0], []).append(chunk)
-        found = {}
-        for index, chunks in inside.items():
-            path = last.folder / last.files[index].name
-            still = all(
-                not chunk.update.is_announced
-                and not chunk.update.is_running
-                and last.changes.get(chunk.index) == chunk.num_changes
-                for chunk in chunks
-            )
-            in_turn = (self._number + index) % RENEW_EVERY == 0
-            if still and not in_turn and _is_file(path, files[index].nbytes, self._root):
-                found[index] = Linked(path, {chunk.index: last.crcs[chunk.index] for chunk in chunks}, last.ages[index])
-        left = max(sum(file.nbytes for index, file in enumerate(files) if index not in found), CHECK_NBYTES)
-        unread = []
-        for index in sorted(found, key=lambda index: -found[index].age):
-            if left > 0 or found[index].age + 1 >= CHECK_EVERY:
-                unread.append(index)
-                left -= files[index].nbytes
-        return found, unread
 
     # Taking a record: in the training thread, the update lane or the checkpoint's own.
 
@@ -348,18 +273,15 @@ class Saving:
         crcs = []
         for segment, offset in zip(record.segments, record.offsets):
             nbytes, crc = record.numel * segment.itemsize, 0
-            for begin in range(0, nbytes, self._area_nbytes):
-                count = min(self._area_nbytes, nbytes - begin)
+            for begin in range(0, nbytes, self._areas.nbytes):
+                count = min(self._areas.nbytes, nbytes - begin)
                 crc = self._copy_part(chunk, state[segment.name], offset, begin, count, crc)
             crcs.append(crc)
         self._note(chunk, tuple(crcs))
 
     def _copy_part(self, chunk: ChunkState, segment: torch.Tensor, offset: int, begin: int, count: int, crc: int) -> int:
         """`count` bytes of a segment at `offset` of its record, from byte `begin` of it; returns the sum so far."""
-        region, tickets = self._borrow()
-        begun: list[aio_ext.Ticket] = []
-        try:
-            self._settle(tickets)
+        with self._areas.area() as (region, begun):
             padded = -(-count // PAGE_NBYTES) * PAGE_NBYTES
             ctypes.memset(region.address + count, 0, padded - count)  # the same state has the same file
             part = segment[begin // segment.itemsize : (begin + count) // segment.itemsize]
@@ -372,24 +294,6 @@ class Saving:
             begun.append(self._writer.write(chunk.index, offset + begin, region.buffer[:padded]))
             self._done_nbytes += padded
             return crc
-        finally:
-            with self._lock:
-                self._areas.append((region, begun))
-                self._lock.notify_all()
-
-    def _borrow(self) -> tuple[Region, list[aio_ext.Ticket]]:
-        """An area, with what is still being written from it; a new one only if all others are in use."""
-        with self._lock:
-            while True:
-                self._raise_error()
-                is_full = self._num_areas == self._most_areas
-                if self._areas and (is_full or all(ticket.done for ticket in self._areas[0][1])):
-                    return self._areas.popleft()
-                if not is_full:
-                    self._num_areas += 1
-                    break
-                self._lock.wait()
-        return self._arena.region(self._area_nbytes), []
 
     def _note(self, chunk: ChunkState, crcs: tuple[int, ...]) -> None:
         with self._lock:
@@ -397,18 +301,12 @@ class Saving:
             self._changes[chunk.index] = chunk.num_changes
             self._steps.update(chunk.steps)
 
-    def _settle(self, tickets: list[aio_ext.Ticket]) -> None:
-        for ticket in tickets:
-            try:
-                ticket.wait()
-            except OSError as error:
-                raise SwapError(error.errno, f"a write of the checkpoint failed ({error.strerror})", str(self.path)) from error
-
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             if self._over.is_set():
                 return
             self.error = self.error or error
+            self._areas.fail(error)
             for chunk in self._engine.registry.chunks:
                 chunk.before_change = chunk.after_update = None
             self._left &= self._busy
@@ -420,22 +318,21 @@ class Saving:
     def _run(self) -> None:
         try:
             self._take_the_rest()
-            for _, tickets in self._areas:
-                self._settle(tickets)
+            self._areas.settle()
             self._raise_error()
             self._writer.finish()
             self._publish()
         except BaseException as error:
             self._fail(error)
             self._writer.abort()
-            self._report(error)
+            self._publication.give_up(error)
             if self._directory is not None:
                 self._directory.abort()
         finally:
             with self._lock:
                 while self._busy:
                     self._lock.wait()
-            self._arena.close()
+            self._areas.close()
             self._over.set()
             atexit.unregister(self._at_exit)
 
@@ -455,7 +352,11 @@ class Saving:
         try:
             for file, linked in list(self._unread.items()):
                 chunks = [chunk for chunk in self._engine.registry.chunks if chunk.index in linked.crcs]
-                wrong = next((chunk for chunk in chunks if file in self._unread and not self._is_whole(chunk, linked.crcs[chunk.index])), None)
+                wrong = None
+                for chunk in chunks:
+                    if file in self._unread and not is_whole(chunk, linked.crcs[chunk.index], self._writer, self._areas):
+                        wrong = chunk
+                        break
                 with self._lock:
                     if file not in self._unread:  # a record of it was about to change
                         wrong = None
@@ -471,39 +372,15 @@ class Saving:
                 if wrong is not None:
                     names = [param.name for param in wrong.span.params]
                     warnings.warn(
-                        f"{linked.path} has changed since it was saved ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''}): the checkpoint "
-                        f"{self.path} has its records anew, from the engine. Earlier checkpoints share the damaged file, and the drive may not be "
-                        f"sound: infinity checkpoint verify names those that are whole.",
+                        f"{linked.path} has changed since it was saved ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''}): the "
+                        f"checkpoint {self.path} has its records anew, from the engine. Earlier checkpoints share the damaged file, and the "
+                        f"drive may not be sound: infinity checkpoint verify names those that are whole.",
                         RuntimeWarning,
                     )
                 for chunk in chunks:
                     self._take(chunk)
         except BaseException as error:
             self._fail(error)
-
-    def _is_whole(self, chunk: ChunkState, crcs: tuple[int, ...]) -> bool:
-        """Whether a record of a linked file has its sums still."""
-        record = chunk.record
-        for segment, offset, expected in zip(record.segments, record.offsets, crcs):
-            nbytes, crc = record.numel * segment.itemsize, 0
-            for begin in range(0, nbytes, self._area_nbytes):
-                count = min(self._area_nbytes, nbytes - begin)
-                region, tickets = self._borrow()
-                try:
-                    self._settle(tickets)
-                    self._writer.read(chunk.index, offset + begin, region.buffer[: -(-count // PAGE_NBYTES) * PAGE_NBYTES]).wait()
-                    crc = aio_ext.crc32c(region.buffer[:count], crc)
-                except SwapError:  # of what was written from the area
-                    raise
-                except OSError:  # the drive has lost it
-                    return False
-                finally:
-                    with self._lock:
-                        self._areas.append((region, []))
-                        self._lock.notify_all()
-            if crc != expected:
-                return False
-        return True
 
     def _take_unlinked(self) -> None:
         with self._lock:
@@ -525,7 +402,7 @@ class Saving:
         with self._lock:
             deadline = time.monotonic() + PATIENCE_S
             while self._left and not self._passed.is_set() and time.monotonic() < deadline:
-                self._lock.wait(_POLL_S)
+                self._lock.wait(POLL_S)
         for chunk in chunks:
             if chunk.before_change is not None:
                 self._take(chunk)
@@ -546,100 +423,19 @@ class Saving:
             raise self.error
 
     def _publish(self) -> None:
-        """Tell rank 0 what was written here; it makes the manifest and tells all how that went."""
-        ranks = self._ranks
-        mine = {"crcs": [self._crcs[index] for index in range(len(self._crcs))]}
-        if ranks.rank:
-            ranks.post(f"{self._name}/{ranks.rank}", json.dumps(mine).encode())
-            text = self._look(f"{self._name}/result", 0).decode()
-            if text:
-                raise CheckpointError(text)
-        else:
-            everyone = [mine] + [json.loads(self._look(f"{self._name}/{rank}", rank)) for rank in range(1, ranks.world)]
-            if failed := [f"rank {rank}: {found['error']}" for rank, found in enumerate(everyone) if "error" in found]:
-                raise CheckpointError(f"{self.path}: the checkpoint was given up: {'; '.join(failed)}")
-            self._tensors.write(self._root / self._name)
-            self._directory.commit(self._manifest([found["crcs"] for found in everyone]))
-            for rank in range(1, ranks.world):
-                ranks.forget(f"{self._name}/{rank}")
-            ranks.post(f"{self._name}/result", b"")
-        self._engine.last_save = LastSave(
-            self._root / self._name, self._files, dict(self._crcs), dict(self._changes), self._number, dict(self._ages)
-        )
+        self._publication.publish([self._crcs[index] for index in range(len(self._crcs))], self._commit)
+        folder = self._root / self._draft.folder
+        self._engine.last_save = LastSave(folder, self._files, dict(self._crcs), dict(self._changes), self._number, dict(self._ages))
 
-    def _report(self, error: BaseException) -> None:
-        """Let the other ranks know."""
-        text = str(error) or type(error).__name__
-        try:
-            if self._ranks.rank:
-                self._ranks.post(f"{self._name}/{self._ranks.rank}", json.dumps({"error": text}).encode())
-            else:
-                self._ranks.post(f"{self._name}/result", f"rank 0: {text}".encode(errors="backslashreplace"))
-        except Exception:  # they are gone
-            pass
-
-    def _look(self, key: str, rank: int) -> bytes:
-        while (value := self._ranks.look(key, rank)) is None:
-            self._raise_error()
-            time.sleep(_POLL_S)
-        return value
-
-    def _manifest(self, crcs: list[list[list[int]]]) -> Manifest:
-        engine, config, layout = self._engine, self._engine.config, self._engine.layout
-        manifest = Manifest(
-            folder=self._name,
-            world=self._ranks.world,
-            dtype=config.dtype,
-            moments_dtype=config.moments,
-            moments=engine.moments,
-            seed=config.seed if engine.updater.seed is None else engine.updater.seed,
-            parameters=tuple(replace(parameter, step=self._steps[index]) for index, parameter in enumerate(self._parameters)),
-            aliases=self._aliases,
-            chunks=layout.chunks,
-            tensors=tuple(self._tensors.entries),
-            rng=tuple(self._rng),
-            **self._content,
-        )
-        files, places = lay_out_all(manifest)
-        rows = [
-            tuple(RecordPlace(*place, tuple(crcs[rank][index])) for rank, place in enumerate(row)) for index, row in enumerate(places)
-        ]
-        return replace(manifest, files=tuple(files), places=tuple(rows))
-
-
-@dataclass(frozen=True)
-class LastSave:
-    """What this rank wrote of the last checkpoint: its files, checksums, and how often each record had changed.
-
-    number: how many this engine had saved before. ages: saves since each file was written or read.
-    """
-
-    folder: Path
-    files: list[File]
-    crcs: dict[int, tuple[int, ...]]
-    changes: dict[int, int]
-    number: int
-    ages: dict[int, int]
-
-
-def _sums(value, crcs: dict[int, int]) -> list[int]:
-    """Of the tensors that an encoded value refers to, in order."""
-    if isinstance(value, list):
-        return [crc for item in value for crc in _sums(item, crcs)]
-    if not isinstance(value, dict):
-        return []
-    own = [crcs[value[name]] for name in ("$tensor", "$array") if type(value.get(name)) is int]
-    return own or [crc for item in value.values() for crc in _sums(item, crcs)]
+    def _commit(self, crcs: list[list[list[int]]]) -> None:
+        """Rank 0 makes the manifest. crcs: by rank and chunk."""
+        self._tensors.write(self._root / self._draft.folder)
+        files, places = lay_out_all(self._draft)
+        rows = [tuple(RecordPlace(*at, tuple(crcs[rank][index])) for rank, at in enumerate(row)) for index, row in enumerate(places)]
+        parameters = [replace(parameter, step=self._steps[index]) for index, parameter in enumerate(self._draft.parameters)]
+        self._directory.commit(replace(self._draft, parameters=tuple(parameters), files=tuple(files), places=tuple(rows)))
 
 
 def _abort(directory: Directory | None) -> None:
     if directory is not None:
         directory.abort()
-
-
-def _is_file(path: Path, nbytes: int, beside: Path) -> bool:
-    try:
-        status = os.stat(path, follow_symlinks=False)
-        return status.st_size == nbytes and status.st_dev == os.stat(beside).st_dev
-    except OSError:
-        return False

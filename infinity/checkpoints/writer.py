@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,23 +20,13 @@ from infinity.errors import CheckpointError
 Places = Sequence[tuple[int, int]] | Mapping[object, tuple[int, int]]  # (file, offset) of each record
 
 
-@dataclass(frozen=True)
-class Linked:
-    """A file of an earlier checkpoint that holds what this one's would, the checksums of its records, and for how many saves it has not
-    been read."""
-
-    path: Path
-    crcs: dict[int, tuple[int, ...]]
-    age: int = 0
-
-
 class Writer:
-    """Files of records of a new checkpoint, in a folder that exists. linked: those, by index, that need not be written again.
+    """Files of records of a new checkpoint, in a folder that exists. linked: those, by index, that another one has already.
 
     Raises SwapError, with the files that it made removed.
     """
 
-    def __init__(self, folder: Path, files: Sequence[File], places: Places, linked: dict[int, Linked] | None = None):
+    def __init__(self, folder: Path, files: Sequence[File], places: Places, linked: Mapping[int, Path] | None = None):
         self.folder = folder
         self.files = files
         self.places = places
@@ -48,7 +37,7 @@ class Writer:
         self._made: list[Path] = []
         try:
             for index, file in enumerate(files):
-                fd = self._link(linked[index].path, folder / file.name) if linked and index in linked else None
+                fd = self._link(linked[index], folder / file.name) if linked and index in linked else None
                 if fd is not None:
                     self.linked.add(index)
                 self._fds[index] = self._make(folder / file.name, file.nbytes) if fd is None else fd

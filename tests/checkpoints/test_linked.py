@@ -11,7 +11,7 @@ from models import mlp
 from test_save import PLACES, frozen_half, record_files, train_trait
 
 import infinity
-from infinity.checkpoints import save, writer
+from infinity.checkpoints import linked, writer
 from infinity.checkpoints.reader import Checkpoint
 from infinity.errors import CheckpointError
 
@@ -71,18 +71,18 @@ def test_a_save_writes_anew_what_was_damaged_in_a_file_that_it_would_link(wait, 
 
 def test_so_many_checkpoints_at_most_share_a_file_and_all_is_read_in_time(tmp_path, monkeypatch):
     """Frozen records of more bytes than are read in each save."""
-    monkeypatch.setattr(save, "CHECK_NBYTES", 0)
+    monkeypatch.setattr(linked, "CHECK_NBYTES", 0)
     with training(lambda: frozen_but(0), tmp_path) as (model, engine, optimizer):
         shared = Counter()
-        for number in range(2 * save.RENEW_EVERY + 2):
+        for number in range(2 * linked.RENEW_EVERY + 2):
             infinity.save(tmp_path / f"{number}", model, optimizer)
             with infinity.gathered(model.layers[0].bias), torch.no_grad():
                 model.layers[0].bias.add_(1)  # a small record that is trained
             shared.update(record_files(tmp_path / f"{number}")[False])
-        assert len(shared) == 3 and max(shared.values()) <= save.RENEW_EVERY, shared
+        assert len(shared) == 3 and max(shared.values()) <= linked.RENEW_EVERY, shared
         flip_a_frozen_bit(tmp_path / f"{number}")
         with pytest.warns(RuntimeWarning, match="has changed since it was saved"):
-            for last in range(number + 1, number + 1 + save.CHECK_EVERY):
+            for last in range(number + 1, number + 1 + linked.CHECK_EVERY):
                 infinity.save(tmp_path / f"{last}", model, optimizer)
         assert is_whole(tmp_path / f"{last}")
 

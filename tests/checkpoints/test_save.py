@@ -46,6 +46,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import infinity
+import infinity.checkpoints.areas
 import infinity.checkpoints.manifest
 import infinity.checkpoints.reader
 import infinity.checkpoints.save
@@ -1469,13 +1470,13 @@ class Watched(Arena):
         return region
 
 
-@pytest.mark.parametrize("most", [PAGE_NBYTES, infinity.checkpoints.save.AREA_NBYTES])
+@pytest.mark.parametrize("most", [PAGE_NBYTES, infinity.checkpoints.areas.AREA_NBYTES])
 @pytest.mark.parametrize("places", PLACES[::4], ids=str)
 def test_two_areas_of_host_memory_are_enough_whatever_the_size_of_records(places, most, tmp_path, monkeypatch):
     """2 x the largest segment, at most 16 MiB each."""
     monkeypatch.setattr(Watched, "made", [])
-    monkeypatch.setattr(infinity.checkpoints.save, "AREA_NBYTES", most)
-    for module in (infinity.checkpoints.save, infinity.checkpoints.reader):
+    monkeypatch.setattr(infinity.checkpoints.areas, "AREA_NBYTES", most)
+    for module in (infinity.checkpoints.areas, infinity.checkpoints.reader):
         monkeypatch.setattr(module, "Arena", Watched)
     config = {"chunk_mib": 1 / 32, **places}
     at_call = expected_states(deep, tmp_path, 1, **config)

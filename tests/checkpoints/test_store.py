@@ -40,7 +40,7 @@ from torch import nn
 import aio_ext
 import infinity
 from aio_ext import _aio
-from infinity.checkpoints import encoding, files, manifest, reader, save, writer
+from infinity.checkpoints import encoding, files, linked, manifest, reader, writer
 from infinity.checkpoints.convert import export, reshard
 from infinity.checkpoints.files import Directory, lay_out
 from infinity.checkpoints.reader import Checkpoint
@@ -600,7 +600,7 @@ class Failing:
 @pytest.mark.parametrize("name, code", [("fsync", "EIO"), ("rename", "EIO"), ("link", "EIO")]
     + [pytest.param(*case, marks=pytest.mark.long) for case in [("posix_fallocate", "ENOSPC"), ("mkdir", "EACCES"), ("open", "ENOSPC")]])  # fmt: skip
 def test_each_call_that_fails_ends_the_checkpoint_and_is_made_once(run, tmp_path, name, code, monkeypatch):
-    monkeypatch.setattr(save, "RENEW_EVERY", 1 << 20)  # the frozen file is linked each time
+    monkeypatch.setattr(linked, "RENEW_EVERY", 1 << 20)  # the frozen file is linked each time
     target, met, code = tmp_path / "target", [], getattr(errno, code)
     run.train().save(target)
     while True:

@@ -1,0 +1,61 @@
+"""How a checkpoint is made known: the ranks tell each other what they wrote, and rank 0 makes the checkpoint of it.
+
+Knows ranks, by `Ranks.post` alone: the thread of a checkpoint may make no collective. Must not know records, nor what a manifest is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from infinity.errors import CheckpointError
+from infinity.system.ranks import Ranks
+
+POLL_S = 0.02
+
+
+class Publication:
+    """Of the checkpoint at `path`. name: its own, and of nothing else. raise_error: raises what ended it meanwhile, if anything did."""
+
+    def __init__(self, ranks: Ranks, path: Path, name: str, raise_error: Callable[[], None]):
+        self.ranks, self.path, self.name = ranks, path, name
+        self._raise_error = raise_error
+
+    def publish(self, crcs: list, commit: Callable[[list], None]) -> None:
+        """Returns when the checkpoint is there. crcs: of this rank's records. commit: rank 0 calls it with those of all ranks.
+
+        Raises CheckpointError for what another rank has told.
+        """
+        ranks = self.ranks
+        if ranks.rank:
+            ranks.post(f"{self.name}/{ranks.rank}", json.dumps({"crcs": crcs}).encode())
+            text = self._look(f"{self.name}/result", 0).decode()
+            if text:
+                raise CheckpointError(text)
+            return
+        others = [json.loads(self._look(f"{self.name}/{rank}", rank)) for rank in range(1, ranks.world)]
+        if failed := [f"rank {rank}: {found['error']}" for rank, found in enumerate(others, 1) if "error" in found]:
+            raise CheckpointError(f"{self.path}: the checkpoint was given up: {'; '.join(failed)}")
+        commit([crcs, *(found["crcs"] for found in others)])
+        for rank in range(1, ranks.world):
+            ranks.forget(f"{self.name}/{rank}")
+        ranks.post(f"{self.name}/result", b"")
+
+    def give_up(self, error: BaseException) -> None:
+        """Let the other ranks know."""
+        text = str(error) or type(error).__name__
+        try:
+            if self.ranks.rank:
+                self.ranks.post(f"{self.name}/{self.ranks.rank}", json.dumps({"error": text}).encode())
+            else:
+                self.ranks.post(f"{self.name}/result", f"rank 0: {text}".encode(errors="backslashreplace"))
+        except Exception:  # they are gone
+            pass
+
+    def _look(self, key: str, rank: int) -> bytes:
+        while (value := self.ranks.look(key, rank)) is None:
+            self._raise_error()
+            time.sleep(POLL_S)
+        return value
