@@ -196,13 +196,11 @@ TOO_LARGE = {
         "Hooks": (530, 45),
         "Ranks": (440, 44),
         "Records": (350, 36),
-        "Saving": (520, 30),
         "_Rank": (590, 45),
     },
     "function": {
         "Gradients.__init__": (40, 12),
         "Margin.__init__": (40, 12),
-        "_Checked.manifest": (75, 8),
         "_adam": (65, 23),
         "_add_train": (70, 8),
         "_beside": (120, 14),
@@ -212,7 +210,6 @@ TOO_LARGE = {
         "assemble": (70, 10),
         "place": (145, 20),
         "plan": (160, 11),
-        "reshard": (80, 8),
         "workload": (80, 8),
     },
 }
