@@ -173,7 +173,7 @@ class Owner:
                 gradients._move(self.others[chunk.index].view(-1), rows[1:].reshape(-1), True, done)
         if flat.is_cuda:
             flat.record_stream(gradients.stream)
-        chunk.received.update(params)
+        chunk.gradient.received.update(params)
 
     def squares(self) -> float:
         """Of all gradients, known to every rank."""

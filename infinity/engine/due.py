@@ -66,8 +66,8 @@ class Due:
         if self.ranks.world == 1 or self.course.backward_task is None:
             return
         chunks = self.registry.chunks
-        complete = torch.tensor([not chunk.missing and not chunk.span.handles for chunk in chunks], dtype=torch.int32)
-        empty = torch.tensor([chunk.flat_gradient is None for chunk in chunks], dtype=torch.int32)
+        complete = torch.tensor([not chunk.gradient.missing and not chunk.span.handles for chunk in chunks], dtype=torch.int32)
+        empty = torch.tensor([chunk.gradient.flat is None for chunk in chunks], dtype=torch.int32)
         self.ranks.min_(agreed := torch.stack([complete, empty]))
         for chunk, is_complete, is_empty in zip(chunks, *agreed.tolist()):
             if is_complete and not is_empty:
@@ -124,7 +124,7 @@ class Due:
             self._begin_sum(chunk)
 
     def _begin_sum(self, chunk: ChunkState) -> None:
-        job = chunk.gradient_job
+        job = chunk.gradient.job
 
         def work() -> NormAccumulator:
             stream = job.wait()
@@ -135,15 +135,15 @@ class Due:
                 add_norm(chunk, gradient, total)
             return total
 
-        chunk.norm_job = self.updater.sum_squares(work)
+        chunk.gradient.sum_by(self.updater.sum_squares(work))
 
     def norm(self, chunks: list[ChunkState]) -> float:
         """The global norm of the summed gradients, the same bits for every placement and chunk size."""
         total = NormAccumulator()
         for chunk in chunks:
-            if chunk.norm_job is None:
+            if chunk.gradient.squares is None:
                 self._begin_sum(chunk)
-            total.merge(self.events.wait("gc", chunk.norm_job, chunk.index))
+            total.merge(self.events.wait("gc", chunk.gradient.squares, chunk.index))
         self.ranks.sum_(total.limbs)
         return total.value()
 

@@ -253,8 +253,8 @@ class Cycle:
                 state.expected = state.touched if forwards and not later and state.touched <= 1 else math.inf
             state.touched_last[number] = state.touched
         for chunk in self.registry.chunks:
-            chunk.missing = sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces)
-            self.updater.expect(chunk, self.due.early_hyper is not None and chunk.trainable and chunk.missing > 0)
+            chunk.gradient.expect(sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces))
+            self.updater.expect(chunk, self.due.early_hyper is not None and chunk.trainable and chunk.gradient.missing > 0)
 
     def expect_gradient(self, state: ParameterState) -> None:
         """Autograd is about to add to `param.grad`."""
@@ -294,12 +294,11 @@ class Cycle:
         state.arrivals += 1
         if state.arrivals == state.expected:
             for chunk in chunks:
-                chunk.missing -= 1
-                if not chunk.missing:
+                if chunk.gradient.complete_one():
                     self._complete(chunk)
         elif state.arrivals > state.expected:
             for chunk in chunks:
-                chunk.missing = math.inf
+                chunk.gradient.exceed()
         self.due.update_waiting()
         self.gradients.wait_for_room()
 
@@ -339,7 +338,7 @@ class Cycle:
         """Reduce whatever gradients any rank has gathered since the last reduction; every rank must call it."""
         if self.ranks.world == 1:
             return []
-        waiting = torch.tensor([self.came, *(chunk.flat_gradient is not None for chunk in self.registry.chunks)], dtype=torch.int32)
+        waiting = torch.tensor([self.came, *(chunk.gradient.flat is not None for chunk in self.registry.chunks)], dtype=torch.int32)
         self.came, *waiting = map(bool, self.ranks.max_(waiting).tolist())
         found = [chunk for chunk, waits in zip(self.registry.chunks, waiting) if waits]
         for chunk in found:
@@ -406,10 +405,10 @@ class Cycle:
                 "hyper-parameters changed between the backward pass, which has begun to update, and step(). Change them after "
                 "step(), or use update='deferred'."
             )
-        ready = [chunk for chunk in self.registry.chunks if chunk.gradient_job is not None]
+        ready = [chunk for chunk in self.registry.chunks if chunk.gradient.job is not None]
         ready = [chunk for chunk in ready if not (chunk.update.is_early or chunk.update.is_announced)]
         if not self.deferred:
-            ready.sort(key=lambda chunk: chunk.gradient_number)  # in the order in which their gradients came
+            ready.sort(key=lambda chunk: chunk.gradient.number)  # in the order in which their gradients came
         if self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite:
             norm = self.due.norm(ready) * hyper.grad_scale
             overflow = self.config.watches_nonfinite and not math.isfinite(norm)
@@ -459,7 +458,7 @@ class Cycle:
             with self.gradients.shard(chunk) as gradient:
                 for piece in chunk.pieces:
                     part = gradient[piece.start : piece.start + piece.numel]
-                    if piece.param in chunk.received and not part.isfinite().all():
+                    if piece.param in chunk.gradient.received and not part.isfinite().all():
                         return f"the first is of {self.registry.params[piece.param].name}"
         return "they lie in the shards of other ranks"
 
@@ -478,7 +477,7 @@ class Cycle:
             chunk
             for chunk in self.registry.chunks
             if not (chunk.update.is_early or chunk.update.is_announced)
-            if chunk.gradient_job or chunk.flat_gradient is not None or chunk.received  # the last alone after an interrupt on the way
+            if chunk.gradient.job or chunk.gradient.flat is not None or chunk.gradient.received  # the last alone after an interrupt on the way
             if not chunk.update.is_running
         ]
         if dropped:

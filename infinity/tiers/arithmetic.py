@@ -92,14 +92,14 @@ def runs(chunk: ChunkState, params: list[ParameterState], *, merge: bool) -> lis
 
     merge: let a run go on over several parameters. What lies between these is padding: zeros, which an update leaves zeros.
     """
-    for param in chunk.received:
+    for param in chunk.gradient.received:
         if params[param].group is not None:
             chunk.steps[param] += 1
     found: list[Run] = []
     adjoins = False  # whether the last run ends with the piece before
     for piece in chunk.pieces:
         group = params[piece.param].group
-        if group is None or piece.param not in chunk.received:
+        if group is None or piece.param not in chunk.gradient.received:
             adjoins = False
             continue
         step, end = chunk.steps[piece.param], piece.start + piece.numel
@@ -127,5 +127,5 @@ def _dithered(run: Run, params: list[ParameterState], seed: int | None) -> Itera
 def add_norm(chunk: ChunkState, gradient: torch.Tensor, total: NormAccumulator) -> None:
     """Add the squares of a shard's gradient; each piece begins on a block border of its parameter."""
     for piece in chunk.pieces:
-        if piece.param in chunk.received:
+        if piece.param in chunk.gradient.received:
             total.add(gradient[piece.start : piece.start + piece.numel])

@@ -106,7 +106,7 @@ class Course:
 
     def next_gradient_use(self, chunk: ChunkState) -> float:
         """As `next_states_use`; what more is added to in this backward pass, or whose update has begun, comes first."""
-        return -1 if chunk.missing or chunk.update.is_running else self.next_states_use(chunk)
+        return -1 if chunk.gradient.missing or chunk.update.is_running else self.next_states_use(chunk)
 
     def wants_again(self, chunk: ChunkState) -> bool:
         """Whether a host copy of a chunk's weights will be wanted after the copy to the device that is under way."""

@@ -103,7 +103,7 @@ class Gradients:
     def shard(self, chunk: ChunkState):
         """The gradient shard of a chunk, 1-D [shard_used], in memory inside the block."""
         if chunk.on_device:
-            yield chunk.device_gradient
+            yield chunk.gradient.device_shard
             return
         with self.records.lease(chunk, GRADIENTS) as lease:
             yield self._tensor(lease)
@@ -125,13 +125,13 @@ class Gradients:
             piece = chunk.whole_pieces[state.index]
             last = chunk is chunks[-1]
             if self.ranks.world == 1:
-                first = state.index not in chunk.received
-                chunk.received.add(state.index)
+                first = state.index not in chunk.gradient.received
+                chunk.gradient.received.add(state.index)
                 part = flat[piece.param_start : piece.param_start + piece.numel]
                 self._put(chunk, (part, piece.start, first, ready), nbytes if last else 0)
             else:
                 self._insert(chunk, piece, flat)
-                chunk.used.add(state.index)
+                chunk.gradient.used.add(state.index)
             self._note_arrival(chunk)
         if self.ranks.world > 1:
             self._send(-nbytes)
@@ -139,50 +139,50 @@ class Gradients:
     def reduce(self, chunk: ChunkState) -> None:
         """Reduce-scatter what has arrived of a chunk, zeros for the rest. All ranks must call it at the same point."""
         numel = chunk.chunk.shard_numel
-        flat = chunk.flat_gradient
+        flat = chunk.gradient.flat
         if flat is None:
             flat = self._flat(chunk)
         view = flat.view(self.ranks.world, -1)
         params = list(chunk.whole_pieces)
         for index, param in enumerate(params):
-            if param in chunk.used:
+            if param in chunk.gradient.used:
                 view[:, numel + index] = 1
-        chunk.flat_gradient = None
-        chunk.used = set()
+        chunk.gradient.flat = None
+        chunk.gradient.used = set()
         ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
         scattered = self.gg.push(lambda: self._run_reduce(chunk, flat, ready), chunk.title)
         nbytes = flat.numel() * flat.element_size()
         self.tier.book(-nbytes)
         self._send(nbytes)
         collect = lambda: self._collect_shard(chunk, scattered, params)
-        chunk.gradient_job = self.gc.push(lambda: self._transfer(nbytes, collect), chunk.title)
-        chunk.norm_job = None
+        chunk.gradient.job = self.gc.push(lambda: self._transfer(nbytes, collect), chunk.title)
+        chunk.gradient.squares = None
 
     def drop(self, chunk: ChunkState) -> None:
         """Forget what has arrived of a chunk; nothing of it may be under way."""
         self.release(chunk)
-        if chunk.flat_gradient is not None:
-            self.tier.book(-chunk.flat_gradient.numel() * chunk.flat_gradient.element_size())
-        chunk.flat_gradient = None
-        chunk.used = set()
+        if chunk.gradient.flat is not None:
+            self.tier.book(-chunk.gradient.flat.numel() * chunk.gradient.flat.element_size())
+        chunk.gradient.flat = None
+        chunk.gradient.used = set()
 
     def release(self, chunk: ChunkState) -> None:
         """The gradient was used: its memory is free, the next arrival is a first one."""
-        if chunk.has_gradient and not chunk.on_device:
+        if chunk.gradient.is_there and not chunk.on_device:
             self.records.discard(chunk, GRADIENTS)
-        chunk.has_gradient = False
-        chunk.gradient_job = chunk.norm_job = None
-        chunk.received = set()
+        chunk.gradient.is_there = False
+        chunk.gradient.job = chunk.gradient.squares = None
+        chunk.gradient.received = set()
 
     def leave_device(self, chunk: ChunkState) -> None:
         """The record has gone back to its home: send what has arrived of its gradient after it. Nothing is under way."""
-        gradient, chunk.device_gradient = chunk.device_gradient, None
+        gradient, chunk.gradient.device_shard = chunk.gradient.device_shard, None
         if gradient is None:
             return
-        if chunk.has_gradient:
+        if chunk.gradient.is_there:
             if (stream := self._last_stream(chunk)) is not None:
                 stream.synchronize()
-            chunk.has_gradient = False
+            chunk.gradient.is_there = False
             with self._open(chunk) as memory:
                 memory.copy_(gradient)
         self.tier.book(-gradient.nbytes)
@@ -202,7 +202,7 @@ class Gradients:
 
     def wait_for(self, chunk: ChunkState) -> None:
         """Wait until all that was sent of a chunk has arrived."""
-        self.events.wait("gc", chunk.gradient_job, chunk.index)
+        self.events.wait("gc", chunk.gradient.job, chunk.index)
         self.failure.check()
 
     def hurry(self) -> None:
@@ -221,15 +221,15 @@ class Gradients:
         nbytes = part[0].numel() * part[0].element_size()
         with self._changed:
             batch = self._batch
-            joins = batch is not None and batch.job is not None and batch.job is chunk.gradient_job
+            joins = batch is not None and batch.job is not None and batch.job is chunk.gradient.job
             if not joins or batch.nbytes + nbytes > MAX_BATCH_NBYTES:
                 batch = self._batch = Batch(chunk)
             batch.parts.append(part)
             batch.nbytes += nbytes
             batch.sent_nbytes += sent_nbytes
-        more_comes = chunk.missing > 1 and nbytes <= SMALL_NBYTES and 2 * self._under_way_nbytes <= self.limit_nbytes
+        more_comes = chunk.gradient.missing > 1 and nbytes <= SMALL_NBYTES and 2 * self._under_way_nbytes <= self.limit_nbytes
         if batch.job is None:
-            batch.job = chunk.gradient_job = self.gc.push(lambda: self._run_batch(batch), chunk.title, quiet=more_comes)
+            batch.job = chunk.gradient.job = self.gc.push(lambda: self._run_batch(batch), chunk.title, quiet=more_comes)
         elif not more_comes:
             self.hurry()
 
@@ -240,41 +240,41 @@ class Gradients:
         self._transfer(batch.sent_nbytes, lambda: self._collect(batch))
 
     def _note_arrival(self, chunk: ChunkState) -> None:
-        chunk.norm_job = None
-        chunk.gradient_number = self._num_arrivals = self._num_arrivals + 1
+        chunk.gradient.squares = None
+        chunk.gradient.number = self._num_arrivals = self._num_arrivals + 1
 
     def _keep(self, chunk: ChunkState, state: ParameterState, flat: torch.Tensor) -> None:
         """On one rank: put a parameter's part into the gradient of a record on the device, by the stream that made it and will use it."""
         piece = chunk.whole_pieces[state.index]
         stream = torch.cuda.current_stream(self.device) if self.cuda else None
-        if chunk.device_gradient is None:
+        if chunk.gradient.device_shard is None:
             self._make_device_gradient(chunk)
             if self.cuda:
                 stream.wait_stream(self.stream)
         if (last := self._last_stream(chunk)) not in (None, stream):
             stream.wait_stream(last)
-        target = chunk.device_gradient[piece.start : piece.start + piece.numel]
+        target = chunk.gradient.device_shard[piece.start : piece.start + piece.numel]
         part = flat if piece.numel == state.numel else flat[piece.param_start : piece.param_start + piece.numel]
-        if state.index in chunk.received:
+        if state.index in chunk.gradient.received:
             target.add_(part)
         else:
             target.copy_(part)
-        chunk.received.add(state.index)
-        chunk.has_gradient = True
-        if chunk.gradient_job is None or last != stream:
-            chunk.gradient_job = Job.over(stream)
+        chunk.gradient.received.add(state.index)
+        chunk.gradient.is_there = True
+        if chunk.gradient.job is None or last != stream:
+            chunk.gradient.job = Job.over(stream)
         self._note_arrival(chunk)
 
     @staticmethod
     def _last_stream(chunk: ChunkState):
         """Which brought what arrived last for a record on a CUDA device, else None."""
-        return chunk.gradient_job.wait() if chunk.gradient_job is not None else None
+        return chunk.gradient.job.wait() if chunk.gradient.job is not None else None
 
     def _make_device_gradient(self, chunk: ChunkState) -> None:
         """By a stream of its own: what stays must not lie between activations, which come and go in the memory of the ops' stream."""
         with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():
-            chunk.device_gradient = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
-        self.tier.book(chunk.device_gradient.nbytes)
+            chunk.gradient.device_shard = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
+        self.tier.book(chunk.gradient.device_shard.nbytes)
 
     def _send(self, nbytes: int) -> None:
         """Count device bytes that are on their way to the host, and again when they have left."""
@@ -287,17 +287,17 @@ class Gradients:
     def _open(self, chunk: ChunkState):
         """The chunk's gradient shard, to be written to; its gaps are zero. Waits for a slot."""
         if chunk.on_device:
-            if chunk.device_gradient is None:
+            if chunk.gradient.device_shard is None:
                 self._make_device_gradient(chunk)
-            chunk.has_gradient = True
-            yield chunk.device_gradient
+            chunk.gradient.is_there = True
+            yield chunk.gradient.device_shard
             return
-        with self.records.lease(chunk, GRADIENTS, write=True, fresh=not chunk.has_gradient) as lease:
+        with self.records.lease(chunk, GRADIENTS, write=True, fresh=not chunk.gradient.is_there) as lease:
             tensor = self._tensor(lease)
-            if not chunk.has_gradient:
+            if not chunk.gradient.is_there:
                 for start, end in chunk.gaps:
                     tensor[start:end].zero_()
-            chunk.has_gradient = True
+            chunk.gradient.is_there = True
             yield tensor
         if self.spill:
             self.records.clean_ahead(GRADIENTS)
@@ -361,9 +361,9 @@ class Gradients:
 
     def _insert(self, chunk: ChunkState, piece: Piece, flat_grad: torch.Tensor) -> None:
         """Add a parameter's part to the chunk's flat buffer, each rank's slice in its place."""
-        if chunk.flat_gradient is None:
-            chunk.flat_gradient = self._flat(chunk)
-        view = chunk.flat_gradient.view(self.ranks.world, -1)
+        if chunk.gradient.flat is None:
+            chunk.gradient.flat = self._flat(chunk)
+        view = chunk.gradient.flat.view(self.ranks.world, -1)
         numel = chunk.chunk.shard_numel
         done = 0
         while done < piece.numel:
@@ -391,7 +391,7 @@ class Gradients:
     def _collect_shard(self, chunk: ChunkState, scattered, params: list[int]) -> None:
         shard, done = scattered.wait()
         scattered.result = None
-        first = not chunk.has_gradient
+        first = not chunk.gradient.is_there
         numel = chunk.chunk.shard_numel
         with self._open(chunk) as memory:
             begin = now()
@@ -400,5 +400,5 @@ class Gradients:
                 shard.record_stream(self.stream)
             marks = self._move(memory, shard[: memory.numel()], first, done)
         flags = shard[numel:].tolist()
-        chunk.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
+        chunk.gradient.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
         self.events.moved("gc", chunk.index, chunk.record.numel * shard.element_size(), begin, now(), marks)

@@ -45,6 +45,7 @@ others move the bytes. Over 500 lines because device and host copies are states 
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections.abc import Callable, Iterable
 
@@ -486,6 +487,48 @@ class HostCache:
             self.lock.notify_all()
 
 
+class GradientState:
+    """What has arrived of a chunk's gradient. tiers/gradients.py alone writes it; others call what it has."""
+
+    __slots__ = ("device_shard", "flat", "is_there", "job", "missing", "number", "received", "squares", "used")
+
+    def __init__(self):
+        self.is_there = False  # in its shard, from the first arrival until the update
+        self.job = None  # the last transfer into the shard
+        self.number = 0  # of the last arrival, counted over all chunks
+        self.squares = None  # the job that sums them, if their norm is asked for
+        self.received: set[int] = set()  # parameters with data in the shard, of any rank
+        self.missing: float = 0  # parameters that lack gradients in this backward pass, infinite if nobody knows
+        self.device_shard: torch.Tensor | None = None  # the shard of a record on the device; its memory stays
+        self.flat: torch.Tensor | None = None  # device buffer of the whole chunk, more than one rank
+        self.used: set[int] = set()  # parameters with a gradient on this rank, of which that has some
+
+    def expect(self, num_params: int) -> None:
+        """A backward pass begins that brings gradients of so many parameters."""
+        self.missing = num_params
+
+    def complete_one(self) -> bool:
+        """All that was expected of one parameter is there. Returns whether it was the last of the chunk's."""
+        self.missing -= 1
+        return not self.missing
+
+    def exceed(self) -> None:
+        """More came of a parameter than was expected: nobody knows when the chunk's gradient is complete."""
+        self.missing = math.inf
+
+    def hand_over(self):
+        """The job after which an update has all of it; what comes later is of another."""
+        job, self.job = self.job, None
+        return job
+
+    def sum_by(self, job) -> None:
+        """What is there now has its squares summed by this job."""
+        self.squares = job
+
+    def free_device(self) -> None:
+        self.device_shard = self.flat = None
+
+
 class UpdateState:
     """The update of a chunk that is due, or the last one; see [Note: life of an update]. tiers/updates.py alone writes it."""
 
@@ -537,18 +580,10 @@ class ChunkState:
         self.redo = None  # the RedoLog of a record whose moments on NVMe may be late
         self.device_states: dict[str, torch.Tensor] | None = None
         self.steps: dict[int, int] = {piece.param: 0 for piece in chunk.pieces}
-        self.has_gradient = False  # from the first arrival until the update
-        self.device_gradient: torch.Tensor | None = None  # the shard of a record on the device; its memory stays
-        self.gradient_job = None  # the last transfer into it
-        self.gradient_number = 0  # of the last gradient that arrived, counted over all chunks
-        self.norm_job = None  # the sum of its squares, if that is asked for
-        self.flat_gradient: torch.Tensor | None = None  # device buffer of the whole chunk, more than one rank
-        self.used: set[int] = set()  # parameters with a gradient on this rank
-        self.received: set[int] = set()  # parameters with data in the gradient shard, of any rank
+        self.gradient = GradientState()
         self.copy_job = None  # the last copy of its weights to the device
         self.update = UpdateState()
         self.weights_expected = False  # a copy to the device follows soon, or an update of which this step has not told yet
-        self.missing = 0  # parameters that lack gradients in this backward pass
         self.num_changes = 0  # of its record
         # A checkpoint under way wants the record before it changes, or after the update that is announced:
         self.before_change: Callable[[ChunkState, object], None] | None = None  # with a Lease of the record, or None
@@ -622,7 +657,8 @@ class Registry:
         for span in self.spans:
             span.let_go()
         for chunk in self.chunks:
-            chunk.device_states = chunk.device_gradient = chunk.flat_gradient = None
+            chunk.device_states = None
+            chunk.gradient.free_device()
 
     def owner(self, tensor: torch.Tensor) -> SpanState | None:
         """The span whose storage a tensor looks into."""

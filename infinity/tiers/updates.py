@@ -82,7 +82,7 @@ class Updater:
 
     def begin(self, chunk: ChunkState, hyper: Hyper, *, early: bool = False) -> None:
         """Update a chunk once its record and gradient are in host memory; nobody holds its device copy. early: before step()."""
-        gradient_job, chunk.gradient_job = chunk.gradient_job, None  # handed over: step() sees what came after
+        gradient_job = chunk.gradient.hand_over()  # step() sees what came after
         if early or chunk.update.stage is not UpdateStage.IDLE:
             chunk.update.become(UpdateStage.EARLY if early else UpdateStage.IDLE)
         chunk.update.hyper = None
