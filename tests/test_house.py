@@ -194,7 +194,7 @@ TOO_LARGE = {
         "Engine": (590, 52),
         "Gradients": (370, 30),
         "Hooks": (530, 45),
-        "Ranks": (440, 44),
+        "Ranks": (350, 33),
         "Records": (350, 36),
         "_Rank": (590, 45),
     },

@@ -66,7 +66,7 @@ def init(config: Config | None = None, *, window: int | None = None):
     with Ranks(device).joined() as ranks:
         builder = _Builder(config, ranks, _windows(device, ranks) if window is None else {"cpu": window, device.type: window})
         try:
-            with builder, ranks.at("infinity.engine.construction"):
+            with builder, ranks.at("infinity.init"):
                 yield
                 for root in builder.roots():
                     if cut_large_layers(root, config, ranks):

@@ -404,7 +404,7 @@ class Engine:
             self.cycle.step()
         del life
         self.freed.give_back_after_step()
-        self.ranks.num_steps += 1
+        self.ranks.count_step()
 
     @uninterrupted
     def zero_grad(self) -> None:

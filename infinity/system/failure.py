@@ -24,13 +24,17 @@ class FirstFailure:
         """Have who waits on the monitor look for a failure once there is one."""
         self._monitors.append(monitor)
 
-    def note(self, error: BaseException, what: str = "") -> None:
-        """Something was lost that others may wait for. From any thread; of several errors the first one stands."""
+    def keep(self, error: BaseException) -> bool:
+        """Have it stand, and wake who waits, unless another one stands already; whether it does. From any thread."""
         is_first = self.error is None and self._errors.setdefault("first", error) is error
         for monitor in self._monitors:
             with monitor:
                 monitor.notify_all()
-        if is_first:
+        return is_first
+
+    def note(self, error: BaseException, what: str = "") -> None:
+        """Something was lost that others may wait for, here or on other ranks."""
+        if self.keep(error):
             self._tell(error, what)
 
     def check(self) -> None:

@@ -48,7 +48,7 @@ from infinity.checkpoints.writer import Tensors, Writer
 from infinity.errors import CheckpointError, SwapError, UsageError
 from infinity.plan import packing
 from infinity.plan.record import record_layout
-from infinity.system import ranks
+from infinity.system import ranks, watch
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30  # after which a process that does not answer is taken to hang
@@ -457,7 +457,7 @@ def test_a_first_checkpoint_is_none_or_whole_when_killed_at_every_call(tmp_path,
 
 def ranks_save(say, folder, target, rank, victim, position, meet):
     """One of two ranks: two steps, each saved. The victim is killed, or meets a fault, at a call of the second."""
-    ranks.CONTROL_TIMEOUT_S, ranks.SILENCE_S = 20, 3
+    ranks.CONTROL_TIMEOUT_S, watch.SILENCE_S = 20, 3
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{position}", rank=rank, world_size=2)
     run = Run(folder / f"swap{rank}")
     run.train().save(target)

@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.system.peers import Peer
+from infinity.system.watch import Board
 from infinity.tiers.course import MAX_ROUTES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -614,7 +616,7 @@ SKIPS = [0, 1, 2, 4, 5, 6, 7]
 
 def parting(folder, what, when, update):
     """Rank 1 does something else in step `when`."""
-    infinity.system.ranks.WATCH_S = 0.1  # looks five times as often: the waits are counted in looks
+    infinity.system.watch.WATCH_S = 0.1  # looks five times as often: the waits are counted in looks
     odd_rank = dist.get_rank() == 1
     torch.manual_seed(0)
     model = Mixture(leaf=False) if what == "experts" else Layers()
@@ -751,7 +753,7 @@ def test_three_ranks_of_which_one_computes_long_are_not_parted(tmp_path):
 
 
 def slow_of_three(folder):
-    infinity.system.ranks.WATCH_S = 0.1
+    infinity.system.watch.WATCH_S = 0.1
     torch.manual_seed(0)
     model = Layers()
     pauses = []
@@ -790,29 +792,28 @@ class Said:
 
 
 class Waiting:
-    """A rank of two, as the board sees it."""
+    """A rank of two, as the board sees it: its own place, and what all say."""
 
     def __init__(self, rank, store):
-        self.rank, self.world, self._store, self.text = rank, 2, store, ""
-        self.name = f"rank {rank} of 2"
+        self.text = ""
+        self.board = Board(store, rank, 2, f"rank {rank} of 2", self, self)
 
     def waits_in(self):
         return self.text
 
-    def said(self):
-        return ["in step 1"] * self.world
+    def look(self):
+        return [Peer(where="in step 1")] * 2
 
 
 def looks(texts):
     """What two boards find: `texts` are pairs, where each rank is at each look."""
     store = Said()
     pair = [Waiting(rank, store) for rank in range(2)]
-    boards = [infinity.system.ranks._Board(rank) for rank in pair]
     found = []
     for both in texts:
-        for rank, board, text in zip(pair, boards, both):
+        for rank, text in zip(pair, both):
             rank.text = text
-            found.append(board.look())
+            found.append(rank.board.look())
     return found
 
 
@@ -832,11 +833,11 @@ def ranks_alone():
 
 def test_a_rank_waits_in_a_collective_only_if_its_training_thread_does():
     alone = ranks_alone()
-    with alone._in("lane", "a gather"):
-        assert alone.waits_in() == ""
+    with alone._place.inside("lane", "a gather"):
+        assert alone._place.waits_in() == ""
         with infinity.system.lanes.waits():
-            assert alone.waits_in() == "a gather (number 1)"
-    assert alone.waits_in() == ""
+            assert alone._place.waits_in() == "a gather (number 1)"
+    assert alone._place.waits_in() == ""
 
 
 def test_a_training_thread_without_a_name_waits_too():
@@ -846,8 +847,8 @@ def test_a_training_thread_without_a_name_waits_too():
     alone, found, over = ranks_alone(), [], threading.Event()
 
     def wait():
-        with alone._in("lane", "a gather"), infinity.system.lanes.waits():
-            found.append(alone.waits_in())
+        with alone._place.inside("lane", "a gather"), infinity.system.lanes.waits():
+            found.append(alone._place.waits_in())
         over.set()
 
     _thread.start_new_thread(wait, ())

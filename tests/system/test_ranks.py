@@ -896,13 +896,36 @@ def test_a_refused_model_leaves_no_thread_and_no_group(worlds, tmp_path):
             assert words in text
 
 
+def in_barrier(file):
+    """What rank 0's watch says of a thread that is in a barrier which this file calls, while rank 1 has not come."""
+    store, call = dist.distributed_c10d._get_default_store(), compile("dist.barrier()", file, "exec")
+    if dist.get_rank():
+        store.wait([file])
+        dist.barrier()
+        return None
+    thread = threading.Thread(target=exec, args=(call, {"dist": dist}))
+    thread.start()
+    deadline = time.monotonic() + SECONDS
+    while sys._current_frames()[thread.ident].f_code.co_filename != dist.distributed_c10d.__file__ and time.monotonic() < deadline:
+        time.sleep(0.001)
+    found = infinity.system.ranks._programs_collective(thread.ident)
+    store.set(file, "")
+    thread.join(SECONDS)
+    return found
+
+
+def test_a_collective_is_the_programs_unless_a_module_of_the_package_calls_it(worlds):
+    assert worlds(2).run(in_barrier, "/there/train.py")[0].endswith("barrier (train.py:1)")
+    assert worlds(2).run(in_barrier, f"{Path(infinity.__file__).parent}/checkpoints/dcp.py")[0] == ""
+
+
 def slowly(num_rounds):
     """Agree again and again, one rank so late that the other's wait is just over."""
     ranks = infinity.system.ranks.Ranks(torch.device("cpu"))
     agreed = 0
     for number in range(num_rounds):
         if ranks.rank:
-            time.sleep(infinity.system.ranks.WATCH_S - 0.003 + 0.0002 * (number % 30))
+            time.sleep(infinity.system.watch.WATCH_S - 0.003 + 0.0002 * (number % 30))
         agreed += ranks.agree(number)
     ranks.close()
     return agreed

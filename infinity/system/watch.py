@@ -1,0 +1,306 @@
+"""The watch of a rank: one thread that tells the other ranks where this one is and whether it failed, and finds out which of them has.
+
+Knows a store, what ranks say there, and errors. Must not know groups, nor torch.distributed: how collectives are ended, and in which one of its
+own the program is, it is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from infinity.errors import PeerError, UsageError
+from infinity.system import lanes
+from infinity.system.failure import FirstFailure
+from infinity.system.lanes import THREADS
+from infinity.system.peers import Peer, Peers
+
+WATCH_S = 0.5  # how often each rank looks whether another one has failed
+SILENCE_S = 20.0  # after which a rank of another machine that somebody waits for is taken for dead
+BROKEN_S = 4.0  # the same, once a connection is
+
+# [Note: how a failure reaches the other ranks]
+# A rank that fails writes why into the store that the launcher made, where the first word stands; each rank has a thread that looks
+# there. Who finds another's failure tells its engine, whose threads stop waiting for each other, and aborts the device's collectives,
+# which would wait for the lost rank until their timeout. So all ranks end with the first error of any, also while the one that failed
+# still lives. gloo has no abort: its collectives are waited for in steps of WATCH_S, and one that was given up may write to its
+# tensors until the process ends, which keeps them, and its group, until then.
+# A rank that ends without a word, or leaves while another one waits for it, cannot say so: the others find it missing (peers.py), and
+# the first that does writes it down for all. What a collective itself says of a lost connection names nobody, and is nobody's error.
+
+
+# [Note: how ranks that run different modules are found]
+# They end up waiting in different collectives, for ever. A rank whose training thread has been in one collective, or has waited for
+# a lane that is in one, for WAITS polls says so in the store. If all do and name different ones, none of them can go on. One of all
+# ranks that the program itself calls, such as a barrier behind the loop, counts as well: the thread's stack shows it.
+
+WAITS = 4
+PROGRAM = "a collective of the program's own"  # begins the text of where a thread waits that is in one
+REMEDY = (
+    "All ranks must run the same modules in the same order; look for branches that depend on the rank or on its data. Where they are "
+    "meant, as in a mixture of experts, call infinity.leaf(module) on the module that branches; a layer that a rank skips must be "
+    "called with an empty batch instead. All ranks need the same number of batches and of steps, too."
+)
+
+
+class Place:
+    """Where this rank is, in words. programs(thread): the collective that the program itself called and that a thread is in, or ""."""
+
+    def __init__(self, programs: Callable[[int], str]):
+        self.num_steps = 0  # of the optimizer
+        self.training = threading.get_ident()  # the thread that is in collectives of the control group
+        self._programs = programs
+        self._stages: list[str] = []  # what the engine does now beside steps
+        self._inside: dict[str, str] = {}  # the collective that the training thread ("control"), or the lane, is in
+        self._num_collectives = {"control": 0, "lane": 0}
+
+    @contextlib.contextmanager
+    def at(self, stage: str):
+        self._stages.append(stage)
+        try:
+            yield
+        finally:
+            self._stages.pop()
+
+    @contextlib.contextmanager
+    def inside(self, where: str, what: str):
+        """For the others to know, if it takes long."""
+        self._num_collectives[where] += 1
+        self._inside[where] = f"{what} (number {self._num_collectives[where]})"
+        try:
+            yield
+        finally:
+            del self._inside[where]
+
+    def __str__(self) -> str:
+        inside = self._inside.get("control") or self._inside.get("lane") or self.programs_collective()
+        after = inside.startswith(PROGRAM)
+        stage = f"in {self._stages[-1]}" if self._stages else self.passed if after else f"in step {self.num_steps + 1}"
+        return f"{stage}{f', in {inside}' if inside else ''}"
+
+    @property
+    def passed(self) -> str:
+        return f"after step {self.num_steps}" if self.num_steps else "before its first step"
+
+    def waits_in(self) -> str:
+        """The collective that keeps the training thread from going on, if one does."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        waiting = [names.get(ident, "") for ident in list(lanes.waiting)]  # autograd's threads have no name
+        if f"{THREADS}gg" in waiting:
+            return ""  # the lane waits for what this rank does alone, such as a slow read, and then joins the others
+        waits = any(not name.startswith(THREADS) for name in waiting)
+        return self._inside.get("control") or (self._inside.get("lane", "") if waits else "") or self.programs_collective()
+
+    def programs_collective(self) -> str:
+        return self._programs(self.training)
+
+
+class Watch:
+    """store: the engine's own, in which all ranks write. abort(): ends the device's collectives, which would wait for a lost rank."""
+
+    def __init__(self, store, rank: int, world: int, name: str, place: Place, abort: Callable[[], None]):
+        self.rank, self.world, self.name, self.place = rank, world, name, place
+        self.failure = FirstFailure(self._tell)  # of this rank, or a PeerError
+        self.was_printed = False  # the failure
+        self.store_is_gone = False  # and with it who kept it, which may have ended well
+        self._store, self._abort = store, abort
+        self._peers = Peers(store, rank, world)
+        self._broken = ""  # the collective that failed
+        self._closing = threading.Event()
+        self._has_failed = threading.Event()
+        self._listeners: list[weakref.WeakMethod] = []
+        self._thread = threading.Thread(target=self._run, name="infinity-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def listen(self, listener: Callable[[BaseException], None]) -> None:
+        """Have a method told of the first failure of any rank, from this thread."""
+        self._listeners.append(weakref.WeakMethod(listener))
+
+    def say(self) -> None:
+        """Tell the others where this rank is."""
+        with contextlib.suppress(Exception):  # the watch finds out what is wrong with the store
+            self._peers.say(str(self.place))
+
+    def meet(self, launchers, patience_s: float) -> None:
+        """Wait until all ranks are here; groups that lack one would wait for it in C++ code, where nothing reaches them. launchers: the store
+        in which ranks say that they ended."""
+        deadline = time.monotonic() + patience_s
+        missing = [rank for rank in range(self.world) if rank != self.rank]
+        for number in itertools.count():
+            missing = [rank for rank in missing if not self._peers.has_come(rank)]
+            if not missing:
+                return
+            if number % 50 == 49:  # some of the others may not live to see the last one come
+                come = [rank for rank in range(self.world) if rank not in missing]
+                for rank, peer in zip(come, self._peers.look(*come)):
+                    if peer.has_ended:
+                        raise PeerError(f"{self.name} ends because {self._gone(rank, peer)}")
+                for rank in missing:
+                    if launchers.check([f"infinity-ended{rank}"]):
+                        how = launchers.get(f"infinity-ended{rank}").decode()
+                        raise PeerError(f"{self.name} ends because rank {rank} of {self.world} ended {how} before it made this engine")
+            if time.monotonic() > deadline:
+                ranks = ", ".join(map(str, missing[:8]))
+                raise PeerError(
+                    f"{self.name} has waited {patience_s} s for rank {ranks} of {self.world}: all ranks must make the same engines, "
+                    f"with infinity.init or infinity.offload"
+                )
+            time.sleep(min(0.01, 0.0005 * (number + 1)))
+
+    def _tell(self, error: BaseException, what: str) -> None:
+        self._has_failed.set()
+        self._post_failure(self.rank, f"{self.name} failed: {what}{type(error).__name__}: {error}")
+
+    def _post_failure(self, rank: int, text: str) -> None:
+        with contextlib.suppress(Exception):  # the store may be gone, and everyone with it
+            self._store.compare_set("failure", "", f"{rank} {text}")
+
+    def _posted_failure(self) -> str:
+        return self._store.get("failure").decode() if self._store.check(["failure"]) else ""
+
+    def _run(self) -> None:
+        board = Board(self._store, self.rank, self.world, self.name, self._peers, self.place)
+        for number in itertools.count():
+            if self._closing.wait(WATCH_S):
+                return
+            try:
+                self._peers.say(str(self.place))
+                if (parted := board.look()) is not None:
+                    self.failure.note(parted)
+                found = self._posted_failure()
+                if not found and (self._broken or number % max(1, self.world // 32) == 0):
+                    found = self._find_missing(board.waits_long)
+            except Exception:
+                found = "-1 the rank that keeps the launcher's store is gone"
+                self.store_is_gone = True
+            if found:
+                self._end_with(found)
+                return
+
+    def _end_with(self, found: str) -> None:
+        self._keep(found)
+        error = self.failure.error
+        if place := self.place.programs_collective():  # which fails once another process has ended, and cannot say why
+            print(f"infinity: {type(error).__name__}: {error} (this rank is in {place})", file=sys.stderr, flush=True)
+            self.was_printed = True
+        self._has_failed.set()
+        for listener in self._listeners:
+            if (method := listener()) is not None:
+                method(error)
+        with contextlib.suppress(Exception):  # close() may have been faster
+            self._abort()
+
+    def _keep(self, found: str) -> None:
+        self.failure.keep(PeerError(f"{self.name} ends because {found.partition(' ')[2]}"))
+
+    def _find_missing(self, waits: str) -> str:
+        """Write down which rank is gone, if one is; waits: for whom this one waits, and where."""
+        waits = self._broken or waits
+        for rank, peer in enumerate(self._peers.look()):
+            if rank == self.rank:
+                continue
+            if not peer.left and peer.has_ended:
+                (peer,) = self._peers.look(rank)  # its last word may be newer than what was seen
+                text = "" if peer.left else self._gone(rank, peer)
+            elif not peer.left and waits and peer.silent_s > (BROKEN_S if self._broken else SILENCE_S):
+                text = self._gone(rank, peer)
+            else:
+                text = ""
+            if peer.left and waits:
+                text = (
+                    f"rank {rank} of {self.world} has left {peer.where}, and rank {self.rank} waits for it {str(self.place)}"
+                    f"{'' if waits in str(self.place) else f', in {waits}'}: all ranks must make the same steps and close their engines "
+                    f"together. Give each the same number of batches, such as with a DistributedSampler and drop_last=True, or end the "
+                    f"loop on all ranks as soon as one of them has no batch left"
+                )
+            if text:
+                self._post_failure(rank, text)
+                return self._posted_failure()
+        return ""
+
+    def _gone(self, rank: int, peer: Peer) -> str:
+        how = "ended without a word" if peer.has_ended else f"has not been heard of for {peer.silent_s:.0f} s"
+        return (
+            f"rank {rank} of {self.world} {how}, last {peer.where}: was it killed, as the kernel does when memory runs out (see dmesg), or "
+            f"is its machine gone? Lower host_memory or the number of ranks a machine where it was memory"
+        )
+
+    def reason_of(self, broken: str) -> BaseException | None:
+        """Why a collective has failed, which this thread is about to hear or to find out."""
+        self._broken = broken
+        self._has_failed.wait(BROKEN_S + 4 * WATCH_S)
+        return self.failure.error
+
+    def check_is_heard(self, rank: int) -> None:
+        """Raise PeerError if a rank that somebody waits for is silent."""
+        if (peer := self._peers.known(rank)).silent_s > SILENCE_S:
+            raise PeerError(f"{self.name} ends because {self._gone(rank, peer)}")
+
+    def close(self) -> None:
+        """Tell the others that this rank leaves; idempotent. Waits for nobody."""
+        self._closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * SILENCE_S)  # it is in the store, if anywhere
+        with contextlib.suppress(Exception):  # the store may be gone
+            # Where it failed the others may still be about to tell.
+            self._peers.say(self.place.passed if self.failure.error is None else self._peers.where, left=True)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closing.is_set()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Closed, and its thread is still in the store."""
+        return self._closing.is_set() and self._thread.is_alive()
+
+    def others_end(self) -> bool:
+        """Whether all others have left this engine or are gone."""
+        if self.failure.error is None and (found := self._posted_failure()):
+            self._keep(found)
+        return all(peer.left or peer.has_ended for rank, peer in enumerate(self._peers.look()) if rank != self.rank)
+
+
+class Board:
+    """What the ranks say of where they wait, see [Note: how ranks that run different modules are found]. Of the watching thread."""
+
+    def __init__(self, store, rank: int, world: int, name: str, peers: Peers, place: Place):
+        self._store, self._rank, self._world, self._name = store, rank, world, name
+        self._peers, self._place = peers, place
+        self._text, self._num_polls, self._num_parted = "", 0, 0
+
+    @property
+    def waits_long(self) -> str:
+        """Where this rank waits, if it has for so long that it may be for a rank that never comes."""
+        return self._text if self._num_polls >= WAITS and not self._text.startswith(PROGRAM) else ""
+
+    def look(self) -> UsageError | None:
+        """Say where this rank waits, if it does; an error if all ranks wait, and not in the same collective."""
+        text, store = self._place.waits_in(), self._store
+        if text != self._text:
+            if self._num_polls >= WAITS:
+                store.set(f"waits{self._rank}", "")
+            self._text, self._num_polls, self._num_parted = text, 0, 0
+        if not text:
+            return None
+        self._num_polls += 1
+        if self._num_polls < WAITS:
+            return None
+        if self._num_polls == WAITS:
+            store.set(f"waits{self._rank}", text)
+        keys = [f"waits{rank}" for rank in range(self._world)]
+        texts = [store.get(key).decode() for key in keys] if store.check(keys) else [""]
+        places = {PROGRAM if text.startswith(PROGRAM) else text for text in texts}  # its own are called from various lines
+        self._num_parted = self._num_parted + 1 if all(texts) and len(places) > 1 else 0
+        if self._num_parted < 2:
+            return None
+        said = [peer.where.partition(", in ")[0] for peer in self._peers.look()]
+        each = "; ".join(f"rank {rank} {where}, in {text}" for rank, (where, text) in enumerate(zip(said, texts[:8])))
+        return UsageError(f"{self._name}: the ranks wait for each other in different collectives: {each}. {REMEDY}")
