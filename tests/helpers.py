@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import infinity
+from infinity.plan.compression import NUM_BUFFERS, NUM_LANES
 from infinity.system.arena import Arena
 from infinity.system.swap import Swap
-from infinity.tiers.compression import NUM_BUFFERS, NUM_LANES, Compressor
+from infinity.tiers.compression import Compressor
 
 NVME = {"weights": "nvme", "states": "nvme", "residency": "none"}
 

@@ -18,6 +18,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.errors import BudgetError
 from infinity.model.leaves import inside_leaves, is_leaf
+from infinity.plan import compression
 from infinity.plan import placement as planner
 from infinity.plan.packing import Layout, ParameterSpec, default_chunk_numel, layout
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record, record_layout
@@ -31,7 +32,6 @@ from infinity.system.lanes import Lane, Monitor
 from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES, Swap
 from infinity.system.swap_directory import reclaim, room_nbytes
-from infinity.tiers import compression
 from infinity.tiers.activations import Activations
 from infinity.tiers.compression import Compressor
 from infinity.tiers.course import Course

@@ -15,9 +15,10 @@ from torch import nn
 import infinity
 from aio_ext import _aio
 from infinity.engine.build import arrange, may_compress
+from infinity.plan import compression
 from infinity.plan.record import ADAM_MOMENTS, STATES, WEIGHTS, Segment, record_layout
 from infinity.system.lanes import Lane
-from infinity.tiers import _huffman, compression
+from infinity.tiers import _huffman
 
 MIB = 1 << 20
 

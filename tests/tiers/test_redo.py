@@ -15,12 +15,12 @@ from aio_ext import _aio
 from infinity.engine.build import arrange
 from infinity.optim.adam import Dither
 from infinity.optim.rules import AdamRule, LionRule, SGDRule
+from infinity.plan import compression
 from infinity.plan import placement as planner
 from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.redo import BLOCK_NBYTES, MOST_LATE, pool_for
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
-from infinity.tiers import compression
 from infinity.tiers.redo import CatchUp, Late, Pool, late_gradient
 
 MIB = 1 << 20
@@ -203,7 +203,7 @@ def test_a_record_that_moves_to_the_device_while_it_is_written_gives_its_memory_
             drive.place.redo.forget()
             return Late(*arguments)
 
-        monkeypatch.setattr(compression, "Late", move_and_make)
+        monkeypatch.setattr("infinity.tiers.compression.Late", move_and_make)
         drive.compressor.write(drive.place, drive.states(2), catch_up=drive.catch_up).wait()
         assert len(drive.place.redo.late) == 1 and drive.compressor.pool.num_free == 24 - 8
         drive.place.redo.forget()
@@ -509,7 +509,7 @@ def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch
 @pytest.mark.parametrize("moments, planned, found", [("fp32", 1, 2), ("bf16", 0, 0)])
 def test_where_coding_was_planned_and_does_not_pay_its_buffers_hold_gradients(tmp_path, monkeypatch, moments, planned, found, one_thread):
     monkeypatch.setattr("infinity.engine.build.may_compress", lambda *arguments: True)
-    monkeypatch.setattr("infinity.tiers.compression.pays", lambda *arguments: False)
+    monkeypatch.setattr("infinity.plan.compression.pays", lambda *arguments: False)
     config = {"moments": moments, "host_memory": "16MiB"}
     with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | config | {"compression": "auto"}) as (_, engine, _):
         assert (engine.placement.num_late, engine.placement.pool_nbytes) == (planned, 0)

@@ -15,12 +15,12 @@ from infinity.config import Config
 from infinity.engine.budget import SLACK
 from infinity.engine.build import DEVICE_SHARES, HOST_SHARES, arrange, may_compress
 from infinity.errors import BudgetError, ConfigError
+from infinity.plan import compression
 from infinity.plan import placement as planner
 from infinity.plan.packing import WEIGHT_NBYTES, Layout
 from infinity.plan.placement import Placement
 from infinity.plan.record import ADAM_MOMENTS, STATES, Record
 from infinity.sizes import format_bytes
-from infinity.tiers import compression
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.simulator import Simulation, Step, simulate
 from infinity.tools.predict.workload import Workload

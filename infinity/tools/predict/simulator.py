@@ -22,11 +22,11 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from infinity.plan import schedule
+from infinity.plan.compression import moved_nbytes
 from infinity.plan.packing import WEIGHT_NBYTES, Layout
 from infinity.plan.placement import Placement, look_ahead
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.schedule import NEVER, Use
-from infinity.tiers.compression import moved_nbytes
 from infinity.tools.predict.machine import Machine
 
 LINKS = ("compute", "gg", "cg", "nc", "rs", "gc", "update", "cn")
