@@ -281,7 +281,7 @@ def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(worl
 
         found, agreed = [placed_on(rank) for rank in range(world)], 0
         differ |= len({placement.num_crowded_out for placement in found}) > 1
-        while (number := max(placement.num_crowded_out for placement in found)) > agreed:  # as assembly.arrange
+        while (number := max(placement.num_crowded_out for placement in found)) > agreed:  # as build.arrange
             agreed = number
             found = [placed_on(rank, least_crowded_out=agreed) for rank in range(world)]
         for placement in found:

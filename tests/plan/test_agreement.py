@@ -1,0 +1,62 @@
+"""What ranks must decide alike, each from numbers of its own: collectives meet only where all issue them in one order."""
+
+import random
+
+import pytest
+from test_schedule import random_case
+
+from infinity.errors import BudgetError
+from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
+from infinity.plan.placement import place, records_on_device
+from infinity.plan.record import STATES, record_layout
+from infinity.plan.schedule import Read, ReadStates, plan
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_slots_which_may_differ_by_rank_change_reads_alone(block):
+    """3,000 random plans: whatever slots there are, gathers, reductions, copies and evictions are the same, at the same ops."""
+    num_that_read_otherwise = 0
+    for seed in range(1000 * block, 1000 * block + 1000):
+        choose = random.Random(-seed)
+        trace, options = random_case(seed)
+        slots = {
+            "read_ahead": choose.randint(3, 7),
+            "slots_ahead": choose.randint(0, 30),
+            "slots_of": {span: choose.randint(0, 3) for span in options["slots_of"]},
+            "states_ahead": choose.randint(1, 9),
+        }
+        one, other = plan(trace, **options), plan(trace, **{**options, **slots})
+        num_that_read_otherwise += one != other
+        agreed, expected = ([action for action in actions if not isinstance(action, (Read, ReadStates))] for actions in (other, one))
+        assert agreed == expected, seed
+    assert num_that_read_otherwise > 300
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_ranks_have_the_same_room_on_the_device(block):
+    """A copy that was planned and finds no room is left out, and its gather with it. Shards differ, the last are the smallest."""
+    num_placed = num_that_differ = num_promoted = 0
+    for seed in range(100 * block, 100 * block + 100):
+        choose = random.Random(seed)
+        world = choose.choice([2, 3, 4])
+        specs = [ParameterSpec(f"p{index}", choose.randint(1, 20_000), "bf16", choose.random() < 0.9) for index in range(12)]
+        whole = layout(specs, chunk_numel=world * BLOCK_NUMEL * choose.choice([1, 4]), world=world)
+        keep = choose.random() < 0.8
+        options = {"weights": choose.choice(["auto", "nvme", "host"]), "states": choose.choice(["auto", "nvme", "host", "device"]), "keep": keep}
+        options |= {"deferred": choose.random() < 0.5, "gradient_itemsize": choose.choice([None, 4])}
+        options |= {"device_budget": choose.randint(200 << 10, 4 << 20), "host_budget": choose.randint(100 << 10, 4 << 20)}
+        options |= {"held_nbytes": 80_000, "op_gradient_nbytes": 40_000, "buffers_nbytes": 40_000}
+        records = [[record_layout(chunk.shard_used(rank), "bf16", chunk.trainable) for chunk in whole.chunks] for rank in range(world)]
+        try:
+            found = [place(whole, own, **options) for own in records]
+        except BudgetError:
+            continue
+        num_placed += 1
+        num_that_differ += len({placement.host_nbytes for placement in found}) > 1
+        on_device = {(p.device_nbytes, p.fixed_nbytes, p.least_nbytes, p.gradient_limit_nbytes, p.pinned, p.visitors) for p in found}
+        assert len(on_device) == 1, seed
+        rest = {"room_nbytes": choose.randint(0, 2 << 20), "gradient_itemsize": options["gradient_itemsize"], "snapshots": ()}
+        promoted = [records_on_device(whole, own, placement.homes[STATES], **rest) for own, placement in zip(records, found)]
+        assert promoted == promoted[:1] * world, seed
+        num_promoted += bool(promoted[0])
+    assert num_placed > 30 and num_that_differ > 5 and num_promoted > 5
