@@ -1,0 +1,98 @@
+"""What the parts of a step rely on of each other: who counts, allocates and asks when. Each is a row of ARCHITECTURE.md's invariants."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from helpers import NVME, training
+from torch import nn
+
+from infinity.plan.record import KINDS, STATES
+from infinity.tiers.records import Records
+
+LAYERS = 6
+
+
+class Stack(nn.Module):
+    """Layers of a chunk each, of which a pass may leave some out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(LAYERS))
+
+    def forward(self, x, every=1):
+        for layer in self.layers[::every]:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def train(model, optimizer, num_steps, every=lambda step: 1):
+    for step in range(num_steps):
+        model(torch.ones(4, 128), every(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """(model, engine, optimizer), with a chunk a layer and all on NVMe, after three steps that updated in backward."""
+    with training(Stack, tmp_path, chunk_mib=1 / 16, host_memory="64MiB", device_memory="1MiB", **NVME) as made:
+        model, engine, optimizer = made
+        train(model, optimizer, 3)
+        engine.flush()
+        yield made
+
+
+def test_what_an_update_asks_for_is_the_next_to_be_used(trained, monkeypatch):
+    """It is counted as begun only afterwards: else its states, which it has just asked for, would look like the last to be used again."""
+    model, engine, optimizer = trained
+    request, seen = Records.request, []
+
+    def spied(records, chunk, kind, *, pin=True, **options):
+        if kind == STATES and pin:
+            distance = records.caches[STATES].next_use
+            seen.append((distance(chunk), min(map(distance, engine.registry.chunks))))
+        return request(records, chunk, kind, pin=pin, **options)
+
+    monkeypatch.setattr(Records, "request", spied)
+    train(model, optimizer, 2)
+    assert len(seen) == 2 * LAYERS and all(mine == least for mine, least in seen)
+
+
+def test_device_memory_is_allocated_and_freed_by_the_thread_that_runs_the_ops(trained, monkeypatch):
+    model, engine, optimizer = trained
+    threads = {"allocate": [], "free": []}
+    for name, seen in threads.items():
+        call = getattr(type(engine.tier), name)
+        monkeypatch.setattr(
+            type(engine.tier), name, lambda tier, span, call=call, seen=seen: (seen.append(threading.get_ident()), call(tier, span))[1]
+        )
+    train(model, optimizer, 2)
+    assert all(len(seen) >= 2 * LAYERS and set(seen) == {threading.get_ident()} for seen in threads.values())
+
+
+def test_distances_are_asked_for_by_another_thread_while_steps_take_other_routes(trained):
+    """As the thread that grants slots does, which has no lock in common with the one that takes a route or makes a plan."""
+    model, engine, optimizer = trained
+    asked, errors, over = [], [], threading.Event()
+
+    def ask():
+        try:
+            while not over.is_set():
+                distances = [engine.records.caches[kind].next_use(chunk) for kind in KINDS for chunk in engine.registry.chunks]
+                asked.append(all(distance == distance for distance in distances))
+        except BaseException as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    thread = threading.Thread(target=ask)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        train(model, optimizer, 24, every=lambda step: step % 4 + 1)
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    assert not errors and len(asked) > 100 and all(asked)
