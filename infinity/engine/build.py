@@ -23,6 +23,7 @@ from infinity.plan import placement as planner
 from infinity.plan.packing import Layout, ParameterSpec, default_chunk_numel, layout
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record, record_layout
 from infinity.plan.redo import most_late
+from infinity.plan.slots import HostCache
 from infinity.system.arena import PAGE_NBYTES, Arena, Slots
 from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.events import Events
@@ -38,7 +39,7 @@ from infinity.tiers.course import Course
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
 from infinity.tiers.redo import redo_logs
-from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, HostCache, ParameterState, Registry, Resident, SpanState
+from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry, Resident, SpanState
 from infinity.tiers.updates import Updater
 from infinity.tiers.values import Values
 from infinity.tiers.weights import Weights
@@ -332,7 +333,7 @@ def _connect(
     next_uses = (course.next_weights_use, course.next_states_use, course.next_gradient_use)
     for kind, next_use in zip(KINDS, next_uses):
         sizes, count = placement.sizes[kind], placement.slots[kind]
-        caches[kind] = HostCache(kind, Slots(arena, kind, max(placement.in_slots[kind]), count) if count else None, lock, next_use)
+        caches[kind] = HostCache(kind, Slots(arena, kind, max(placement.in_slots[kind]), count) if count else None, next_use)
         resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index] == "host"}
         for index, area in _areas(arena, resident).items():
             caches[kind].add_resident(chunks[index], area)

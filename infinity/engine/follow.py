@@ -13,8 +13,10 @@ import torch
 
 from infinity.engine.due import Due
 from infinity.plan import schedule
-from infinity.plan.schedule import Route, Use
-from infinity.tiers.state import Presence, SpanState, farthest_first
+from infinity.plan.route import Route
+from infinity.plan.schedule import Use
+from infinity.plan.slots import farthest_first
+from infinity.tiers.state import Presence, SpanState
 from infinity.tiers.weights import Weights
 
 _LOOK_AHEAD = 64  # uses that are searched for what to fetch after a jump
@@ -107,8 +109,8 @@ class Follower:
         if position is None:
             course.off_plan = True
             if not self.keep:
-                for span in farthest_first(self.registry.spans, course.next_use):
-                    if span.presence is Presence.HOME:
+                for index in farthest_first(self.weights.evictable(), course.next_use):
+                    if (span := self.registry.spans[index]).presence is Presence.HOME:
                         self.weights.evict(span)
             return
         run = course.route.runs[position]

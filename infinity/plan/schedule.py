@@ -1,4 +1,4 @@
-"""The order of things: the trace of a step, who is used next, and the plan made from it.
+"""The order of things: the trace of a step, who is used next, and the plan made from it. Where in it a step is: route.py.
 
 Pure: integers and keys in, a list of actions out. Must not know tensors, threads or tiers; those who execute a plan
 decide what an action means on their machine. A plan is a value: tests compare it literally.
@@ -285,79 +285,3 @@ def plan(
             actions.append(ReadStates(updates[num_states][1]))
             num_states += 1
     return actions
-
-
-class Route:
-    """A trace, the plan made from it, and where in both a step is.
-
-    updates: as for `plan`, which makes actions from them. successor: the route that the step after one of this kind took last.
-    """
-
-    def __init__(self, uses: list[Use], actions: list[Action], updates: Sequence[tuple[int, int]]):
-        self.uses = uses
-        self.next_use = NextUse(uses)
-        self.cursor = Cursor(uses)
-        self.successor: Route | None = None
-        self.num_completions = 0  # gradients of which the plan knows when they are complete
-        self.become(actions, updates)
-
-    def become(self, actions: list[Action], updates: Sequence[tuple[int, int]]) -> None:
-        """Take another plan."""
-        self.actions = actions
-        self.update_order = {chunk: (index, position) for index, (position, chunk) in enumerate(updates)}
-        self.runs: list[int] = []
-        self._copied: dict[int, list[int]] = {}  # a span's copies, by the position at which they are issued
-        for index, action in enumerate(actions):
-            if isinstance(action, Run):
-                self.runs.append(index)
-            elif isinstance(action, Copy):
-                self._copied.setdefault(action.span, []).append(len(self.runs) - 1)
-
-    def updated_next(self, chunk: int, span: int, position: int) -> bool:
-        """Whether, after this position, a chunk's update comes before the next copy of its span."""
-        if chunk not in self.update_order:
-            return False
-        copied = self._copied.get(span, ())
-        index = bisect_right(copied, position)
-        return index == len(copied) or self.update_order[chunk][1] <= copied[index]
-
-
-class Cursor:
-    """Follows a running step through the plan's trace and finds its way back when the two part."""
-
-    def __init__(self, uses: Sequence[Use]):
-        self.uses = uses
-        self.position = -1
-        self._positions: dict[Hashable, list[int]] = {}
-        for position, use in enumerate(uses):
-            self._positions.setdefault(use.key, []).append(position)
-
-    def restart(self) -> None:
-        self.position = -1
-
-    def expects(self, key: Hashable) -> bool:
-        """Whether the step keeps to the trace if `key` comes next."""
-        following = self.position + 1
-        return following < len(self.uses) and self.uses[following].key == key
-
-    def find(self, previous: Hashable | None, key: Hashable, near: int) -> int | None:
-        """The position closest to `near` at which `key` follows `previous`, or begins the trace if that is None."""
-        if previous is None:
-            return 0 if self.uses[0].key == key else None
-        found = [p for p in self._positions.get(key, ()) if p and self.uses[p - 1].key == previous]
-        return min(found, key=lambda position: abs(position - near), default=None)
-
-    def advance(self, key: Hashable) -> int | None:
-        """The position of `key`: the next one if the step keeps to the trace, else its next occurrence, cyclically.
-
-        None, and the position stays, when the trace does not hold the key at all.
-        """
-        if self.expects(key):
-            self.position += 1
-            return self.position
-        positions = self._positions.get(key)
-        if not positions:
-            return None
-        index = bisect_right(positions, self.position)
-        self.position = positions[index] if index < len(positions) else positions[0]
-        return self.position

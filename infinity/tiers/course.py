@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from infinity.plan import schedule
-from infinity.plan.schedule import Route, Use
+from infinity.plan.route import Recency, Route, to_gradient
+from infinity.plan.schedule import Use
 from infinity.tiers.state import ChunkState, SpanState
 
 MAX_ROUTES = 8  # known at a time; the one that was taken longest ago is forgotten
@@ -31,8 +31,7 @@ class Course:
         self.backward_task: int | None = None  # autograd's number of the backward pass under way, if it is the engine's
         self.num_updates_begun = 0  # in this step
         self._last_key: Hashable | None = None  # of the op before, in this step
-        self._last_used: dict[int, int] = {}
-        self._tick = 0
+        self._recency = Recency()
 
     def begin_step(self) -> None:
         self.num_updates_begun = 0
@@ -72,55 +71,29 @@ class Course:
         self.routes, self.route, self.off_plan = [], None, True
 
     def note_use(self, span: SpanState) -> None:
-        self._tick += 1
-        self._last_used[span.index] = self._tick
+        self._recency.note(span.index)
 
-    # The distances below are asked for by other threads, too, while the training thread may change routes.
+    # Distances to the next use: see [Note: distances are read without a lock] in route.py.
+
+    @property
+    def _distances(self) -> Route | Recency:
+        return self.route or self._recency
 
     def next_use(self, span: int) -> float:
-        """A number that grows with the distance to the next use of a span; without a plan, with the time since the last."""
-        route = self.route
-        if route is None:
-            return -self._last_used.get(span, 0)
-        return route.next_use.cyclic(span, route.cursor.position, len(route.uses))
+        return self._distances.to_span(span)
 
     def next_weights_use(self, chunk: ChunkState) -> float:
-        """As `next_use`, for the host copy of a chunk's weights: its update needs them, too, also one that has begun and waits for them."""
-        distance, route = self.next_use(chunk.span.index), self.route
-        due = route.update_order.get(chunk.index) if route is not None else None
-        if due is not None and (chunk.update.is_expected or chunk.update.is_running):
-            distance = min(distance, max(due[1], route.cursor.position))
-        return distance
+        update_comes = chunk.update.is_expected or chunk.update.is_running
+        return self._distances.to_weights(chunk.index, chunk.span.index, update_comes=update_comes)
 
     def next_states_use(self, chunk: ChunkState) -> float:
-        """As `next_use`, for the states of a chunk: how many updates come before its own."""
-        route = self.route
-        if route is None:
-            return self.next_use(chunk.span.index)
-        order = route.update_order
-        if chunk.index not in order:  # deferred: updates follow the forward pass
-            first = route.next_use.after(chunk.span.index, -1)
-            return first if first > route.cursor.position else first + len(route.uses)
-        index = order[chunk.index][0] - self.num_updates_begun
-        return index if index >= 0 else index + len(order)
+        return self._distances.to_states(chunk.index, chunk.span.index, num_begun=self.num_updates_begun)
 
     def next_gradient_use(self, chunk: ChunkState) -> float:
-        """As `next_states_use`; what more is added to in this backward pass, or whose update has begun, comes first."""
-        return -1 if chunk.gradient.missing or chunk.update.is_running else self.next_states_use(chunk)
+        in_use = bool(chunk.gradient.missing) or chunk.update.is_running
+        return to_gradient(self._distances, chunk.index, chunk.span.index, num_begun=self.num_updates_begun, in_use=in_use)
 
     def wants_again(self, chunk: ChunkState) -> bool:
         """Whether a host copy of a chunk's weights will be wanted after the copy to the device that is under way."""
-        return self._copied_again(chunk.span) or self._updated_next(chunk)
-
-    def _copied_again(self, span: SpanState) -> bool:
-        """Whether this backward pass will want the span once more after the use that it is copied for."""
-        route = self.route
-        if route is None or self.backward_task is None:
-            return False
-        following = route.next_use.after(span.index, route.cursor.position)
-        return route.next_use.after(span.index, following) != schedule.NEVER
-
-    def _updated_next(self, chunk: ChunkState) -> bool:
-        """Whether its update comes before the next copy of its span: so it is with what forward already copies for backward."""
-        route = self.route
-        return route is not None and route.updated_next(chunk.index, chunk.span.index, route.cursor.position)
+        in_backward = self.backward_task is not None
+        return self.route is not None and self.route.wants_weights(chunk.index, chunk.span.index, in_backward=in_backward)

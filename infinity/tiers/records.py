@@ -1,7 +1,7 @@
 """Records on their way between NVMe and host memory: the nc and cn links.
 
 A request asks for a chunk's weights, states or gradient in host memory and is granted when a slot is there; the reader
-picks, in order of asking, the first that can be granted, so what waits for one kind of slot never holds up the others.
+picks, by the policy of plan/slots.py, the first that can be granted, so what waits for one kind of slot never holds up the others.
 Must not know the device, plans or arithmetic.
 """
 
@@ -11,28 +11,22 @@ Must not know the device, plans or arithmetic.
 # whoever finds no entry reads what a completed write left. (aio_ext keeps overlapping reads and writes in order, too, but not those that
 # compression.py has not yet given to it.)
 
-# [Note: order of grants]
-# Who is granted an entry keeps its slot until done, and the lanes that wait for grants work first in, first out. So
-# pinned requests of one kind are granted in their order: were a later one served first because its copy happens to be
-# there, or because it is urgent, it could hold the last slot while the one before it, which its lane waits for, gets none.
-# An urgent request makes those before it urgent, too: what is urgent is a number, up to which all of a kind are.
-
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 import aio_ext
 from infinity.errors import UsageError
-from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
+from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, Record
+from infinity.plan.slots import Entry, HostCache, HostState, Requests, keeps
 from infinity.system.events import Events, now
 from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Job, Lane, Monitor
-from infinity.tiers.state import TORCH_DTYPES, ChunkState, Entry, HostCache, HostState
+from infinity.tiers.state import TORCH_DTYPES, ChunkState
 
 
 class Request(Job):
@@ -40,11 +34,10 @@ class Request(Job):
 
     __slots__ = ("chunk", "kind", "number", "pin")
 
-    def __init__(self, chunk: ChunkState, kind: str, number: int, pin: bool):
+    def __init__(self, chunk: ChunkState, kind: str, pin: bool):
         super().__init__(None)
         self.chunk = chunk
         self.kind = kind
-        self.number = number  # in order of asking
         self.pin = pin
 
     def refuse(self, error: BaseException) -> None:
@@ -96,7 +89,7 @@ class Lease:
                 with records.lock:
                     if entry.resident:
                         entry.become(HostState.CLEAN)
-                        records.caches[kind].unpin(entry, keep=True)
+                        records.unpin(chunk, kind, entry)
                         continue
                     entry.become(HostState.WRITING)
                 how = {"catch_up": catch_up} if catch_up is not None and kind == STATES else {}
@@ -142,10 +135,7 @@ class Records:
         self.on_read = None  # runs before each read, in the reader; tests inject delays here
         self.failure = failure  # a write or an update was lost, its slots with it: who waits for one must learn of it
         failure.wakes(lock)
-        self._pinned: dict[str, deque[Request]] = {kind: deque() for kind in KINDS}  # both in order of asking
-        self._ahead: list[Request] = []
-        self._urgent_until = dict.fromkeys(KINDS, -1)  # pinned requests of the kind up to this number are waited for
-        self._num_requests = 0
+        self._waiting = Requests()
         self._closing = False
         self._writer = Lane("cn", failure)
         self._settler = Lane("nc-settle", failure)
@@ -155,18 +145,14 @@ class Records:
     def request(self, chunk: ChunkState, kind: str, *, urgent: bool = False, pin: bool = True) -> Request:
         """Ask for a copy. `pin=False` reads ahead: the copy may be taken back while unused."""
         with self.lock:
-            request = Request(chunk, kind, self._num_requests, pin)
-            self._num_requests += 1
-            if pin:  # what was to be read ahead is needed now; read later, it would be read once more for nobody
-                self._ahead = [r for r in self._ahead if (r.chunk, r.kind) != (chunk, kind)]
-            if pin and urgent:
-                self._urgent_until[kind] = request.number
+            request = Request(chunk, kind, pin)
+            self._waiting.ask(request, urgent=urgent)
             entry = self.caches[kind].find(chunk)
             try:
                 if entry is not None and entry.resident:  # takes nobody's slot
                     self._grant(request)
-                elif self._ahead or any(self._pinned.values()) or self.on_read is not None or not self._try(request):
-                    (self._pinned[kind] if pin else self._ahead).append(request)
+                elif self._waiting or self.on_read is not None or not self._try(request):
+                    self._waiting.put(request)
                     self.lock.notify_all()
             except BaseException:
                 self._withdraw(request)
@@ -176,7 +162,7 @@ class Records:
     def hurry(self, request: Request) -> None:
         """Somebody waits for it: let it, and what was asked for of its kind before it, pass whatever is read ahead."""
         with self.lock:
-            self._urgent_until[request.kind] = max(self._urgent_until[request.kind], request.number)
+            self._waiting.hurry(request)
             self.lock.notify_all()
         source = request.result.source if request.done and request.result is not None else None
         if source is not None:
@@ -185,7 +171,7 @@ class Records:
     def hurry_all(self) -> None:
         """The training thread waits for updates: let all that was asked for, in its order, pass what is read ahead."""
         with self.lock:
-            self._urgent_until = dict.fromkeys(KINDS, self._num_requests - 1)
+            self._waiting.hurry_all()
             self.lock.notify_all()
 
     def settle(self, entry: Entry) -> None:
@@ -263,8 +249,8 @@ class Records:
         with self.lock:
             if request.pin and request.result is not None:
                 self.unpin(request.chunk, request.kind, request.result)
-            elif request in self._pinned[request.kind]:
-                self._pinned[request.kind].remove(request)
+            else:
+                self._waiting.withdraw(request)
                 self.lock.notify_all()
 
     def clean_ahead(self, kind: str) -> None:
@@ -280,20 +266,21 @@ class Records:
             entry = self.caches[kind].find(chunk)
             if entry is not None and entry.state is HostState.DIRTY:
                 entry.become(HostState.CLEAN)
-            if entry is not None:
-                self.caches[kind].drop(entry)
+            if entry is not None and self.caches[kind].drop(entry):
+                self.lock.notify_all()
             self._forget_late(chunk, kind)
 
     def unpin(self, chunk: ChunkState, kind: str, entry: Entry) -> None:
         with self.lock:
             self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
+            self.lock.notify_all()
 
     def drop(self, chunk: ChunkState, kind: str) -> None:
         """Give up a copy that is not needed after all, unless it is kept anyway."""
         with self.lock:
             entry = self.caches[kind].find(chunk)
-            if entry is not None and not self._keeps(chunk, kind):
-                self.caches[kind].drop(entry)
+            if entry is not None and not self._keeps(chunk, kind) and self.caches[kind].drop(entry):
+                self.lock.notify_all()
 
     def look_again(self) -> None:
         """Whether a slot frees itself has changed."""
@@ -317,11 +304,8 @@ class Records:
         self._settler.close()
         self._writer.close()
 
-    def _is_urgent(self, request: Request) -> bool:
-        return request.pin and request.number <= self._urgent_until[request.kind]
-
     def _keeps(self, chunk: ChunkState, kind: str) -> bool:
-        return self.keep or kind == GRADIENTS or (kind == WEIGHTS and chunk.keep_weights)
+        return keeps(kind, keep=self.keep, weights_wanted=chunk.keep_weights)
 
     def _place(self, chunk: ChunkState, kind: str, entry: Entry):
         """The extent of an entry that borrows a slot, and its bytes; what has none is resident."""
@@ -330,8 +314,7 @@ class Records:
 
     def _make_clean(self, kind: str) -> None:
         """No slot of the kind can be had: write the dirty copy that is used last, unless one is becoming free anyway."""
-        cache = self.caches[kind]
-        if cache.waits_for_nobody and (entry := cache.farthest(HostState.DIRTY)) is not None:
+        if (entry := self.caches[kind].to_write()) is not None:
             entry.pins += 1
             Lease(self, entry.chunk, {kind: entry}).write_back()
 
@@ -341,7 +324,7 @@ class Records:
             self.events.moved("cn", (chunk.index, kind), transfer.nbytes, start, now())
             with self.lock:
                 entry.become(HostState.CLEAN)
-                self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))
+                self.unpin(chunk, kind, entry)
                 self._forget_late(chunk, kind)
 
     def _forget_late(self, chunk: ChunkState, kind: str) -> None:
@@ -367,7 +350,7 @@ class Records:
         """Into a slot, if one can be had; what fails leaves no entry."""
         cache, chunk = self.caches[request.kind], request.chunk
         try:
-            entry = cache.claim(chunk, urgent=self._is_urgent(request))
+            entry = cache.claim(chunk, urgent=self._waiting.is_urgent(request))
             if entry is not None:
                 self._submit(request, entry)
             elif request.pin:
@@ -384,7 +367,7 @@ class Records:
             self.on_read()
         extent, buffer = self._place(request.chunk, request.kind, entry)
         start = now()
-        priority = aio_ext.DEMAND if self._is_urgent(request) else aio_ext.PREFETCH
+        priority = aio_ext.DEMAND if self._waiting.is_urgent(request) else aio_ext.PREFETCH
         entry.source = self.swap.read(extent, buffer, priority=priority, what=self._name(request.chunk, request.kind))
         what = (request.chunk.index, request.kind)
         self._settler.push(lambda: self._note_read(entry, entry.source, what, start))
@@ -400,32 +383,19 @@ class Records:
     def _read_loop(self) -> None:
         with self.lock:
             while True:
-                granted = None
-                blocked: set[str] = set()  # kinds whose first pinned request waits
-                full: set[str] = set()  # kinds that have no slot for what is read ahead: what was asked for first is used first
-                for request in self._next_ones():
-                    if self.failure.error is not None:
-                        request.refuse(self.failure.error)
-                    elif request.kind in blocked or (request.kind in full and not request.pin) or not self._try(request):
-                        (blocked if request.pin else full).add(request.kind)
-                        continue
-                    granted = request
-                    break
-                if granted is not None and granted.pin:
-                    self._pinned[granted.kind].popleft()
-                elif granted is not None:
-                    self._ahead.remove(granted)
-                elif self._closing:
-                    for request in [r for line in (*self._pinned.values(), self._ahead) for r in line]:
+                if self._waiting.take_next(self._try_unless_failed) is not None:
+                    continue
+                if self._closing:
+                    for request in self._waiting:
                         request.refuse(UsageError("the engine was closed before this could be read"))
                     return
-                else:
-                    self.lock.wait()
+                self.lock.wait()
 
-    def _next_ones(self) -> list[Request]:
-        """What may be granted next; see [Note: order of grants]."""
-        waiting = [*(requests[0] for requests in self._pinned.values() if requests), *self._ahead]
-        return sorted(waiting, key=lambda request: (not self._is_urgent(request), request.number))
+    def _try_unless_failed(self, request: Request) -> bool:
+        if self.failure.error is None:
+            return self._try(request)
+        request.refuse(self.failure.error)
+        return True
 
     def _try(self, request: Request) -> bool:
         """As `_grant`, but an error goes to who waits for the request; an interrupt does not, it is the caller's."""

@@ -1,8 +1,7 @@
 """Where each copy of a chunk is: in device memory, in host memory, on NVMe; and which moves are legal.
 
-Holds the registry from a parameter to its state, the spans on the device with their budget, and the host copies of
-weights, states and gradients; and which modules are leaves. Must not know plans, files or collectives: it answers and books,
-others move the bytes. Over 500 lines because device and host copies are states of the same chunks.
+Holds the registry from a parameter to its state, and the spans on the device with their budget; host copies are those of plan/slots.py.
+Must not know plans, files or collectives: it answers and books, others move the bytes.
 """
 
 # [Note: parameters that come and go]
@@ -16,17 +15,6 @@ others move the bytes. Over 500 lines because device and host copies are states 
 # A storage is not resized while the program has a tensor of its own that looks into it, as `self.kept = self.weight.t()` leaves one: to read
 # that would end the process. Its span is away, its memory stays until the tensor is gone.
 #
-# [Note: host copies]
-# What is in host memory of a chunk is up to three entries: weights, states (residual, momentum, variance), because the
-# forward pass needs only the first, and the gradient. An entry whose tier is the host stays for good; others borrow a slot:
-#
-#     READING --read over--> CLEAN --update--> DIRTY --write submitted--> WRITING --write over--> CLEAN
-#
-# Pins count those who still need an entry. A slot is taken from an entry that is CLEAN and has no pins, farthest next
-# use first (Belady). All of it is guarded by one condition, `lock`, which is notified when a pin or slot is freed.
-# An update writes what it made DIRTY at once, pinned until then. A gradient stays DIRTY and unpinned until it is used: that
-# needs no write, unless its slot is wanted before.
-
 # [Note: life of an update]
 # What is due for a chunk's record. Only the training thread moves it on, lanes look at it:
 #
@@ -57,9 +45,9 @@ from infinity.model.parameters import classes_of, set_data
 from infinity.model.state_dict import DepartedGradient
 from infinity.plan.packing import Chunk, Layout, Piece, Span
 from infinity.plan.record import Record
+from infinity.plan.slots import Entry
 from infinity.sizes import format_bytes
 from infinity.system.arena import Area
-from infinity.system.lanes import Monitor
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
 
@@ -78,24 +66,6 @@ _SPAN_MOVES = {
     (Presence.FETCHING, Presence.AWAY),
     (Presence.HOME, Presence.AWAY),
     (Presence.HOME, Presence.FETCHING),  # gathered once more, for the sake of other ranks
-}
-
-
-class HostState(enum.Enum):
-    """Of a host copy, see [Note: host copies]."""
-
-    READING = "reading"
-    CLEAN = "clean"
-    DIRTY = "dirty"
-    WRITING = "writing"
-
-
-_HOST_MOVES = {
-    (HostState.READING, HostState.CLEAN),
-    (HostState.CLEAN, HostState.DIRTY),
-    (HostState.DIRTY, HostState.CLEAN),
-    (HostState.DIRTY, HostState.WRITING),
-    (HostState.WRITING, HostState.CLEAN),
 }
 
 
@@ -396,27 +366,6 @@ class DeviceTier:
         self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
 
 
-class Entry:
-    """A host copy of a chunk's weights, states or gradient. memory: the slot or resident area. source: what fills it, waitable."""
-
-    __slots__ = ("chunk", "memory", "pins", "resident", "source", "state")
-
-    def __init__(self, chunk: ChunkState, memory, resident: bool = False):
-        self.chunk = chunk
-        self.memory = memory
-        self.resident = resident
-        self.state = HostState.CLEAN if resident else HostState.READING
-        self.pins = 0
-        self.source = None
-
-    def become(self, state: HostState) -> None:
-        assert (self.state, state) in _HOST_MOVES, f"{self}: {state} from {self.state}"
-        self.state = state
-
-    def __repr__(self):
-        return f"Entry({self.chunk.index}, {self.state.value}, {self.pins} pins{', resident' if self.resident else ''})"
-
-
 class Resident(Area):
     """An area for what never leaves host memory; used as a slot is, but not leased."""
 
@@ -424,67 +373,6 @@ class Resident(Area):
 
     def release(self) -> None:
         """It stays where it is."""
-
-
-class HostCache:
-    """The host copies of one kind, weights, states or gradients. Every method is called with `lock` held."""
-
-    def __init__(self, kind: str, slots, lock: Monitor, next_use: Callable[[ChunkState], float]):
-        self.kind = kind
-        self.slots = slots  # a pool, or None if all is resident
-        self.lock = lock
-        self.next_use = next_use  # of a chunk, in any unit that grows with distance
-        self.entries: dict[int, Entry] = {}
-        self.frees_soon: Callable[[], bool] = lambda: False  # whether somebody is about to give a slot back of himself
-
-    def add_resident(self, chunk: ChunkState, memory) -> None:
-        self.entries[chunk.index] = Entry(chunk, memory, resident=True)
-
-    def find(self, chunk: ChunkState) -> Entry | None:
-        return self.entries.get(chunk.index)
-
-    def claim(self, chunk: ChunkState, *, urgent: bool) -> Entry | None:
-        """A slot for a chunk that has no entry: a free one, else that of the clean, unpinned entry used last.
-
-        Unless urgent, nothing is taken that is used before the chunk is. None: wait until something is freed.
-        """
-        slot = self.slots.try_acquire()
-        if slot is None:
-            victim = self.farthest(HostState.CLEAN)
-            if victim is None or (not urgent and self.next_use(victim.chunk) <= self.next_use(chunk)):
-                return None
-            del self.entries[victim.chunk.index]
-            slot = victim.memory
-        entry = self.entries[chunk.index] = Entry(chunk, slot)
-        return entry
-
-    def farthest(self, state: HostState) -> Entry | None:
-        """Of the entries in a state that borrow a slot and that nobody needs now, the one used last."""
-        found = [e for e in self.entries.values() if not e.resident and not e.pins and e.state is state]
-        return max(found, key=lambda entry: self.next_use(entry.chunk), default=None)
-
-    @property
-    def waits_for_nobody(self) -> bool:
-        """Whether no slot can become free of itself: none is, no entry is pinned or on its way."""
-        passing = (HostState.READING, HostState.WRITING)
-        return not self.slots.num_free and not any(e.pins or e.state in passing for e in self.entries.values() if not e.resident)
-
-    def unpin(self, entry: Entry, *, keep: bool) -> None:
-        """One need less. Without `keep`, a clean entry nobody needs gives its slot back."""
-        entry.pins -= 1
-        assert entry.pins >= 0, entry
-        if not keep:
-            self.drop(entry)
-        self.lock.notify_all()
-
-    def drop(self, entry: Entry) -> None:
-        """Give the slot back if the entry is clean, unpinned and not resident."""
-        if entry.resident or entry.pins or entry.state is not HostState.CLEAN:
-            return
-        if self.entries.get(entry.chunk.index) is entry:
-            del self.entries[entry.chunk.index]
-            entry.memory.release()
-            self.lock.notify_all()
 
 
 class GradientState:
@@ -665,12 +553,6 @@ class Registry:
         if tensor.layout is not torch.strided:  # such as a sparse matrix, which has none
             return None
         return self.by_storage.get(tensor.untyped_storage()._cdata)
-
-
-def farthest_first(spans: Iterable[SpanState], next_use: Callable[[int], float]) -> list[SpanState]:
-    """Candidates for eviction in Belady's order: home or coming, held by nobody, not pinned."""
-    candidates = [s for s in spans if s.allocated and not s.pinned and not s.holds]
-    return sorted(candidates, key=lambda s: (-next_use(s.index), s.index))
 
 
 def no_room(spans: Iterable[SpanState], tier: DeviceTier) -> BudgetError:

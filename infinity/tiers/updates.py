@@ -8,7 +8,7 @@ Knows a chunk's segments, its gradient shard and the hyper-parameters of the ste
 # They are begun as gradients complete: those of the last ops first. The next forward pass wants the first ops' first, and where
 # updates take longer than the backward pass, it would wait for all of them. So a fetch hurries the update that it waits for:
 # it passes the others, if its gradient and its record have their places in host memory already. What waits for a slot keeps its turn
-# ([Note: order of grants] in records.py).
+# ([Note: order of grants] in slots.py).
 
 from __future__ import annotations
 

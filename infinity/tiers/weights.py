@@ -27,11 +27,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infinity.plan.record import WEIGHTS
+from infinity.plan.slots import victims
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.course import Course
 from infinity.tiers.records import Request
-from infinity.tiers.state import ChunkState, Presence, SpanState, farthest_first, no_room
+from infinity.tiers.state import ChunkState, Presence, SpanState, no_room
 from infinity.tiers.values import Values
 
 
@@ -168,6 +169,10 @@ class Weights:
             if span.allocated and not span.pinned and not span.holds:
                 self.evict(span)
 
+    def evictable(self) -> list[int]:
+        """Spans that are home or coming, held by nobody, not pinned."""
+        return [span.index for span in self.registry.spans if span.allocated and not span.pinned and not span.holds]
+
     # Moves that are issued.
 
     def read(self, span: SpanState) -> None:
@@ -251,11 +256,8 @@ class Weights:
     def _make_room(self, span: SpanState, needed: bool) -> bool:
         if self.tier.fits(span.nbytes):
             return True
-        mine = self.course.next_use(span.index)
-        for victim in farthest_first(self.registry.spans, self.course.next_use):
-            if not needed and self.course.next_use(victim.index) <= mine:
-                return False
-            self.evict(victim)
+        for victim in victims(span.index, self.evictable(), self.course.next_use, needed=needed):
+            self.evict(self.registry.spans[victim])
             if self.tier.fits(span.nbytes):
                 return True
         if needed and not self.tier.allows(span.nbytes):

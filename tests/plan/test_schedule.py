@@ -8,14 +8,12 @@ import pytest
 from infinity.plan.schedule import (
     NEVER,
     Copy,
-    Cursor,
     Evict,
     Gather,
     NextUse,
     Read,
     ReadStates,
     Reduce,
-    Route,
     Run,
     Use,
     plan,
@@ -153,21 +151,6 @@ def test_states_are_read_so_many_chunks_before_their_update():
 def test_an_updated_span_is_fetched_again_by_its_next_use():
     actions = make(uses(0, 1, 1, 2, 1), updates=[(2, 1)], span_of={1: 1})
     assert actions[actions.index(Run(3)) :][:4] == [Run(3), Evict(1), Read(1), Copy(1)]
-
-
-def test_a_route_knows_whether_an_update_comes_before_the_next_copy():
-    trace = forward_backward(8)
-    updates = [(position, 15 - position) for position in range(8, 16)]
-    actions = make(trace, keep=False, updates=updates, span_of={chunk: chunk for chunk in range(8)})
-    copied = {span: [i for i, a in enumerate(actions) if a == Copy(span)] for span in range(8)}
-    assert [len(copied[span]) for span in range(8)] == [2, 2, 2, 2, 1, 1, 1, 1]
-    route = Route(trace, actions, updates)
-    for position in range(-1, 16):
-        for span in range(8):
-            end = actions.index(Run(position + 1)) if position < 15 else len(actions)
-            later = any(index >= end for index in copied[span])
-            assert route.updated_next(span, span, position) == (not later), (position, span)
-    assert not route.updated_next(8, 0, 15), "it has no update"
 
 
 def test_spans_of_no_bytes_are_never_evicted():
@@ -398,70 +381,6 @@ def test_next_use_goes_round():
     assert [table.cyclic(1, p, 3) for p in (0, 1, 2)] == [1, 4, 4]
     assert [table.cyclic(0, p, 3) for p in (0, 1, 2)] == [2, 2, 3]
     assert table.cyclic(7, 0, 3) == NEVER
-
-
-# ---- the cursor ----
-
-
-def follow(keys, steps):
-    cursor = Cursor([Use(key, ()) for key in keys])
-    return [cursor.advance(key) for key in steps]
-
-
-def test_a_step_that_keeps_to_the_trace_is_followed():
-    assert follow("abba", "abba") == [0, 1, 2, 3]
-
-
-def test_a_step_that_leaves_the_trace_goes_on_at_the_next_known_op():
-    assert follow("abcde", "adx?e") == [0, 3, None, None, 4]
-    assert follow("abcde", "aba") == [0, 1, 0]  # none later: from the start
-    assert follow("abab", "aab") == [0, 2, 3]
-
-
-def test_a_cursor_starts_again():
-    cursor = Cursor([Use(key, ()) for key in "ab"])
-    assert [cursor.advance("b"), cursor.restart(), cursor.advance("a")] == [1, None, 0]
-    assert Cursor([]).advance("a") is None
-
-
-def test_a_cursor_expects_the_next_op_of_the_trace_only():
-    cursor = Cursor([Use(key, ()) for key in "aba"])
-    assert [cursor.expects(key) for key in "ab"] == [True, False]
-    cursor.advance("a")
-    assert [cursor.expects(key) for key in "ab"] == [False, True]
-    cursor.advance("b"), cursor.advance("a")
-    assert not cursor.expects("a") and cursor.position == 2  # the trace is over
-    assert not Cursor([]).expects("a")
-
-
-def test_an_op_is_found_where_it_follows_the_one_before_nearest_to_a_position():
-    cursor = Cursor([Use(key, ()) for key in "abcabdab"])
-    assert [cursor.find("a", "b", near=near) for near in (0, 2, 3, 4, 7)] == [1, 1, 4, 4, 7]
-    assert [cursor.find("b", key, near=0) for key in "cd"] == [2, 5]
-    assert cursor.find("a", "c", near=2) is None
-    assert cursor.find("a", "?", near=0) is None
-    assert cursor.find("?", "a", near=0) is None
-    assert cursor.position == -1  # it is only asked
-
-
-def test_the_first_op_of_a_step_is_found_at_the_beginning_only():
-    cursor = Cursor([Use(key, ()) for key in "aba"])
-    assert cursor.find(None, "a", near=2) == 0
-    assert cursor.find(None, "b", near=1) is None
-
-
-# ---- routes ----
-
-
-def test_a_route_knows_where_in_its_actions_each_op_begins():
-    trace = uses(0, 1, 0)
-    actions = plan(trace, nbytes={0: 1, 1: 1}, budget=2)
-    route = Route(trace, actions, [(2, 7), (2, 5)])
-    assert [actions[index] for index in route.runs] == [Run(0), Run(1), Run(2)]
-    assert route.actions is actions and route.uses is trace
-    assert route.update_order == {7: (0, 2), 5: (1, 2)}
-    assert route.next_use.after(1, -1) == 1
-    assert route.cursor.position == -1 and route.successor is None
 
 
 def test_plans_of_the_same_trace_are_equal_and_of_another_are_not():

@@ -13,12 +13,12 @@ import infinity
 from aio_ext import _aio
 from infinity.errors import SwapError, UsageError
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
+from infinity.plan.slots import HostCache, HostState
 from infinity.system.arena import Arena, Slots
 from infinity.system.events import Events
 from infinity.system.failure import FirstFailure
 from infinity.system.swap import Swap
 from infinity.tiers.records import Lease, Records, Request
-from infinity.tiers.state import HostCache, HostState
 
 NBYTES = 4096
 SECONDS = 20  # after which something is taken to hang
@@ -44,7 +44,7 @@ class Bench:
         self.lock = threading.Condition()
         self.next_use = {}
         caches = {
-            kind: HostCache(kind, Slots(self.arena, kind, NBYTES, num_slots), self.lock, lambda c: self.next_use.get(c.index, c.index))
+            kind: HostCache(kind, Slots(self.arena, kind, NBYTES, num_slots), lambda c: self.next_use.get(c.index, c.index))
             for kind in KINDS
         }
         self.caches = caches
@@ -78,7 +78,7 @@ class Bench:
         with self.lock:
             self.lock.notify_all()
         with self.lock:
-            return sorted((r.chunk.index, r.kind) for line in (*self.records._pinned.values(), self.records._ahead) for r in line)
+            return sorted((r.chunk.index, r.kind) for r in self.records._waiting)
 
     def held(self, kind=WEIGHTS):
         with self.lock:

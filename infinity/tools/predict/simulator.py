@@ -21,12 +21,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from infinity.plan import schedule
+from infinity.plan import schedule, slots
 from infinity.plan.compression import moved_nbytes
 from infinity.plan.packing import WEIGHT_NBYTES, Layout
 from infinity.plan.placement import Placement, look_ahead
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
-from infinity.plan.schedule import NEVER, Use
+from infinity.plan.route import Route
+from infinity.plan.schedule import Use
+
 from infinity.tools.predict.machine import Machine
 
 LINKS = ("compute", "gg", "cg", "nc", "rs", "gc", "update", "cn")
@@ -331,7 +333,7 @@ class _Rank:
             span_of={chunk.index: chunk.span for chunk in self.layout.chunks},
             states_ahead=states_ahead,
         )
-        self.route = schedule.Route(step.uses, actions, early)
+        self.route = Route(step.uses, actions, early)
         self.issue: list[list[schedule.Action]] = [[]]  # before the first op, then behind each
         for action in actions:
             if isinstance(action, schedule.Run):
@@ -392,12 +394,14 @@ class _Rank:
     def _one_step(self):
         step = self.step
         self.position, self.held = -1, frozenset()
+        self.route.cursor.restart()
         self.num_updates_begun = 0
         for span in self.spans:
             yield from self._evict(span)
         for position in range(-1, len(step.uses)):
             if position >= 0:
                 self.position, self.held = position, frozenset({*step.uses[position].spans, *step.uses[position].held})
+                self.route.cursor.advance(step.uses[position].key)
             if position == step.backward:
                 self._expect_gradients()
             self._update_waiting()
@@ -457,10 +461,8 @@ class _Rank:
             if chunk.pending:
                 self._begin_update(chunk)
             wish = self._ask(chunk, WEIGHTS, pin=True, urgent=needed) if chunk.homes[WEIGHTS] != "device" else None
-            following = self.route.next_use.after(span.index, self.position)
             in_backward = self.position >= self.step.backward
-            copied_again = in_backward and self.route.next_use.after(span.index, following) != NEVER
-            chunk.weights_expected = copied_again or self.route.updated_next(chunk.index, span.index, self.position)
+            chunk.weights_expected = self.route.wants_weights(chunk.index, span.index, in_backward=in_backward)
             chunk.gathered = _Flag(True)
             self.update.hurry(chunk.updating)
             chunk.copied = self.cg.push(self._run_copy(chunk, wish, chunk.updating))
@@ -528,17 +530,11 @@ class _Rank:
         self.stalls[link] += self.clock.now - start
 
     def _make_room(self, span: _Span, needed: bool):
-        def later(index: int) -> int:
-            return self.route.next_use.cyclic(index, self.position, len(self.step.uses))
-
         if self.used + span.nbytes <= self.budget:
             return True
-        mine = later(span.index)
-        victims = [s for s in self.spans if s.presence != "away" and not s.pinned and s.index not in self.held]
-        for victim in sorted(victims, key=lambda s: (-later(s.index), s.index)):
-            if not needed and later(victim.index) <= mine:
-                return False
-            yield from self._evict(victim)
+        others = [s.index for s in self.spans if s.presence != "away" and not s.pinned and s.index not in self.held]
+        for victim in slots.victims(span.index, others, self.route.to_span, needed=needed):
+            yield from self._evict(self.spans[victim])
             if self.used + span.nbytes <= self.budget:
                 return True
         return needed
@@ -786,18 +782,9 @@ class _Rank:
 
     def _next(self, chunk: _Chunk, kind: str) -> float:
         """As the pipeline's distances to the next use."""
-        period = len(self.step.uses)
         if kind == WEIGHTS:
-            distance = self.route.next_use.cyclic(chunk.span.index, self.position, period)
-            due = self.route.update_order.get(chunk.index)
-            if due is not None and (chunk.update_expected or not chunk.updating.raised):
-                distance = min(distance, max(due[1], self.position))
-            return distance
-        if chunk.index not in self.route.update_order:
-            first = self.route.next_use.after(chunk.span.index, -1)
-            return first if first > self.position else first + period
-        index = self.route.update_order[chunk.index][0] - self.num_updates_begun
-        return index if index >= 0 else index + len(self.route.update_order)
+            return self.route.to_weights(chunk.index, chunk.span.index, update_comes=chunk.update_expected or not chunk.updating.raised)
+        return self.route.to_states(chunk.index, chunk.span.index, num_begun=self.num_updates_begun)
 
     def _reader(self):
         while True:
