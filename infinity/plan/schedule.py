@@ -6,6 +6,7 @@ decide what an action means on their machine. A plan is a value: tests compare i
 
 from __future__ import annotations
 
+import enum
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,27 @@ class Reduce:
 
 
 Action = Run | Read | Copy | Gather | Evict | ReadStates | Reduce
+
+
+class Moment(enum.Enum):
+    """When a chunk is updated."""
+
+    GRADIENT = "as soon as its gradient is complete and nobody needs its weights, by step() at the latest"
+    STEP = "by step()"
+    FETCH = "when its weights are next fetched, or something else needs it"
+
+
+def moment(*, deferred: bool, on_device: bool) -> Moment:
+    """Of a chunk whose record is on the device, or where else. deferred: updates are to follow step(), see `Config.update`."""
+    if on_device:
+        return Moment.STEP
+    return Moment.FETCH if deferred else Moment.GRADIENT
+
+
+def may_pass(*, gradient_stays: bool, there: Iterable[bool]) -> bool:
+    """Whether an update that a fetch waits for may pass those that were begun before it: where it would wait for nothing, for its gradient
+    cannot leave host memory, and what else it needs is there. See [Note: order of updates] in updates.py."""
+    return gradient_stays and all(there)
 
 
 class NextUse:

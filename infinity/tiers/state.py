@@ -1,7 +1,8 @@
 """Where each copy of a chunk is: in device memory, in host memory, on NVMe; and which moves are legal.
 
 Holds the registry from a parameter to its state, and the spans on the device with their budget; host copies are those of plan/slots.py.
-Must not know plans, files or collectives: it answers and books, others move the bytes.
+Must not know plans, files or collectives: it answers and books, others move the bytes. Over 500 lines because the moves that are legal for
+a parameter, its span and its chunk are told in one place.
 """
 
 # [Note: parameters that come and go]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
+from infinity.plan.schedule import may_pass
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, update
@@ -125,9 +126,9 @@ class Updater:
             self._update_on_host(chunk, weights, states, gradient_job, copy_job, hyper)
 
         def ready() -> bool:
-            return gradient_stays and gradient_job.done and weights.done and states.done and (copy_job is None or copy_job.done)
+            return may_pass(gradient_stays=gradient_stays, there=(job is None or job.done for job in needed))
 
-        gradient_stays = chunk.extents[GRADIENTS] is None
+        gradient_stays, needed = chunk.extents[GRADIENTS] is None, (gradient_job, weights, states, copy_job)
         if gradient_job.done:
             self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
         with self.records.lock:

@@ -8,8 +8,10 @@ from infinity.plan import placement as planner
 from infinity.plan.packing import ParameterSpec, layout
 from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.schedule import Use
+from infinity.tools.predict.links import LINKS, UPDATE_NBYTES
 from infinity.tools.predict.machine import DriveRates, Machine
-from infinity.tools.predict.simulator import LINKS, UPDATE_NBYTES, Step, simulate
+from infinity.tools.predict.rank import Step
+from infinity.tools.predict.simulator import simulate
 
 NUMEL = 1000 * 1024
 MS = 1e-3

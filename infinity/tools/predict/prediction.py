@@ -22,7 +22,8 @@ from infinity.plan.placement import Placement
 from infinity.plan.record import ADAM_MOMENTS, STATES, Record
 from infinity.sizes import format_bytes
 from infinity.tools.predict.machine import Machine
-from infinity.tools.predict.simulator import Simulation, Step, simulate
+from infinity.tools.predict.rank import Step
+from infinity.tools.predict.simulator import Simulation, simulate
 from infinity.tools.predict.workload import Workload
 
 

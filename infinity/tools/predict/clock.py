@@ -1,0 +1,127 @@
+"""A virtual clock: processes that wait for each other, and do work on links that share what these have in common.
+
+A process is a generator. It yields a Flag, which somebody else raises, or the work of a link: (link, seconds, what, nbytes). Pure; knows
+no engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that a link did: `what` as in the engine's trace, start and end in seconds."""
+
+    link: str
+    what: object
+    start: float
+    end: float
+    nbytes: float
+
+
+class Flag:
+    """Something that happens once."""
+
+    __slots__ = ("raised", "waiting")
+
+    def __init__(self, raised: bool = False):
+        self.raised = raised
+        self.waiting: list[Generator] = []
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    link: str
+    left: float  # seconds at full speed
+    what: object
+    nbytes: float
+    start: float
+    flag: Flag
+
+
+class Clock:
+    """Runs processes. speeds(links): of each link, at most 1, while work is under way on all of these."""
+
+    def __init__(self, speeds: Callable[[frozenset[str]], dict[str, float]]):
+        self.now = 0.0
+        self.works: list[Work] = []
+        self._speeds = functools.lru_cache(maxsize=None)(speeds)
+        self._ready: deque[Generator] = deque()
+        self._loads: list[_Load] = []
+
+    def start(self, process: Generator) -> None:
+        self._ready.append(process)
+
+    def happen(self, flag: Flag) -> None:
+        if not flag.raised:
+            flag.raised = True
+            self._ready.extend(flag.waiting)
+            flag.waiting.clear()
+
+    def run(self) -> None:
+        """Until nothing can happen any more."""
+        while True:
+            while self._ready:
+                self._advance(self._ready.popleft())
+            if not self._loads:
+                return
+            speeds = self._speeds(frozenset(load.link for load in self._loads))
+            passed = min(load.left / speeds[load.link] for load in self._loads)
+            self.now += passed
+            for load in self._loads:
+                load.left -= passed * speeds[load.link]
+            over = [load for load in self._loads if load.left <= 1e-12]
+            self._loads = [load for load in self._loads if load.left > 1e-12]
+            for load in over:
+                self.works.append(Work(load.link, load.what, load.start, self.now, load.nbytes))
+                self.happen(load.flag)
+
+    def _advance(self, process: Generator) -> None:
+        for wish in process:
+            if isinstance(wish, Flag):
+                if not wish.raised:
+                    wish.waiting.append(process)
+                    return
+            else:
+                link, seconds, what, nbytes = wish
+                load = _Load(link, max(seconds, 1e-12), what, nbytes, self.now, Flag())
+                load.flag.waiting.append(process)
+                self._loads.append(load)
+                return
+
+
+class PlayedLane:
+    """Jobs, first in, first out, but for those hurried: generators that one process runs to their end, each with a flag for that."""
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+        self._jobs: dict[Flag, tuple[Generator, Callable[[], bool]]] = {}
+        self._hurried: list[Flag] = []
+        self._more = Flag()
+        clock.start(self._loop())
+
+    def push(self, job: Generator, ready: Callable[[], bool] = lambda: False) -> Flag:
+        done = Flag()
+        self._jobs[done] = job, ready
+        self.clock.happen(self._more)
+        return done
+
+    def hurry(self, done: Flag) -> None:
+        if done in self._jobs and done not in self._hurried:
+            self._hurried.append(done)
+
+    def _loop(self):
+        while True:
+            while not self._jobs:
+                self._more = Flag()
+                yield self._more
+            done = next((flag for flag in self._hurried if self._jobs[flag][1]()), next(iter(self._jobs)))
+            job, _ = self._jobs.pop(done)
+            if done in self._hurried:
+                self._hurried.remove(done)
+            yield from job
+            self.clock.happen(done)

@@ -1,0 +1,453 @@
+"""One rank, played: what its spans, chunks and lanes do in a step, by the functions of `plan` that the engine asks, too.
+
+Knows what the engine knows of a chunk, and no bytes. Must not know when a step is over, or how its time is told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.plan import schedule, slots
+from infinity.plan.packing import WEIGHT_NBYTES, Layout
+from infinity.plan.placement import Placement, look_ahead
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
+from infinity.plan.route import Route, to_gradient
+from infinity.plan.schedule import Moment, Use
+from infinity.tools.predict.clock import Clock, Flag, PlayedLane
+from infinity.tools.predict.host import PlayedRecords, PlayedRequest
+from infinity.tools.predict.links import LINKS, Links
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step does on a rank. uses: the trace. seconds: of compute, by position. gradients: parameters whose gradients are
+    complete after a position. backward: the first position that is no forward. deferred: updates follow step()."""
+
+    uses: Sequence[Use]
+    seconds: Sequence[float]
+    gradients: Sequence[Sequence[int]]
+    backward: int
+    deferred: bool
+    keep: bool
+
+
+class PlayedChunk:
+    """As ChunkState, of what is played."""
+
+    def __init__(self, index: int, span: PlayedSpan, record: Record, homes: dict[str, str], trainable: bool, nbytes: int, num_params: int):
+        self.index = index
+        self.span = span
+        self.record = record
+        self.homes = homes
+        self.trainable = trainable
+        self.nbytes = nbytes  # of all ranks' weights
+        self.num_params = num_params
+        self.request: PlayedRequest | None = None  # of its last copy
+        self.copied = self.gathered = self.gradient = self.updating = Flag(True)
+        self.pending = self.update_expected = self.weights_expected = False
+        self.has_gradient = self.updated = self.reduced = self.received = False
+        self.missing = self.gradient_number = 0
+
+    @property
+    def weights_wanted(self) -> bool:
+        return self.update_expected or self.weights_expected
+
+
+class PlayedSpan:
+    def __init__(self, index: int, nbytes: int):
+        self.index = index
+        self.nbytes = nbytes
+        self.chunks: list[PlayedChunk] = []
+        self.presence = "away"
+        self.pinned = False
+
+
+class Rank:
+    """What all that is played of a rank shares: spans, chunks, the plan and where in it the step is, links, and host copies."""
+
+    def __init__(
+        self, layout: Layout, records, placement: Placement, step: Step, links: Links, on_device: frozenset[int], compresses: bool
+    ):
+        self.layout, self.placement, self.step, self.links = layout, placement, step, links
+        itemsize = WEIGHT_NBYTES[layout.spans[0].dtype]
+        self.itemsize = itemsize
+        self.spans = [PlayedSpan(span.index, span.numel * itemsize) for span in layout.spans]
+        self.chunks: list[PlayedChunk] = []
+        for chunk, record in zip(layout.chunks, records):
+            homes = {kind: placement.homes[kind][chunk.index] for kind in KINDS}
+            if chunk.span in on_device:
+                homes = dict.fromkeys(KINDS, "device")
+            span, params = self.spans[chunk.span], {piece.param for piece in chunk.pieces}
+            made = PlayedChunk(chunk.index, span, record, homes, chunk.trainable, chunk.numel * itemsize, len(params))
+            self.chunks.append(made)
+            span.chunks.append(made)
+        for span in self.spans:
+            span.pinned = placement.pinned or span.index in on_device
+            span.presence = "home" if span.pinned else "away"
+        self.budget = placement.device_nbytes - placement.fixed_nbytes
+        self.used = self.peak = 0
+        self.held: frozenset[int] = frozenset()
+        self.num_updates_begun = 0
+        self.complete = self._completions()
+        self._plan()
+        self.clock = Clock(links.speeds)
+        self.stalls = dict.fromkeys(LINKS, 0.0)
+        next_uses = dict(zip(KINDS, (self._next_weights_use, self._next_states_use, self._next_gradient_use)))
+        self.records = PlayedRecords(self.clock, links, placement, self.chunks, next_uses, keep=step.keep, compresses=compresses)
+
+    def moment(self, chunk: PlayedChunk) -> Moment:
+        return schedule.moment(deferred=self.step.deferred, on_device=chunk.homes[STATES] == "device")
+
+    def begin_step(self) -> None:
+        self.route.cursor.restart()
+        self.num_updates_begun = 0
+        self.release()
+
+    def hold(self, use: Use) -> None:
+        """An op begins."""
+        self.route.cursor.advance(use.key)
+        self.held = frozenset({*use.spans, *use.held})
+
+    def release(self) -> None:
+        self.held = frozenset()
+
+    def wait(self, link: str, *flags: Flag):
+        """The training thread waits."""
+        start = self.clock.now
+        yield from flags
+        self.stalls[link] += self.clock.now - start
+
+    def leave(self, span: PlayedSpan) -> None:
+        span.presence = "away"
+        self.used -= span.nbytes
+
+    def _completions(self) -> dict[int, list[int]]:
+        """Chunks whose gradients are complete after a position: it follows from the ops, as reductions and updates do in the engine."""
+        left = {chunk.index: {piece.param for piece in chunk.pieces} for chunk in self.layout.chunks if chunk.trainable}
+        complete: dict[int, list[int]] = {}
+        for position, params in enumerate(self.step.gradients):
+            for param in params:
+                for chunk in self.layout.chunks_of(param):
+                    if chunk in left:
+                        left[chunk].discard(param)
+                        if not left[chunk]:
+                            complete.setdefault(position, []).append(chunk)
+        return complete
+
+    def _plan(self) -> None:
+        completed = [(position, chunk) for position, chunks in self.complete.items() for chunk in chunks]
+        early = [(p, c) for p, c in completed if self.moment(self.chunks[c]) is Moment.GRADIENT]
+        slots_ahead, states_ahead = look_ahead(self.placement)
+        actions = schedule.plan(
+            self.step.uses,
+            nbytes={span.index: 0 if span.pinned else span.nbytes for span in self.spans},
+            budget=self.budget,
+            slots_ahead=slots_ahead,
+            slots_of={span.index: sum(chunk.homes[WEIGHTS] == "nvme" for chunk in span.chunks) for span in self.spans},
+            keep=self.step.keep,
+            reductions=completed if self.layout.world > 1 else (),
+            updates=early,
+            span_of={chunk.index: chunk.span for chunk in self.layout.chunks},
+            states_ahead=states_ahead,
+        )
+        self.route = Route(self.step.uses, actions, early)
+
+    def _next_weights_use(self, chunk: PlayedChunk) -> float:
+        update_comes = chunk.update_expected or not chunk.updating.raised
+        return self.route.to_weights(chunk.index, chunk.span.index, update_comes=update_comes)
+
+    def _next_states_use(self, chunk: PlayedChunk) -> float:
+        return self.route.to_states(chunk.index, chunk.span.index, num_begun=self.num_updates_begun)
+
+    def _next_gradient_use(self, chunk: PlayedChunk) -> float:
+        in_use = bool(chunk.missing) or not chunk.updating.raised
+        return to_gradient(self.route, chunk.index, chunk.span.index, num_begun=self.num_updates_begun, in_use=in_use)
+
+
+class Updates:
+    """Gradients on their way to host memory, and updates: as gradients.py, updates.py and what of the steps decides about them."""
+
+    def __init__(self, rank: Rank, gg: PlayedLane):
+        self.rank, self.gg = rank, gg
+        self.step, self.clock, self.records, self.links = rank.step, rank.clock, rank.records, rank.links
+        self.gc, self.lane = PlayedLane(self.clock), PlayedLane(self.clock)
+        self.under_way = self._num_arrivals = 0
+        self.waiting: list[PlayedChunk] = []
+        self._begun: deque[Flag] = deque()  # the gradient of each update in the lane: that of the first, once there, frees a slot soon
+        self._spill = rank.placement.slots[GRADIENTS] > 0 and self.step.deferred
+        self.records.caches[GRADIENTS].frees_soon = lambda: bool(self._begun) and self._begun[0].raised
+
+    def expect_gradients(self) -> None:
+        for chunk in self.rank.chunks:
+            chunk.missing = chunk.num_params if chunk.trainable else 0
+            chunk.update_expected = chunk.trainable and self.rank.moment(chunk) is Moment.GRADIENT
+
+    def gradients_arrive(self, position: int):
+        rank = self.rank
+        for param in self.step.gradients[position]:
+            if rank.layout.specs[param].trainable:
+                for index in rank.layout.chunks_of(param):
+                    yield from self._arrive(rank.chunks[index], param)
+        for index in rank.complete.get(position, ()):
+            chunk = rank.chunks[index]
+            chunk.weights_expected = False
+            if chunk.span.presence != "fetching":
+                self.records.drop(chunk, WEIGHTS)
+            if rank.layout.world == 1:
+                self._ready(chunk)
+        self.update_waiting()
+        while self.under_way > rank.placement.under_way_nbytes:
+            yield from rank.wait("gc", self.records.changed)
+
+    def _arrive(self, chunk: PlayedChunk, param: int):
+        chunk.received = True
+        yield from self._finish_announced(chunk)
+        chunk.missing -= 1
+        self._num_arrivals += 1
+        chunk.gradient_number = self._num_arrivals
+        if self.rank.layout.world > 1:
+            return
+        if chunk.homes[STATES] == "device":
+            chunk.gradient = Flag(True)
+            return
+        piece = next(piece for piece in self.rank.layout.chunks[chunk.index].pieces if piece.param == param)
+        nbytes = piece.numel * self.rank.itemsize
+        self.under_way += nbytes
+        chunk.gradient = self.gc.push(self._run_collect(chunk, nbytes, nbytes, Flag(True)))
+
+    def reduce(self, chunk: PlayedChunk) -> None:
+        def work():
+            yield ("rs", self.links.collective_seconds(chunk.nbytes), chunk.index, chunk.nbytes)
+
+        self.under_way += chunk.nbytes
+        chunk.reduced = True
+        scattered = self.gg.push(work())
+        chunk.gradient = self.gc.push(self._run_collect(chunk, chunk.nbytes // self.rank.layout.world, chunk.nbytes, scattered))
+        self._ready(chunk)
+
+    def _run_collect(self, chunk: PlayedChunk, nbytes: int, leaving: int, before: Flag):
+        yield before
+        if chunk.homes[STATES] != "device":
+            take = self.records.obtain if chunk.has_gradient else self.records.fresh
+            entry = yield from take(chunk, GRADIENTS)
+            yield from self.records.begin_update({GRADIENTS: entry})
+            chunk.has_gradient = True
+            yield ("gc", self.links.copy_seconds("gc", nbytes), chunk.index, nbytes)
+            self.records.unpin(chunk, GRADIENTS, entry)
+            if self._spill:
+                self.records.clean_ahead(GRADIENTS)
+        self.under_way -= leaving
+        self.records.notify()
+
+    def _ready(self, chunk: PlayedChunk) -> None:
+        if self.rank.moment(chunk) is Moment.GRADIENT:
+            self.waiting.append(chunk)
+
+    def update_waiting(self) -> None:
+        for chunk in list(self.waiting):
+            if chunk.span.index not in self.rank.held:
+                self.waiting.remove(chunk)
+                chunk.updated = True
+                self._make_stale(chunk)
+                self.begin(chunk)
+
+    def _make_stale(self, chunk: PlayedChunk) -> None:
+        if not chunk.span.pinned and chunk.span.presence != "away":
+            self.rank.leave(chunk.span)
+
+    def begin(self, chunk: PlayedChunk) -> None:
+        chunk.pending = chunk.update_expected = False
+        weights = self.records.request(chunk, WEIGHTS, urgent=self.rank.moment(chunk) is not Moment.FETCH)
+        states = self.records.request(chunk, STATES, urgent=True)
+        gradient, copied = chunk.gradient, chunk.copied
+        there = (gradient, weights.granted, states.granted, copied)
+        gradient_stays = chunk.homes[GRADIENTS] != "nvme"
+        if gradient.raised:
+            self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
+        self._begun.append(gradient)
+        chunk.updating = self.lane.push(
+            self._run_update(chunk, weights, states, gradient, copied),
+            lambda: schedule.may_pass(gradient_stays=gradient_stays, there=(flag.raised for flag in there)),
+        )
+        self.rank.num_updates_begun += 1  # only now: what it asked for is nobody's victim in between
+
+    def hurry(self, chunk: PlayedChunk) -> None:
+        self.lane.hurry(chunk.updating)
+
+    def _run_update(self, chunk: PlayedChunk, weights: PlayedRequest, states: PlayedRequest, gradient: Flag, copied: Flag):
+        yield gradient
+        gradient_entry = yield from self.records.obtain(chunk, GRADIENTS)
+        self.records.hurry(weights)
+        for request in (weights, states):
+            yield request.granted
+        entries = {WEIGHTS: weights.entry, STATES: states.entry}
+        for entry in entries.values():
+            yield from self.records.settle(entry)
+        yield copied
+        yield from self.records.begin_update(entries)
+        nbytes = 2 * chunk.record.nbytes + self.rank.placement.sizes[GRADIENTS][chunk.index]
+        yield ("update", self.links.update_seconds(nbytes), chunk.index, chunk.record.nbytes)
+        self.records.unpin(chunk, GRADIENTS, gradient_entry)
+        self.records.discard(chunk, GRADIENTS)
+        chunk.has_gradient = False
+        self.records.write_back(chunk, entries)
+        self._begun.remove(gradient)
+        self.records.notify()
+
+    def _finish_announced(self, chunk: PlayedChunk):
+        if chunk.pending:
+            self.begin(chunk)
+        if not chunk.updating.raised:
+            self.records.hurry_all()
+        yield from self.rank.wait("update", chunk.updating)
+
+    def finish_step(self):
+        rank = self.rank
+        for chunk in rank.chunks:
+            if rank.layout.world > 1 and chunk.trainable and not chunk.reduced:  # what was complete only after the last op
+                self.reduce(chunk)
+            chunk.reduced = False
+        self.update_waiting()
+        numel = sum(chunk.record.numel for chunk in rank.chunks if chunk.trainable and chunk.homes[STATES] == "device")
+        if numel:
+            yield ("compute", numel / (self.links.machine.device_update_gparams * 1e9), "update", 0)
+        left = [chunk for chunk in rank.chunks if chunk.homes[STATES] != "device" and chunk.received and not chunk.updated]
+        if not self.step.deferred:  # some parameter had no gradient
+            left.sort(key=lambda chunk: chunk.gradient_number)
+        for chunk in left:
+            self._make_stale(chunk)
+            chunk.pending = True
+            if rank.moment(chunk) is not Moment.FETCH:
+                self.begin(chunk)
+        for chunk in rank.chunks:
+            chunk.updated = chunk.received = False
+
+
+class Weights:
+    """Weights on their way to the ops: as weights.py. Its methods give how many chunks were fetched."""
+
+    def __init__(self, rank: Rank, updates: Updates, cg: PlayedLane, gg: PlayedLane):
+        self.rank, self.updates, self.cg, self.gg = rank, updates, cg, gg
+        self.records, self.links, self.route = rank.records, rank.links, rank.route
+
+    def issue(self, start: int):
+        """The plan's actions from one on, up to the next Run."""
+        spans, chunks, num_fetched = self.rank.spans, self.rank.chunks, 0
+        for number in range(start, len(self.route.actions)):
+            match self.route.actions[number]:
+                case schedule.Run():
+                    break
+                case schedule.Read(index):
+                    self._read(spans[index])
+                case schedule.Copy(index):
+                    num_fetched += yield from self._copy(spans[index], needed=False)
+                case schedule.Gather(index):
+                    self._gather(spans[index])
+                case schedule.Evict(index):
+                    yield from self.evict(spans[index])
+                case schedule.ReadStates(index):
+                    chunk = chunks[index]
+                    if chunk.homes[STATES] == "nvme" and chunk.trainable and not chunk.updated and not chunk.pending:
+                        self.records.request(chunk, STATES, pin=False)
+                case schedule.Reduce(index):
+                    self.updates.reduce(chunks[index])
+        return num_fetched
+
+    def bring(self, span: PlayedSpan):
+        """What an op needs now."""
+        num_fetched = 0
+        if span.presence == "away":
+            num_fetched = yield from self._copy(span, needed=True)
+        if span.presence == "fetching":
+            self._gather(span)
+            yield from self._settle(span)
+            span.presence = "home"
+        return num_fetched
+
+    def evict(self, span: PlayedSpan):
+        if span.pinned or span.presence == "away" or span.index in self.rank.held:
+            return
+        if span.presence == "fetching":
+            yield from self._settle(span)
+        self.rank.leave(span)
+
+    def _read(self, span: PlayedSpan) -> None:
+        if span.presence != "away":
+            return
+        for chunk in span.chunks:
+            if chunk.homes[WEIGHTS] == "device":
+                continue
+            chunk.weights_expected = True
+            if chunk.pending:
+                self.updates.begin(chunk)
+            elif chunk.updating.raised:
+                self.records.request(chunk, WEIGHTS, pin=False)
+
+    def _copy(self, span: PlayedSpan, *, needed: bool):
+        rank = self.rank
+        if span.presence != "away" or not (yield from self._make_room(span, needed)):
+            return 0
+        rank.used += span.nbytes
+        rank.peak = max(rank.peak, rank.used)
+        span.presence = "fetching"
+        in_backward = self.route.cursor.position >= rank.step.backward
+        for chunk in span.chunks:
+            if chunk.pending:
+                self.updates.begin(chunk)
+            self.updates.hurry(chunk)
+            chunk.request = None
+            if chunk.homes[WEIGHTS] != "device":
+                chunk.request = self.records.request(chunk, WEIGHTS, urgent=needed)
+            chunk.weights_expected = self.route.wants_weights(chunk.index, span.index, in_backward=in_backward)
+            chunk.gathered = Flag(True)
+            chunk.copied = self.cg.push(self._run_copy(chunk, chunk.request, chunk.updating))
+        return len(span.chunks)
+
+    def _run_copy(self, chunk: PlayedChunk, request: PlayedRequest | None, updating: Flag):
+        if request is not None:
+            if not request.granted.raised:  # others wait for this lane
+                self.records.hurry(request)
+            yield request.granted
+            yield from self.records.settle(request.entry)
+        yield updating
+        if request is not None:
+            nbytes = chunk.record.weight_nbytes
+            yield ("cg", self.links.copy_seconds("cg", nbytes), chunk.index, nbytes)
+            self.records.unpin(chunk, WEIGHTS, request.entry)
+
+    def _gather(self, span: PlayedSpan) -> None:
+        if self.rank.layout.world == 1 or span.presence != "fetching":
+            return
+        for chunk in span.chunks:
+            if chunk.gathered.raised:
+                chunk.gathered = self.gg.push(self._run_gather(chunk, chunk.copied))
+
+    def _run_gather(self, chunk: PlayedChunk, copied: Flag):
+        yield copied
+        yield ("gg", self.links.collective_seconds(chunk.nbytes), chunk.index, chunk.nbytes)
+
+    def _settle(self, span: PlayedSpan):
+        for chunk in span.chunks:
+            if chunk.request is not None and not chunk.copied.raised:
+                self.records.hurry(chunk.request)
+        for chunk in span.chunks:
+            if not chunk.copied.raised:
+                yield from self.rank.wait("update", chunk.updating)
+                if chunk.request is not None:
+                    yield from self.rank.wait("nc", chunk.request.granted)
+                    yield from self.rank.wait("nc", *self.records.settle(chunk.request.entry))
+                yield from self.rank.wait("cg", chunk.copied)
+            yield from self.rank.wait("gg", chunk.gathered)
+
+    def _make_room(self, span: PlayedSpan, needed: bool):
+        rank = self.rank
+        if rank.used + span.nbytes <= rank.budget:
+            return True
+        others = [s.index for s in rank.spans if s.presence != "away" and not s.pinned and s.index not in rank.held]
+        for victim in slots.victims(span.index, others, self.route.to_span, needed=needed):
+            yield from self.evict(rank.spans[victim])
+            if rank.used + span.nbytes <= rank.budget:
+                return True
+        return needed
