@@ -16,6 +16,7 @@ import torch
 
 from infinity.optim.adam import NormAccumulator
 from infinity.plan.record import STATES
+from infinity.plan.schedule import Moment
 from infinity.tiers.arithmetic import Hyper, add_norm
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.state import ChunkState, ParameterState, UpdateStage
@@ -76,7 +77,7 @@ class Due:
 
     def gradient_ready(self, chunk: ChunkState) -> None:
         """It is complete, on all ranks."""
-        if self.early_hyper is not None and not chunk.on_device:
+        if self.early_hyper is not None and self.updater.moment(chunk) is Moment.GRADIENT:
             self.updater.ready(chunk)
             self.waiting.append(chunk)
             self.update_waiting()

@@ -43,7 +43,7 @@ from infinity.model.parameters import get_grad, set_grad
 from infinity.optim.loss_scale import Scaler
 from infinity.plan.placement import look_ahead
 from infinity.plan.record import WEIGHTS
-from infinity.plan.schedule import NEVER
+from infinity.plan.schedule import NEVER, Moment, moment
 from infinity.system import interrupts
 from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
@@ -238,7 +238,8 @@ class Cycle:
 
     def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.optimizer.accumulation_steps
-        self.due.early_hyper = self._hyper() if last and not self.deferred else None
+        in_backward = moment(deferred=self.deferred, on_device=False) is Moment.GRADIENT
+        self.due.early_hyper = self._hyper() if last and in_backward else None
         self.due.sums_squares = last and (self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite)
         number, forwards = self.num_backwards, self.num_forwards
         later = self.course.backward_task == _MANY_GRAPHS  # forward passes are still to come
@@ -423,7 +424,7 @@ class Cycle:
                 clip = self.optimizer.max_grad_norm / (norm + _EPS_OF_CLIPPING)
                 hyper.grad_scale *= 1.0 if clip >= 1 else clip  # a norm that is no number makes every gradient none, as in PyTorch
         for chunk in ready:
-            if self.deferred and not chunk.on_device:
+            if self.updater.moment(chunk) is Moment.FETCH:
                 self.due.announce(chunk, hyper)
             else:
                 self.gradients.wait_for(chunk)
@@ -571,8 +572,8 @@ class Cycle:
     def _completions(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(position, chunk), in order, of gradients that were complete on every rank, and those of them due for an update."""
         completed = self.completed if self.ranks.world == 1 else self._completed_by_all()
-        final = -1 if self.deferred else self.optimizer.accumulation_steps - 1
-        early = [(p, c) for b, p, c in completed if b == final and not self.registry.chunks[c].on_device]
+        final, chunks = self.optimizer.accumulation_steps - 1, self.registry.chunks
+        early = [(p, c) for b, p, c in completed if b == final and self.updater.moment(chunks[c]) is Moment.GRADIENT]
         return [(p, c) for _, p, c in completed], early
 
     def _completed_by_all(self) -> list[tuple[int, int, int]]:

@@ -65,6 +65,10 @@ class Entry:
         assert (self.state, state) in _HOST_MOVES, f"{self}: {state} from {self.state}"
         self.state = state
 
+    def pin(self) -> None:
+        """One more needs it."""
+        self.pins += 1
+
     def __repr__(self):
         return f"Entry({self.chunk.index}, {self.state.value}, {self.pins} pins{', resident' if self.resident else ''})"
 

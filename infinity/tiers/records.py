@@ -216,7 +216,7 @@ class Records:
                 if not cache.frees_soon():
                     self._make_clean(kind)
                 self.lock.wait()
-            entry.pins += 1
+            entry.pin()
             if entry.state is HostState.READING and entry.source is None:
                 entry.become(HostState.CLEAN)
         self.settle(entry)
@@ -315,7 +315,7 @@ class Records:
     def _make_clean(self, kind: str) -> None:
         """No slot of the kind can be had: write the dirty copy that is used last, unless one is becoming free anyway."""
         if (entry := self.caches[kind].to_write()) is not None:
-            entry.pins += 1
+            entry.pin()
             Lease(self, entry.chunk, {kind: entry}).write_back()
 
     def _finish_writes(self, chunk: ChunkState, started) -> None:
@@ -341,7 +341,7 @@ class Records:
         if entry is None:
             return False
         if request.pin:
-            entry.pins += 1
+            entry.pin()
         request.result = entry  # right behind: an interrupt finds both or none, and `_withdraw` takes both back
         request.finish()
         return True

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
-from infinity.plan.schedule import may_pass
+from infinity.plan.schedule import Moment, may_pass, moment
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, update
@@ -58,6 +58,10 @@ class Updater:
         self.seed = seed
         self.lane = Lane("update", records.failure)
         self._begun: deque[Job | None] = deque()  # the last gradient job of each update in the lane, in their order; None: no update
+
+    def moment(self, chunk: ChunkState) -> Moment:
+        """When it is to be updated."""
+        return moment(deferred=self.deferred, on_device=chunk.on_device)
 
     def expect(self, chunk: ChunkState, comes: bool) -> None:
         """A backward pass begins that updates the chunk, or does not."""
@@ -119,7 +123,7 @@ class Updater:
         copy_job = chunk.copy_job
         with self.records.lock:  # at once, see Records.obtain
             # Its record may take the slot of what is needed sooner: the weights' only where gradients wait for this update.
-            weights = self.records.request(chunk, WEIGHTS, urgent=not self.deferred)
+            weights = self.records.request(chunk, WEIGHTS, urgent=self.moment(chunk) is not Moment.FETCH)
             states = self.records.request(chunk, STATES, urgent=True)
 
         def work() -> None:

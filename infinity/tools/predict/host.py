@@ -108,7 +108,7 @@ class PlayedRecords:
             if not cache.frees_soon():
                 self._make_clean(kind)
             yield self.changed
-        entry.pins += 1
+        entry.pin()
         if entry.state is HostState.READING and entry.source is None:
             entry.become(HostState.CLEAN)
         yield from self.settle(entry)
@@ -172,7 +172,8 @@ class PlayedRecords:
         entry = self.caches[request.kind].find(request.chunk) or self._begin_read(request)
         if entry is None:
             return False
-        entry.pins += request.pin
+        if request.pin:
+            entry.pin()
         request.entry = entry
         self.clock.happen(request.granted)
         return True
@@ -190,7 +191,7 @@ class PlayedRecords:
 
     def _make_clean(self, kind: str) -> None:
         if (entry := self.caches[kind].to_write()) is not None:
-            entry.pins += 1
+            entry.pin()
             self.write_back(entry.chunk, {kind: entry})
 
     def _reader(self):
