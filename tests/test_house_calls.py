@@ -5,16 +5,13 @@ import threading
 import house_calls
 from test_house import room
 
-CALLS_UP = 8  # kinds of them; the number may only fall
 
-
-def test_calls_go_down_but_for_few(monkeypatch, tmp_path):
-    """In a step, as house_calls.py sees it: by functions, since how often each is called depends on threads."""
+def test_calls_of_a_step_go_down(monkeypatch, tmp_path):
+    """But for what a lane was given to run; and an optimizer calls its engine, which the program gave it."""
     monkeypatch.chdir(tmp_path)
     watch = house_calls.watched_step()
-    up = {(caller, callee) for caller, callee in watch.up if room(caller) != "system"}
-    assert watch.deepest and {(room(caller), room(callee)) for caller, callee in up} <= {("tiers", "engine"), ("optim", "engine")}, up
-    assert len(up) <= CALLS_UP, up
+    up = {(caller, callee) for caller, callee in watch.up if (room(caller), room(callee)) != ("optim", "engine") and room(caller) != "system"}
+    assert watch.deepest and not up
 
 
 def test_the_watch_sees_a_call_that_goes_up(monkeypatch):
