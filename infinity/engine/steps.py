@@ -28,22 +28,22 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass
 
 from infinity.config import Config
 from infinity.engine.budget import Margin
 from infinity.engine.build import Assembly
+from infinity.engine.completions import Completions
 from infinity.engine.due import Due
 from infinity.engine.follow import Follower
 from infinity.engine.foreign import refuse_optimizers
 from infinity.engine.hooks import Hooks
+from infinity.engine.param_grads import ParamGrads, drop_half_arrived
 from infinity.engine.trees import map_tensors, tensors_in
 from infinity.errors import NonFiniteError, UsageError
-from infinity.model.parameters import get_grad, set_grad
 from infinity.optim.loss_scale import Scaler
 from infinity.plan.placement import look_ahead
 from infinity.plan.record import WEIGHTS
-from infinity.plan.schedule import NEVER, Moment, moment
+from infinity.plan.schedule import Moment, moment
 from infinity.system import interrupts
 from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
@@ -93,18 +93,15 @@ class Cycle:
         self.by_layer: bool | None = None  # whether the step under way, or the last one, is one of infinity.vertical
         self._frozen = [state for state in self.registry.params if not state.trainable]
         self._trainable = [state for state in self.registry.params if state.trainable]
-        self._departed: list[ParameterState] = []  # whose gradients have left, and param.grad says so
-        self._gradients_wait = False  # for a step() or zero_grad()
+        self.param_grads = ParamGrads()
+        self.completions = Completions(self.course, self.updater, self.registry, ranks)
         self._reset()
         self.first_step = True
 
     def close(self) -> None:
         """Nothing may follow."""
         self.closed = True
-        with DisableTorchFunctionSubclass():
-            for state in self._departed:
-                set_grad(state.param, None)
-        self._departed.clear()
+        self.param_grads.clear()
 
     @property
     def backward_task(self) -> int | None:
@@ -321,17 +318,13 @@ class Cycle:
         if not self.came:
             return
         number = self.num_backwards
-        self._ends[number] = len(self.course.trace)
+        self.completions.end_pass(number)
         self.num_backwards += 1
         self.num_forwards = 0
-        with DisableTorchFunctionSubclass():
-            for state in self.registry.params:
-                state.arrived_last[number] = state.arrivals
-                state.touched = 0
-                if state.arrivals:
-                    set_grad(state.param, state.departed)
-                    self._departed.append(state)
-        self._gradients_wait = True
+        for state in self.registry.params:
+            state.arrived_last[number] = state.arrivals
+            state.touched = 0
+        self.param_grads.depart(state for state in self.registry.params if state.arrivals)
         self.due.update_waiting()
 
     @uninterrupted
@@ -432,10 +425,10 @@ class Cycle:
         self._end_step()
 
     def _end_step(self) -> None:
-        completions = self._completions()
+        completions = self.completions.for_plan(self.optimizer.accumulation_steps)
         self.follower.adopt(*completions, anew=self.margin.settle())
         self._reset()
-        self._gradients_wait = False
+        self.param_grads.end_step()
         self.events.step_done()
         self.follower.begin_step()
 
@@ -464,7 +457,7 @@ class Cycle:
         return "they lie in the shards of other ranks"
 
     def zero_grad(self) -> None:
-        self._gradients_wait = False
+        self.param_grads.end_step()
         self.hooks.end_interrupted_calls()
         self._clear_gradients()
         if self.course.backward_task is not None:
@@ -517,30 +510,13 @@ class Cycle:
 
     def check_gradients(self) -> None:
         """Drop what model.zero_grad() did; raises UsageError where it dropped some only, or too late."""
-        with DisableTorchFunctionSubclass():
-            found = [(state, get_grad(state.param)) for state in self._departed]
-        given = [state.name for state, grad in found if grad is not None and grad is not state.departed]
-        if given:
-            raise UsageError(
-                f"{given[0]}.grad was given a value, which the engine would not use: gradients have left for its tiers. Change them as "
-                f"they arrive, with param.register_hook(...)."
-            )
-        dropped = [state.name for state, grad in found if grad is None] if self._gradients_wait else []
-        if dropped and len(dropped) == len(self._departed):
+        if self.param_grads.were_dropped():
             self.zero_grad()
-        elif dropped:
-            raise UsageError(
-                f"the gradient of {dropped[0]} was dropped and others were not; the engine can only drop all: call "
-                f"optimizer.zero_grad(). To train a part of the model, freeze the others with requires_grad_(False)."
-            )
 
     def _clear_gradients(self) -> None:
         """Autograd is to find no gradient to add to."""
         self.check_gradients()
-        with DisableTorchFunctionSubclass():
-            for state in self._departed:
-                set_grad(state.param, None)
-        self._departed.clear()
+        self.param_grads.clear()
 
     def _check_frozen(self) -> None:
         for state in self._frozen:
@@ -559,7 +535,7 @@ class Cycle:
         chunk.weights_expected = False
         if chunk.span.presence is not Presence.FETCHING:
             self.records.drop(chunk, WEIGHTS)
-        self.completed.append((self.num_backwards, max(len(self.course.trace) - 1, 0), chunk.index))
+        self.completions.note(self.num_backwards, chunk)
         if self.ranks.world == 1:
             self.due.gradient_ready(chunk)
 
@@ -568,29 +544,6 @@ class Cycle:
     def _hyper(self) -> Hyper:
         scale = self.scaler.scale if self.scaler is not None else self.ranks.world
         return Hyper(self.optimizer.rule, self.optimizer.snapshot(), 1.0 / scale)
-
-    def _completions(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(position, chunk), in order, of gradients that were complete on every rank, and those of them due for an update."""
-        completed = self.completed if self.ranks.world == 1 else self._completed_by_all()
-        final, chunks = self.optimizer.accumulation_steps - 1, self.registry.chunks
-        early = [(p, c) for b, p, c in completed if b == final and self.updater.moment(chunks[c]) is Moment.GRADIENT]
-        return [(p, c) for _, p, c in completed], early
-
-    def _completed_by_all(self) -> list[tuple[int, int, int]]:
-        """As `completed`, on several ranks: not before the pass's last use of their span, for which of an op's parameters have gradients may
-        differ between ranks and steps. What is complete only after the last use of a pass is reduced with the rest: it comes last."""
-        trace, found = self.course.trace, []
-        positions = torch.full((self.optimizer.accumulation_steps, len(self.registry.chunks)), NEVER)
-        for backward, position, chunk in self.completed:
-            positions[backward, chunk] = position
-        agreed = self.ranks.max_(positions).tolist()
-        for backward, end in self._ends.items():
-            last_uses = {span: position for position, use in enumerate(trace[:end]) for span in use.spans}
-            for chunk, position in reversed([*enumerate(agreed[backward])]):
-                if position < NEVER:
-                    position = max(position, last_uses.get(self.registry.chunks[chunk].span.index, 0))
-                    found.append((backward, position if position + 1 < end else len(trace), chunk))
-        return sorted(found, key=lambda entry: entry[1])
 
     def end_interrupted(self) -> None:
         """Calls of modules and backward passes that an interrupt or an error has ended, in this thread, are over."""
@@ -603,10 +556,7 @@ class Cycle:
         """The last backward pass raised."""
         self.course.backward_task, self._awaits_end = None, False
         self.failed = True
-        with DisableTorchFunctionSubclass():
-            for state in self.registry.params:
-                if state.trainable and get_grad(state.param) is not state.departed:
-                    set_grad(state.param, None)  # it came, but its hook did not
+        drop_half_arrived(self.registry.params)
         self.gradients.hurry()
         self.hooks.release_all()
         self.torn = self.torn or any(chunk.update.is_early for chunk in self.registry.chunks)
@@ -621,8 +571,7 @@ class Cycle:
         self.due.reset()
         self.torn = torn
         self.failed = False  # a backward pass raised
-        self.completed: list[tuple[int, int, int]] = []  # (backward pass, position in the trace, chunk)
-        self._ends: dict[int, int] = {}  # of backward passes, in the trace
+        self.completions.reset()
         self.first_step = False
 
     @staticmethod
