@@ -72,6 +72,11 @@ class Follower:
         if self.course.routes:
             self._issue()
 
+    def read_so_far_ahead(self, num_uses: int) -> None:
+        """From the next plan on, read this far ahead, however much memory has room; so distances are compared."""
+        self.read_ahead, self.slots_ahead = num_uses, 0
+        self.forget()
+
     def forget(self) -> None:
         """Do without a plan until the next one is made."""
         self.course.forget()

@@ -79,6 +79,7 @@ class Events:
     complete_since: float = 0.0  # from when on none is left out
     timeline: object = None
     count_slots: Callable[[], dict[str, int]] = dict
+    before_end: Callable[[str, float, float], float] | None = None  # told link, start and end of a move; returns when it ends, maybe later
     _trace: deque[Event] = field(default_factory=deque)
     _num_steps: int = 0
     _step_start: float = field(default_factory=now)
@@ -87,6 +88,8 @@ class Events:
 
     def moved(self, link: str, what: object, nbytes: int, start: float, end: float, marks=None) -> None:
         """A transfer or update is over. marks: its start and end on the device's clock, where that knows better; see `device_mark`."""
+        if self.before_end is not None:
+            end = self.before_end(link, start, end)
         with self._lock:
             self.meters[link].moved(nbytes, start, end)
         if marks is not None and None not in marks:

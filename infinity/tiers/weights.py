@@ -232,6 +232,10 @@ class Weights:
                 order = (0, self._num_collectives, part.chunk.index) if self.course.off_plan else None
                 part.gather = self.gg.push(lambda p=part, o=order: self._run_gather(p, o), part.chunk.title)
 
+    def gather_again(self, part: Part) -> Job:
+        """Exchange the shards of a part that is copied once more, which changes no byte: so gathers are measured alone. On all ranks."""
+        return self.gg.push(lambda: self._run_gather(part, None), part.chunk.title)
+
     def evict(self, span: SpanState) -> None:
         """Free the span, once nobody holds it; until then only note that the plan counts it as gone."""
         if span.holds:

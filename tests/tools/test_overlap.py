@@ -12,6 +12,7 @@ from helpers import memory
 
 from infinity.errors import ConfigError, SwapError
 from infinity.plan.record import WEIGHTS
+from infinity.system.events import Events, now
 from infinity.tools.cli import main
 from infinity.tools.measure import overlap
 
@@ -68,7 +69,18 @@ def test_the_table_has_the_fastest_of_each_stage_and_the_median_pass_with_its_sp
 def test_efficiencies_beyond_0_and_1_are_called_noise(efficiencies, noisy):
     row = {"chunk_mib": 16.0, "depth": 4, "stages": {"nc": [0.2], "compute": [0.3]}, "pipelined": [0.35], "efficiency": efficiencies}
     report = {"device": "cpu", "world": 1, "layers": 10, "repeats": 3, "balanced": False, "rows": [row]}
-    assert ("efficiencies beyond 0 to 1 are noise" in overlap.text(report)) == noisy
+    assert ("efficiencies beyond 0 to 1 are noise" in overlap.text(report)) == noisy == (overlap.hint_of([row]) is not None)
+
+
+def test_a_copy_that_is_lengthened_counts_as_long_and_a_read_as_it_was():
+    pace, events = overlap.Pace(), Events(tracing=True)
+    pace.seconds, events.before_end = 0.02, pace.end_of
+    start = now()
+    events.moved("nc", 0, 8, start, start + 0.001)
+    events.moved("cg", 0, 8, start, start + 0.001)
+    read, copy = events.trace
+    assert read.end == start + 0.001 and copy.end >= start + 0.02
+    assert events.meters["cg"].busy_seconds == copy.end - start
 
 
 def test_the_remedy_for_noise_brings_efficiencies_within_0_and_1(tmp_path, capsys):
@@ -147,7 +159,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     sizes = ["--chunk-mib", "0.125", str(CHUNK_MIB), "--depth", "2", "4", "--layers", str(LAYERS), "--repeats", "3"]
     assert main(["bench", "overlap", "--nvme", str(tmp_path), "--device", "cpu", *sizes, "--json", str(tmp_path / "o.json")]) == 0
     report = json.loads((tmp_path / "o.json").read_text())
-    assert overlap.text(report) in capsys.readouterr().out
+    assert overlap.text(report) in capsys.readouterr().out and report["hint"] == overlap.hint_of(report["rows"])
     assert [(row["chunk_mib"], row["depth"]) for row in report["rows"]] == [(0.125, 2), (0.125, 4), (CHUNK_MIB, 2), (CHUNK_MIB, 4)]
     for row in report["rows"]:
         assert [len(found) for found in (*row["stages"].values(), row["pipelined"])] == [3, 3, 3, 3]
@@ -155,6 +167,17 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
         assert row["compute_ms"] == 1e3 * fastest[-1] / LAYERS
         assert row["efficiency"] == [overlap.efficiency(fastest, seconds) for seconds in row["pipelined"]]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_the_plot_says_what_is_noise(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    titles, title = [], figure.Figure.suptitle
+    monkeypatch.setattr(figure.Figure, "suptitle", lambda self, text, **how: titles.append(text) or title(self, text, **how))
+    for efficiency in (0.5, 1.8):
+        row = {"chunk_mib": 1.0, "depth": 4, "stages": {"nc": [0.2], "compute": [0.3]}, "pipelined": [0.35], "efficiency": [efficiency]}
+        row["bars"] = {"nc": [(0.0, 0.2)], "compute": [(0.2, 0.5)]}
+        overlap.draw({"layers": 4, "hint": overlap.hint_of([row]), "rows": [row]}, tmp_path / "o.png")
+    assert [" ".join(text.split()) for text in titles] == [overlap.hint_of([row])]
 
 
 def test_the_plot_is_an_image(tmp_path):

@@ -22,7 +22,7 @@ made, nor how an error ends the process. Over 400 lines because each stage is al
 # Where links are far from equal, hiding the small ones proves little. --balance, on the CPU, lengthens every job to one length, longer
 # than any takes of itself: its bytes move, then it sleeps. It never sleeps before its input is there. The result tells of order, threads
 # and waits, not of bandwidth. Lane.on_job will not do for this, which runs before a copy waits for its read, nor Records.on_read, which
-# runs under the lock that the other stages need: a read is lengthened at the swap, copies and gathers where they report their time.
+# runs under the lock that the other stages need: a read is lengthened at the swap, copies and gathers by `Events.before_end`.
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ import itertools
 import math
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from time import sleep
 
@@ -89,12 +90,12 @@ def overlap(arguments) -> int:
                         rows.append(bench.measure(depth, arguments.repeats))
         if ranks.rank == 0:
             head = {"device": str(device), "world": ranks.world, "layers": arguments.layers, "repeats": arguments.repeats}
-            report = head | {"balanced": arguments.balance, "rows": rows}
+            report = head | {"balanced": arguments.balance, "hint": hint_of(rows), "rows": rows}
             print(text(report))
             if arguments.json:
                 write_json(arguments.json, report)
             if arguments.plot:
-                _draw(report, arguments.plot)
+                draw(report, arguments.plot)
     return 0
 
 
@@ -117,15 +118,20 @@ def text(report: dict) -> str:
     balanced = ", stages lengthened to be equal" if report["balanced"] else ""
     about = f"passes over {report['layers']} layers, all weights from NVMe, {ranks} on {report['device']}{balanced}"
     how = f"ms a layer; stages alone: fastest of {report['repeats']}, pipelined: median (lowest-highest); every byte of a pass was compared"
-    outside = [value for row in report["rows"] for value in row["efficiency"] if not -_NOISE <= value <= 1 + _NOISE]
-    hint = ""
-    if any(map(math.isfinite, outside)):
-        hint = (
-            "\n\nefficiencies beyond 0 to 1 are noise, and those of the same row tell little: above 1 something disturbed the stages alone, "
-            "below 0 the passes. Run it again when nothing else runs here, with more --repeats; on the CPU, --balance makes stages last so "
-            "long that order and waits show in spite of noise."
-        )
-    return f"{about}\n{how}\n\n{table(head, rows)}{hint}"
+    hint = hint_of(report["rows"])
+    return f"{about}\n{how}\n\n{table(head, rows)}" + (f"\n\n{hint}" if hint else "")
+
+
+def hint_of(rows: Sequence[dict]) -> str | None:
+    """What to think of efficiencies that no order of work explains, if there are some."""
+    outside = [value for row in rows for value in row["efficiency"] if not -_NOISE <= value <= 1 + _NOISE]
+    if not any(map(math.isfinite, outside)):
+        return None
+    return (
+        "efficiencies beyond 0 to 1 are noise, and those of the same row tell little: above 1 something disturbed the stages alone, "
+        "below 0 the passes. Run it again when nothing else runs here, with more --repeats; on the CPU, --balance makes stages last so "
+        "long that order and waits show in spite of noise."
+    )
 
 
 class Bench:
@@ -156,7 +162,7 @@ class Bench:
         self.pace = Pace()
         self.token = torch.zeros((), device=self.device)
         numbers = numbers.to(self.device)
-        self.ops = [Op(numbers[_SHIFT * index :][:numel], self.pace) for index in range(arguments.layers)]
+        self.ops = [LayerOp(numbers[_SHIFT * index :][:numel], self.pace) for index in range(arguments.layers)]
         for layer, op in zip(self.model, self.ops):
             layer.op = op
         self.swap = None
@@ -184,8 +190,7 @@ class Bench:
 
         Raises SwapError if an op saw other weights than its own.
         """
-        self.engine.follower.read_ahead, self.engine.follower.slots_ahead = depth, 0
-        self.engine.follower.forget()
+        self.engine.follower.read_so_far_ahead(depth)
         self.run()  # makes another plan
         repeated = [(self.alone(), self.run()) for _ in range(repeats)]
         stages = {name: [alone[name] for alone, _ in repeated] for name in repeated[0][0]}
@@ -230,8 +235,7 @@ class Bench:
                 part.copy.wait()
         if self.world > 1:
             with self._timed(seconds, "gg"):
-                jobs = [weights.gg.push(lambda p=part: weights._run_gather(p, None)) for part in self._in_turn(parts)]
-                for job in jobs:
+                for job in [weights.gather_again(part) for part in self._in_turn(parts)]:
                     job.wait()
         for span in last:
             weights.settle(span)
@@ -269,7 +273,7 @@ class Bench:
             )
         if self.balance:
             self.pace.seconds = self.compute_ms / 1e3
-            self.engine.events.moved = self.pace.around(self.engine.events.moved)
+            self.engine.events.before_end = self.pace.end_of
             self.swap = self.engine.records.swap = PacedSwap(self.engine.swap, self.pace)
         else:
             products = Products(self.device)
@@ -337,7 +341,7 @@ class Layer(nn.Module):
         return token
 
 
-class Op:
+class LayerOp:
     """Compares the weights, then makes its products, then lasts as long as a balanced stage does."""
 
     def __init__(self, expected: torch.Tensor, pace: Pace):
@@ -387,15 +391,12 @@ class Pace:
     def lengthen(self, start: float) -> None:
         sleep(max(0.0, start + self.seconds - now()))
 
-    def around(self, moved):
-        """For `Events.moved`, which copies and gathers call when they are over."""
-
-        def lengthened(link, what, nbytes, start, end, *marks):
-            if link in ("cg", "gg"):
-                self.lengthen(start)
-            moved(link, what, nbytes, start, now(), *marks)
-
-        return lengthened
+    def end_of(self, link: str, start: float, end: float) -> float:
+        """As Events.before_end: copies and gathers are lengthened."""
+        if link not in ("cg", "gg"):
+            return end
+        self.lengthen(start)
+        return now()
 
 
 class PacedSwap:
@@ -450,7 +451,7 @@ def _spread(values: Sequence[float]) -> tuple[str, str]:
     return f"{statistics.median(values):.2f}", f"({min(values):.2f}-{max(values):.2f})"
 
 
-def _draw(report: dict, path) -> None:
+def draw(report: dict, path) -> None:
     """Times by chunk size and depth as bars, and when each stage worked in the last pass of the row that overlaps best."""
     pyplot_ = pyplot()
     rows, layers = report["rows"], report["layers"]
@@ -484,6 +485,8 @@ def _draw(report: dict, path) -> None:
     gantt.set_xlim(0)
     gantt.set_xlabel("ms since the pass began")
     gantt.set_title(f"one pass over {layers} layers, chunks of {best['chunk_mib']:g} MiB, {best['depth']} ahead", fontsize=10)
+    if report["hint"]:
+        figure.suptitle(textwrap.fill(report["hint"], 120), fontsize=8, color="#b03a2e")
     for axes in (bars, gantt):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
