@@ -22,7 +22,8 @@ from infinity.tools.doctor import doctor
 from infinity.tools.measure import benchmarks, breakdown, overlap, tuning
 from infinity.tools.predict import planning
 from infinity.tools.train import status
-from infinity.tools.train.training import KEEP, OPTIMIZERS, train
+from infinity.tools.train.saver import KEEP
+from infinity.tools.train.training import OPTIMIZERS, train
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -143,22 +144,7 @@ def _add_train(commands):
     run.add_argument("--max-grad-norm", type=_positive, metavar="X", help="clip the gradient's global norm to this")
     run.add_argument("--seed", type=_seed, metavar="N", help="seed of the weights and of the data's order (default: 0)")
 
-    place = command.add_argument_group("placement")
-    place.add_argument("--dtype", metavar=_either("dtype"), help="by default bf16 on CUDA and fp32 on the CPU")
-    place.add_argument("--moments", metavar=_either("moments"), help="dtype of the optimizer's moments (default: fp32)")
-    place.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
-    place.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
-    place.add_argument("--host-memory", metavar="SIZE", help="bound of pinned host memory, such as 48GiB (default: auto)")
-    place.add_argument("--device-memory", metavar="SIZE", help="bound of the engine's device memory (default: auto)")
-    place.add_argument("--weights", metavar=_either("weights"), help="tier of the weights (default: auto)")
-    place.add_argument("--states", metavar=_either("states"), help="tier of the optimizer states (default: auto)")
-    place.add_argument("--activations", metavar=_either("activations"), help="tier of what backward needs of forward (default: auto)")
-    place.add_argument("--tile-above", metavar="SIZE", help="cut larger layers into tiles (default: auto, if they do not fit)")
-    place.add_argument("--residency", metavar=_either("residency"), help="none: only what is in use stays (default: auto)")
-    place.add_argument("--chunk-mib", type=_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
-    place.add_argument("--update", metavar=_either("update"), help="when states are updated (default: auto)")
-    _add_config_options(place)
-
+    _add_placement(command)
     save = command.add_argument_group("checkpoints")
     save.add_argument(
         "--save",
@@ -177,6 +163,25 @@ def _add_train(commands):
     command.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE, too")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write what happened when to FILE, for `infinity trace` and Perfetto")
     command.add_argument("--live", action="store_true", help="show links, memory and checkpoints, too, while it goes on")
+
+
+def _add_placement(command):
+    """Where everything lies: what `train` has of Config."""
+    place = command.add_argument_group("placement")
+    place.add_argument("--dtype", metavar=_either("dtype"), help="by default bf16 on CUDA and fp32 on the CPU")
+    place.add_argument("--moments", metavar=_either("moments"), help="dtype of the optimizer's moments (default: fp32)")
+    place.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
+    place.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
+    place.add_argument("--host-memory", metavar="SIZE", help="bound of pinned host memory, such as 48GiB (default: auto)")
+    place.add_argument("--device-memory", metavar="SIZE", help="bound of the engine's device memory (default: auto)")
+    place.add_argument("--weights", metavar=_either("weights"), help="tier of the weights (default: auto)")
+    place.add_argument("--states", metavar=_either("states"), help="tier of the optimizer states (default: auto)")
+    place.add_argument("--activations", metavar=_either("activations"), help="tier of what backward needs of forward (default: auto)")
+    place.add_argument("--tile-above", metavar="SIZE", help="cut larger layers into tiles (default: auto, if they do not fit)")
+    place.add_argument("--residency", metavar=_either("residency"), help="none: only what is in use stays (default: auto)")
+    place.add_argument("--chunk-mib", type=_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
+    place.add_argument("--update", metavar=_either("update"), help="when states are updated (default: auto)")
+    _add_config_options(place)
 
 
 def _add_trace(commands):

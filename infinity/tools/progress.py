@@ -3,6 +3,7 @@
 Knows terminals, counts and seconds. Must not know what is counted.
 """
 
+import contextlib
 import math
 import shutil
 import statistics
@@ -114,3 +115,8 @@ def _tqdm(**options):
     except ImportError:
         return None
     return tqdm(**options)
+
+
+def bytes_progress(shown, done):
+    """A BytesProgress as a context, which is None unless it is to be shown."""
+    return BytesProgress(done) if shown else contextlib.nullcontext()

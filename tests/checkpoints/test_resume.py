@@ -380,7 +380,7 @@ def test_a_run_does_not_begin_among_another_runs_checkpoints(checkpoint, capsys)
 
 
 def test_a_checkpoint_of_another_program_is_refused(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr("infinity.tools.train.training.Checkpoint.decode", lambda self, value: None)
+    monkeypatch.setattr("infinity.tools.train.saver.Checkpoint.decode", lambda self, value: None)
     assert main(["train", *MODEL, "--save", "made", "--resume"]) == 2
     assert "made/step-00000001 was not saved by `infinity train`" in capsys.readouterr().err
 
@@ -447,14 +447,14 @@ SLOW_STEP = """
     from infinity.tools import cli
     from infinity.tools.train import training
 
-    def slow(self, number, step=training._Run._step):
+    def slow(self, number, step=training.TrainingRun._step):
         loss = step(self, number)
         if number == 3:
             print("slow", flush=True)
             time.sleep(100)
         return loss
 
-    training._Run._step = slow
+    training.TrainingRun._step = slow
     sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -480,11 +480,11 @@ def test_a_second_sigterm_ends_it_at_once_and_the_older_checkpoint_is_there():
 def test_without_saving_sigterm_is_left_alone(monkeypatch):
     handlers = []
 
-    def step(self, number, step=training._Run._step):
+    def step(self, number, step=training.TrainingRun._step):
         handlers.append(signal.getsignal(signal.SIGTERM))
         return step(self, number)
 
-    monkeypatch.setattr(training._Run, "_step", step)
+    monkeypatch.setattr(training.TrainingRun, "_step", step)
     train(steps=1)
     train("--save", "saved", steps=1)
     assert handlers[0] == signal.getsignal(signal.SIGTERM) != handlers[1]

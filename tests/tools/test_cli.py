@@ -16,7 +16,7 @@ from infinity.model.gpt import GPT, Batches
 from infinity.output import check_different, check_file, write_json
 from infinity.tools.cli import _parser, main
 from infinity.tools.progress import StepProgress
-from infinity.tools.train.training import CONFIG_OPTIONS, LINKS, _config, _Run, _table
+from infinity.tools.train.training import CONFIG_OPTIONS, LINKS, TrainingRun, _config, _table
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--hidden 64 --layers 3 --heads 4 --seq 32 --batch 4 --steps 5 --device cpu --dtype fp32 --data text".split()
@@ -316,7 +316,7 @@ def plain_losses(steps, seed=0, accumulate=1, lr=3e-4):
 
 
 def test_a_report_is_of_the_steps_after_the_second():
-    run = _Run.__new__(_Run)  # what a run of four steps would have measured
+    run = TrainingRun.__new__(TrainingRun)  # what a run of four steps would have measured
     run.arguments = parse(*"--batch 3 --accumulate 2 --seq 10".split())
     run.config = Config(device="cpu", dtype="fp32")
     run.losses = [4.0, 3.0, 2.0, 1.0]

@@ -21,7 +21,7 @@ from infinity.system.mounts import Mount, mount_of
 from infinity.tools.cli import main
 from infinity.tools.doctor import devices, doctor, selftest, system, volumes
 from infinity.tools.doctor.devices import Card
-from infinity.tools.doctor.findings import Finding, Status, absent, attention, ok
+from infinity.tools.doctor.findings import Finding, Verdict, absent, attention, ok
 from infinity.tools.doctor.volumes import Pass
 
 GIB = 1 << 30
@@ -172,7 +172,7 @@ def test_numa():
     remedy = "name a directory on a drive of node 0"
     found = system.numa(two, set(range(8)), {"nvme0n1": 1}, {"GPU 0": 0})
     assert found == [attention("NUMA", f"{facts}: no GPU is beside nvme0n1", remedy)]
-    assert system.numa(two, set(range(8)), {"nvme0n1": 1, "md0": -1}, {"GPU 0": 0, "GPU 1": 1})[0].status is doctor.Status.OK
+    assert system.numa(two, set(range(8)), {"nvme0n1": 1, "md0": -1}, {"GPU 0": 0, "GPU 1": 1})[0].status is doctor.Verdict.OK
 
 
 def test_lists_of_cpus_and_limits_of_control_groups():
@@ -285,9 +285,9 @@ def test_the_verdict_on_a_drive_does_not_follow_the_moment():
         waits, first = volumes.asynchronous([Pass(1.4, share) for share in tries], steady, steady)
         found.add((waits.status, first.status))
         assert f"({min(tries):.0%} to {max(tries):.0%})" in first.detail
-    assert found == {(Status.OK, Status.OK)}
+    assert found == {(Verdict.OK, Verdict.OK)}
     disturbed = [Pass(2.0, 0.9), Pass(2.0, 0.04), Pass(2.0, 0.7), Pass(2.0, 0.04), Pass(2.0, 0.04)]
-    assert volumes.asynchronous(steady, disturbed, steady)[0].status is Status.OK
+    assert volumes.asynchronous(steady, disturbed, steady)[0].status is Verdict.OK
 
 
 def test_only_a_filesystem_refuses_o_direct(tmp_path, monkeypatch):
@@ -308,7 +308,7 @@ def test_only_a_filesystem_refuses_o_direct(tmp_path, monkeypatch):
         assert finding().remedy == "raise this process's limit of open files (ulimit -n)" and "refused" not in finding().detail
         error = errno.EINVAL
         assert finding().detail == "refused (Invalid argument): swap would go through the page cache"
-    assert finding().status is Status.OK
+    assert finding().status is Verdict.OK
 
 
 # ---- devices ----
@@ -351,8 +351,8 @@ def test_peers_backends_versions_and_kernels():
     assert devices.backends(False, False, 0).detail == "torch.distributed has none; ranks agree over gloo"
     assert devices.versions({"Python": "3.12.3", "NCCL": None}) == ok("versions", "Python 3.12.3, NCCL -")
     assert devices.kernels(("scalar", "avx2"), "x86_64") == ok("extensions", "built; updates in host memory run avx2, of scalar, avx2")
-    assert devices.kernels(("scalar",), "aarch64").status is doctor.Status.OK
-    assert devices.kernels(("scalar",), "x86_64").status is doctor.Status.ATTENTION
+    assert devices.kernels(("scalar",), "aarch64").status is doctor.Verdict.OK
+    assert devices.kernels(("scalar",), "x86_64").status is doctor.Verdict.ATTENTION
 
 
 # ---- this machine ----
@@ -462,7 +462,7 @@ def test_a_few_steps_have_the_bits_of_a_run_on_the_device(paths, monkeypatch):
 
 def test_other_bits_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(selftest, "SIZES", {"hidden": 32, "layers": 1, "heads": 1, "vocab": 32, "seq": 8})
-    run = selftest._Run([tmp_path], 60, lambda line: None, 2)
+    run = selftest._SelfTest([tmp_path], 60, lambda line: None, 2)
     model, _ = run._build(weights="device", states="device")
     run.losses, run.weights = [1.0, 2.0], {name: value.clone() for name, value in model.state_dict().items()}
     found = run.compare()

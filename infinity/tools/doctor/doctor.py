@@ -26,7 +26,7 @@ from infinity.system import drives
 from infinity.system.arena import Arena
 from infinity.system.swap_errors import REMEDIES
 from infinity.tools.doctor import devices, selftest, system, volumes
-from infinity.tools.doctor.findings import Finding, Status, absent, attention, ok
+from infinity.tools.doctor.findings import Finding, Verdict, absent, attention, ok
 from infinity.tools.progress import Progress
 
 ARENA_NBYTES = 64 << 20  # that are tried
@@ -81,7 +81,7 @@ class _Report:
 
     def close(self) -> int:
         """The last line; the exit status."""
-        num = sum(finding.status is Status.ATTENTION for _, finding in self.findings)
+        num = sum(finding.status is Verdict.ATTENTION for _, finding in self.findings)
         if not self.shown:
             listed = [{"section": title} | asdict(finding) | {"status": finding.status.name.lower()} for title, finding in self.findings]
             print(json.dumps({"findings": listed, "num_attention": num}, indent=2))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Status(Enum):
+class Verdict(Enum):
     """OK, needs ATTENTION, or does not apply here (ABSENT); the value is how a line begins."""
 
     OK = "[ok]"
@@ -21,13 +21,13 @@ class Status(Enum):
 class Finding:
     """what: the name of the check. detail: what was found. remedy: a command or a setting; of what needs attention, always."""
 
-    status: Status
+    status: Verdict
     what: str
     detail: str
     remedy: str = ""
 
     def __post_init__(self):
-        assert bool(self.remedy) == (self.status is Status.ATTENTION), self
+        assert bool(self.remedy) == (self.status is Verdict.ATTENTION), self
 
     def __str__(self) -> str:
         line = f"{self.status.value:<5}{self.what:<14} {self.detail}"
@@ -35,12 +35,12 @@ class Finding:
 
 
 def ok(what: str, detail: str) -> Finding:
-    return Finding(Status.OK, what, detail)
+    return Finding(Verdict.OK, what, detail)
 
 
 def attention(what: str, detail: str, remedy: str) -> Finding:
-    return Finding(Status.ATTENTION, what, detail, remedy)
+    return Finding(Verdict.ATTENTION, what, detail, remedy)
 
 
 def absent(what: str, detail: str) -> Finding:
-    return Finding(Status.ABSENT, what, detail)
+    return Finding(Verdict.ABSENT, what, detail)

@@ -35,7 +35,7 @@ def checks(
     folders: Sequence[Path], seconds: float, say: Callable[[str], None], steps: int = STEPS
 ) -> Iterator[tuple[str, Callable[[], Finding]]]:
     """In order, by name; they take so many seconds at most, about. folders: empty ones of our own, a drive each."""
-    run = _Run(folders, seconds, say, steps)
+    run = _SelfTest(folders, seconds, say, steps)
     with _same_bits_each_time(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of filesystems without O_DIRECT, which have a finding of their own
         with contextlib.ExitStack() as stack:
@@ -44,7 +44,7 @@ def checks(
         yield "same bits", run.compare
 
 
-class _Run:
+class _SelfTest:
     """The model in its engine, from `train` on, and what came of it."""
 
     def __init__(self, folders, seconds, say, steps):

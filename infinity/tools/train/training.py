@@ -2,25 +2,16 @@
 
 Knows the engine as any user does, through the public API, and torch.distributed, to ask every rank for its numbers; beyond that
 the engine's ranks, to stop after the same step. Must not know how options are spelled on the command line beyond naming them in
-an error, nor how an error ends the process. Over 400 lines because a run, its checkpoints and its report share what was measured.
-
-# [Note: SIGTERM]
-# A run that saves finishes its step on SIGTERM, saves and ends well. What SIGTERM did before, such as removing the swap, it does the
-# second time. Once a step the ranks agree whether any of them was told, so that a signal to one stops all after the same step. Where
-# a job's processes are all signalled, each rank hears of it twice, directly and from its launcher: what comes within
-# ECHO_SECONDS is no second time there.
+an error, nor how an error ends the process.
 """
 
 import contextlib
 import functools
 import os
 import platform
-import signal
 import statistics
 import sys
-import threading
 import time
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -28,9 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import aio_ext
 import infinity
-from infinity.checkpoints.reader import Checkpoint
 from infinity.config import Config, command_layers
 from infinity.errors import CheckpointError, ConfigError
 from infinity.model.gpt import GPT, Batches, read_bytes, standard_library_paths
@@ -38,8 +27,10 @@ from infinity.output import check_file, write_json
 from infinity.sizes import format_bytes
 from infinity.system.capacity import device_of
 from infinity.system.events import LINKS
-from infinity.tools.progress import BytesProgress, StepProgress
+from infinity.tools.progress import StepProgress, bytes_progress
 from infinity.tools.train.rotation import Rotation
+from infinity.tools.train.saver import Saver, as_saved, check_options, checkpoint_to_resume
+from infinity.tools.train.sigterm import Sigterm
 from infinity.tools.train.status import Link, LiveView, Reporter, Status
 
 OPTIMIZERS = {
@@ -50,16 +41,11 @@ OPTIMIZERS = {
 }
 LINK_COUNTERS = ("nbytes", "busy_seconds", "stall_seconds")
 WARM_UP_STEPS = 2  # the first records the trace, the second is the first to follow a plan
-KEEP = 2  # checkpoints
-ECHO_SECONDS = 1.0  # see [Note: SIGTERM]
 RECENT_STEPS = 10  # that a status is of
 CONFIG_OPTIONS = (  # those that are fields of Config
     *("nvme", "host_memory", "device_memory", "weights", "states", "activations", "tile_above", "dtype", "moments"),
     *("residency", "chunk_mib", "device", "update", "seed"),
 )
-# With another one of these, what was trained is not what is trained on. --data goes by its content, see _as_saved.
-SAVED_OPTIONS = ("hidden", "layers", "heads", "vocab", "seq", "tie", "batch", "accumulate", "seed", "optimizer")
-
 
 def train(arguments) -> int:
     """The `train` command. Everything that can be refused is refused before the first byte is written."""
@@ -67,7 +53,7 @@ def train(arguments) -> int:
         raise ConfigError(f"--heads {arguments.heads} does not divide --hidden {arguments.hidden}; choose one that does")
     check_file(arguments.json, "--json")
     check_file(arguments.trace, "--trace")
-    _check_save_options(arguments)
+    check_options(arguments)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     config = _config(arguments)
     arguments.seed = config.seed  # which a file may have set
@@ -80,8 +66,8 @@ def train(arguments) -> int:
         rank=rank,
         world=world,
     )
-    options = _as_saved(arguments, batches.tokens)
-    found = _found(arguments, options)
+    options = as_saved(arguments, batches.tokens)
+    found = checkpoint_to_resume(arguments, options)
     if found is not None and found.step >= arguments.steps:
         if rank == 0:
             print(f"nothing to train: {found.path} is of step {found.step}, and --steps is {arguments.steps}")
@@ -95,7 +81,7 @@ def train(arguments) -> int:
     distributed = "RANK" in os.environ and not dist.is_initialized()
     if distributed:
         dist.init_process_group("nccl" if config.device.startswith("cuda") else "gloo")
-    run = _Run(arguments, config, batches)
+    run = TrainingRun(arguments, config, batches)
     if rank == 0:
         run.introduce()
     run.train(options, found)
@@ -129,65 +115,7 @@ def _tokens(data):
     return None if data == ["random"] else read_bytes(data or standard_library_paths())
 
 
-def _check_save_options(arguments):
-    path = arguments.save
-    if path is None:
-        given = [name for name in ("save_every", "keep", "resume") if getattr(arguments, name)]
-        if given:
-            raise ConfigError(f"--{given[0].replace('_', '-')} needs --save DIR: name the directory of the checkpoints")
-        return
-    if not path.is_dir():
-        if os.path.lexists(path):
-            raise ConfigError(f"--save {path} is not a directory; name one for the checkpoints")
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"--save {path}: there is no directory {path.parent}; create it or name another")
-    where = path if path.is_dir() else path.absolute().parent
-    if not os.access(where, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"--save {path}: {where} is not writable; name another")
-
-
-def _as_saved(arguments, tokens):
-    """The options that must be as they were when a checkpoint was made: numbers and strings."""
-    options = {name: getattr(arguments, name) for name in SAVED_OPTIONS}
-    if arguments.save is not None:
-        options["data"] = "random" if tokens is None else f"of {tokens.nbytes} bytes with CRC32C {aio_ext.crc32c(tokens):08x}"
-    return options
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The checkpoint to go on from, and the number of steps that were done."""
-
-    path: Path
-    step: int
-
-
-def _found(arguments, options):
-    """What --resume goes on from: _Found, or None. Raises ConfigError if options differ from those of the checkpoint."""
-    if arguments.save is None:
-        return None
-    rotation = Rotation(arguments.save)
-    if not arguments.resume:
-        if paths := rotation.paths():
-            raise ConfigError(f"--save {arguments.save} holds {paths[-1].name}: add --resume to go on from it, or name another directory")
-        return None
-    path = rotation.latest()
-    if path is None:
-        return None
-    with Checkpoint(path) as checkpoint:
-        extra = checkpoint.decode(checkpoint.manifest.extra)
-    try:
-        step, saved = int(extra["step"]), dict(extra["options"])
-    except (TypeError, KeyError, ValueError):
-        raise ConfigError(f"--resume: {path} was not saved by `infinity train`; name another directory in --save") from None
-    differ = [name for name in options if saved.get(name) != options[name]]
-    if differ:
-        there, here = (", ".join(f"--{name} {values.get(name)}" for name in differ) for values in (saved, options))
-        raise ConfigError(f"--resume: {path} was saved with {there}; here it is {here}: give what it was, or another --save")
-    return _Found(path, step)
-
-
-class _Run:
+class TrainingRun:
     """One training run on one rank: the model in its engine, and what was measured of each step."""
 
     resumed_from_step = None
@@ -233,19 +161,19 @@ class _Run:
         )
 
     def train(self, options, found):
-        """All steps from those of a _Found, or from the first. options: what a checkpoint is to keep of them.
+        """All steps from those of a Found, or from the first. options: what a checkpoint is to keep of them.
 
         Counters and clock are read in one place, behind step(): updates may still be pending there, but from one such place to the
         next lies exactly one step's worth of them.
         """
         arguments, first = self.arguments, 0
         display = _Display(self) if self.is_first else contextlib.nullcontext()
-        with display as shown, _Sigterm(self.world, listens=arguments.save is not None) as sigterm, self.engine:
+        with display as shown, Sigterm(self.world, listens=arguments.save is not None) as sigterm, self.engine:
             if found is not None:
                 first = self.resumed_from_step = self._load(found)
             elif arguments.resume and self.is_first:
                 _say(f"nothing to resume in {arguments.save}: beginning with step 1")
-            saver = _Saver(self, options) if arguments.save is not None else None
+            saver = Saver(self, options) if arguments.save is not None else None
             if shown:
                 shown.begin(first)
             started = time.perf_counter()
@@ -277,7 +205,7 @@ class _Run:
         if not self.engine.ranks.agree(found.step):
             raise CheckpointError(f"{found.path}: the ranks found different checkpoints; all must see the same directory")
         try:
-            with _bytes_progress(self.is_first, "loaded") as progress:
+            with bytes_progress(self.is_first, "loaded") as progress:
                 infinity.load(found.path, self.model, self.optimizer, progress=progress)
         except CheckpointError as error:
             # Which one is known here. What does not fit the model is no reason to use another.
@@ -417,80 +345,6 @@ class _Display:
         self.reporter.close()
 
 
-class _Saver:
-    """The checkpoints of a run, each made while training goes on. All ranks have one."""
-
-    def __init__(self, run, options):
-        self.run = run
-        self.options = options
-        self.rotation = Rotation(run.arguments.save)
-        self._saving = None
-        self._last = None  # the path of the last one that is whole
-        if run.is_first:
-            self.rotation.make()
-
-    @property
-    def under_way(self):
-        """The name of the checkpoint that is being written, if one is."""
-        return self._saving.path.name if self._saving is not None and not self._saving.done else None
-
-    @property
-    def last(self):
-        """The name of the last one that is whole, if there is one."""
-        saving = self._saving
-        path = saving.path if saving is not None and saving.done and saving.error is None else self._last
-        return path.name if path is not None else None
-
-    def step_done(self, num_steps, *, must_save):
-        """Save if it is time. Raises what went wrong with the last checkpoint, as soon as it is known."""
-        if self._saving is not None and self._saving.done:
-            self.finish()
-        every = self.run.arguments.save_every
-        if must_save or (every and num_steps % every == 0):
-            self.finish()
-            extra = {"step": num_steps, "options": self.options}
-            path, run = self.rotation.path_of(num_steps), self.run
-            self._saving = infinity.save(path, run.model, run.optimizer, extra=extra, wait=False)
-
-    def finish(self, shown=False):
-        """Wait for the one under way, after which older ones may go; the path of the last one."""
-        if self._saving is not None:
-            with _bytes_progress(shown, "saved") as progress:
-                self._saving.wait(progress)
-            self._last, self._saving = self._saving.path, None
-            if self.run.is_first:
-                self.rotation.prune(self.run.arguments.keep or KEEP, self._last)
-        return self._last
-
-
-class _Sigterm:
-    """While entered, keeps the first SIGTERM in mind, if it listens; see [Note: SIGTERM]."""
-
-    def __init__(self, world, *, listens):
-        self.received = False
-        self._echo_seconds = ECHO_SECONDS if world > 1 else 0.0
-        self._listens = listens and threading.current_thread() is threading.main_thread()
-
-    def __enter__(self):
-        if self._listens:
-            self._before = signal.signal(signal.SIGTERM, self._receive) or signal.SIG_DFL
-        return self
-
-    def __exit__(self, *_):
-        if self._listens:
-            signal.signal(signal.SIGTERM, self._before)
-
-    def _receive(self, number, frame):
-        now = time.monotonic()
-        if not self.received:
-            self.received, self._ends = True, now + self._echo_seconds
-            # Not print: the signal may have come in the middle of one.
-            os.write(2, b"SIGTERM: ending after this step and a checkpoint; a second one quits at once\n")
-        elif now >= self._ends:
-            signal.signal(number, self._before)
-            signal.raise_signal(number)
-
-
 def _head(arguments, resumed_from_step, checkpoint):
     """How a report begins."""
     return {
@@ -518,10 +372,6 @@ def _over_ranks(values):
 
 
 # Output
-
-
-def _bytes_progress(shown, done):
-    return BytesProgress(done) if shown else contextlib.nullcontext()
 
 
 def _say(line):
