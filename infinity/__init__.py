@@ -59,7 +59,7 @@ __all__ = [
 def __getattr__(name: str):
     """The bridge to torch.distributed.checkpoint comes when it is asked for: that package alone takes a second to import."""
     if name in ("load_dcp", "save_dcp"):
-        from infinity.checkpoints import dcp
+        from infinity.checkpoints import dcp_load, dcp_save
 
-        return getattr(dcp, name)
+        return dcp_load.load_dcp if name == "load_dcp" else dcp_save.save_dcp
     raise AttributeError(f"module 'infinity' has no attribute {name!r}")

@@ -57,10 +57,16 @@ def loose_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     """What of a state_dict is in no record: persistent buffers, and parameters that are no floating-point numbers or empty."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in engine.model.named_modules():
-        own = {name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        own = persistent_buffers(module)
         own |= {name: param for name, param in dict.items(module._parameters) if param is not None and not engine.manages(param)}
-        found |= {f"{prefix}.{name}" if prefix else name: value for name, value in own.items() if value is not None}
+        found |= {f"{prefix}.{name}" if prefix else name: value for name, value in own.items()}
     return found
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The module's own ones that a state_dict has."""
+    left_out = module._non_persistent_buffers_set
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in left_out}
 
 
 def with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:

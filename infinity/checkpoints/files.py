@@ -228,7 +228,7 @@ def ancestors(path: Path) -> list[Path]:
     return list(itertools.takewhile(lambda parent: parent.stat().st_dev == device, path.parents))
 
 
-def sync_directory(path: Path) -> None:
+def sync_directory(path: str | os.PathLike) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -64,7 +64,7 @@ class Text:
         return self._inside("[", "]", lambda: None)
 
     def value(self, budget: Budget | None = None, texts_are_free: bool = False):
-        """The next value, of at most 256 KiB of text, or within a budget; of which texts, that take no more than the file, may take nothing."""
+        """The next value, of at most 256 KiB of text, or within a budget. texts_are_free: they take no more than the file."""
         self._next()
         while True:
             try:

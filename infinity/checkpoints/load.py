@@ -128,8 +128,9 @@ class _Load:
         except CheckpointError:
             raise
         except Exception as error:  # of the program's own: what it makes of a state is not known here
-            text = f"a buffer, an extra state or the scheduler did not take its state ({type(error).__name__}: {error})"
-            raise CheckpointError(f"{self.checkpoint.path}: {text}; load into a model and a scheduler that were made as those were") from error
+            what = f"a buffer, an extra state or the scheduler did not take its state ({type(error).__name__}: {error})"
+            remedy = "load into a model and a scheduler that were made as those were"
+            raise CheckpointError(f"{self.checkpoint.path}: {what}; {remedy}") from error
 
     # Does it fit?
 
@@ -175,16 +176,16 @@ class _Load:
     def _match_optimizer(self) -> None:
         engine, manifest = self.engine, self.manifest
         if manifest.moments != engine.moments or manifest.moments_dtype != engine.config.moments:
-            here, there = (f"{', '.join(m) or 'none'} in {d}" for m, d in ((engine.moments, engine.config.moments),
-                                                                          (manifest.moments, manifest.moments_dtype)))
+            pairs = (engine.moments, engine.config.moments), (manifest.moments, manifest.moments_dtype)
+            here, there = (f"{', '.join(moments) or 'none'} in {dtype}" for moments, dtype in pairs)
             self._wrong.append(f"the optimizer has moments {here}, there are {there}; load without the optimizer to begin anew")
             return
         if manifest.optimizer is None:
             self._wrong.append("it was saved without an optimizer; load without one to begin anew")
             return
-        rule = type(engine.optimizer.rule).__name__
-        if manifest.optimizer.get("rule") != rule:
-            self._wrong.append(f"it was saved by {manifest.optimizer.get('rule')}, this is {rule}; load without the optimizer to begin anew")
+        here, there = type(engine.optimizer.rule).__name__, manifest.optimizer.get("rule")
+        if there != here:
+            self._wrong.append(f"it was saved by {there}, this is {here}; load without the optimizer to begin anew")
         self._groups = self._decoded_list(manifest.optimizer.get("groups"))
         num_groups = len(engine.optimizer.param_groups)
         if len(self._groups) != num_groups:

@@ -10,6 +10,7 @@ import os
 import torch
 from torch import nn
 
+from infinity.checkpoints.contents import persistent_buffers
 from infinity.checkpoints.safetensors import TensorFiles
 from infinity.config import checked_path
 from infinity.engine.engine import Engine, engine_of
@@ -40,7 +41,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
         raise
 
 
-def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[torch.Tensor, _Part]]:
+def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[torch.Tensor, _FilePart]]:
     """Each parameter and buffer, once, with its values."""
     places = tiling.places(model)
     wanted: dict[str, list[tuple[str, torch.Tensor]]] = {}  # by tensor: (a name of it, the parameter or buffer)
@@ -71,7 +72,7 @@ def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[tor
             if value.is_floating_point() and not info.dtype.is_floating_point:
                 wrong.append(f"{whole} is {info.dtype} there, no floating-point numbers")
                 break
-            sources.setdefault(id(value), (value, _Part(files, found, value.shape, place.begin if place is not None else None)))
+            sources.setdefault(id(value), (value, _FilePart(files, found, value.shape, place.begin if place is not None else None)))
     unknown = sorted((files.names.keys() | files.unreadable.keys()) - {name for names in tied.values() for name in names})
     if strict:
         wrong += [f"{what}: {listed(names)}" for what, names in (("missing there", missing), ("unknown here", unknown)) if names]
@@ -80,7 +81,7 @@ def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[tor
     return list(sources.values())
 
 
-def _give(engine: Engine, sources: list[tuple[torch.Tensor, _Part]]) -> None:
+def _give(engine: Engine, sources: list[tuple[torch.Tensor, _FilePart]]) -> None:
     for value, part in sources:
         if engine.manages(value):
             engine.give(value, part)
@@ -89,7 +90,7 @@ def _give(engine: Engine, sources: list[tuple[torch.Tensor, _Part]]) -> None:
                 value.copy_(part[: value.numel()].view(value.shape))
 
 
-class _Part:
+class _FilePart:
     """A parameter's values, in a file: what is sliced is read. 1-D."""
 
     def __init__(self, files: TensorFiles, name: str, shape: torch.Size, begin: tuple[int, ...] | None):
@@ -121,6 +122,5 @@ def _entries(model: nn.Module):
     """Every parameter, under each of its names, and every buffer that a state_dict has."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+        for name, buffer in persistent_buffers(module).items():
+            yield f"{prefix}.{name}" if prefix else name, buffer

@@ -4,8 +4,8 @@ Knows names, sizes and JSON. Must not know engines, tensors' bytes or how files 
 
 # [Note: the format of a checkpoint]
 # A directory with `manifest.json` and one folder `data-<12 hexadecimal digits>`. The manifest is replaced as a whole, by a rename,
-# once all files of its folder are on the disk: what it does not name does not belong to the checkpoint. It is a JSON object, in ASCII, of at
-# most 128 MiB, with these keys in this order:
+# once all files of its folder are on the disk: what it does not name does not belong to the checkpoint. It is a JSON object, in ASCII,
+# of at most 128 MiB, with these keys in this order:
 #
 #   format, version   "infinity checkpoint", 1
 #   folder            of the files below

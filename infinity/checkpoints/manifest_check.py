@@ -69,7 +69,8 @@ class _Checked:
     def __init__(self, text: Text):
         self.text = text
         self._names = text.members()
-        self._entries = Budget(_ENTRIES_NBYTES, "the list of parameters, pieces and records", "save with fewer and larger chunks (chunk_mib)")
+        lists, remedy = "the list of parameters, pieces and records", "save with fewer and larger chunks (chunk_mib)"
+        self._entries = Budget(_ENTRIES_NBYTES, lists, remedy)
         self._values = Budget(_VALUES_NBYTES, "what beside weights was saved", "give long lists in extra= as tensors or arrays")
         self._numbers: dict[int, int] = {}  # one object for equal ones
 
@@ -136,7 +137,8 @@ class _Checked:
         if next(self._names, None) != "format" or self.text.value() != FORMAT:
             raise CheckpointError("this is no manifest of an infinity checkpoint")
         if (version := self._value("version")) != VERSION or type(version) is not int:
-            raise CheckpointError(f"format version {short(version)}, expected {VERSION}: read it with the release of infinity that wrote it")
+            remedy = "read it with the release of infinity that wrote it"
+            raise CheckpointError(f"format version {short(version)}, expected {VERSION}: {remedy}")
 
     def _folder(self) -> str:
         folder = as_text(self._value("folder"), "folder")

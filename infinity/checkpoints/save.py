@@ -73,10 +73,10 @@ def save(
     random) of every rank, and of rank 0 the buffers and the scheduler's state_dict(). extra: anything made of numbers, strings,
     bytes, tensors, arrays, lists, tuples and dicts, long lists as tensors or arrays, the same on every rank, such as the states of
     all ranks' data loaders. Call it between step() and the next forward pass, on all ranks, which must see the same directory.
-    wait=False goes on training while it is written, and the result's `wait()` tells how it went. A record that is about to change waits until it has been
-    copied into host_memory (of each rank, bytes or "4GiB"), from where it is written: with as much as the checkpoint has,
-    training waits for no write; with less, for those that are needed to go on. Two areas of at most 16 MiB are taken in any
-    case. Updates that the last step() announced are saved as the next forward pass, `wait()` or close() runs them.
+    wait=False goes on training while it is written, and the result's `wait()` tells how it went. A record that is about to change
+    waits until it has been copied into host_memory (of each rank, bytes or "4GiB"), from where it is written: with as much as the
+    checkpoint has, training waits for no write; with less, for those that are needed to go on. Two areas of at most 16 MiB are taken
+    in any case. Updates that the last step() announced are saved as the next forward pass, `wait()` or close() runs them.
     progress(done, total), in bytes of this rank, is called while it waits.
 
     Raises CheckpointError for what cannot be saved or has no room, SwapError (an OSError) where the disk fails; the old
@@ -352,11 +352,9 @@ class Saving:
         try:
             for file, linked in list(self._unread.items()):
                 chunks = [chunk for chunk in self._engine.registry.chunks if chunk.index in linked.crcs]
-                wrong = None
-                for chunk in chunks:
-                    if file in self._unread and not is_whole(chunk, linked.crcs[chunk.index], self._writer, self._areas):
-                        wrong = chunk
-                        break
+                wrong = next(
+                    (c for c in chunks if file in self._unread and not is_whole(c, linked.crcs[c.index], self._writer, self._areas)), None
+                )
                 with self._lock:
                     if file not in self._unread:  # a record of it was about to change
                         wrong = None
@@ -371,10 +369,11 @@ class Saving:
                         self._unlink(file)
                 if wrong is not None:
                     names = [param.name for param in wrong.span.params]
+                    told = f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}"
                     warnings.warn(
-                        f"{linked.path} has changed since it was saved ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''}): the "
-                        f"checkpoint {self.path} has its records anew, from the engine. Earlier checkpoints share the damaged file, and the "
-                        f"drive may not be sound: infinity checkpoint verify names those that are whole.",
+                        f"{linked.path} has changed since it was saved ({told}): the checkpoint {self.path} has its records anew, from the "
+                        f"engine. Earlier checkpoints share the damaged file, and the drive may not be sound: infinity checkpoint verify "
+                        f"names those that are whole.",
                         RuntimeWarning,
                     )
                 for chunk in chunks:

@@ -1,6 +1,6 @@
 """Ranks: how shards become chunks and gradients become shards.
 
-The one module that talks to torch.distributed, beside the training command, which starts and ends it, and dcp.py. Knows flat tensors and
+The one module that talks to torch.distributed, beside the training command, which starts and ends it, and dcp_*.py. Knows flat tensors and
 ranks; must not know parameters, plans or tiers. Two calls have no public name there: the store, and a group's abort.
 Device collectives are called by one thread only, in the plan's order: two gathers of equal size that are issued in
 different orders on two ranks do not fail, they deliver each other's data.

@@ -24,8 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import infinity
-import infinity.checkpoints.dcp as bridge
-from infinity.checkpoints.dcp import load_dcp, save_dcp
+from infinity.checkpoints import dcp_load, dcp_save
+from infinity.checkpoints.dcp_load import load_dcp
+from infinity.checkpoints.dcp_names import boxes
+from infinity.checkpoints.dcp_save import save_dcp
 from infinity.errors import CheckpointError, ConfigError
 from infinity.model import tiling
 from infinity.optim.adam import join_master
@@ -175,11 +177,11 @@ def everything(path, folder):
 
 
 def test_boxes_of_an_interval():
-    assert [*bridge._boxes((3, 4), 0, 12)] == [((0, 0), (3, 4))]
-    assert [*bridge._boxes((3, 4), 2, 11)] == [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
-    assert [*bridge._boxes((3, 4), 5, 7)] == [((1, 1), (1, 2))]
-    assert [*bridge._boxes((), 0, 1)] == [((), ())]
-    assert [*bridge._boxes((7,), 2, 2)] == []
+    assert [*boxes((3, 4), 0, 12)] == [((0, 0), (3, 4))]
+    assert [*boxes((3, 4), 2, 11)] == [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
+    assert [*boxes((3, 4), 5, 7)] == [((1, 1), (1, 2))]
+    assert [*boxes((), 0, 1)] == [((), ())]
+    assert [*boxes((7,), 2, 2)] == []
 
 
 def test_boxes_are_in_order_few_and_make_up_the_interval():
@@ -188,10 +190,10 @@ def test_boxes_are_in_order_few_and_make_up_the_interval():
         shape = tuple(chance.randint(1, 5) for _ in range(chance.randint(1, 4)))
         flat = torch.arange(torch.Size(shape).numel())
         begin, end = sorted(chance.choices(range(len(flat) + 1), k=2))
-        boxes = [*bridge._boxes(shape, begin, end)]
-        parts = [flat.view(shape)[tuple(slice(a, a + b) for a, b in zip(*box))].reshape(-1) for box in boxes]
+        found = [*boxes(shape, begin, end)]
+        parts = [flat.view(shape)[tuple(slice(a, a + b) for a, b in zip(*box))].reshape(-1) for box in found]
         assert torch.cat([flat[:0], *parts]).tolist() == [*range(begin, end)]
-        assert len(boxes) <= 2 * len(shape) - 1
+        assert len(found) <= 2 * len(shape) - 1
 
 
 # ---- out ----
@@ -704,7 +706,7 @@ def test_on_a_gpu(tmp_path, dtype, config):
 
 def test_one_part_of_one_record_is_in_memory_at_a_time(tmp_path, monkeypatch):
     resolved, live, asked = [], [], []
-    resolve = bridge._Planner.resolve_data
+    resolve = dcp_save._Planner.resolve_data
 
     def noted(planner, item):
         value = resolve(planner, item)
@@ -714,7 +716,7 @@ def test_one_part_of_one_record_is_in_memory_at_a_time(tmp_path, monkeypatch):
             live.append(sum(tensor.untyped_storage().nbytes() for tensor in resolved))
         return value
 
-    monkeypatch.setattr(bridge._Planner, "resolve_data", noted)
+    monkeypatch.setattr(dcp_save._Planner, "resolve_data", noted)
     with trained(tmp_path / "a", **NVME) as (model, engine, optimizer):
         save_dcp(tmp_path / "saved", model, optimizer)
         largest = max(chunk.record.numel for chunk in engine.registry.chunks)
@@ -729,7 +731,7 @@ def test_of_each_state_one_saved_piece_is_in_memory(tmp_path, monkeypatch):
     train(there, adam, 0)
     save_plain(tmp_path / "saved", there, adam)
     live, read = [], []
-    piece = bridge._Saved.piece
+    piece = dcp_load._Saved.piece
 
     def noted(saved, kind, name, chunk, dtype):
         before = saved._cached.get(kind)
@@ -739,7 +741,7 @@ def test_of_each_state_one_saved_piece_is_in_memory(tmp_path, monkeypatch):
             read.append(name)
         return value
 
-    monkeypatch.setattr(bridge._Saved, "piece", noted)
+    monkeypatch.setattr(dcp_load._Saved, "piece", noted)
     with other(tmp_path / "swap", **NVME) as (model, engine, optimizer):
         load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
     assert max(live) == 3 * there.up.weight.nbytes

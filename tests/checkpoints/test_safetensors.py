@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.checkpoints import safetensors
-from infinity.checkpoints.safetensors import DTYPES, TensorFiles, TensorSpec, plan_files, write_files
+from infinity.checkpoints import safetensors_writer
+from infinity.checkpoints.safetensors import DTYPES, TensorFiles, TensorSpec
+from infinity.checkpoints.safetensors_writer import plan_files, write_files
 from infinity.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -784,9 +785,9 @@ def test_writing_and_reading_in_parts_takes_the_memory_of_a_part(tmp_path):
 def test_what_is_written_leaves_the_page_cache(tmp_path, monkeypatch):
     """The kernel begins with each 64 bytes; each 256 are waited for; of the rest the end takes care."""
     calls = []
-    monkeypatch.setattr(safetensors, "_PIECE_NBYTES", 32)
-    monkeypatch.setattr(safetensors, "_FLUSH_NBYTES", 64)
-    monkeypatch.setattr(safetensors, "_SETTLE_NBYTES", 256)
+    monkeypatch.setattr(safetensors_writer, "_PIECE_NBYTES", 32)
+    monkeypatch.setattr(safetensors_writer, "_FLUSH_NBYTES", 64)
+    monkeypatch.setattr(safetensors_writer, "_SETTLE_NBYTES", 256)
     monkeypatch.setattr(os, "fdatasync", lambda fd: calls.append("wait"))
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, nbytes, advice: calls.append((start, nbytes)))
     nbytes = write(tmp_path / "model", {"a": torch.ones(75)})

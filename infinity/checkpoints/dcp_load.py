@@ -1,0 +1,342 @@
+"""From torch.distributed.checkpoint: `infinity.load_dcp`, for what [Note: what is written] in dcp_names.py says.
+
+Knows which boxes of a parameter make up a record, and checks all names and shapes before anything changes. Must not know how DCP lays
+out files. Records are filled one after another, and of each tensor that is being read one of the pieces in which it was saved stays in
+memory.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType
+
+from infinity.checkpoints.dcp_names import METADATA, Names, boxes, defaults_of_torch, moment_names, plain
+from infinity.checkpoints.files import failed
+from infinity.config import checked_path
+from infinity.engine.engine import Engine, engine_of
+from infinity.errors import CheckpointError, ConfigError
+from infinity.optim.rules import AdamRule
+from infinity.plan.packing import Piece
+from infinity.sizes import listed
+
+_OTHER_ARITHMETIC = ("amsgrad", "maximize", "decoupled_weight_decay")  # of torch.optim: what no rule here computes
+
+
+def load_dcp(
+    path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, trust_pickle: bool = False
+) -> None:
+    """Bring a model and its optimizer to the state of a torch.distributed.checkpoint, of any world size, FSDP2 or not.
+
+    Reads what [Note: what is written] says, in any floating dtype, of one of the names of a tied parameter; other entries than
+    model.* and optim.* are left alone. Without an optimizer, moments begin anew; so do those of a parameter that has none there.
+    trust_pickle: must be True. DCP's own metadata are a pickle, which may run any code that whoever wrote it put there; nothing else
+    that this package reads is one. Call it on all ranks, which must see the same directory. Host memory: a record, and of each state of
+    one parameter a piece as it was saved (FSDP2: one rank's shard), of one twice.
+
+    Raises ConfigError without trust_pickle; CheckpointError naming all that is missing, unexpected or of another shape, and files that
+    are missing or cut, before anything changes; for what turns out to be damaged later, too, and then the model must be loaded again.
+    """
+    checked_path(path)
+    if trust_pickle is not True:
+        raise ConfigError(
+            f"{path}: torch.distributed.checkpoint keeps its metadata in a pickle, and reading one may run any code that its writer put "
+            f"there. If you trust who wrote it, say so: load_dcp(..., trust_pickle=True). infinity.load and load_safetensors run no code."
+        )
+    engine = engine_of(model)
+    engine.ready_to_load(optimizer)
+    loading = engine.ranks.together(lambda: _LoadDcp(engine, _Saved(Path(path)), with_states=optimizer is not None))
+    if len(set(engine.ranks.exchange(loading.saved.identity.encode()))) > 1:
+        raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")
+    with engine.loading():
+        engine.ranks.together(loading.run)
+
+
+class _Saved:
+    """A checkpoint open for reading. Raises CheckpointError for one that is missing, cut or damaged, SwapError for a failing disk."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._reader = dcp.FileSystemReader(path)
+        self._cached: dict[str | None, tuple[MetadataIndex, torch.Tensor]] = {}
+        try:
+            metadata = self._reader.read_metadata()
+            self.entries = dict(metadata.state_dict_metadata)
+            self.identity = str(metadata.storage_meta.save_id)
+            self._reader.set_up_storage_reader(metadata, False)
+            ends: dict[str, int] = {}
+            for info in metadata.storage_data.values():
+                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: there is no checkpoint of torch.distributed.checkpoint ({METADATA} is missing)") from None
+        except OSError as error:
+            raise failed("the checkpoint's metadata cannot be read", path / METADATA, error) from error
+        except Exception as error:  # unpickling raises anything
+            raise CheckpointError(f"{path / METADATA} is damaged: {type(error).__name__}: {error}") from error
+        wrong = [f"{name} ({found})" for name, end in sorted(ends.items()) if (found := self._look(path / name, end))]
+        if wrong:
+            raise CheckpointError(f"{path}: missing or cut: {listed(wrong)}; use another checkpoint")
+
+    @staticmethod
+    def _look(path: Path, end: int) -> str:
+        """What is wrong with a file of which bytes up to `end` are needed."""
+        try:
+            nbytes = path.stat().st_size
+        except OSError as error:
+            return error.strerror
+        return f"has {nbytes:,} bytes, {end:,} are needed" if nbytes < end else ""
+
+    def tensor(self, name: str) -> dcp.TensorStorageMetadata | None:
+        found = self.entries.get(name)
+        return found if isinstance(found, dcp.TensorStorageMetadata) else None
+
+    def small(self, names: Iterable[str]) -> dict[str, object]:
+        """Whole small tensors and objects, by name."""
+        targets, items = {}, []
+        for name in names:
+            if (saved := self.tensor(name)) is None:
+                nothing = torch.Size((0,))
+                items.append(dcp.ReadItem(LoadItemType.BYTE_IO, MetadataIndex(name), nothing, MetadataIndex(name), nothing, nothing))
+                continue
+            (chunk,) = saved.chunks
+            index = MetadataIndex(name, chunk.offsets)
+            targets[index] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            items.append(_read_item(index, chunk))
+        found = self._read(items, targets).objects
+        return found | {index.fqn: target for index, target in targets.items()}
+
+    def piece(self, kind: str | None, name: str, chunk: dcp.ChunkStorageMetadata, dtype: torch.dtype) -> torch.Tensor:
+        """One of the pieces in which a tensor was saved; the last one of each kind of tensor stays in memory."""
+        index = MetadataIndex(name, chunk.offsets)
+        if kind not in self._cached or self._cached[kind][0] != index:
+            self._cached.pop(kind, None)  # first: there is room for one
+            target = torch.empty(chunk.sizes, dtype=dtype)
+            self._read([_read_item(index, chunk)], {index: target})
+            self._cached[kind] = index, target
+        return self._cached[kind][1]
+
+    def _read(self, items: list[dcp.ReadItem], targets: dict[MetadataIndex, torch.Tensor]) -> _Targets:
+        into = _Targets(targets)
+        try:
+            self._reader.read_data(dcp.LoadPlan(items), into).wait()
+        except OSError as error:
+            raise failed("the checkpoint cannot be read", self.path, error) from error
+        except Exception as error:
+            what = items[0].storage_index.fqn + (f" or one of {len(items) - 1} more" if len(items) > 1 else "")
+            raise CheckpointError(f"{self.path}: {what} is damaged: {type(error).__name__}: {error}") from error
+        return into
+
+
+class _Targets(dcp.DefaultLoadPlanner):
+    """Tells DCP's reader where tensors go, and keeps objects; these are numbers, strings and containers of them, or refused."""
+
+    def __init__(self, targets: dict[MetadataIndex, torch.Tensor]):
+        super().__init__()
+        self.targets = targets
+        self.objects: dict[str, object] = {}
+
+    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
+        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+    def resolve_tensor(self, read_item: dcp.ReadItem) -> torch.Tensor:
+        return self.targets[read_item.dest_index]
+
+
+def _read_item(index: MetadataIndex, chunk: dcp.ChunkStorageMetadata) -> dcp.ReadItem:
+    zeros = torch.Size([0] * len(chunk.sizes))
+    return dcp.ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, chunk.sizes)
+
+
+class _Tensor:
+    """A tensor of the checkpoint, read box by box. kind: of `_Saved.piece`."""
+
+    def __init__(self, saved: _Saved, kind: str | None, name: str):
+        self.saved, self.kind, self.name = saved, kind, name
+        self.chunks = sorted(saved.tensor(name).chunks, key=lambda chunk: tuple(chunk.offsets))
+        self._begins = [chunk.offsets[0] if chunk.offsets else 0 for chunk in self.chunks]
+        ends = (begin + (chunk.sizes[0] if chunk.sizes else 1) for begin, chunk in zip(self._begins, self.chunks))
+        self._ends = list(accumulate(ends, max))
+
+    def read(self, begin: tuple[int, ...], sizes: tuple[int, ...], into: torch.Tensor) -> None:
+        """Copy a box into a tensor of its sizes."""
+        end = [a + b for a, b in zip(begin, sizes)]
+        first = bisect_right(self._ends, begin[0]) if begin else 0
+        last = bisect_left(self._begins, end[0]) if begin else 1
+        for chunk in self.chunks[first:last]:
+            low = [max(a, b) for a, b in zip(begin, chunk.offsets)]
+            high = [min(a, b + c) for a, b, c in zip(end, chunk.offsets, chunk.sizes)]
+            if all(a < b for a, b in zip(low, high)):
+                here = tuple(slice(a - b, c - b) for a, b, c in zip(low, begin, high))
+                there = tuple(slice(a - b, c - b) for a, b, c in zip(low, chunk.offsets, high))
+                into[here].copy_(self.saved.piece(self.kind, self.name, chunk, into.dtype)[there])
+
+
+class _LoadDcp:
+    """Filling an engine's records. Raises CheckpointError, before anything changes, if the checkpoint does not fit."""
+
+    def __init__(self, engine: Engine, saved: _Saved, *, with_states: bool):
+        self.engine, self.saved = engine, saved
+        self.names = Names(engine)
+        self.moments = moment_names(engine.optimizer.rule) if with_states else {}
+        self._wrong: list[str] = []
+        self._known: set[str] = set()
+        self._tensors: dict[tuple[str, str | None], _Tensor] = {}  # by first name and moment; None: the weight
+        self._steps: dict[str, int] = {}
+        self._groups: list[dict] = []
+        self._match_model()
+        if with_states:
+            self._match_optimizer()
+        kinds = ("model.", "optim.") if with_states else ("model.",)
+        if unexpected := [name for name in saved.entries if name.startswith(kinds) and name not in self._known]:
+            self._wrong.append(f"unexpected: {listed(sorted(unexpected))}")
+        if self._wrong:
+            raise CheckpointError(f"{saved.path} does not fit the model: {'; '.join(self._wrong)}")
+
+    def run(self) -> None:
+        engine = self.engine
+        for chunk in engine.registry.chunks:
+            with engine.values.filled(chunk) as shard:
+                for piece in chunk.pieces:
+                    self._fill(shard, piece)
+        engine.records.flush()
+        for index, part in self.names.parts.items():
+            for chunk in engine.registry.chunks_of(engine.registry.params[index]):
+                chunk.steps[index] = self._steps.get(part.whole.names[0], 0)
+        with torch.no_grad():
+            for name, value in self.names.loose.items():
+                found = torch.empty(value.shape, dtype=value.dtype)
+                _Tensor(self.saved, "loose", f"model.{name}").read((0,) * value.dim(), tuple(value.shape), found)
+                value.copy_(found)
+        for group, found in zip(engine.optimizer.param_groups if self._groups else (), self._groups):
+            group.update(found)
+
+    def _fill(self, shard: dict[str, torch.Tensor], piece: Piece) -> None:
+        """The part of one parameter in a shard, whose segments are zero."""
+        part, state = self.names.parts[piece.param], self.engine.registry.params[piece.param]
+        where, values = slice(piece.start, piece.start + piece.numel), torch.empty(piece.numel)
+        for kind in (None, *self.moments):
+            tensor = self._tensors.get((part.whole.names[0], kind))
+            if tensor is None:
+                continue
+            at = 0
+            for offsets, sizes in boxes(tuple(state.shape), piece.param_start, piece.param_start + piece.numel):
+                numel = math.prod(sizes)
+                begin = tuple(a + b for a, b in zip(part.begin, offsets))
+                tensor.read(begin, sizes, values[at : at + numel].view(sizes))
+                at += numel
+            if kind is None:
+                self.engine.values.put(shard, where, values)
+            else:
+                shard[kind][where].copy_(values)
+
+    # Does it fit?
+
+    def _match_model(self) -> None:
+        missing = []
+        for whole in self.names.wholes:
+            names = [f"model.{name}" for name in whole.names]
+            self._known.update(names)
+            found = next((name for name in names if name in self.saved.entries), None)
+            if found is None:
+                missing.append(names[0])
+            elif self._fits(found, whole.shape):
+                self._tensors[whole.names[0], None] = _Tensor(self.saved, None, found)
+        for name, value in self.names.loose.items():
+            self._known.add(f"model.{name}")
+            if f"model.{name}" not in self.saved.entries:
+                missing.append(f"model.{name}")
+            else:
+                self._fits(f"model.{name}", tuple(value.shape), floating=False)
+        if missing:
+            self._wrong.append(f"missing: {listed(missing)}")
+
+    def _fits(self, name: str, shape: tuple[int, ...], *, floating: bool = True) -> bool:
+        saved = self.saved.tensor(name)
+        if saved is None or (floating and not saved.properties.dtype.is_floating_point):
+            self._wrong.append(f"{name} is no tensor{' of floating-point numbers' if floating else ''} there")
+        elif tuple(saved.size) != shape:
+            self._wrong.append(f"{name} has shape {list(saved.size)} there and {list(shape)} here")
+        elif (numel := sum(math.prod(chunk.sizes) for chunk in saved.chunks)) != math.prod(shape):
+            self._wrong.append(f"{name} has {numel:,} of its {math.prod(shape):,} elements there: a rank's part is missing")
+        else:
+            return True
+        return False
+
+    def _match_optimizer(self) -> None:
+        entries = self.saved.entries
+        if not any(name.startswith("optim.") for name in entries):
+            self._wrong.append("it was saved without an optimizer; load without one to begin anew")
+            return
+        steps: dict[str, str] = {}
+        for whole in self.names.wholes:
+            prefix = next((p for name in whole.names if any((p := f"optim.state.{name}.") + n in entries for n in self._state_names)), None)
+            if prefix is None:
+                continue
+            if not whole.is_updated:
+                self._wrong.append(f"{whole.names[0]} is trained there and not here")
+                self._known.update(prefix + name for name in self._state_names)
+                continue
+            needed = [*self.moments.values(), *(["step"] if isinstance(self.engine.optimizer.rule, AdamRule) else [])]
+            if missing := [prefix + name for name in needed if prefix + name not in entries]:
+                self._wrong.append(f"missing: {listed(missing)}")
+            self._known.update(prefix + name for name in self._state_names)
+            for moment, name in self.moments.items():
+                if prefix + name in entries and self._fits(prefix + name, whole.shape):
+                    self._tensors[whole.names[0], moment] = _Tensor(self.saved, moment, prefix + name)
+            if prefix + "step" not in entries:
+                self._steps[whole.names[0]] = 1  # only the first one may count as such
+            elif self._fits(prefix + "step", ()):
+                steps[prefix + "step"] = whole.names[0]
+        for name, step in self.saved.small(steps).items():
+            if not 0 <= step.item() < math.inf:
+                self._wrong.append(f"{name} is {step.item()}")
+            else:
+                self._steps[steps[name]] = int(step.item())
+        self._match_groups()
+
+    @property
+    def _state_names(self) -> tuple[str, ...]:
+        return (*self.moments.values(), "step")
+
+    def _match_groups(self) -> None:
+        """Parameters must be in the same groups; the hyper-parameters there become those here."""
+        optimizer = self.engine.optimizer
+        paths = {name: name.split(".", 3) for name in self.saved.entries if name.startswith("optim.param_groups.")}
+        paths = {name: path for name, path in paths.items() if len(path) == 4 and path[2].isdigit() and "." not in path[3]}
+        self._known.update(paths)
+        there: list[dict] = [{} for _ in range(1 + max((int(path[2]) for path in paths.values()), default=-1))]
+        for name, value in self.saved.small(paths).items():
+            there[int(paths[name][2])][paths[name][3]] = plain(value)
+        if len(there) != len(optimizer.param_groups):
+            self._wrong.append(f"{len(there)} parameter groups there, {len(optimizer.param_groups)} here")
+            return
+        group_of = {name: index for index, group in enumerate(there) for name in group.get("params", ())}
+        for whole in self.names.wholes:
+            found = next((group_of[name] for name in whole.names if name in group_of), None)
+            if whole.is_updated and found != whole.parts[0].group:
+                where = f"parameter group {found}" if found is not None else "no parameter group"
+                self._wrong.append(f"{whole.names[0]} is in {where} there, in {whole.parts[0].group} here")
+        defaults = defaults_of_torch(optimizer.rule)
+        for index, (group, found) in enumerate(zip(optimizer.param_groups, there)):
+            for name in _OTHER_ARITHMETIC:
+                if name in defaults and found.get(name, defaults[name]) != defaults[name]:
+                    self._wrong.append(f"parameter group {index} has {name}={found[name]!r} there, {type(optimizer).__name__} has not")
+            only_torch = defaults.keys() - optimizer.defaults.keys()
+            found = {name: value for name, value in found.items() if name != "params" and name not in only_torch}
+            found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+            try:
+                wrong = optimizer.rule.check({name: found.get(name, group[name]) for name in optimizer.defaults})
+            except (TypeError, ValueError) as error:
+                wrong = [str(error)]
+            self._wrong += [f"parameter group {index}: {text}" for text in wrong]
+            self._groups.append(found)

@@ -1,0 +1,140 @@
+"""What a torch.distributed.checkpoint calls each state of an engine, so that a run can move to FSDP2 and back.
+
+Knows names, and which boxes of a parameter lie in a record. Must not know how DCP writes or reads them.
+
+# [Note: what is written]
+# What `dcp.save({"model": model_state, "optim": optimizer_state})` with `get_state_dict(model, optimizer)` of an FSDP2 run writes:
+#   model.<name>                    fp32 (the masters of a bf16 or fp16 engine), under each name of a tied one; buffers as they are
+#   optim.state.<name>.<moment>     fp32; torch.optim's names: exp_avg and exp_avg_sq of AdamW and Adam, momentum_buffer of SGD. Of
+#   optim.state.<name>.step         Lion exp_avg, of other rules their own. Under the first name, also where no update has been
+#   optim.param_groups.<index>.*    hyper-parameters, those that only torch.optim has with its defaults; `params`: names
+# A tiled layer appears as the plain one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from infinity.checkpoints.contents import persistent_buffers
+from infinity.engine.engine import Engine
+from infinity.errors import CheckpointError
+from infinity.model import tiling
+from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule
+from infinity.tiers.state import ParameterState
+
+METADATA = ".metadata"  # the file that makes a directory such a checkpoint
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # first index and size in each dimension
+
+
+@dataclass
+class WholeParameter:
+    """A parameter as the plain model has it, in one part or in tiles. names: as in its state_dict, the first one first."""
+
+    shape: tuple[int, ...]
+    names: list[str] = field(default_factory=list)
+    parts: list[ParameterState] = field(default_factory=list)
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether an optimizer has moments of it."""
+        return self.parts[0].trainable and self.parts[0].group is not None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Which part of a whole one the engine's parameter is."""
+
+    whole: WholeParameter
+    begin: tuple[int, ...]
+
+
+class Names:
+    """The names of everything in an engine's model: `wholes`, `parts` by the engine's index, and `loose`, what is in no record."""
+
+    def __init__(self, engine: Engine):
+        model, places = engine.model, tiling.places(engine.model)
+        states = {id(state.param): state for state in engine.registry.params}
+        self.parts: dict[int, Tile] = {}
+        self.loose: dict[str, torch.Tensor] = {}
+        by_name: dict[str, WholeParameter] = {}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise CheckpointError(f"{prefix or type(module).__name__} has extra state, which is not carried to or from DCP")
+            dot = f"{prefix}." if prefix else ""
+            for name, param in dict.items(module._parameters):
+                state, place = states.get(id(param)), places.get(param) if param is not None else None
+                if state is None:
+                    if param is not None:
+                        self.loose[dot + name] = param
+                    continue
+                first, shape = (place.name, place.shape) if place is not None else (state.name, tuple(state.shape))
+                whole = by_name.setdefault(first, WholeParameter(shape, [first]))
+                key = dot.rpartition("tiles.")[0] + name if place is not None else dot + name
+                if key not in whole.names:
+                    whole.names.append(key)
+                if state.index not in self.parts:
+                    whole.parts.append(state)
+                    self.parts[state.index] = Tile(whole, place.begin if place is not None else (0,) * len(shape))
+            self.loose |= {dot + name: buffer for name, buffer in persistent_buffers(module).items()}
+        self.wholes = list(by_name.values())
+        self._first = {id(state.param): whole.names[0] for whole in self.wholes for state in whole.parts}
+        for whole in self.wholes:
+            if len({(state.trainable, state.group) for state in whole.parts}) > 1:
+                raise CheckpointError(f"tiles of {whole.names[0]} differ in their parameter group or in whether they are frozen")
+
+    def of_group(self, params: Iterable[nn.Parameter]) -> list[str]:
+        """The names of a parameter group's parameters, each once."""
+        loose = {id(value): name for name, value in reversed(self.loose.items())}
+        names = (self._first.get(id(param)) or loose.get(id(param)) for param in params)
+        return [name for name in dict.fromkeys(names) if name is not None]
+
+
+def moment_names(rule: Rule) -> dict[str, str]:
+    """What torch.optim calls each moment of a rule; its own name where it has no such rule."""
+    known = {}
+    if isinstance(rule, AdamRule):
+        known = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
+    elif isinstance(rule, (SGDRule, LionRule)):
+        known = {"momentum": "momentum_buffer" if isinstance(rule, SGDRule) else "exp_avg"}
+    return {moment: known.get(moment, moment) for moment in rule.moments}
+
+
+def defaults_of_torch(rule: Rule) -> dict:
+    """The hyper-parameters that a group of torch's own optimizer has, in the version that is installed."""
+    if isinstance(rule, AdamRule):
+        kind = torch.optim.AdamW if rule.decoupled else torch.optim.Adam
+    elif isinstance(rule, SGDRule):
+        kind = torch.optim.SGD
+    else:
+        return {}
+    return {name: value for name, value in kind([nn.Parameter(torch.zeros(1))]).param_groups[0].items() if name != "params"}
+
+
+def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """The boxes that elements [begin, end) of a tensor make up, in their order."""
+    if begin == end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    while begin < end:
+        first, within = divmod(begin, row)
+        if within or end - begin < row:
+            stop = min(row, within + end - begin)
+            for offsets, sizes in boxes(shape[1:], within, stop):
+                yield (first, *offsets), (1, *sizes)
+            begin += stop - within
+        else:
+            num_rows = (end - begin) // row
+            yield (first, *(0 for _ in shape[1:])), (num_rows, *shape[1:])
+            begin += num_rows * row
+
+
+def plain(value: object) -> object:
+    return value.item() if isinstance(value, torch.Tensor) else value
