@@ -366,7 +366,6 @@ def _connect(
     values = Values(registry, records_, updater, tier, ranks)
     weights = Weights(values, course, gather_lane, gather_stream, device, events)
     undo.callback(weights.close)
-    caches[GRADIENTS].frees_soon = updater.frees_gradient_soon
     activations = None
     if config.activations in ("host", "nvme"):
         to_nvme = config.activations == "nvme"

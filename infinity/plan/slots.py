@@ -86,10 +86,15 @@ class HostCache:
         self.next_use = next_use
         self.entries: dict[int, Entry] = {}  # that borrow a slot
         self.residents: dict[int, Entry] = {}
-        self.frees_soon: Callable[[], bool] = lambda: False  # whether somebody is about to give a slot back of himself
+        self.users: deque = deque()  # in their order, what each waits for that gives its entry's slot back then; None: who gives back none
 
     def add_resident(self, chunk, memory) -> None:
         self.residents[chunk.index] = Entry(chunk, memory, resident=True)
+
+    def frees_soon(self) -> bool:
+        """Whether the first user has what it waits for, so that it gives a slot back whatever else happens. Those that pass it have theirs."""
+        first = self.users[0] if self.users else None
+        return first is not None and first.done
 
     def find(self, chunk) -> Entry | None:
         return self.entries.get(chunk.index) or self.residents.get(chunk.index)

@@ -12,7 +12,6 @@ Knows a chunk's segments, its gradient shard and the hyper-parameters of the ste
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -57,7 +56,7 @@ class Updater:
         self.threads = threads
         self.seed = seed
         self.lane = Lane("update", records.failure)
-        self._begun: deque[Job | None] = deque()  # the last gradient job of each update in the lane, in their order; None: no update
+        self._users = records.caches[GRADIENTS].users  # the last gradient job of each update in the lane, guarded by the records' lock
 
     def moment(self, chunk: ChunkState) -> Moment:
         """When it is to be updated."""
@@ -136,7 +135,7 @@ class Updater:
         if gradient_job.done:
             self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
         with self.records.lock:
-            self._begun.append(gradient_job)
+            self._users.append(gradient_job)
         chunk.update.job = self.lane.push(lambda: self._run(work, gradient_job), chunk.title, ready=ready)
 
     def hurry(self, chunk: ChunkState) -> None:
@@ -144,17 +143,11 @@ class Updater:
         if chunk.update.is_running:
             self.lane.hurry(chunk.update.job)
 
-    def frees_gradient_soon(self) -> bool:
-        """Whether what is at the head of the lane is an update that has all of its gradient, so that it goes on whatever the gc lane does.
-        Those that pass it have theirs. Called with the records' lock held."""
-        first = self._begun[0] if self._begun else None
-        return first is not None and first.done
-
     def sum_squares(self, work: Callable[[], object]) -> Job:
         """Run in the lane what needs a gradient and leaves it where it is."""
 
         with self.records.lock:
-            self._begun.append(None)
+            self._users.append(None)
         return self.lane.push(lambda: self._run(work, None))
 
     def drain(self) -> None:
@@ -169,7 +162,7 @@ class Updater:
             return work()
         finally:
             with self.records.lock:
-                self._begun.remove(gradient_job)
+                self._users.remove(gradient_job)
             self.records.look_again()
 
     def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.plan.record import WEIGHTS
+from infinity.plan.record import GRADIENTS, WEIGHTS
 from infinity.system.lanes import Job
 from infinity.tiers import updates
 
@@ -134,16 +134,16 @@ def test_updates_begun_for_layers_that_a_pass_leaves_out_hold_up_nobody(tmp_path
 def test_a_sum_of_squares_at_the_head_of_the_lane_frees_no_gradient(tmp_path):
     """It waits for its gradient, which may wait for a slot: a gradient must leave for NVMe, whatever is ready behind it."""
     with helpers.training(Stack, tmp_path, update="deferred", weights="nvme", states="nvme") as (_, engine, _):
-        updater_, gate, ready = engine.updater, threading.Event(), Job.over()
-        total = updater_.sum_squares(lambda: gate.wait(20))
+        gradients, gate, ready = engine.records.caches[GRADIENTS], threading.Event(), Job.over()
+        total = engine.updater.sum_squares(lambda: gate.wait(20))
         with engine.records.lock:
-            updater_._begun.append(ready)
-            assert not updater_.frees_gradient_soon()
+            gradients.users.append(ready)
+            assert not gradients.frees_soon()
         gate.set()
         assert total.wait()
         with engine.records.lock:
-            assert updater_.frees_gradient_soon()
-            updater_._begun.remove(ready)
+            assert gradients.frees_soon()
+            gradients.users.remove(ready)
 
 
 def test_a_copy_at_the_head_of_its_lane_takes_a_slot_from_what_is_read_ahead(tmp_path):

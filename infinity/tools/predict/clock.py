@@ -32,6 +32,10 @@ class Flag:
         self.raised = raised
         self.waiting: list[Generator] = []
 
+    @property
+    def done(self) -> bool:
+        return self.raised
+
 
 @dataclass(eq=False, slots=True)
 class _Load:

@@ -5,7 +5,6 @@ Knows what the engine knows of a chunk, and no bytes. Must not know when a step 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -175,9 +174,8 @@ class Updates:
         self.gc, self.lane = PlayedLane(self.clock), PlayedLane(self.clock)
         self.under_way = self._num_arrivals = 0
         self.waiting: list[PlayedChunk] = []
-        self._begun: deque[Flag] = deque()  # the gradient of each update in the lane: that of the first, once there, frees a slot soon
+        self._users = self.records.caches[GRADIENTS].users  # the gradient of each update in the lane
         self._spill = rank.placement.slots[GRADIENTS] > 0 and self.step.deferred
-        self.records.caches[GRADIENTS].frees_soon = lambda: bool(self._begun) and self._begun[0].raised
 
     def expect_gradients(self) -> None:
         for chunk in self.rank.chunks:
@@ -266,7 +264,7 @@ class Updates:
         gradient_stays = chunk.homes[GRADIENTS] != "nvme"
         if gradient.raised:
             self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
-        self._begun.append(gradient)
+        self._users.append(gradient)
         chunk.updating = self.lane.push(
             self._run_update(chunk, weights, states, gradient, copied),
             lambda: schedule.may_pass(gradient_stays=gradient_stays, there=(flag.raised for flag in there)),
@@ -293,7 +291,7 @@ class Updates:
         self.records.discard(chunk, GRADIENTS)
         chunk.has_gradient = False
         self.records.write_back(chunk, entries)
-        self._begun.remove(gradient)
+        self._users.remove(gradient)
         self.records.notify()
 
     def _finish_announced(self, chunk: PlayedChunk):
