@@ -14,7 +14,11 @@ import pytest
 import torch
 
 import infinity
+from infinity.engine.sizing import Training, arrange
+from infinity.plan import placement as planner
 from infinity.plan.compression import NUM_BUFFERS, NUM_LANES
+from infinity.plan.needs import Budgets, Candidate, Needs
+from infinity.plan.record import ADAM_MOMENTS
 from infinity.system.arena import Arena
 from infinity.system.swap import Swap
 from infinity.tiers.compression import Compressor
@@ -267,3 +271,20 @@ class OnDrive:
         self.compressor.close()
         self.swap.close()
         self.arena.close()
+
+
+def place(whole, records, *, least_crowded_out=0, **options):
+    """A placement, by the fields of Needs, of Budgets (those of a tier as `device_budget`) and of Candidate together."""
+    options = {name.replace("_budget", "_nbytes"): value for name, value in options.items()}
+    candidate = {name: value for name, value in options.items() if name in Candidate.__dataclass_fields__}
+    needs, budgets = ({name: options[name] for name in kind.__dataclass_fields__ if name in options} for kind in (Needs, Budgets))
+    assert not options.keys() - candidate.keys() - needs.keys() - budgets.keys()
+    made = Candidate(layout=whole, records=records, **candidate)
+    return planner.place(made, Needs(**needs), Budgets(**budgets), least_crowded_out=least_crowded_out)
+
+
+def arranged(model, config, *, compresses=False, **options):
+    """Layout, records and placement of one rank, by the fields of Budgets (those of a tier as `device_budget`) and of Training together."""
+    budgets = {name.replace("_budget", "_nbytes"): options.pop(name) for name in list(options) if name.endswith("_budget")}
+    how = Training(**{"moments": ADAM_MOMENTS, "deferred": False, "accumulating": False} | options)
+    return arrange(model, list(model.named_parameters()), config, Budgets(**budgets), how, (0, 1), compresses=compresses)

@@ -1,37 +1,34 @@
 """Building an engine's parts: from a model, a configuration and the machine's memory to tiers, lanes and slots.
 
 Knows every part's constructor and nothing of what happens afterwards. Nothing is written before all budgets, directories
-and the space on them have been found sufficient. Over 400 lines because what fits where depends on every part.
+and the space on them have been found sufficient; how large everything is, sizing.py tells.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.errors import BudgetError
-from infinity.model.leaves import inside_leaves, is_leaf
+from infinity.engine.sizing import ACTIVATION_SHARE, Named, Training, arrange, budgets, may_compress, written_in_forward
 from infinity.plan import compression
 from infinity.plan import placement as planner
-from infinity.plan.packing import Layout, ParameterSpec, default_chunk_numel, layout
-from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record, record_layout
+from infinity.plan.needs import Budgets
+from infinity.plan.packing import Layout
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.redo import most_late
 from infinity.plan.slots import HostCache
 from infinity.system.arena import PAGE_NBYTES, Arena, Slots
-from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.events import Events
 from infinity.system.failure import FirstFailure
 from infinity.system.freed_memory import keep_freed_memory
 from infinity.system.lanes import Lane, Monitor
 from infinity.system.ranks import Ranks
-from infinity.system.swap import MEASURE_FROM_NBYTES, Swap
+from infinity.system.swap import Swap
 from infinity.system.swap_directory import reclaim, room_nbytes
 from infinity.tiers.activations import Activations
 from infinity.tiers.compression import Compressor
@@ -43,14 +40,6 @@ from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, Parameter
 from infinity.tiers.updates import Updater
 from infinity.tiers.values import Values
 from infinity.tiers.weights import Weights
-
-ACTIVATION_SHARE = 1 / 4  # of host memory, where they live there
-FAR_FROM_BEST = 1.25  # of the shortest step found, where the search for a chunk size ends
-HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
-DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # likewise for device_memory="auto", as long as activations are not known
-MOST_OF_FREE = 0.95  # of what is free while parameters still have their memory
-
-Named = list[tuple[str, nn.Parameter]]
 
 
 @dataclass
@@ -96,19 +85,14 @@ def assemble(
     reclaim(config.nvme)
     compresses = may_compress(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
     nvme_budget, compresses = ranks.min_(torch.tensor([room_nbytes(config.nvme) // ranks.num_local, int(compresses)])).tolist()
+    training = Training(moments=moments, deferred=deferred, accumulating=accumulating, can_advance=can_advance)
     layout_, records, placement = arrange(
         model,
         named,
         config,
-        world=ranks.world,
-        rank=ranks.rank,
-        device_budget=device_budget,
-        host_budget=host_budget,
-        nvme_budget=nvme_budget,
-        moments=moments,
-        can_advance=can_advance,
-        deferred=deferred,
-        accumulating=accumulating,
+        Budgets(device_nbytes=device_budget, host_nbytes=host_budget, nvme_nbytes=nvme_budget),
+        training,
+        (ranks.rank, ranks.world),
         compresses=bool(compresses),
         most=lambda number: int(ranks.max_(torch.tensor([number])).item()),
     )
@@ -119,7 +103,7 @@ def assemble(
             undo.callback(swap.close)
         made = _connect(
             named,
-            _written_in_forward(model, named),
+            written_in_forward(model, named),
             config,
             device,
             ranks,
@@ -138,130 +122,6 @@ def assemble(
         )
         undo.pop_all()
     return made
-
-
-def arrange(
-    model: nn.Module,
-    named: Named,
-    config: Config,
-    *,
-    world: int,
-    rank: int,
-    device_budget: int,
-    host_budget: int,
-    nvme_budget: int | None,
-    moments: tuple[str, ...],
-    deferred: bool,
-    accumulating: bool,
-    can_advance: bool = False,
-    compresses: bool = False,
-    most: Callable[[int], int] = lambda number: number,
-) -> tuple[Layout, list[Record], planner.Placement]:
-    """Where everything of a model goes, which may be on the meta device: its layout, the records of a rank, their placement.
-
-    Arguments as of `assemble`; budgets in bytes, of a rank, that of NVMe None where it is not known. compresses:
-    have buffers for what is compressed on NVMe, but for "auto" where nothing else fits beside them. most(number) is the largest of all
-    ranks' numbers. Raises BudgetError.
-    """
-    written = _written_in_forward(model, named)
-    specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
-    itemsize = TORCH_DTYPES[config.dtype].itemsize
-
-    def at(chunk_numel: int, rank: int, least_crowded_out: int = 0) -> tuple[Layout, list[Record], planner.Placement]:
-        layout_ = layout(specs, chunk_numel=chunk_numel, world=world)
-        records = [record_layout(c.shard_used(rank), config.dtype, c.trainable, moments, config.moments) for c in layout_.chunks]
-        placement = planner.place(
-            layout_,
-            records,
-            weights=config.weights,
-            states=config.states,
-            keep=config.residency == "auto",
-            deferred=deferred or accumulating,
-            gradient_itemsize=4 if accumulating else None,
-            device_budget=device_budget,
-            host_budget=host_budget,
-            host_share=1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0,
-            compression_nbytes=compression.buffers_nbytes(records) if compresses else 0,
-            late_nbytes=[compression.pooled_nbytes(record, codes=bool(compresses)) for record in records] if late else None,
-            late_on_nvme=bool(compresses) and config.moments == "fp32",  # else it saves little or nothing
-            late_first=not compresses and config.moments == "fp32",  # else states save as much
-            nvme_budget=nvme_budget,
-            least_crowded_out=least_crowded_out,
-            held_nbytes=_held_nbytes(model, [p for _, p in named], layout_, itemsize),
-            op_gradient_nbytes=max((p.numel() * itemsize for _, p in named if p.requires_grad), default=0),
-            buffers_nbytes=_buffers_nbytes(model, [p for _, p in named], layout_, itemsize) if world > 1 else 0,
-            snapshot_nbytes=sum(
-                layout_.spans[span].numel * itemsize
-                for span in {layout_.homes[index].span for index in written}
-                if config.dtype != "fp32" and layout_.spans[span].trainable
-            ),
-        )
-        return layout_, records, placement
-
-    def chunk_numel() -> int:
-        if config.chunk_mib is not None:
-            numel = default_chunk_numel(config.chunk_mib, world)
-            at(numel, 0)  # needs the most: what it refuses, all ranks must refuse before they agree on anything
-            return numel
-        return _best_chunk_numel(at, planner.chunk_numels(sum(spec.numel for spec in specs), world=world), nvme_budget)
-
-    may_be_late = can_advance and not accumulating and config.dtype == "bf16" and config.compression != "off"
-    refusals: list[BudgetError] = []
-    for compresses in (True, False) if compresses and config.compression != "on" else (compresses,):
-        plans = []
-        for late in (True, False) if may_be_late else (False,):
-            try:
-                numel = chunk_numel()
-            except BudgetError as error:
-                refusals.append(error)
-                continue
-            layout_, _, placement = at(numel, 0)
-            if not late or _fits_late(placement, nvme_budget):
-                plans.append((planner.step_seconds(layout_, placement), not late, numel))
-            if "nvme" not in placement.homes[STATES]:
-                break  # nor without late moments, which need more
-        if plans:
-            break
-    else:
-        raise _least(refusals)
-    _, is_whole, numel = min(plans)
-    late = not is_whole
-    found, agreed = at(numel, rank), 0
-    while (number := most(found[2].num_crowded_out)) > agreed:  # the same spans on all ranks, whose shards differ a little
-        agreed = number
-        found = at(numel, rank, agreed)
-    return found
-
-
-def _fits_late(placement: planner.Placement, nvme_budget: int | None) -> bool:
-    """Whether moments of a placement that was made for it are late, and NVMe has room for it, or has nothing of states to hold."""
-    has_room = nvme_budget is None or (placement.nvme_nbytes <= nvme_budget and not placement.num_crowded_out)
-    return (placement.num_late > 0 and has_room) or "nvme" not in placement.homes[STATES]
-
-
-def _best_chunk_numel(arrange, candidates: list[int], nvme_budget: int | None) -> int:
-    """The size with the shortest step of those for which NVMe has room, else that which needs least of it. The same on all ranks: by the
-    first one's shards, which are the largest."""
-    seconds, refusals, lacking = {}, [], {}
-    for numel in reversed(candidates):
-        try:
-            layout_, _, placement = arrange(numel, 0)
-        except BudgetError as error:
-            refusals.append(error)
-            continue
-        seconds[numel] = planner.step_seconds(layout_, placement)
-        lacking[numel] = max(0, placement.nvme_nbytes - nvme_budget) if nvme_budget is not None else 0
-        if not lacking[numel] and seconds[numel] > FAR_FROM_BEST * min(s for numel, s in seconds.items() if not lacking[numel]):
-            break  # still smaller chunks only take more of the threads' time, and are most of the time of this search
-    if not seconds:
-        raise _least(refusals)
-    return min(seconds, key=lambda numel: (lacking[numel], seconds[numel]))
-
-
-def _least(refusals: list[BudgetError]) -> BudgetError:
-    """Of the ways that were tried: that which lacks host memory alone and needs the least of it, which is enough; else the last, which needs
-    about the least of the device."""
-    return min((error for error in refusals if error.least_host_nbytes), key=lambda error: error.least_host_nbytes, default=refusals[-1])
 
 
 def _connect(
@@ -419,97 +279,3 @@ def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Resident]:
         total += -(-size // PAGE_NBYTES) * PAGE_NBYTES
     region = arena.region(max(total, 1)) if nbytes else None
     return {index: Resident(region, offset, nbytes[index]) for index, offset in offsets.items()}
-
-
-def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable[nn.Parameter] = ()) -> tuple[int, int]:
-    """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks. params: whose memory will
-    be free soon after all else is allocated."""
-    free_host, taken = host_free_nbytes() // ranks.num_local, _taken(params)
-    on_host, on_device = HOST_SHARES[device.type], DEVICE_SHARES[device.type]
-    if device.type == "cuda":
-        device_share = _share(on_device, gauge_of(device).free_nbytes(), taken["cuda"])
-        host_share = _share(on_host, free_host, taken["cpu"])
-    else:  # both are of one memory
-        both = _share(on_host + on_device, free_host, taken["cpu"])
-        host_share = int(both * on_host / (on_host + on_device))
-        device_share = both - host_share
-    auto = ranks.min_(torch.tensor([device_share, host_share], dtype=torch.int64)).tolist()
-    given = (config.device_memory, config.host_memory)
-    return tuple(share if value == "auto" else value for value, share in zip(given, auto))
-
-
-def may_compress(config: Config, device: str, num_parameters: int) -> bool:
-    """Whether records on NVMe may take fewer bytes, whatever the drives are. num_parameters: of a node's ranks. "auto" takes drives that
-    are measured, and cores that do not compute."""
-    if config.compression == "auto":
-        return device == "cuda" and 12 * num_parameters >= MEASURE_FROM_NBYTES * len(config.nvme)
-    return config.compression == "on"
-
-
-def _share(share: float, free: int, taken: int) -> int:
-    """Of what will be free; what is free before that bounds it, since memory is taken first."""
-    return min(int(share * (free + taken)), int(MOST_OF_FREE * free))
-
-
-def _taken(params: Iterable[nn.Parameter]) -> collections.Counter:
-    """Bytes of memory that holds parameters' values, by kind of device."""
-    by_storage, limits = collections.Counter(), {}
-    for param in params:
-        storage, nbytes = param.untyped_storage(), param.numel() * param.element_size()
-        if param.numel() > 1 and storage.nbytes() >= nbytes:  # placeholders have one element
-            key = param.device.type, storage._cdata
-            by_storage[key] += nbytes
-            limits[key] = storage.nbytes()
-    taken = collections.Counter()
-    for key, nbytes in by_storage.items():
-        taken[key[0]] += min(nbytes, limits[key])  # parameters may share it
-    return taken
-
-
-def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
-    """The most that an op and the ops around it hold: spans of a module's own parameters and of its ancestors'. What lies in lists of
-    parameters, and in other modules that cannot be called, is its parent's, which reads one after another."""
-    index = {id(param): i for i, param in enumerate(params)}
-    nbytes = {span.index: span.numel * itemsize for span in layout_.spans}
-    most = 0
-
-    def visit(module: nn.Module, held: frozenset[int]) -> None:
-        nonlocal most
-        params = module.parameters() if is_leaf(module) else _own(module)
-        held = held | {layout_.homes[index[id(p)]].span for p in params if p is not None and id(p) in index}
-        most = max(most, sum(nbytes[span] for span in held))
-        for child in () if is_leaf(module) else module._modules.values():
-            if child is not None:
-                visit(child, held)
-
-    visit(model, frozenset())
-    return most
-
-
-def _buffers_nbytes(model: nn.Module, params, layout_: Layout, itemsize: int) -> int:
-    """The most that buffers of chunks take, on several ranks, each with a number a parameter and rank: those of the spans of one op's
-    gradients, beside those of the op before, which may be reduced only then."""
-    index = {id(param): i for i, param in enumerate(params)}
-    inside = inside_leaves(model)
-    of_ops = {}
-    for module in model.modules():
-        if module not in inside:
-            own = module.parameters() if is_leaf(module) else _own(module)
-            spans = frozenset(layout_.homes[index[id(p)]].span for p in own if p is not None and id(p) in index)
-            chunks = [layout_.chunks[chunk] for span in spans for chunk in layout_.spans[span].chunks]
-            of_ops[spans] = sum((chunk.numel + layout_.world * len(chunk.pieces)) * itemsize for chunk in chunks if chunk.trainable)
-    return sum(sorted(of_ops.values())[-2:])
-
-
-def _own(module: nn.Module) -> Iterator[nn.Parameter | None]:
-    yield from module._parameters.values()
-    for child in module._modules.values():
-        if child is not None and type(child).forward is nn.Module.forward:
-            yield from _own(child)
-
-
-def _written_in_forward(model: nn.Module, named: Named) -> set[int]:
-    """Parameters that their module writes to in forward: embeddings with max_norm."""
-    index = {id(param): i for i, (_, param) in enumerate(named)}
-    writers = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
-    return {index[id(p)] for module in writers for p in module._parameters.values() if p is not None and id(p) in index}

@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from infinity.config import Config
 from infinity.engine.budget import Margin
-from infinity.engine.build import assemble, budgets
+from infinity.engine.build import assemble
 from infinity.engine.due import note_change
 from infinity.engine.foreign import refuse_optimizers, refuse_replicas, watch_replicas
 from infinity.engine.hooks import Hooks
+from infinity.engine.sizing import budgets
 from infinity.engine.steps import Cycle
 from infinity.errors import ConfigError, UsageError
 from infinity.model.buffers import refuse_unmixed

@@ -1,7 +1,6 @@
 """Sizes: what goes to which tier, and how much memory the pipeline's own slots take.
 
-Pure arithmetic over the layout's sizes and the budgets. Must not know torch, files or threads. Over 400 lines because every tier's
-share depends on the others'.
+Pure arithmetic over sizes and budgets: the device's here, the host's in host_memory.py. Must not know torch, files or threads.
 """
 
 # [Note: how budgets are spent]
@@ -18,29 +17,18 @@ share depends on the others'.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
-from infinity.plan.packing import BLOCK_NUMEL, WEIGHT_NBYTES, Chunk, Layout, Span
-from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
-from infinity.plan.redo import needed_nbytes, pool_for
-from infinity.sizes import format_bytes
+from infinity.plan.host_memory import Shared, exact, share_out
+from infinity.plan.needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes, span_nbytes
+from infinity.plan.packing import Chunk, Layout, Span
+from infinity.plan.record import KINDS, STATES, WEIGHTS, Record
+from infinity.sizes import format_bytes, round_up
 
-# [Note: what a chunk's size costs]
-# Small chunks cost time of the engine's threads, some CHUNK_SECONDS each a step, and padding. Large ones leave room for fewer
-# slots, so that stages wait for each other, leave less host memory to what could stay there, and make the last update,
-# which nothing hides, longer. The rates are those of a small host with one drive; only their proportions matter, and little
-# of these: around its minimum the sum is flat. (bench/chunks.py measures how far from the best of a grid the choice is.)
-
-CHUNK_SECONDS = 1e-3
-NVME_RATE, HOST_RATE, LINK_RATE = 3.5e9, 40e9, 20e9  # bytes a second
-MIN_CHUNK_NUMEL, MAX_CHUNK_NUMEL, MAX_NUM_CHUNKS = 128 << 10, 32 << 20, 20_000
-
-MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS = 2, 2, 2
-WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS = 64, 12, 8
 UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is ample room: fewer make small ops wait for threads
 
 
@@ -77,289 +65,119 @@ class Placement:
     visitors: frozenset[int]
 
 
-def place(
-    layout: Layout,
-    records: Sequence[Record],
-    *,
-    weights: str,
-    states: str,
-    keep: bool,
-    deferred: bool,
-    gradient_itemsize: int | None,
-    device_budget: int,
-    host_budget: int,
-    host_share: float = 1.0,
-    compression_nbytes: int = 0,
-    late_nbytes: Sequence[int] | None = None,
-    late_on_nvme: bool = False,
-    late_first: bool = False,
-    nvme_budget: int | None = None,
-    least_crowded_out: int = 0,
-    held_nbytes: int,
-    op_gradient_nbytes: int,
-    buffers_nbytes: int = 0,
-    snapshot_nbytes: int = 0,
-) -> Placement:
-    """records: of this rank, by chunk. weights, states: auto, device, host or nvme. keep: use what budgets leave over.
+def place(candidate: Candidate, needs: Needs, budgets: Budgets, *, least_crowded_out: int = 0) -> Placement:
+    """least_crowded_out: so many spans' records live on the device whatever this rank needs, since another one needs that.
 
-    deferred: all gradients wait for step(). gradient_itemsize: bytes of an accumulated gradient element, None for the
-    weight's own. nvme_budget: past it, where places are for us to choose, records live on the device; None where it is not known.
-    least_crowded_out: so many do whatever this rank needs, since another one does.
-    held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient; buffers_nbytes: the
-    most that gradients take before they are reduced, on several ranks;
-    snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in state.py. host_share:
-    of the host budget that is for records, and for the compression_nbytes that these need if some are on NVMe. late_nbytes: of
-    each record, about what a gradient takes in a pool, where moments may be late: slots of states have room for one then; late_on_nvme: so
-    has NVMe, where there is no pool; late_first: a pool comes before states.
     Raises BudgetError where the device or host budget is below the least that works.
     """
-    chunks = layout.chunks
-    span_nbytes = sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
-    largest = sum(_largest_on_device(chunk, record, gradient_itemsize) for chunk, record in zip(chunks, records))
-    gradient_limit = op_gradient_nbytes + buffers_nbytes
+    may_choose = needs.weights == needs.states == "auto" and needs.keep
+    needs = _settled(candidate, needs, budgets)
+    layout, gradient_limit = candidate.layout, candidate.op_gradient_nbytes + candidate.buffers_nbytes
+    pinned = sum(map(span_nbytes, layout.spans)) if needs.weights == "device" else 0
+    on_device = _all_on_device(candidate, needs) if needs.states == "device" else 0
+    needed = pinned + on_device + (0 if pinned else candidate.held_nbytes) + gradient_limit
+    if budgets.device_nbytes < needed:
+        raise _too_small(candidate, budgets, needed, pinned, on_device)
 
-    whole_nbytes = span_nbytes + largest + gradient_limit + snapshot_nbytes
-    may_choose = weights == states == "auto" and keep
-    if weights == "auto" and states in ("auto", "device") and keep and whole_nbytes <= device_budget:
-        weights = states = "device"
-    if states == "device" and weights != "device":
-        states = _only_whole(states, whole_nbytes, device_budget)
-        weights = "device"
-    pinned = span_nbytes if weights == "device" else 0
-    on_device = largest + snapshot_nbytes if states == "device" else 0
-    needed = pinned + on_device + (0 if pinned else held_nbytes) + gradient_limit
-    if device_budget < needed:
-        raise BudgetError(
-            f"device_memory={format_bytes(device_budget)} is too small: this model needs {_exact(needed)} to make "
-            f"progress (largest op {format_bytes(held_nbytes)}, its gradients {format_bytes(gradient_limit)}"
-            f"{', weights ' + format_bytes(pinned) if pinned else ''}{', states ' + format_bytes(on_device) if on_device else ''}"
-            f"). Raise device_memory{' or leave more to the host' if pinned else ', or split the largest layer'}."
-        )
-
-    sizes = {
-        WEIGHTS: tuple(record.weight_nbytes for record in records),
-        STATES: tuple(record.states_nbytes for record in records),
-        GRADIENTS: tuple(
-            _page(record.numel * (gradient_itemsize or WEIGHT_NBYTES[chunk.dtype])) if chunk.trainable else 0
-            for chunk, record in zip(chunks, records)
-        ),
-    }
-    in_slots = sizes
-    if late_nbytes is not None:
-        in_slots = sizes | {STATES: tuple(n and n + record.late_gradient[2] for n, record in zip(sizes[STATES], records))}
-    crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
     visitors: frozenset[int] = frozenset()
-    if states == "device":
-        beside = Beside(dict.fromkeys(KINDS, ("device",) * len(chunks)), on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
+    crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
+    if needs.states == "device":
+        homes, sizes = dict.fromkeys(KINDS, ("device",) * len(layout.chunks)), candidate.sizes(needs)
+        shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
-
-        def share_out() -> Beside:
-            return _beside(
-                sizes,
-                in_slots,
-                {index for span, _ in crowded_out for index in layout.spans[span].chunks},
-                visitors,
-                weights=weights,
-                states=states,
-                keep=keep,
-                deferred=deferred,
-                host_budget=host_budget,
-                host_share=host_share,
-                compression_nbytes=compression_nbytes,
-                late_nbytes=late_nbytes,
-                late_on_nvme=late_on_nvme,
-                late_first=late_first,
-            )
-
-        if records_may_visit(weights=weights, states=states, keep=keep):
-            room = device_budget - gradient_limit - snapshot_nbytes
-            spans = records_on_device(
-                layout, records, ("host",) * len(chunks), room_nbytes=room, gradient_itemsize=gradient_itemsize, snapshots=()
-            )
-            visitors = frozenset(index for span, _ in spans for index in layout.spans[span].chunks)
-        beside = share_out()
-        if may_choose and nvme_budget is not None:
-            left = deque(
-                (span.index, span.numel * WEIGHT_NBYTES[span.dtype] + nbytes)
-                for span, nbytes in _states_on_device(layout, records, gradient_itemsize)
-            )
-            room = device_budget - needed - snapshot_nbytes
-            while (lacking := beside.nvme_nbytes - nvme_budget) > 0 or len(crowded_out) < least_crowded_out:
-                while left and left[0][1] <= room and (lacking > 0 or len(crowded_out) < least_crowded_out):
-                    span, nbytes = left.popleft()
-                    room -= nbytes
-                    lacking -= sum(beside.on_nvme[kind][index] for kind in KINDS for index in layout.spans[span].chunks)
-                    crowded_out.append((span, nbytes))
-                beside = share_out()
-                if not left or left[0][1] > room:
-                    break  # the drive refuses what is too much for it
+        visitors = _visitors(candidate, needs, budgets, gradient_limit)
+        shared = share_out(candidate, needs, budgets, (), visitors)
+        if may_choose and budgets.nvme_nbytes is not None:
+            room = budgets.device_nbytes - needed - candidate.snapshot_nbytes
+            shared, crowded_out = _crowd_out(candidate, needs, budgets, visitors, shared, room_nbytes=room, least=least_crowded_out)
         if crowded_out:
-            on_device = snapshot_nbytes + sum(nbytes for _, nbytes in crowded_out)
+            on_device = candidate.snapshot_nbytes + sum(nbytes for _, nbytes in crowded_out)
             needed += on_device
 
-    slack = device_budget - needed
-    extra = max(min(op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))  # the rest, two thirds and more, is for spans
-    gradient_limit += extra
+    slack = budgets.device_nbytes - needed  # two thirds and more of it are for spans
+    extra = max(min(candidate.op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))
+    sizes = candidate.sizes(needs)
     return Placement(
-        homes=beside.homes,
+        homes=shared.homes,
         sizes=sizes,
-        in_slots=in_slots,
-        on_nvme=beside.on_nvme,
-        slots=beside.slots,
+        in_slots=candidate.in_slots(sizes),
+        on_nvme=shared.on_nvme,
+        slots=shared.slots,
         pinned=bool(pinned),
-        device_nbytes=device_budget,
-        fixed_nbytes=pinned + on_device + gradient_limit,
+        device_nbytes=budgets.device_nbytes,
+        fixed_nbytes=pinned + on_device + gradient_limit + extra,
         least_nbytes=needed + extra,
-        gradient_limit_nbytes=gradient_limit,
-        under_way_nbytes=gradient_limit - op_gradient_nbytes - buffers_nbytes,
-        host_nbytes=beside.host_nbytes,
-        compression_nbytes=beside.compression_nbytes,
-        pool_nbytes=beside.pool_nbytes,
-        num_late=beside.num_late,
-        nvme_nbytes=beside.nvme_nbytes,
+        gradient_limit_nbytes=gradient_limit + extra,
+        under_way_nbytes=extra,
+        host_nbytes=shared.host_nbytes,
+        compression_nbytes=shared.compression_nbytes,
+        pool_nbytes=shared.pool_nbytes,
+        num_late=shared.num_late,
+        nvme_nbytes=shared.nvme_nbytes,
         num_crowded_out=len(crowded_out),
         visitors=visitors,
     )
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What a placement says of host memory and NVMe."""
+def _settled(candidate: Candidate, needs: Needs, budgets: Budgets) -> Needs:
+    """With the device chosen where all has room there, or must have. Raises BudgetError where states are asked there and it has none."""
+    gradients = candidate.op_gradient_nbytes + candidate.buffers_nbytes
+    whole_nbytes = sum(map(span_nbytes, candidate.layout.spans)) + _all_on_device(candidate, needs) + gradients
+    weights, states = needs.weights, needs.states
+    if weights == "auto" and states in ("auto", "device") and needs.keep and whole_nbytes <= budgets.device_nbytes:
+        weights = states = "device"
+    if states == "device" and weights != "device":
+        states = _only_whole(states, whole_nbytes, budgets.device_nbytes)
+        weights = "device"
+    return dataclasses.replace(needs, weights=weights, states=states)
 
-    homes: dict[str, tuple[str, ...]]
-    on_nvme: dict[str, tuple[int, ...]]
-    slots: dict[str, int]
-    host_nbytes: int = 0
-    compression_nbytes: int = 0
-    pool_nbytes: int = 0
-    num_late: int = 0
-    nvme_nbytes: int = 0
+
+def _all_on_device(candidate: Candidate, needs: Needs) -> int:
+    """What all records take on the device beside their weights."""
+    pairs = zip(candidate.layout.chunks, candidate.records)
+    return candidate.snapshot_nbytes + sum(_largest_on_device(chunk, record, needs.gradient_itemsize) for chunk, record in pairs)
 
 
-def _beside(
-    sizes: dict[str, tuple[int, ...]],
-    in_slots: dict[str, tuple[int, ...]],
-    crowded_out: Collection[int],
-    visitors: Collection[int],
-    *,
-    weights: str,
-    states: str,
-    keep: bool,
-    deferred: bool,
-    host_budget: int,
-    host_share: float,
-    compression_nbytes: int,
-    late_nbytes: Sequence[int] | None,
-    late_on_nvme: bool,
-    late_first: bool,
-) -> Beside:
-    """Share out host memory, the rest goes to NVMe. Chunks that are crowded out need no place; visitors of the device seldom need theirs, so
-    they come last. sizes, in_slots: see Placement; other arguments as of `place`."""
-    num_chunks = len(sizes[WEIGHTS])
-    homes = {
-        WEIGHTS: ["host" if weights == "host" else "nvme"] * num_chunks,
-        STATES: ["host" if states == "host" else "nvme"] * num_chunks,
-        GRADIENTS: ["nvme"] * num_chunks,
-    }
-    if weights == "device":  # the record needs its weights beside the states
-        homes[WEIGHTS] = list(homes[STATES])
-    for kind in KINDS:  # nothing has a home in memory: a frozen chunk's states, a shard that is all padding
-        homes[kind] = ["host" if not nbytes else home for home, nbytes in zip(homes[kind], sizes[kind])]
-        for index in crowded_out:
-            homes[kind][index] = "device"
-
-    def slots(counts: Sequence[int]) -> dict[str, int]:
-        """Slots of each kind: at most the counts given, and no more than there are chunks to share them."""
-        return {kind: min(count, homes[kind].count("nvme")) for kind, count in zip(homes, counts)}
-
-    def nbytes_in(tier: str, there: dict[str, tuple[int, ...]]) -> int:
-        return sum(nbytes for kind in homes for nbytes, home in zip(there[kind], homes[kind]) if home == tier)
-
-    def buffers_nbytes() -> int:
-        return compression_nbytes if "nvme" in (*homes[WEIGHTS], *homes[STATES]) else 0
-
-    def host_nbytes(counts: Sequence[int]) -> int:
-        shared = sum(count * max(in_slots[kind]) for kind, count in slots(counts).items())
-        return buffers_nbytes() + nbytes_in("host", sizes) + shared
-
-    fewest = (MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS)
-    least = host_nbytes(fewest)
-    given, host_budget = host_budget, int(host_budget * host_share)
-    if host_budget < least:
-        held = ", ".join(f"{count} for {kind}" for kind, count in slots(fewest).items() if count)
-        enough = math.ceil(least / host_share)
-        raise BudgetError(
-            f"host_memory={format_bytes(given)} is too small: this model needs {_exact(enough)} to make "
-            f"progress (slots: {held or 'none'}; resident: {format_bytes(nbytes_in('host', sizes))}"
-            f"{'; buffers: ' + format_bytes(buffers_nbytes()) if buffers_nbytes() else ''}"
-            f"{f'; for activations: {1 - host_share:.0%}' if host_share < 1 else ''}). Raise host_memory or lower chunk_mib.",
-            least_host_nbytes=enough,
-        )
-    if deferred and least + sum(n for n, home in zip(sizes[GRADIENTS], homes[GRADIENTS]) if home == "nvme") <= host_budget:
-        homes[GRADIENTS] = ["host" if home == "nvme" else home for home in homes[GRADIENTS]]
-    low, high = list(fewest), [WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS]
-    while low != high:  # grow the pools together, a tenth at a time
-        wanted = [min(h, max(l + 1, l + h // 10)) for l, h in zip(low, high)]
-        if host_nbytes(wanted) > host_budget:
-            break
-        low = wanted
-    some_on_nvme = any("nvme" in homes[kind] for kind in (WEIGHTS, STATES))
-    order = [kind for kind, choice in ((WEIGHTS, weights), (STATES, states)) if keep and choice == "auto"]
-    if deferred:
-        order.insert(order.count(WEIGHTS), GRADIENTS)
-    elif keep or not some_on_nvme:
-        order.append(GRADIENTS)
-    left = host_budget - host_nbytes(low)
-    stays = [index for index in reversed(range(num_chunks)) if index not in visitors]
-    sharing = {kind: homes[kind].count("nvme") for kind in order}
-    shared = slots(low)
-    reserved = 0
-    if late_nbytes is not None:
-        first = [kind for kind in order if kind == WEIGHTS or (kind == GRADIENTS and deferred)]
-        room = max(0, left - sum(sizes[kind][index] for kind in first for index in stays if homes[kind][index] == "nvme"))
-        late = [index for index in stays if homes[STATES][index] == "nvme"]
-        gradients = [late_nbytes[index] for index in late]
-        if STATES not in order:
-            reserved, _ = pool_for(gradients, room)
-        elif late_first:
-            reserved = _pool_beside_states(gradients, sum(sizes[STATES][index] for index in late), room)
-        left -= reserved
-    for indices in (stays, sorted(visitors, reverse=True)):
-        for kind in order:
-            for index in indices:
-                if homes[kind][index] != "nvme":
-                    continue
-                slot = max(in_slots[kind]) if sharing[kind] <= shared[kind] else 0  # that nobody shares any more
-                if sizes[kind][index] - slot <= left:
-                    homes[kind][index] = "host"
-                    left -= sizes[kind][index] - slot
-                    sharing[kind] -= 1
-    pool_nbytes, num_late, on_nvme = 0, 0, sizes
-    if late_nbytes is not None:
-        gradients = [late_nbytes[index] for index in stays if homes[STATES][index] == "nvme"]
-        pool_nbytes, num_late = pool_for(gradients, left + reserved)
-        if not num_late and late_on_nvme and "nvme" in homes[STATES]:
-            on_nvme, num_late = in_slots, 1
-    return Beside(
-        homes={kind: tuple(found) for kind, found in homes.items()},
-        on_nvme=on_nvme,
-        slots=slots(low),
-        host_nbytes=host_nbytes(low) + pool_nbytes,
-        compression_nbytes=buffers_nbytes(),
-        pool_nbytes=pool_nbytes,
-        num_late=num_late,
-        nvme_nbytes=nbytes_in("nvme", on_nvme),
+def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int, on_device: int) -> BudgetError:
+    gradient_limit = candidate.op_gradient_nbytes + candidate.buffers_nbytes
+    return BudgetError(
+        f"device_memory={format_bytes(budgets.device_nbytes)} is too small: this model needs {exact(needed)} to make "
+        f"progress (largest op {format_bytes(candidate.held_nbytes)}, its gradients {format_bytes(gradient_limit)}"
+        f"{', weights ' + format_bytes(pinned) if pinned else ''}{', states ' + format_bytes(on_device) if on_device else ''}"
+        f"). Raise device_memory{' or leave more to the host' if pinned else ', or split the largest layer'}."
     )
 
 
-def _pool_beside_states(gradients_nbytes: Sequence[int], states_nbytes: int, room_nbytes: int) -> int:
-    """Of the room, for one update's gradients of the records whose states find none beside them; 0 where it cannot hold these."""
-    needed = needed_nbytes(gradients_nbytes, 1)
-    lacking = states_nbytes - room_nbytes
-    if lacking <= 0 or needed >= states_nbytes:
-        return 0
-    found = math.ceil(needed * lacking / (states_nbytes - needed)) + max(gradients_nbytes)  # the last states may leave a gap
-    return found if found <= room_nbytes else 0
+def _visitors(candidate: Candidate, needs: Needs, budgets: Budgets, gradient_limit: int) -> frozenset[int]:
+    if not records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep):
+        return frozenset()
+    layout, records = candidate.layout, candidate.records
+    room, at_home = budgets.device_nbytes - gradient_limit - candidate.snapshot_nbytes, ("host",) * len(records)
+    itemsize = needs.gradient_itemsize
+    spans = records_on_device(layout, records, at_home, room_nbytes=room, gradient_itemsize=itemsize, snapshots=())
+    return frozenset(index for span, _ in spans for index in layout.spans[span].chunks)
+
+
+def _crowd_out(
+    candidate: Candidate, needs: Needs, budgets: Budgets, visitors: frozenset[int], shared: Shared, *, room_nbytes: int, least: int
+) -> tuple[Shared, list[tuple[int, int]]]:
+    """Where NVMe is too small for what host memory leaves to it, put the first spans' records on the device, as far as that has room.
+
+    shared: without that. Returns what is left to share then; and the spans, with their bytes on the device."""
+    layout, crowded_out = candidate.layout, []
+    states = _states_on_device(layout, candidate.records, needs.gradient_itemsize)
+    left = deque((span.index, span_nbytes(span) + nbytes) for span, nbytes in states)
+    while (lacking := shared.nvme_nbytes - budgets.nvme_nbytes) > 0 or len(crowded_out) < least:
+        while left and left[0][1] <= room_nbytes and (lacking > 0 or len(crowded_out) < least):
+            span, nbytes = left.popleft()
+            room_nbytes -= nbytes
+            lacking -= sum(shared.on_nvme[kind][index] for kind in KINDS for index in layout.spans[span].chunks)
+            crowded_out.append((span, nbytes))
+        chunks = {index for span, _ in crowded_out for index in layout.spans[span].chunks}
+        shared = share_out(candidate, needs, budgets, chunks, visitors)
+        if not left or left[0][1] > room_nbytes:
+            break  # the drive refuses what is too much for it
+    return shared, crowded_out
 
 
 def late_chunks(placement: Placement) -> list[int]:
@@ -376,7 +194,7 @@ def look_ahead(placement: Placement) -> tuple[int, int]:
 
 
 def records_may_visit(*, weights: str, states: str, keep: bool) -> bool:
-    """Whether records may leave their homes for what the device has room for: [Note: the device margin] in budget.py. Arguments as of `place`."""
+    """Whether records may leave their homes for what the device has room for: [Note: the device margin] in budget.py. Arguments as of `Needs`."""
     return keep and states == "auto" and weights in ("auto", "device")
 
 
@@ -392,13 +210,13 @@ def records_on_device(
     """The spans whose records fit on the device when all weights do, from the first on, with the bytes of each span's. Those that live
     there anyway come before, and are not among them.
 
-    homes: of the states, by chunk. gradient_itemsize: as in `place`. snapshots: spans that need their weights twice. The same on all ranks.
+    homes: of the states, by chunk. gradient_itemsize: as of `Needs`. snapshots: spans that need their weights twice. The same on all ranks.
     """
     found = []
-    room_nbytes -= sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans)
+    room_nbytes -= sum(map(span_nbytes, layout.spans))
     for span, nbytes in _states_on_device(layout, records, gradient_itemsize):
         if span.index in snapshots:
-            nbytes += span.numel * WEIGHT_NBYTES[span.dtype]
+            nbytes += span_nbytes(span)
         if nbytes > room_nbytes:
             break
         room_nbytes -= nbytes
@@ -419,60 +237,14 @@ def _largest_on_device(chunk: Chunk, record: Record, gradient_itemsize: int | No
     if not chunk.trainable:
         return 0
     numel = chunk.shard_used(0)
-    states = sum(_page(numel * segment.itemsize) for segment in record.segments[1:])
-    return states + _page(numel * (gradient_itemsize or WEIGHT_NBYTES[chunk.dtype]))
-
-
-def chunk_numels(num_parameters: int, *, world: int) -> list[int]:
-    """Chunk sizes to choose from, ascending: multiples of world * BLOCK_NUMEL, by factors of about the square root of 2."""
-    unit = world * BLOCK_NUMEL
-    least = max(MIN_CHUNK_NUMEL, num_parameters // MAX_NUM_CHUNKS)
-    most = max(least, min(MAX_CHUNK_NUMEL * world, num_parameters))
-    steps = math.ceil(2 * math.log2(most / least))
-    return sorted({max(round(least * 2 ** (step / 2) / unit), 1) * unit for step in range(steps + 1)})
-
-
-def step_seconds(layout: Layout, placement: Placement) -> float:
-    """What a step of one rank takes, as far as the chunks' size matters: see [Note: what a chunk's size costs]."""
-    weights, states, _ = (placement.sizes[kind] for kind in KINDS)
-    moving = [i for i, home in enumerate(placement.homes[STATES]) if home != "device" and i not in placement.visitors]
-
-    def on_nvme(kind: str) -> int:
-        return sum(placement.sizes[kind][index] for index in moving if placement.homes[kind][index] == "nvme")
-
-    record = max(w + s for w, s in zip(weights, states))
-    moved = 3 * on_nvme(WEIGHTS) + 2 * on_nvme(STATES)
-    if late := placement.num_late:
-        away = [i for i in moving if placement.homes[STATES][i] == "nvme"]
-        moments = sum(states[i] - weights[i] for i in away)  # all but the residual
-        gradients = sum(placement.on_nvme[STATES][i] - states[i] for i in away)  # written, and read, if not in memory
-        moved -= (moments * late - 2 * gradients) / (late + 1)
-    drive = moved / NVME_RATE
-    if slots := placement.slots[STATES]:
-        drive *= 1 + 1 / slots  # the fewer records are under way, the more often the drive waits for one
-    host = 2 * sum(weights[index] + states[index] for index in moving) / HOST_RATE
-    largest = max(chunk.numel * WEIGHT_NBYTES[chunk.dtype] for chunk in layout.chunks)
-    link = 2 * sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans) / LINK_RATE
-    overlapped = max(drive, host, link)
-    if not placement.pinned and placement.device_nbytes - placement.least_nbytes < 2 * largest:
-        overlapped += link  # no room to copy ahead
-    last = 2 * record / HOST_RATE + 2 * largest / LINK_RATE  # an update that nothing hides, and the gradient before it
-    return overlapped + last + len(layout.chunks) * CHUNK_SECONDS
+    states = sum(round_up(numel * segment.itemsize, PAGE_NBYTES) for segment in record.segments[1:])
+    return states + gradient_nbytes(chunk, numel, gradient_itemsize)
 
 
 def _only_whole(states: str, needed: int, budget: int) -> str:
     if needed > budget:
         raise BudgetError(
-            f"states='device' needs {_exact(needed)} for weights, states, gradients and their buffers on the device, but "
+            f"states='device' needs {exact(needed)} for weights, states, gradients and their buffers on the device, but "
             f"device_memory={format_bytes(budget)}. Raise device_memory or choose states='host'."
         )
     return states
-
-
-def _exact(nbytes: int) -> str:
-    """A budget that can be copied from a message to the configuration."""
-    return f"{nbytes} bytes ({format_bytes(nbytes)})"
-
-
-def _page(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096

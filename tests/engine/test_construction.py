@@ -14,7 +14,7 @@ from models import TRAITS, H, mlp, tiny_gpt
 from torch import nn
 
 import infinity
-from infinity.engine.build import budgets
+from infinity.engine.sizing import budgets
 from infinity.engine.foreign import watch_replicas
 from infinity.errors import UsageError
 from infinity.system.ranks import Ranks
@@ -173,7 +173,7 @@ def test_what_parameters_take_when_the_engine_starts_counts_as_free(monkeypatch,
     part = nn.Parameter(torch.zeros(1 << 20)[:1000])  # the rest is somebody else's
     taken = sum(param.numel() * 4 for param in model.parameters()) + 4000
     for free in (1 << 40, taken // 2):
-        monkeypatch.setattr("infinity.engine.build.host_free_nbytes", lambda: free)
+        monkeypatch.setattr("infinity.engine.sizing.host_free_nbytes", lambda: free)
         found = budgets(infinity.Config(nvme=tmp_path, device="cpu"), device, Ranks(device), [*model.parameters(), twice, part])
         assert sum(found) == min((free + taken) * 3 // 4, int(0.95 * free))
         assert found == pytest.approx((sum(found) / 3, sum(found) * 2 / 3), abs=1)

@@ -3,11 +3,12 @@
 import random
 
 import pytest
+from helpers import place
 from test_schedule import random_case
 
 from infinity.errors import BudgetError
 from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
-from infinity.plan.placement import place, records_on_device
+from infinity.plan.placement import records_on_device
 from infinity.plan.record import STATES, record_layout
 from infinity.plan.schedule import Read, ReadStates, plan
 

@@ -5,14 +5,17 @@ import re
 
 import pytest
 import torch
+from helpers import arranged, place
 from torch import nn
 
 import infinity
-from infinity.engine.build import arrange
 from infinity.errors import BudgetError
+from infinity.plan import chunk_size, host_memory
 from infinity.plan import placement as planner
+from infinity.plan.chunk_size import chunk_numels
+from infinity.plan.host_memory import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS
 from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
-from infinity.plan.placement import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS, chunk_numels, place, records_on_device
+from infinity.plan.placement import records_on_device
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 
 # Eight chunks of one parameter of 4096 elements each: a bf16 weight is 8 KiB, the states are 40 KiB, a gradient is 8 KiB.
@@ -47,7 +50,7 @@ def needed(error) -> int:
 def few_slots(monkeypatch):
     """Fewer than there are chunks, as where a model is large."""
     for name in ("WEIGHT_SLOTS", "STATE_SLOTS", "GRADIENT_SLOTS"):
-        monkeypatch.setattr(planner, name, 2)
+        monkeypatch.setattr(host_memory, name, 2)
 
 
 # ---- the order of residency ----
@@ -281,7 +284,7 @@ def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(worl
 
         found, agreed = [placed_on(rank) for rank in range(world)], 0
         differ |= len({placement.num_crowded_out for placement in found}) > 1
-        while (number := max(placement.num_crowded_out for placement in found)) > agreed:  # as build.arrange
+        while (number := max(placement.num_crowded_out for placement in found)) > agreed:  # as sizing.arrange
             agreed = number
             found = [placed_on(rank, least_crowded_out=agreed) for rank in range(world)]
         for placement in found:
@@ -330,7 +333,7 @@ def test_records_that_live_on_the_device_come_before_those_that_visit_it():
 def test_sizes_to_choose_from_divide_over_the_ranks_and_make_few_chunks(num, world):
     found = chunk_numels(num, world=world)
     assert found == sorted(found) and all(numel % (1024 * world) == 0 and numel > 0 for numel in found)
-    assert num / found[0] <= 1.01 * planner.MAX_NUM_CHUNKS
+    assert num / found[0] <= 1.01 * chunk_size.MAX_NUM_CHUNKS
     assert all(later <= 1.5 * earlier + 1024 * world for earlier, later in zip(found, found[1:]))
 
 
@@ -352,18 +355,16 @@ def test_the_choice_follows_the_budgets(tmp_path):
 
 def test_the_choice_prefers_sizes_for_which_nvme_has_room():
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="meta") for _ in range(64)))
-    named = list(model.named_parameters())
-    options = {"world": 1, "rank": 0, "device_budget": 55 << 20, "host_budget": 60 << 20, "moments": ("momentum", "variance")}
-    options |= {"deferred": False, "accumulating": False}
 
-    def arranged(nvme_budget, **config):
-        return arrange(model, named, infinity.Config(device="cpu", **config), nvme_budget=nvme_budget, **options)
+    def on(nvme_budget, **config):
+        config = infinity.Config(device="cpu", **config)
+        return arranged(model, config, device_budget=55 << 20, host_budget=60 << 20, nvme_budget=nvme_budget)
 
-    ample = arranged(None)
+    ample = on(None)
     drives = range(ample[2].nvme_nbytes, 0, -(4 << 20))
-    fits = [any(arranged(nbytes, chunk_mib=size)[2].nvme_nbytes <= nbytes for size in (1 / 4, 1 / 2, 1, 2, 4)) for nbytes in drives]
+    fits = [any(on(nbytes, chunk_mib=size)[2].nvme_nbytes <= nbytes for size in (1 / 4, 1 / 2, 1, 2, 4)) for nbytes in drives]
     for nbytes, one_fits in zip(drives, fits):
-        placement = arranged(nbytes)[2]
+        placement = on(nbytes)[2]
         assert placement.nvme_nbytes <= nbytes or not one_fits, (nbytes, placement)
     assert 2 < sum(fits) < len(fits)
 
@@ -423,4 +424,4 @@ def test_the_engine_holds_what_was_planned(tmp_path, mode, update, accumulation_
 def test_planner_names_no_more_slots_than_there_are_chunks():
     found = placed(num=3, weights="nvme", states="nvme", keep=False)
     assert found.slots == {WEIGHTS: 3, STATES: 3, GRADIENTS: 3}
-    assert planner.WEIGHT_SLOTS > 3
+    assert host_memory.WEIGHT_SLOTS > 3

@@ -9,14 +9,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import NVME, OnDrive, assert_same_states, least_host_memory, memory, on_gpu, states_of, training
+from helpers import NVME, OnDrive, arranged, assert_same_states, least_host_memory, memory, on_gpu, states_of, training
 from torch import nn
 
 import infinity
 from aio_ext import _aio
-from infinity.engine.build import arrange, may_compress
+from infinity.engine.sizing import may_compress
 from infinity.plan import compression
-from infinity.plan.record import ADAM_MOMENTS, STATES, WEIGHTS, Segment, record_layout
+from infinity.plan.record import STATES, WEIGHTS, Segment, record_layout
 from infinity.system.lanes import Lane
 from infinity.tiers import _huffman
 
@@ -488,9 +488,7 @@ def test_auto_goes_without_buffers_where_nothing_fits_beside_them(chunk_mib):
 
     def placed(choice, host_budget, compresses=True):
         config = infinity.Config(compression=choice, dtype="fp32", device="cpu", chunk_mib=chunk_mib, **NVME)
-        options = {"world": 1, "rank": 0, "device_budget": 64 * MIB, "nvme_budget": None, "moments": ADAM_MOMENTS}
-        options |= {"deferred": False, "accumulating": False, "host_budget": host_budget, "compresses": compresses}
-        return arrange(model, list(model.named_parameters()), config, **options)[2]
+        return arranged(model, config, device_budget=64 * MIB, host_budget=host_budget, compresses=compresses)[2]
 
     with pytest.raises(infinity.BudgetError) as caught:
         placed("off", 1, compresses=False)

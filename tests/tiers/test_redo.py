@@ -7,17 +7,15 @@ import threading
 
 import pytest
 import torch
-from helpers import NVME, OnDrive, ScriptedGauge, assert_same_bits, assert_same_states, memory, states_of, training
+from helpers import NVME, OnDrive, ScriptedGauge, arranged, assert_same_bits, assert_same_states, memory, states_of, training
 from torch import nn
 
 import infinity
 from aio_ext import _aio
-from infinity.engine.build import arrange
 from infinity.optim.adam import Dither
 from infinity.optim.rules import AdamRule, LionRule, SGDRule
-from infinity.plan import compression
-from infinity.plan import placement as planner
-from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
+from infinity.plan import chunk_size, compression
+from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.redo import BLOCK_NBYTES, MOST_LATE, pool_for
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
@@ -525,9 +523,8 @@ def test_where_coding_was_planned_and_does_not_pay_its_buffers_hold_gradients(tm
 
 def placed(model, *, host_budget=64 * MIB, device_budget=64 * MIB, nvme_budget=None, accumulating=False, compresses=True, **config):
     config = infinity.Config(device="cpu", **COMPRESSED | {"chunk_mib": None} | config)
-    options = {"world": 1, "rank": 0, "device_budget": device_budget, "moments": ADAM_MOMENTS, "compresses": compresses}
-    options |= {"can_advance": True, "deferred": False, "accumulating": accumulating, "host_budget": host_budget, "nvme_budget": nvme_budget}
-    return arrange(model, list(model.named_parameters()), config, **options)[2]
+    options = {"device_budget": device_budget, "host_budget": host_budget, "nvme_budget": nvme_budget}
+    return arranged(model, config, can_advance=True, accumulating=accumulating, compresses=compresses, **options)[2]
 
 
 def test_room_for_gradients_is_counted_in_slots_and_on_nvme_or_in_memory():
@@ -584,9 +581,7 @@ def test_the_choice_of_a_chunk_counts_what_late_moments_do_not_move(host_budget)
     """By bytes that are not coded, of records on NVMe: with some in memory, too."""
     model = linears(6, 512)
     config = infinity.Config(device="cpu", **COMPRESSED | {"residency": "auto", "weights": "auto", "states": "auto"})
-    options = {"world": 1, "rank": 0, "device_budget": 4 * MIB, "nvme_budget": None, "moments": ADAM_MOMENTS, "host_budget": host_budget}
-    options |= {"can_advance": True, "deferred": False, "accumulating": False, "compresses": True}
-    layout, records, found = arrange(model, list(model.named_parameters()), config, **options)
+    layout, records, found = arranged(model, config, device_budget=4 * MIB, host_budget=host_budget, can_advance=True, compresses=True)
     on_nvme = {kind: [index for index, home in enumerate(found.homes[kind]) if home == "nvme"] for kind in (WEIGHTS, STATES)}
     weights, states = (sum(found.sizes[kind][index] for index in on_nvme[kind]) for kind in (WEIGHTS, STATES))
     moved = 3 * weights
@@ -595,8 +590,8 @@ def test_the_choice_of_a_chunk_counts_what_late_moments_do_not_move(host_budget)
         moved += sum(compression.moved_nbytes(segments, found.num_late, codes=False, pools=found.pool_nbytes > 0))
     assert found.num_late and states
     whole = dataclasses.replace(found, num_late=0, on_nvme=found.sizes)
-    saved = planner.step_seconds(layout, whole) - planner.step_seconds(layout, found)
-    expected = (3 * weights + 2 * states - moved) * (1 + 1 / found.slots[STATES]) / planner.NVME_RATE
+    saved = chunk_size.step_seconds(layout, whole) - chunk_size.step_seconds(layout, found)
+    expected = (3 * weights + 2 * states - moved) * (1 + 1 / found.slots[STATES]) / chunk_size.NVME_RATE
     assert saved == pytest.approx(expected, rel=0.01)
 
 

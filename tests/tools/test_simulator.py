@@ -2,9 +2,9 @@ import dataclasses
 import random
 
 import pytest
+from helpers import place
 
 from infinity.errors import BudgetError, ConfigError
-from infinity.plan import placement as planner
 from infinity.plan.packing import ParameterSpec, layout
 from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.schedule import Use
@@ -41,7 +41,7 @@ def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="back
     layout_ = layout(specs, chunk_numel=numel, world=world)
     records = [record_layout(chunk.shard_used(0), "fp32", True, ADAM_MOMENTS) for chunk in layout_.chunks]
     deferred = update == "deferred"
-    placement = planner.place(
+    placement = place(
         layout_,
         records,
         weights=tiers.get("weights", "host"),

@@ -44,7 +44,7 @@ from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, SwapError
 from infinity.output import check_file, check_plot, pyplot, table, write_json
 from infinity.plan.packing import default_chunk_numel
-from infinity.plan.placement import WEIGHT_SLOTS
+from infinity.plan.host_memory import WEIGHT_SLOTS
 from infinity.plan.record import WEIGHTS
 from infinity.sizes import format_bytes
 from infinity.system.capacity import host_free_nbytes

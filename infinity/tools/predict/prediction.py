@@ -13,10 +13,11 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.budget import SLACK
-from infinity.engine.build import DEVICE_SHARES, HOST_SHARES, arrange, may_compress
+from infinity.engine.sizing import DEVICE_SHARES, HOST_SHARES, Training, arrange, may_compress
 from infinity.errors import BudgetError, ConfigError
 from infinity.plan import compression
 from infinity.plan import placement as planner
+from infinity.plan.needs import Budgets
 from infinity.plan.packing import WEIGHT_NBYTES, Layout
 from infinity.plan.placement import Placement
 from infinity.plan.record import ADAM_MOMENTS, STATES, Record
@@ -166,15 +167,13 @@ def arrangement(
         model,
         named,
         config,
-        world=machine.world,
-        rank=0,
-        device_budget=device_budget,
-        host_budget=host_budget,
-        nvme_budget=(machine.total("capacity") // share or None) if machine.drives else 0,
-        moments=ADAM_MOMENTS,
-        deferred=_is_deferred(config),
-        accumulating=False,
-        can_advance=True,
+        Budgets(
+            device_nbytes=device_budget,
+            host_nbytes=host_budget,
+            nvme_nbytes=(machine.total("capacity") // share or None) if machine.drives else 0,
+        ),
+        Training(moments=ADAM_MOMENTS, deferred=_is_deferred(config), accumulating=False, can_advance=True),
+        (0, machine.world),
         compresses=_compresses(config, machine, sum(param.numel() for _, param in named) // machine.nodes),
     )
     least = memory(placement, placement.least_nbytes, workload.saved_nbytes, machine)
@@ -195,7 +194,7 @@ def arrangement(
 
 
 def auto_device_nbytes(machine: Machine) -> int:
-    """What an engine plans with before it has measured activations, as assembly.budgets; a CPU machine's is given as such."""
+    """What an engine plans with before it has measured activations, as `sizing.budgets`; a CPU machine's is given as such."""
     return int(machine.device_memory * DEVICE_SHARES["cuda"]) if machine.device == "cuda" else machine.device_memory
 
 

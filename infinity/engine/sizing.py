@@ -1,0 +1,216 @@
+"""How large everything of an engine is, before anything is made: the memory that there is, and where a model goes by it.
+
+Knows models, configurations and the planner. Must not know the parts that will hold it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.model.leaves import inside_leaves, is_leaf
+from infinity.plan import chunk_size, compression
+from infinity.plan import placement as planner
+from infinity.plan.chunk_size import Way
+from infinity.plan.needs import Budgets, Candidate, Needs
+from infinity.plan.packing import Layout, ParameterSpec, default_chunk_numel, layout
+from infinity.plan.record import Record, record_layout
+from infinity.system.capacity import gauge_of, host_free_nbytes
+from infinity.system.ranks import Ranks
+from infinity.system.swap import MEASURE_FROM_NBYTES
+from infinity.tiers.state import TORCH_DTYPES
+
+ACTIVATION_SHARE = 1 / 4  # of host memory, where they live there
+HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
+DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # likewise for device_memory="auto", as long as activations are not known
+MOST_OF_FREE = 0.95  # of what is free while parameters still have their memory
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What decides how records and gradients look. moments, can_advance: of the optimizer's rule. deferred: updates follow step();
+    accumulating: gradients of several backward passes add up."""
+
+    moments: tuple[str, ...]
+    deferred: bool
+    accumulating: bool
+    can_advance: bool = False
+
+
+def arrange(
+    model: nn.Module,
+    named: Named,
+    config: Config,
+    budgets: Budgets,
+    training: Training,
+    ranks: tuple[int, int],
+    *,
+    compresses: bool = False,
+    most: Callable[[int], int] = lambda number: number,
+) -> tuple[Layout, list[Record], planner.Placement]:
+    """Where everything of a model goes, which may be on the meta device: its layout, the records of a rank, their placement.
+
+    named: the parameters to manage, in registration order. ranks: which one of how many. compresses: have buffers for what is compressed on
+    NVMe, but for "auto" where nothing else fits beside them. most(number) is the largest of all ranks' numbers. Raises BudgetError.
+    """
+    rank, world = ranks
+    cuts = _Cuts(model, named, config, training, world)
+    share = 1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0
+    budgets = dataclasses.replace(budgets, host_share=share)
+
+    def place(way: Way, numel: int) -> tuple[Layout, planner.Placement]:  # of rank 0, which needs the most
+        candidate = cuts.candidate(way, numel, 0)
+        return candidate.layout, planner.place(candidate, cuts.needs, budgets)
+
+    numels = chunk_size.chunk_numels(cuts.num_parameters, world=world)
+    if config.chunk_mib is not None:
+        numels = [default_chunk_numel(config.chunk_mib, world)]
+    may_be_late = training.can_advance and not training.accumulating and config.dtype == "bf16" and config.compression != "off"
+    ways = (True, False) if compresses and config.compression != "on" else (compresses,)
+    way, numel = chunk_size.choose(place, numels, ways, may_be_late=may_be_late, nvme_nbytes=budgets.nvme_nbytes)
+    candidate, agreed = cuts.candidate(way, numel, rank), 0
+    found = planner.place(candidate, cuts.needs, budgets)
+    while (number := most(found.num_crowded_out)) > agreed:  # the same spans on all ranks, whose shards differ a little
+        agreed = number
+        found = planner.place(candidate, cuts.needs, budgets, least_crowded_out=agreed)
+    return candidate.layout, candidate.records, found
+
+
+class _Cuts:
+    """A model as it may be cut into chunks."""
+
+    def __init__(self, model: nn.Module, named: Named, config: Config, training: Training, world: int):
+        self.model, self.config, self.training, self.world = model, config, training, world
+        self.params = [param for _, param in named]
+        self.specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
+        self.num_parameters = sum(spec.numel for spec in self.specs)
+        self.itemsize = TORCH_DTYPES[config.dtype].itemsize
+        self.written = written_in_forward(model, named)
+        self.needs = Needs(
+            weights=config.weights,
+            states=config.states,
+            keep=config.residency == "auto",
+            deferred=training.deferred or training.accumulating,
+            gradient_itemsize=4 if training.accumulating else None,
+        )
+
+    def candidate(self, way: Way, chunk_numel: int, rank: int) -> Candidate:
+        config, itemsize = self.config, self.itemsize
+        cut = layout(self.specs, chunk_numel=chunk_numel, world=self.world)
+        moments = self.training.moments, config.moments
+        records = [record_layout(chunk.shard_used(rank), config.dtype, chunk.trainable, *moments) for chunk in cut.chunks]
+        snapshots = {cut.homes[index].span for index in self.written} if config.dtype != "fp32" else ()
+        return Candidate(
+            layout=cut,
+            records=records,
+            held_nbytes=_held_nbytes(self.model, self.params, cut, itemsize),
+            op_gradient_nbytes=max((p.numel() * itemsize for p in self.params if p.requires_grad), default=0),
+            buffers_nbytes=_buffers_nbytes(self.model, self.params, cut, itemsize) if self.world > 1 else 0,
+            snapshot_nbytes=sum(cut.spans[span].numel * itemsize for span in snapshots if cut.spans[span].trainable),
+            compression_nbytes=compression.buffers_nbytes(records) if way.compresses else 0,
+            late_nbytes=[compression.pooled_nbytes(record, codes=way.compresses) for record in records] if way.late else None,
+            late_on_nvme=way.compresses and config.moments == "fp32",  # else it saves little or nothing
+            late_first=not way.compresses and config.moments == "fp32",  # else states save as much
+        )
+
+
+def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable[nn.Parameter] = ()) -> tuple[int, int]:
+    """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks. params: whose memory will
+    be free soon after all else is allocated."""
+    free_host, taken = host_free_nbytes() // ranks.num_local, _taken(params)
+    on_host, on_device = HOST_SHARES[device.type], DEVICE_SHARES[device.type]
+    if device.type == "cuda":
+        device_share = _share(on_device, gauge_of(device).free_nbytes(), taken["cuda"])
+        host_share = _share(on_host, free_host, taken["cpu"])
+    else:  # both are of one memory
+        both = _share(on_host + on_device, free_host, taken["cpu"])
+        host_share = int(both * on_host / (on_host + on_device))
+        device_share = both - host_share
+    auto = ranks.min_(torch.tensor([device_share, host_share], dtype=torch.int64)).tolist()
+    given = (config.device_memory, config.host_memory)
+    return tuple(share if value == "auto" else value for value, share in zip(given, auto))
+
+
+def may_compress(config: Config, device: str, num_parameters: int) -> bool:
+    """Whether records on NVMe may take fewer bytes, whatever the drives are. num_parameters: of a node's ranks. "auto" takes drives that
+    are measured, and cores that do not compute."""
+    if config.compression == "auto":
+        return device == "cuda" and 12 * num_parameters >= MEASURE_FROM_NBYTES * len(config.nvme)
+    return config.compression == "on"
+
+
+def _share(share: float, free: int, taken: int) -> int:
+    """Of what will be free; what is free before that bounds it, since memory is taken first."""
+    return min(int(share * (free + taken)), int(MOST_OF_FREE * free))
+
+
+def _taken(params: Iterable[nn.Parameter]) -> collections.Counter:
+    """Bytes of memory that holds parameters' values, by kind of device."""
+    by_storage, limits = collections.Counter(), {}
+    for param in params:
+        storage, nbytes = param.untyped_storage(), param.numel() * param.element_size()
+        if param.numel() > 1 and storage.nbytes() >= nbytes:  # placeholders have one element
+            key = param.device.type, storage._cdata
+            by_storage[key] += nbytes
+            limits[key] = storage.nbytes()
+    taken = collections.Counter()
+    for key, nbytes in by_storage.items():
+        taken[key[0]] += min(nbytes, limits[key])  # parameters may share it
+    return taken
+
+
+def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
+    """The most that an op and the ops around it hold: spans of a module's own parameters and of its ancestors'. What lies in lists of
+    parameters, and in other modules that cannot be called, is its parent's, which reads one after another."""
+    index = {id(param): i for i, param in enumerate(params)}
+    nbytes = {span.index: span.numel * itemsize for span in layout_.spans}
+    most = 0
+
+    def visit(module: nn.Module, held: frozenset[int]) -> None:
+        nonlocal most
+        params = module.parameters() if is_leaf(module) else _own(module)
+        held = held | {layout_.homes[index[id(p)]].span for p in params if p is not None and id(p) in index}
+        most = max(most, sum(nbytes[span] for span in held))
+        for child in () if is_leaf(module) else module._modules.values():
+            if child is not None:
+                visit(child, held)
+
+    visit(model, frozenset())
+    return most
+
+
+def _buffers_nbytes(model: nn.Module, params, layout_: Layout, itemsize: int) -> int:
+    """The most that buffers of chunks take, on several ranks, each with a number a parameter and rank: those of the spans of one op's
+    gradients, beside those of the op before, which may be reduced only then."""
+    index = {id(param): i for i, param in enumerate(params)}
+    inside = inside_leaves(model)
+    of_ops = {}
+    for module in model.modules():
+        if module not in inside:
+            own = module.parameters() if is_leaf(module) else _own(module)
+            spans = frozenset(layout_.homes[index[id(p)]].span for p in own if p is not None and id(p) in index)
+            chunks = [layout_.chunks[chunk] for span in spans for chunk in layout_.spans[span].chunks]
+            of_ops[spans] = sum((chunk.numel + layout_.world * len(chunk.pieces)) * itemsize for chunk in chunks if chunk.trainable)
+    return sum(sorted(of_ops.values())[-2:])
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter | None]:
+    yield from module._parameters.values()
+    for child in module._modules.values():
+        if child is not None and type(child).forward is nn.Module.forward:
+            yield from _own(child)
+
+
+def written_in_forward(model: nn.Module, named: Named) -> set[int]:
+    """Parameters that their module writes to in forward: embeddings with max_norm."""
+    index = {id(param): i for i, (_, param) in enumerate(named)}
+    writers = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
+    return {index[id(p)] for module in writers for p in module._parameters.values() if p is not None and id(p) in index}

@@ -1,0 +1,195 @@
+"""What host memory is for: slots that copies share, copies that stay, and gradients of late moments; the rest goes to NVMe.
+
+Pure arithmetic over the sizes of copies and a budget. Must not know the device, but for what is there anyway. See [Note: how budgets are
+spent] in placement.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from infinity.errors import BudgetError
+from infinity.plan.needs import Budgets, Candidate, Needs
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
+from infinity.plan.redo import needed_nbytes, pool_for
+from infinity.sizes import format_bytes
+
+MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS = 2, 2, 2
+WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS = 64, 12, 8
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a placement says of host memory and NVMe."""
+
+    homes: dict[str, tuple[str, ...]]
+    on_nvme: dict[str, tuple[int, ...]]
+    slots: dict[str, int]
+    host_nbytes: int = 0
+    compression_nbytes: int = 0
+    pool_nbytes: int = 0
+    num_late: int = 0
+    nvme_nbytes: int = 0
+
+
+def share_out(candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], visitors: Collection[int]) -> Shared:
+    """Share out host memory, the rest goes to NVMe. Chunks that are crowded out need no place; visitors of the device seldom need theirs,
+    so they come last. Raises BudgetError where there is too little for the fewest slots."""
+    sharing = _Sharing(candidate, needs, budgets, crowded_out, visitors)
+    sharing.require_least()
+    sharing.settle_gradients()
+    sharing.grow_slots()
+    sharing.keep_copies()
+    return sharing.found()
+
+
+class _Sharing:
+    """homes: of each kind and chunk, as far as they are known. counts: of slots."""
+
+    def __init__(self, candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], visitors: Collection[int]):
+        self.candidate, self.needs, self.budgets, self.visitors = candidate, needs, budgets, visitors
+        self.sizes = candidate.sizes(needs)
+        self.in_slots = candidate.in_slots(self.sizes)
+        self.budget = int(budgets.host_nbytes * budgets.host_share)
+        self.counts = [MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS]
+        self.left = self.reserved = 0  # bytes that are for copies that stay, and those that are for a pool
+        num_chunks = len(candidate.records)
+        self.homes = {
+            WEIGHTS: ["host" if needs.weights == "host" else "nvme"] * num_chunks,
+            STATES: ["host" if needs.states == "host" else "nvme"] * num_chunks,
+            GRADIENTS: ["nvme"] * num_chunks,
+        }
+        if needs.weights == "device":  # the record needs its weights beside the states
+            self.homes[WEIGHTS] = list(self.homes[STATES])
+        for kind in KINDS:  # nothing has a home in memory: a frozen chunk's states, a shard that is all padding
+            self.homes[kind] = ["host" if not nbytes else home for home, nbytes in zip(self.homes[kind], self.sizes[kind])]
+            for index in crowded_out:
+                self.homes[kind][index] = "device"
+
+    def slots(self, counts: Sequence[int]) -> dict[str, int]:
+        """Slots of each kind: at most the counts given, and no more than there are chunks to share them."""
+        return {kind: min(count, self.homes[kind].count("nvme")) for kind, count in zip(KINDS, counts)}
+
+    def nbytes_in(self, tier: str, there: dict[str, tuple[int, ...]]) -> int:
+        return sum(nbytes for kind in KINDS for nbytes, home in zip(there[kind], self.homes[kind]) if home == tier)
+
+    def buffers_nbytes(self) -> int:
+        return self.candidate.compression_nbytes if "nvme" in (*self.homes[WEIGHTS], *self.homes[STATES]) else 0
+
+    def host_nbytes(self, counts: Sequence[int]) -> int:
+        shared = sum(count * max(self.in_slots[kind]) for kind, count in self.slots(counts).items())
+        return self.buffers_nbytes() + self.nbytes_in("host", self.sizes) + shared
+
+    def require_least(self) -> None:
+        """Raise BudgetError where the fewest slots are too much."""
+        least, share = self.host_nbytes(self.counts), self.budgets.host_share
+        if self.budget >= least:
+            return
+        held = ", ".join(f"{count} for {kind}" for kind, count in self.slots(self.counts).items() if count)
+        enough = math.ceil(least / share)
+        raise BudgetError(
+            f"host_memory={format_bytes(self.budgets.host_nbytes)} is too small: this model needs {exact(enough)} to make "
+            f"progress (slots: {held or 'none'}; resident: {format_bytes(self.nbytes_in('host', self.sizes))}"
+            f"{'; buffers: ' + format_bytes(self.buffers_nbytes()) if self.buffers_nbytes() else ''}"
+            f"{f'; for activations: {1 - share:.0%}' if share < 1 else ''}). Raise host_memory or lower chunk_mib.",
+            least_host_nbytes=enough,
+        )
+
+    def settle_gradients(self) -> None:
+        """Those that wait for step() stay, where all of them have room."""
+        sizes, homes = self.sizes[GRADIENTS], self.homes[GRADIENTS]
+        away = sum(nbytes for nbytes, home in zip(sizes, homes) if home == "nvme")
+        if self.needs.deferred and self.host_nbytes(self.counts) + away <= self.budget:
+            self.homes[GRADIENTS] = ["host" if home == "nvme" else home for home in homes]
+
+    def grow_slots(self) -> None:
+        """The pools together, a tenth at a time."""
+        most = [WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS]
+        while self.counts != most:
+            wanted = [min(high, max(low + 1, low + high // 10)) for low, high in zip(self.counts, most)]
+            if self.host_nbytes(wanted) > self.budget:
+                break
+            self.counts = wanted
+        self.left = self.budget - self.host_nbytes(self.counts)
+
+    def order(self) -> list[str]:
+        """The kinds whose copies stay where there is room, most worth first."""
+        needs = self.needs
+        some_on_nvme = any("nvme" in self.homes[kind] for kind in (WEIGHTS, STATES))
+        order = [kind for kind, choice in ((WEIGHTS, needs.weights), (STATES, needs.states)) if needs.keep and choice == "auto"]
+        if needs.deferred:
+            order.insert(order.count(WEIGHTS), GRADIENTS)
+        elif needs.keep or not some_on_nvme:
+            order.append(GRADIENTS)
+        return order
+
+    def keep_copies(self) -> None:
+        """Of what is left a pool has its part, if it comes before states; the rest keeps copies."""
+        order = self.order()
+        sharing, shared = {kind: self.homes[kind].count("nvme") for kind in order}, self.slots(self.counts)
+        stays = self._stays()
+        self._reserve(order, stays)
+        self.left -= self.reserved
+        for indices in (stays, sorted(self.visitors, reverse=True)):
+            for kind in order:
+                for index in indices:
+                    if self.homes[kind][index] != "nvme":
+                        continue
+                    slot = max(self.in_slots[kind]) if sharing[kind] <= shared[kind] else 0  # that nobody shares any more
+                    if self.sizes[kind][index] - slot <= self.left:
+                        self.homes[kind][index] = "host"
+                        self.left -= self.sizes[kind][index] - slot
+                        sharing[kind] -= 1
+
+    def _stays(self) -> list[int]:
+        return [index for index in reversed(range(len(self.candidate.records))) if index not in self.visitors]
+
+    def _late_gradients(self, stays: list[int]) -> list[int]:
+        return [self.candidate.late_nbytes[index] for index in stays if self.homes[STATES][index] == "nvme"]
+
+    def _reserve(self, order: list[str], stays: list[int]) -> None:
+        if self.candidate.late_nbytes is None:
+            return
+        homes, sizes = self.homes, self.sizes
+        first = [kind for kind in order if kind == WEIGHTS or (kind == GRADIENTS and self.needs.deferred)]
+        room = max(0, self.left - sum(sizes[kind][index] for kind in first for index in stays if homes[kind][index] == "nvme"))
+        gradients = self._late_gradients(stays)
+        if STATES not in order:
+            self.reserved, _ = pool_for(gradients, room)
+        elif self.candidate.late_first:
+            states = sum(sizes[STATES][index] for index in stays if homes[STATES][index] == "nvme")
+            self.reserved = _pool_beside_states(gradients, states, room)
+
+    def found(self) -> Shared:
+        pool_nbytes, num_late, on_nvme = 0, 0, self.sizes
+        if self.candidate.late_nbytes is not None:
+            pool_nbytes, num_late = pool_for(self._late_gradients(self._stays()), self.left + self.reserved)
+            if not num_late and self.candidate.late_on_nvme and "nvme" in self.homes[STATES]:
+                on_nvme, num_late = self.in_slots, 1
+        return Shared(
+            homes={kind: tuple(found) for kind, found in self.homes.items()},
+            on_nvme=on_nvme,
+            slots=self.slots(self.counts),
+            host_nbytes=self.host_nbytes(self.counts) + pool_nbytes,
+            compression_nbytes=self.buffers_nbytes(),
+            pool_nbytes=pool_nbytes,
+            num_late=num_late,
+            nvme_nbytes=self.nbytes_in("nvme", on_nvme),
+        )
+
+
+def _pool_beside_states(gradients_nbytes: Sequence[int], states_nbytes: int, room_nbytes: int) -> int:
+    """Of the room, for one update's gradients of the records whose states find none beside them; 0 where it cannot hold these."""
+    needed = needed_nbytes(gradients_nbytes, 1)
+    lacking = states_nbytes - room_nbytes
+    if lacking <= 0 or needed >= states_nbytes:
+        return 0
+    found = math.ceil(needed * lacking / (states_nbytes - needed)) + max(gradients_nbytes)  # the last states may leave a gap
+    return found if found <= room_nbytes else 0
+
+
+def exact(nbytes: int) -> str:
+    """A budget that can be copied from a message to the configuration."""
+    return f"{nbytes} bytes ({format_bytes(nbytes)})"

@@ -1,0 +1,90 @@
+"""What a placement is made of: what a training asks for, the memory that there is for it, and a way to cut the model.
+
+Sizes in bytes, of one rank. Must not know how anything is placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.plan.packing import WEIGHT_NBYTES, Chunk, Layout
+from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, Record
+from infinity.sizes import round_up
+
+PAGE_NBYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What is asked for, however the model is cut. weights, states: auto, device, host or nvme. keep: use what budgets leave over.
+
+    deferred: all gradients wait for step(). gradient_itemsize: bytes of an accumulated gradient element, None for the weight's own.
+    """
+
+    weights: str
+    states: str
+    keep: bool
+    deferred: bool
+    gradient_itemsize: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Of a rank. nvme_nbytes: past it, where places are for us to choose, records live on the device; None where it is not known.
+    host_share: of the host budget that is for records, and for the buffers that these need if some are on NVMe."""
+
+    device_nbytes: int
+    host_nbytes: int
+    nvme_nbytes: int | None = None
+    host_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A model cut into chunks, the records of this rank by chunk, and what these take beside their own bytes.
+
+    held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the largest parameter's gradient; buffers_nbytes: the
+    most that gradients take before they are reduced, on several ranks; snapshot_nbytes: more that records on the device take, see
+    [Note: weights written in forward] in state.py. compression_nbytes: of buffers, if some records are on NVMe. late_nbytes: of
+    each record, about what a gradient takes in a pool, where moments may be late: slots of states have room for one then; late_on_nvme: so
+    has NVMe, where there is no pool; late_first: a pool comes before states.
+    """
+
+    layout: Layout
+    records: Sequence[Record]
+    held_nbytes: int
+    op_gradient_nbytes: int
+    buffers_nbytes: int = 0
+    snapshot_nbytes: int = 0
+    compression_nbytes: int = 0
+    late_nbytes: Sequence[int] | None = None
+    late_on_nvme: bool = False
+    late_first: bool = False
+
+    def sizes(self, needs: Needs) -> dict[str, tuple[int, ...]]:
+        """Bytes of each copy, by kind and chunk."""
+        return {
+            WEIGHTS: tuple(record.weight_nbytes for record in self.records),
+            STATES: tuple(record.states_nbytes for record in self.records),
+            GRADIENTS: tuple(
+                gradient_nbytes(chunk, record.numel, needs.gradient_itemsize) if chunk.trainable else 0
+                for chunk, record in zip(self.layout.chunks, self.records)
+            ),
+        }
+
+    def in_slots(self, sizes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Those of a copy in a slot."""
+        if self.late_nbytes is None:
+            return sizes
+        return sizes | {STATES: tuple(n and n + record.late_gradient[2] for n, record in zip(sizes[STATES], self.records))}
+
+
+def gradient_nbytes(chunk: Chunk, numel: int, itemsize: int | None) -> int:
+    """Of a shard of so many elements. itemsize: as of `Needs`."""
+    return round_up(numel * (itemsize or WEIGHT_NBYTES[chunk.dtype]), PAGE_NBYTES)
+
+
+def span_nbytes(span) -> int:
+    """Of a span's weights on the device."""
+    return span.numel * WEIGHT_NBYTES[span.dtype]
