@@ -5,14 +5,6 @@ has, or how an engine starts and ends. Over 400 lines because the rules for what
 together: each guards the state that another one changes.
 """
 
-# [Note: expected gradients]
-# How many gradients a parameter receives in one backward pass is known from the same one of the last step, if as many forward passes came
-# before that and as many ops used the parameter: several if reentrant checkpoints share it, none if it is unused. In the first step, or if
-# others run than in the last one or parameters are frozen or thawed, a parameter of an op that ran once is expected to receive one, of an op that did not run none. With
-# anything else, such as a backward pass over a graph that is older than the last one, the chunk waits for the end of the pass. So it
-# does once it has received more than was expected, and where one of several forward passes uses a parameter that had no gradient in
-# the last step: the one that goes backward may be another this time.
-#
 # [Note: backward passes that only pass through]
 # A frozen model hands gradients on to what it was given: a critic, a teacher, a base under adapters that are not the engine's. So a
 # backward pass belongs to a step only once it brings a gradient to one of the engine's parameters, on any rank; before that, it is taken to
@@ -34,10 +26,12 @@ from infinity.engine.budget import Margin
 from infinity.engine.build import Assembly
 from infinity.engine.completions import Completions
 from infinity.engine.due import Due
+from infinity.engine.expectations import Expectations
 from infinity.engine.follow import Follower
 from infinity.engine.foreign import refuse_optimizers
 from infinity.engine.hooks import Hooks
 from infinity.engine.param_grads import ParamGrads, drop_half_arrived
+from infinity.engine.refusals import refuse_modes, refuse_thawed
 from infinity.engine.trees import map_tensors, tensors_in
 from infinity.errors import NonFiniteError, UsageError
 from infinity.optim.loss_scale import Scaler
@@ -89,7 +83,7 @@ class Cycle:
         self._num_passing = 0  # forward passes of a cycle of the pipeline that no step() ends
         self._looked = False  # for optimizers of torch's own, before the first forward pass that trains
         self._cycle_is_over = True  # the next such pass begins another
-        self._forwards_last: dict[int, int] = {}  # in the step before, by backward pass
+        self.expectations = Expectations(self.registry.params)
         self.by_layer: bool | None = None  # whether the step under way, or the last one, is one of infinity.vertical
         self._frozen = [state for state in self.registry.params if not state.trainable]
         self._trainable = [state for state in self.registry.params if state.trainable]
@@ -122,28 +116,14 @@ class Cycle:
             pass
         self._check_open()
         interrupts.guard()
-        if torch._C._are_functorch_transforms_active():
-            raise UsageError(
-                "torch.func transforms (grad, vjp, vmap, ...) do not see when weights come and go. Use loss.backward() or "
-                "torch.autograd.grad."
-            )
-        if torch.jit.is_tracing():
-            raise UsageError(
-                "torch.jit.trace notes the memory that weights are in for the moment, and would read it when they are elsewhere. Trace a "
-                "model that is in no engine, with this one's values: plain.load_state_dict(model.state_dict())."
-            )
-        if torch.is_autocast_enabled(self.weights.device.type) and self.config.dtype == "fp32":
-            raise UsageError(
-                "torch.autocast over an fp32 engine casts weights that come and go, and caches the casts. Use "
-                'infinity.Config(dtype="bf16") instead, which keeps fp32 masters.'
-            )
+        refuse_modes(self.weights.device.type, self.config.dtype)
         self.raise_failure()
         self.end_interrupted()
         self.refuse_half_updated("a forward pass")
         if not self.in_backward():
             self._awaits_end = False  # of a backward pass that failed
             self._clear_gradients()
-            self._check_frozen()
+            refuse_thawed(self._frozen)
             trains = torch.is_grad_enabled() and any(state.param.requires_grad for state in self._trainable)
             self.num_forwards += trains
             if trains and not self._looked:
@@ -202,8 +182,7 @@ class Cycle:
         if self.trains:
             self._expect_gradients()
         else:
-            for state in self.registry.params:
-                state.arrivals = 0
+            self.expectations.expect_nothing()
 
     def _why_not_train(self, state: ParameterState | None = None) -> str | None:
         """What is wrong with gradients now, if anything is, or with this parameter's."""
@@ -238,18 +217,8 @@ class Cycle:
         in_backward = moment(deferred=self.deferred, on_device=False) is Moment.GRADIENT
         self.due.early_hyper = self._hyper() if last and in_backward else None
         self.due.sums_squares = last and (self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite)
-        number, forwards = self.num_backwards, self.num_forwards
         later = self.course.backward_task == _MANY_GRAPHS  # forward passes are still to come
-        as_before = not self.first_step and forwards == self._forwards_last.get(number) and (forwards or later)
-        self._forwards_last[number] = forwards
-        for state in self.registry.params:
-            state.arrivals = 0
-            if as_before and state.touched == state.touched_last.get(number):
-                arrived = state.arrived_last.get(number, math.inf)
-                state.expected = arrived if arrived or not state.touched or forwards <= 1 else math.inf
-            else:
-                state.expected = state.touched if forwards and not later and state.touched <= 1 else math.inf
-            state.touched_last[number] = state.touched
+        self.expectations.begin_pass(self.num_backwards, self.num_forwards, known=not self.first_step, later=later)
         for chunk in self.registry.chunks:
             chunk.gradient.expect(sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces))
             self.updater.expect(chunk, self.due.early_hyper is not None and chunk.trainable and chunk.gradient.missing > 0)
@@ -321,10 +290,7 @@ class Cycle:
         self.completions.end_pass(number)
         self.num_backwards += 1
         self.num_forwards = 0
-        for state in self.registry.params:
-            state.arrived_last[number] = state.arrivals
-            state.touched = 0
-        self.param_grads.depart(state for state in self.registry.params if state.arrivals)
+        self.param_grads.depart(self.expectations.end_pass(number))
         self.due.update_waiting()
 
     @uninterrupted
@@ -517,14 +483,6 @@ class Cycle:
         """Autograd is to find no gradient to add to."""
         self.check_gradients()
         self.param_grads.clear()
-
-    def _check_frozen(self) -> None:
-        for state in self._frozen:
-            if state.param.requires_grad:
-                raise UsageError(
-                    f"{state.name} was frozen when the engine started and has no optimizer states. Call requires_grad_() before the "
-                    f"optimizer is made; parameters that train may be frozen, and thawed again, at any time."
-                )
 
     def _check_open(self) -> None:
         if self.closed:

@@ -1,0 +1,42 @@
+"""What a program may not do with a model around its passes, whatever the step: each is refused with a UsageError that says what to do.
+
+Knows torch's modes and the parameters. Must not know steps: what is refused because of where a step is, steps.py refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from infinity.errors import UsageError
+from infinity.tiers.state import ParameterState
+
+
+def refuse_modes(device_type: str, dtype: str) -> None:
+    """In which a forward pass would see weights come and go."""
+    if torch._C._are_functorch_transforms_active():
+        raise UsageError(
+            "torch.func transforms (grad, vjp, vmap, ...) do not see when weights come and go. Use loss.backward() or "
+            "torch.autograd.grad."
+        )
+    if torch.jit.is_tracing():
+        raise UsageError(
+            "torch.jit.trace notes the memory that weights are in for the moment, and would read it when they are elsewhere. Trace a "
+            "model that is in no engine, with this one's values: plain.load_state_dict(model.state_dict())."
+        )
+    if torch.is_autocast_enabled(device_type) and dtype == "fp32":
+        raise UsageError(
+            "torch.autocast over an fp32 engine casts weights that come and go, and caches the casts. Use "
+            'infinity.Config(dtype="bf16") instead, which keeps fp32 masters.'
+        )
+
+
+def refuse_thawed(frozen: Iterable[ParameterState]) -> None:
+    """frozen: parameters that were frozen when the engine started."""
+    for state in frozen:
+        if state.param.requires_grad:
+            raise UsageError(
+                f"{state.name} was frozen when the engine started and has no optimizer states. Call requires_grad_() before the "
+                f"optimizer is made; parameters that train may be frozen, and thawed again, at any time."
+            )
