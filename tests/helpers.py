@@ -164,7 +164,7 @@ def assert_nothing_held(engine):
     engine.weights.drain_dropped()
     assert engine.weights.held == {}, engine.weights.held
     assert all(span.holds == 0 for span in engine.registry.spans)
-    assert engine.hooks.frames == []
+    assert engine.calls.frames == []
 
 
 @contextlib.contextmanager

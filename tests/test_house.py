@@ -193,7 +193,6 @@ TOO_LARGE = {
         "Cycle": (490, 40),
         "Engine": (590, 52),
         "Gradients": (370, 30),
-        "Hooks": (530, 45),
         "Ranks": (350, 33),
         "Records": (350, 36),
     },

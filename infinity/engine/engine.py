@@ -25,7 +25,7 @@ from infinity.engine.budget import Margin
 from infinity.engine.build import assemble
 from infinity.engine.due import note_change
 from infinity.engine.foreign import refuse_optimizers, refuse_replicas, watch_replicas
-from infinity.engine.hooks import Hooks
+from infinity.engine.resident import hooks_for
 from infinity.engine.sizing import budgets
 from infinity.engine.steps import Cycle
 from infinity.errors import ConfigError, UsageError
@@ -199,8 +199,8 @@ class Engine:
             return
         self.cycle.refuse_half_updated("new weights", change=True)
         state = self.registry.params[index]
-        if not self.hooks.frames and not self.cycle.in_backward():
-            self.hooks.release_escaped()
+        if not self.calls.frames and not self.cycle.in_backward():
+            self.calls.release_escaped()
         if self.weights.is_held(self.registry.span_of(state)):
             raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
         self.values.write_weight(state, value)
@@ -222,7 +222,7 @@ class Engine:
         before: dict[SpanState, torch.Tensor] = {}
         try:
             self._gather(dict.fromkeys(self.registry.span_of(state) for state in states), before)
-            with self.hooks.saved_tensors():
+            with self.calls.saved_tensors():
                 yield
         finally:
             self._adopt(before)
@@ -261,11 +261,11 @@ class Engine:
 
     def may_compute(self, params: list[nn.Parameter]) -> bool:
         """Whether the program is where it may read parameters that nothing holds: in one of this engine's ops."""
-        return self.hooks.may_compute(list(map(self.registry.find, params)))
+        return self.calls.may_compute(list(map(self.registry.find, params)))
 
     def compute(self, params: list[nn.Parameter], func, args: tuple, kwargs: dict):
         """func(*args, **kwargs), for which these parameters are held."""
-        return self.hooks.compute(list(map(self.registry.find, params)), func, args, kwargs)
+        return self.calls.compute(list(map(self.registry.find, params)), func, args, kwargs)
 
     def take(self, param: nn.Parameter, data: torch.Tensor) -> None:
         """The program puts other data into a parameter that is held."""
@@ -481,7 +481,7 @@ class Engine:
         if optimizer is not None and optimizer is not self.optimizer:
             raise UsageError(f"{what}: the optimizer is not that of this model")
         self._start()
-        self.hooks.refuse_running(what)
+        self.calls.refuse_running(what)
 
     # The end.
 
@@ -509,7 +509,7 @@ class Engine:
         if self._closed:
             dropped = ": it ended with its model, which nobody holds any more; keep the model as long as you use its optimizer or graphs"
             raise UsageError(f"the engine is closed{dropped if self._was_dropped else ''}")
-        if self._started and self.hooks.thread == threading.get_ident():
+        if self._started and self.calls.thread == threading.get_ident():
             self.cycle.end_interrupted()
 
     def _check_thread(self, what: str) -> None:
@@ -524,7 +524,7 @@ class Engine:
     def trains_elsewhere(self) -> bool:
         """Whether another thread than this one made the last step, or began the first, and may make more."""
         here = threading.current_thread()
-        trains = self.hooks.thread if self._trains is None and self._started and self.optimizer is not None else self._trains
+        trains = self.calls.thread if self._trains is None and self._started and self.optimizer is not None else self._trains
         if self._model() is None:  # dropped: none can, and who closes it waits for nobody
             return False
         if trains in (None, here.ident) or here.name.startswith((THREADS, interrupts.SHIELD)):
@@ -586,11 +586,8 @@ class Engine:
         self.values, self.weights, self.course = parts.values, parts.weights, parts.course
         self.activations, self.compressor = parts.activations, parts.compressor
         self.events.count_slots = self.records.slots_in_use
-        self.cycle = Cycle(self.config, self.ranks, self.events, parts, deferred=deferred)
-        self.cycle.turn = self.turn
-        self.follower = self.cycle.follower
         config = self.config
-        self.margin = self.cycle.margin = Margin(
+        self.margin = Margin(
             self.registry,
             self.records,
             self.weights,
@@ -603,6 +600,9 @@ class Engine:
             gauge_of(self.device),
             bound_nbytes=None if config.device_memory == "auto" else config.device_memory,
         )
+        self.cycle = Cycle(config, self.ranks, self.events, parts, self.margin, deferred=deferred)
+        self.cycle.turn = self.turn
+        self.follower, self.calls = self.cycle.follower, self.cycle.calls
         self.ranks.listen(self._give_up)
         try:
             self._let_go(model)
@@ -634,7 +634,7 @@ class Engine:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
-        self.hooks = self.cycle.hooks = Hooks(self.cycle, model, self.registry, self.weights)
+        self.hooks = hooks_for(self.cycle, model)
         _disarm_guard(model)
 
     def _initial_value(self, index: int, param: nn.Parameter) -> torch.Tensor:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable, Sequence
 
 import torch
 from torch import nn
@@ -24,12 +23,12 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.budget import Margin
 from infinity.engine.build import Assembly
+from infinity.engine.calls import Calls
 from infinity.engine.completions import Completions
 from infinity.engine.due import Due
 from infinity.engine.expectations import Expectations
 from infinity.engine.follow import Follower
 from infinity.engine.foreign import refuse_optimizers
-from infinity.engine.hooks import Hooks
 from infinity.engine.param_grads import ParamGrads, drop_half_arrived
 from infinity.engine.refusals import refuse_modes, refuse_thawed
 from infinity.engine.trees import map_tensors, tensors_in
@@ -43,7 +42,7 @@ from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
 from infinity.system.ranks import Ranks
 from infinity.tiers.arithmetic import Hyper
-from infinity.tiers.state import ChunkState, ParameterState, Presence, SpanState
+from infinity.tiers.state import ChunkState, ParameterState, Presence
 
 _MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
 _TORN = "a backward pass after one that failed half-way and had begun to update; see step()"
@@ -52,16 +51,14 @@ _MOST_FORWARDS = 16  # in a cycle that no step() ends: graphs may be built that 
 
 
 class Cycle:
-    """The steps of an engine that has started. margin, hooks, turn, optimizer and, for fp16, scaler are given after construction.
+    """The steps of an engine that has started. turn, optimizer and, for fp16, scaler are given after construction.
 
     deferred: updates follow step() instead of the backward pass.
     """
 
-    margin: Margin
-    hooks: Hooks
     turn: contextlib.AbstractContextManager
 
-    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, *, deferred: bool):
+    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, margin: Margin, *, deferred: bool):
         self.config = config
         self.ranks = ranks
         self.events = events
@@ -72,6 +69,8 @@ class Cycle:
         self.follower = Follower(
             self.weights, self.due, keep=config.residency == "auto", slots_ahead=slots_ahead, states_ahead=states_ahead
         )
+        self.margin = margin
+        self.calls = Calls(self.follower, margin, parts.activations)
         self.deferred = deferred
         self.optimizer = None
         self.scaler: Scaler | None = None
@@ -104,12 +103,6 @@ class Cycle:
 
     # What the hooks call.
 
-    def acquire(self, key: Hashable, spans: Sequence[SpanState]) -> None:
-        """An op begins that needs these spans."""
-        self.weights.drain_dropped()
-        self.margin.note_op(key)
-        self.follower.acquire(key, spans, record=self.hooks.recording)
-
     def begin_forward(self, model: nn.Module, inputs: object) -> None:
         """An outermost module of the model is called; inputs: whatever it is called with."""
         with self.turn:  # after what another thread saves or loads; that sees by the hooks' thread that this one has begun
@@ -137,11 +130,11 @@ class Cycle:
         if self.activations is not None:
             self.activations.begin_forward(model.buffers())
         shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
-        self.margin.begin_forward(shapes, self.hooks.recording)
+        self.margin.begin_forward(shapes, self.calls.recording)
 
     def _begin_passing(self) -> None:
         """A forward pass of a cycle that no step() will end; see [Note: backward passes that only pass through]."""
-        self.hooks.recording = True
+        self.calls.recording = True
         self._num_passing += 1
         if self._cycle_is_over or self._num_passing > _MOST_FORWARDS:
             if self.course.trace:
@@ -177,7 +170,7 @@ class Cycle:
         self._check_open()
         self.await_end()
         self.course.backward_task = torch._C._current_graph_task_id()
-        self.hooks.recording = True  # an evaluation may have run since the forward pass
+        self.calls.recording = True  # an evaluation may have run since the forward pass
         self.trains, self.came = self.num_forwards > 0 and self._why_not_train() is None, False
         if self.trains:
             self._expect_gradients()
@@ -235,7 +228,7 @@ class Cycle:
         if not self.trains:
             if (refusal := self._why_not_train(state)) is not None:
                 self.course.backward_task, self._awaits_end = None, False  # nothing of the step has changed
-                self.hooks.release_all()
+                self.calls.release_all()
                 self.weights.drain_dropped()
                 self._refuse_other_optimizers()
                 raise UsageError(refusal)
@@ -277,7 +270,7 @@ class Cycle:
             return
         self.course.backward_task = None
         self.gradients.hurry()
-        self.hooks.release_all()
+        self.calls.release_all()
         self.weights.drain_dropped()
         if self.activations is not None:
             self.activations.drain()
@@ -335,11 +328,11 @@ class Cycle:
     @contextlib.contextmanager
     def one_segment(self):
         """What the block's ops fetch stays until it ends."""
-        self.hooks.begin_segment()
+        self.calls.begin_segment()
         try:
             yield
         finally:
-            self.hooks.end_segment()
+            self.calls.end_segment()
 
     # What the optimizer calls.
 
@@ -357,7 +350,7 @@ class Cycle:
             raise UsageError("step() after a backward pass that raised; call zero_grad() and run it again")
         if not (self.num_backwards or self.has_passed):
             raise UsageError("step() without a finished backward pass since the last step")
-        self.hooks.refuse_running("step()")
+        self.calls.refuse_running("step()")
         self.raise_failure()
         hyper = self._hyper()
         if self.due.early_hyper is not None and self.due.early_hyper.groups != hyper.groups:
@@ -424,7 +417,7 @@ class Cycle:
 
     def zero_grad(self) -> None:
         self.param_grads.end_step()
-        self.hooks.end_interrupted_calls()
+        self.calls.end_interrupted()
         self._clear_gradients()
         if self.course.backward_task is not None:
             self.abandon_backward()
@@ -505,7 +498,7 @@ class Cycle:
 
     def end_interrupted(self) -> None:
         """Calls of modules and backward passes that an interrupt or an error has ended, in this thread, are over."""
-        self.hooks.end_interrupted_calls()
+        self.calls.end_interrupted()
         if self.course.backward_task not in (None, _MANY_GRAPHS) and not self.in_backward():
             self.abandon_backward()
 
@@ -516,7 +509,7 @@ class Cycle:
         self.failed = True
         drop_half_arrived(self.registry.params)
         self.gradients.hurry()
-        self.hooks.release_all()
+        self.calls.release_all()
         self.torn = self.torn or any(chunk.update.is_early for chunk in self.registry.chunks)
 
     def _reset(self, torn: bool = False) -> None:

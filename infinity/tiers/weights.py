@@ -83,8 +83,6 @@ class Weights:
         self.held: dict[int, SpanState] = {}
         self._postponed: list[SpanState] = []  # evictions that wait for a release
         self._num_collectives = 0
-        self.all_stay = False  # every span is on the device for good, and no op asks for one; set by whoever knows the ops
-        self.all_home = False  # such spans, between the first op after a step and the next step
 
     def close(self) -> None:
         self.cg.close()
@@ -160,8 +158,8 @@ class Weights:
     def bring_all(self) -> None:
         """Let all parameters point to their spans, which stay on the device."""
         for span in self.registry.spans:
-            self.bring(span)
-        self.all_home = True
+            if not span.attached:
+                self.bring(span)
 
     def evict_idle(self) -> None:
         """Free every span that no op holds."""
@@ -273,17 +271,18 @@ class Weights:
     def invalidate(self, span: SpanState) -> None:
         """An update makes the device copy stale; nobody may hold it. What stays is updated where it is."""
         assert not span.holds, f"{span} is updated while an op holds it"
-        if self.all_stay:
-            self.all_home = False
-            self._detach(span)
-            return
         if span.presence is Presence.FETCHING:
             self.settle(span)
         if span.presence is not Presence.AWAY:
             self._detach(span)
-            span.become(Presence.AWAY)
+            if not self._stays(span):
+                span.become(Presence.AWAY)
         if not span.pinned:
             self.tier.free(span)
+
+    def _stays(self, span: SpanState) -> bool:
+        """Whether all of its bytes are there after an update, too."""
+        return self.ranks.world == 1 and all(chunk.on_device for chunk in self.registry.chunks_in(span))
 
     # Waiting.
 

@@ -1,0 +1,58 @@
+"""The hooks of a model of which nothing ever leaves the device: they only look whether an outermost module is called.
+
+Knows the same as hooks.py. The first op after a step brings all parameters home, until the next step, and autograd saves them itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infinity.engine.hooks import Hooks
+from infinity.engine.ops import FORWARD, Frame, Op
+from infinity.engine.steps import Cycle
+from infinity.system.interrupts import uninterrupted
+
+
+def hooks_for(cycle: Cycle, model: nn.Module) -> Hooks:
+    """The hooks of the model, attached to it."""
+    return (ResidentHooks if _stays(cycle) else Hooks)(cycle, model)
+
+
+def _stays(cycle: Cycle) -> bool:
+    """Whether no op of the model ever needs more of the engine than that its parameters are home."""
+    registry = cycle.registry
+    return (
+        cycle.ranks.world == 1
+        and all(span.pinned for span in registry.spans)
+        and all(chunk.on_device for chunk in registry.chunks)
+        and not any(state.written_in_forward for state in registry.params)
+        and cycle.activations is None
+        and cycle.config.dtype != "fp16"  # whose outermost module is scaled, also where it is recomputed
+        and cycle.events.timeline is None
+    )
+
+
+class ResidentHooks(Hooks):
+    """Only outermost calls have a frame, and hold all parameters; their ops need no spans."""
+
+    @torch._dynamo.disable
+    @uninterrupted
+    def _before(self, module, args, kwargs):
+        phase, frames = self._next_phase(module), self.calls.frames
+        if frames and frames[-1].module is not module:
+            return
+        op = self._op_of(module)
+        outermost = not frames and phase == FORWARD
+        if outermost:
+            self._begin_forward(args, kwargs)
+        self.weights.bring_all()
+        frame = Frame(module, Op(op.index, op.name), outermost=outermost, scales=False)
+        if not frames:
+            frame.hold(self.registry.params)
+        frames.append(frame)
+
+    @torch._dynamo.disable
+    def _after(self, module, args, output):
+        frames = self.calls.frames
+        return super()._after(module, args, output) if frames and frames[-1].module is module else None
