@@ -254,7 +254,8 @@ def _add_config(commands):
 
 def _add_config_options(command):
     """For commands that make a Config: see `infinity.config.command_layers`."""
-    command.add_argument("--config", type=Path, metavar="FILE", help=f"settings, TOML or JSON; they count more than those of ./{DEFAULT_NAME}")
+    files = f"settings, TOML or JSON; they count more than those of ./{DEFAULT_NAME}"
+    command.add_argument("--config", type=Path, metavar="FILE", help=files)
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; counts more than files. Several may be given"
     )
@@ -298,7 +299,8 @@ def _add_bench(commands):
     )
     command.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
     command.add_argument("--chunk-mib", nargs="+", type=_mib, default=[4.0, 16.0], metavar="X", help="sizes of a layer, in MiB")
-    command.add_argument("--depth", nargs="+", type=_whole, default=[2, 4, 8], metavar="N", help="how many layers ahead of the ops reads are")
+    depths = "how many layers ahead of the ops reads are"
+    command.add_argument("--depth", nargs="+", type=_whole, default=[2, 4, 8], metavar="N", help=depths)
     command.add_argument("--layers", type=_whole, default=32, metavar="N", help="in a pass")
     command.add_argument("--repeats", type=_whole, default=7, metavar="N", help="measurements of each size and depth")
     command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
@@ -340,12 +342,14 @@ def _add_plan(commands):
     model.add_argument("--layers", type=_whole, metavar="N", help="number of its blocks")
     model.add_argument("--heads", type=_whole, metavar="N", help="attention heads; by default one for each 128 of the width")
     model.add_argument("--vocab", type=_whole, default=50257, metavar="N", help="number of tokens")
-    model.add_argument("--model", type=Path, metavar="FILE", help="config.json of a model of transformers of text, images or sound, instead of a GPT")
+    other = "config.json of a model of transformers of text, images or sound, instead of a GPT"
+    model.add_argument("--model", type=Path, metavar="FILE", help=other)
     model.add_argument("--seq", type=_whole, default=1024, metavar="N", help="length of a sequence")
     model.add_argument("--batch", type=_whole, default=1, metavar="N", help="sequences a device and step")
     model.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in backward")
     machine = command.add_argument_group("machine")
-    machine.add_argument("--machine", type=Path, metavar="FILE", help=f"with a table [machine]; by default ./{DEFAULT_NAME}, as `infinity tune` writes it")
+    table = f"with a table [machine]; by default ./{DEFAULT_NAME}, as `infinity tune` writes it"
+    machine.add_argument("--machine", type=Path, metavar="FILE", help=table)
     machine.add_argument("--nodes", type=_whole, metavar="N", help="so many nodes of the kind")
     machine.add_argument("--devices", type=_whole, metavar="N", help="devices a node")
     _add_config_options(command.add_argument_group("settings of the engine"))

@@ -75,7 +75,8 @@ class _SelfTest:
         return ok(
             "training",
             f"{len(self.losses)} of {self.most_steps} steps in {seconds:.1f} s on {self.device}: "
-            f"{stats['num_parameters'] / 1e6:.1f} M parameters, states of {states} on NVMe, {host} of host memory, {device} on the device; {read} read, {written} written",
+            f"{stats['num_parameters'] / 1e6:.1f} M parameters, states of {states} on NVMe, {host} of host memory, {device} on the device; "
+            f"{read} read, {written} written",
         )
 
     def checkpoint(self) -> Finding:

@@ -67,7 +67,8 @@ def huge_pages(enabled: str | None) -> Finding:
     mode = chosen[1] if chosen else enabled.strip()
     if mode in ("always", "madvise"):
         return ok("huge pages", f"transparent ones: {mode}")
-    return attention("huge pages", f"transparent ones: {mode}; drives are slower from small pages", f"echo madvise | sudo tee {folder}/enabled")
+    detail, remedy = f"transparent ones: {mode}; drives are slower from small pages", f"echo madvise | sudo tee {folder}/enabled"
+    return attention("huge pages", detail, remedy)
 
 
 def arena_pages(smaps: str, address: int, nbytes: int) -> Finding:
@@ -130,7 +131,8 @@ def numa(nodes: Mapping[int, set[int]], allowed: set[int], drives: Mapping[str, 
     findings = []
     for name, node in known.items():
         if node not in mine:
-            findings.append(attention("NUMA", f"{detail}: {name} is not beside it", f"numactl --cpunodebind={node} --membind={node} infinity ..."))
+            remedy = f"numactl --cpunodebind={node} --membind={node} infinity ..."
+            findings.append(attention("NUMA", f"{detail}: {name} is not beside it", remedy))
     beside = {devices[name] for name in devices if name in known}
     for name in drives:
         if name in known and beside and known[name] not in beside:

@@ -100,7 +100,8 @@ def drive(name: str, rotational: str | None, scheduler: str | None, gbps: float)
 
 
 def space(free_nbytes: int, total_nbytes: int) -> Finding:
-    detail = f"{format_bytes(free_nbytes)} of {format_bytes(total_nbytes)} free: states of {free_nbytes / 12e9:,.1f} B parameters at 12 bytes"
+    room = f"{free_nbytes / 12e9:,.1f} B parameters at 12 bytes"
+    detail = f"{format_bytes(free_nbytes)} of {format_bytes(total_nbytes)} free: states of {room}"
     if free_nbytes < LEAST_FREE_NBYTES:
         return attention("space", detail, "free space there, or name another directory")
     return ok("space", detail)

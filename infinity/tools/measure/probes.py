@@ -307,7 +307,8 @@ def product_rate(device: torch.device) -> float:
     with FlopCounterMode(display=False) as counter:
         step()
     if not all(parameter.grad.isfinite().all() for parameter in (x, *block.parameters())):
-        raise SwapError(errno.EIO, "gradients of a block are not finite: do not train on this machine before that is understood", str(device))
+        what = "gradients of a block are not finite: do not train on this machine before that is understood"
+        raise SwapError(errno.EIO, what, str(device))
     return counter.get_total_flops() / _median_seconds(step, device)
 
 
@@ -318,7 +319,8 @@ def op_seconds(device: torch.device) -> float:
 
 
 def chunk_seconds(device: torch.device) -> float:
-    """What a chunk costs the engine's threads a step, beyond its bytes: a step of small layers that come and go, less one of layers that stay."""
+    """What a chunk costs the engine's threads a step, beyond its bytes: a step of small layers that come and go, less one of such that
+    stay."""
     return max(0.0, _small_step_seconds(device, "host") - _small_step_seconds(device, "device")) / SMALL_LAYERS
 
 
