@@ -35,14 +35,13 @@ from infinity.engine.trees import map_tensors, tensors_in
 from infinity.errors import NonFiniteError, UsageError
 from infinity.optim.loss_scale import Scaler
 from infinity.plan.placement import look_ahead
-from infinity.plan.record import WEIGHTS
 from infinity.plan.schedule import Moment, moment
 from infinity.system import interrupts
 from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
 from infinity.system.ranks import Ranks
 from infinity.tiers.arithmetic import Hyper
-from infinity.tiers.state import ChunkState, ParameterState, Presence
+from infinity.tiers.state import ChunkState, ParameterState
 
 _MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
 _TORN = "a backward pass after one that failed half-way and had begun to update; see step()"
@@ -483,9 +482,7 @@ class Cycle:
 
     def _complete(self, chunk: ChunkState) -> None:
         """All gradients that are expected of a chunk have arrived: no op of this pass wants its weights again."""
-        chunk.weights_expected = False
-        if chunk.span.presence is not Presence.FETCHING:
-            self.records.drop(chunk, WEIGHTS)
+        self.weights.expect_no_copy(chunk)
         self.completions.note(self.num_backwards, chunk)
         if self.ranks.world == 1:
             self.due.gradient_ready(chunk)

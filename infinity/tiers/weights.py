@@ -220,6 +220,12 @@ class Weights:
             self._abandon(span)
             raise
 
+    def expect_no_copy(self, chunk: ChunkState) -> None:
+        """No op of this pass wants its weights again: give up what host memory has of them, unless it is kept anyway."""
+        chunk.weights_expected = False
+        if chunk.span.presence is not Presence.FETCHING:
+            self.records.drop(chunk, WEIGHTS)
+
     def gather(self, span: SpanState) -> None:
         """Exchange the shards that are copied to it, on several ranks."""
         if self.ranks.world == 1 or span.presence is not Presence.FETCHING:
