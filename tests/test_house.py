@@ -191,7 +191,6 @@ MOST = {"class": (350, 30), "function": (60, 8)}
 TOO_LARGE = {
     "class": {
         "Cycle": (490, 40),
-        "Engine": (590, 52),
         "Gradients": (370, 30),
         "Ranks": (350, 33),
         "Records": (350, 36),

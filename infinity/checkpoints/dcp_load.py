@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from infinity.checkpoints.dcp_names import METADATA, Names, boxes, defaults_of_torch, moment_names, plain
 from infinity.checkpoints.files import failed
 from infinity.config import checked_path
+from infinity.engine import pause
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.rules import AdamRule
@@ -54,11 +55,11 @@ def load_dcp(
             f"there. If you trust who wrote it, say so: load_dcp(..., trust_pickle=True). infinity.load and load_safetensors run no code."
         )
     engine = engine_of(model)
-    engine.ready_to_load(optimizer)
+    pause.ready_to_load(engine, optimizer)
     loading = engine.ranks.together(lambda: _LoadDcp(engine, _Saved(Path(path)), with_states=optimizer is not None))
     if len(set(engine.ranks.exchange(loading.saved.identity.encode()))) > 1:
         raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")
-    with engine.loading():
+    with pause.loading(engine):
         engine.ranks.together(loading.run)
 
 

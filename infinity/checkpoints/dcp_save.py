@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from infinity.checkpoints.dcp_names import METADATA, Names, boxes, defaults_of_torch, moment_names, plain
 from infinity.checkpoints.files import failed
 from infinity.config import checked_path
+from infinity.engine import pause
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError
 from infinity.optim.adam import masters
@@ -48,7 +49,7 @@ def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
     format has no place for; SwapError (an OSError) where the disk fails.
     """
     engine = engine_of(model)
-    engine.ready_to_save(optimizer)
+    pause.ready_to_save(engine, optimizer)
     checked_path(path)
     engine.flush()
 

@@ -27,6 +27,7 @@ from infinity.checkpoints.files import Progress
 from infinity.checkpoints.manifest import Whole
 from infinity.checkpoints.reader import Checkpoint, segment_tensors
 from infinity.config import checked_path
+from infinity.engine import pause
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError, ConfigError
 from infinity.plan.record import STATES, WEIGHTS
@@ -56,8 +57,8 @@ def load(
     """
     engine = engine_of(model)
     with engine.turn, engine.ranks.at("infinity.load"):
-        engine.ready_to_load(optimizer)
-        return engine.shielded(lambda shield: _load(engine, path, optimizer, scheduler, progress, shield))
+        pause.ready_to_load(engine, optimizer)
+        return pause.shielded(engine.device, lambda shield: _load(engine, path, optimizer, scheduler, progress, shield))
 
 
 def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progress: Progress | None, shield: Shield) -> Loaded:
@@ -68,7 +69,7 @@ def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progres
         digest = int.from_bytes(bytes.fromhex(checkpoint.manifest.folder.removeprefix("data-")), "big")
         if not engine.ranks.agree(digest):
             raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")
-        with engine.loading():
+        with pause.loading(engine):
             engine.ranks.together(lambda: loading.run(progress, shield))
         return Loaded(checkpoint.manifest.step, loading.extra, checkpoint.manifest.world)
     finally:
@@ -282,7 +283,7 @@ class _Load:
         """Straight into the records' places, a few at a time."""
         engine, rank = self.engine, self.engine.ranks.rank
         under_way: deque[tuple[ChunkState, object, list[aio_ext.Ticket]]] = deque()
-        bound = engine.num_records_in_memory(4)
+        bound = pause.num_records_in_memory(engine.placement, 4)
 
         def settle() -> None:
             chunk, into, tickets = under_way.popleft()

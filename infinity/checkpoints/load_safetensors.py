@@ -84,7 +84,7 @@ def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[tor
 def _give(engine: Engine, sources: list[tuple[torch.Tensor, _FilePart]]) -> None:
     for value, part in sources:
         if engine.manages(value):
-            engine.give(value, part)
+            engine.answers.give(value, part)
         else:
             with torch.no_grad():
                 value.copy_(part[: value.numel()].view(value.shape))

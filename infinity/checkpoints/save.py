@@ -44,6 +44,7 @@ from infinity.checkpoints.manifest import RecordPlace
 from infinity.checkpoints.publish import POLL_S, Publication
 from infinity.checkpoints.writer import Tensors, Writer
 from infinity.config import checked_path
+from infinity.engine import pause
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError
 from infinity.sizes import parse_bytes
@@ -84,8 +85,8 @@ def save(
     """
     engine = engine_of(model)
     with engine.turn, engine.ranks.at("infinity.save"):
-        engine.ready_to_save(optimizer)
-        saving = engine.shielded(lambda shield: Saving(engine, checked_path(path), scheduler, extra, parse_bytes(host_memory)))
+        pause.ready_to_save(engine, optimizer)
+        saving = pause.shielded(engine.device, lambda shield: Saving(engine, checked_path(path), scheduler, extra, parse_bytes(host_memory)))
         if wait:
             saving.wait(progress)
     return saving
@@ -128,7 +129,7 @@ class Saving:
     def wait(self, progress: Progress | None = None) -> None:
         """Until the checkpoint is whole. Raises what went wrong; the one that was there before is there then. In another thread than the
         one that trains, the updates that step() had announced are waited for until that one makes them."""
-        if not self._over.is_set() and not self._engine.trains_elsewhere:
+        if not self._over.is_set() and not self._engine.gate.trains_elsewhere:
             self.pass_step()
         while not self._over.wait(POLL_S if progress is not None else 0.5):
             if progress is not None:
@@ -146,7 +147,7 @@ class Saving:
             return
         for chunk in self._engine.registry.chunks:
             if chunk.after_update is not None and chunk.update.is_announced:
-                self._engine.begin_announced(chunk)
+                self._engine.updater.begin_announced(chunk)
         self._passed.set()
 
     def _at_exit(self) -> None:

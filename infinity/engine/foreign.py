@@ -1,4 +1,5 @@
-"""Parts of PyTorch that would do an engine's work with its parameters: replicas of a model, optimizers of torch's own. Found and refused.
+"""Parts of PyTorch that would do an engine's work with its parameters: replicas of a model, tensors made
+of others, optimizers of torch's own. Found and refused.
 
 Knows these classes of torch, and whose a parameter is. Must not know what an engine does.
 """
@@ -12,8 +13,9 @@ from collections.abc import Collection
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from infinity.errors import UsageError
+from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import owner_of
 from infinity.optim.optimizers import Elementwise
 
@@ -44,6 +46,18 @@ def _optimizer_over(names: dict[int, str]) -> tuple[str, str] | None:
                     if id(param) in names:
                         return type(thing).__name__, names[id(param)]
     return None
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Raise ConfigError for a parameter that is made of other tensors, as DTensors and quantized ones are: it has no memory of its own."""
+    for name, param in model.named_parameters():
+        if is_traceable_wrapper_subclass(param):
+            kind = type(param).__name__
+            if kind == "DTensor":
+                cure = "give the plain model, without fully_shard or distribute_tensor: the engine shards it itself, over all ranks"
+            else:
+                cure = "give the model with plain tensors"
+            raise ConfigError(f"{name} is a {kind}, a tensor made of other tensors, which an engine cannot move; {cure}")
 
 
 def refuse_replicas(model: nn.Module) -> None:

@@ -333,7 +333,14 @@ class Cycle:
         finally:
             self.calls.end_segment()
 
-    # What the optimizer calls.
+    # What loading and the optimizer call.
+
+    @contextlib.contextmanager
+    def replacing(self):
+        """A checkpoint's records are not all there until the block has ended well."""
+        self.half_loaded = True
+        yield
+        self.half_loaded = False
 
     def step(self) -> None:
         """Ends a step; called without gradients."""

@@ -21,7 +21,7 @@ def leaf(module: torch.nn.Module) -> torch.nn.Module:
     For modules that choose at run time what they compute with, such as a mixture of experts: then ranks may choose differently.
     The device must hold all of it. Call it before the optimizer is made; raises UsageError after the engine's start.
     """
-    if any(getattr(owner_of(param), "_started", False) for param in module.parameters()):
+    if any(getattr(owner_of(param), "has_started", False) for param in module.parameters()):
         raise UsageError(f"infinity.leaf({type(module).__name__}) after the engine started; call it before the optimizer is made")
     _leaves.add(module)
     return module

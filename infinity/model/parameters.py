@@ -111,7 +111,7 @@ class Held:
             self.__class__ = _made_from[type(self)]
             set_data(self, value)
         elif value is not self:
-            engine.take(self, value)
+            engine.answers.take(self, value)
 
     def set_(self, *source) -> nn.Parameter:
         with torch.no_grad():
@@ -233,14 +233,14 @@ def ask(func, args: tuple, kwargs: dict):
     engine = owner_of((absent or params)[0])
     if is_open(engine) and not absent:
         params = [param for param in params if owner_of(param) is engine]
-        if engine.may_compute(params):
-            return engine.compute(params, func, args, kwargs)
+        if engine.answers.may_compute(params):
+            return engine.answers.compute(params, func, args, kwargs)
     if func is torch.Tensor.detach:
         return absent[0] if absent else Absent(params[0])
     if func is torch.Tensor.data_ptr:  # tells parameters apart
         with DisableTorchFunctionSubclass():
             return func(*args)
-    name = engine.name_of((absent or params)[0]) if engine is not None else "a parameter"
+    name = engine.answers.name_of((absent or params)[0]) if engine is not None else "a parameter"
     if not is_open(engine):
         raise UsageError(
             f"the engine is closed and {name} is only a placeholder; read what is to be kept before close(), or give the model values with "

@@ -64,48 +64,48 @@ class DepartedGradient(torch.Tensor):
 class Facade:
     """Puts itself between a model and its state_dict.
 
-    engine: has `manages(param)`, `is_held(param)`, `read_weight(param)` and `write_weight(param, value)`.
+    answers: has `manages(param)`, `is_held(param)`, `read_weight(param)` and `write_weight(param, value)`.
     """
 
-    def __init__(self, engine, model: nn.Module):
-        self._engine = weakref.ref(engine)
+    def __init__(self, answers, model: nn.Module):
+        self._answers = weakref.ref(answers)
         self._tied = TiedNames()
         self._loaded: dict[nn.Module, list[str]] = {}
         self._away: dict[int, str] = {}  # after close: names by the address of the placeholder
         for module in model.modules():
-            if any(param is not None and engine.manages(param) for param in module._parameters.values()):
+            if any(param is not None and answers.manages(param) for param in module._parameters.values()):
                 module.register_state_dict_post_hook(lambda *args: self._save(*args))
                 module.register_load_state_dict_pre_hook(lambda *args: self._load(*args))
                 module.register_load_state_dict_post_hook(lambda *args: self._forgive(*args))
 
     def close(self, away: dict[int, str]) -> None:
         """The engine is closed: from now on the model has what it is given. away: placeholders, by their addresses."""
-        self._engine, self._away = (lambda: None), away
+        self._answers, self._away = (lambda: None), away
 
     def _save(self, module: nn.Module, state_dict: dict, prefix: str, local_metadata) -> None:
-        engine = self._engine()
-        for name, param in self._managed(engine, module):
+        answers = self._answers()
+        for name, param in self._managed(answers, module):
             if prefix + name in state_dict:
                 if (twin := self._tied.twin(state_dict, prefix + name, id(param))) is not None:
                     state_dict[prefix + name] = twin
                     continue
-                if engine is None:
+                if answers is None:
                     name = self._away[param.data_ptr()]
                     raise UsageError(f"the engine is closed and {name} is only a placeholder; call state_dict() before")
-                state_dict[prefix + name] = engine.read_weight(param)
+                state_dict[prefix + name] = answers.read_weight(param)
 
     def _load(self, module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
-        engine, taken = self._engine(), []
-        for name, param in self._managed(engine, module):
+        answers, taken = self._answers(), []
+        for name, param in self._managed(answers, module):
             value = state_dict.get(prefix + name)
             if not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 continue  # PyTorch says what is wrong
-            if engine is None:
+            if answers is None:
                 param.data = torch.empty_like(value, dtype=param.dtype, device=param.device)
-            elif engine.is_held(param):
+            elif answers.is_held(param):
                 local_metadata["assign_to_params_buffers"] = False  # PyTorch copies it into the parameter, which is there
             else:
-                engine.write_weight(param, value)
+                answers.write_weight(param, value)
                 del state_dict[prefix + name]
                 taken.append(prefix + name)
         self._loaded[module] = taken
@@ -115,9 +115,9 @@ class Facade:
             if key in incompatible.missing_keys:
                 incompatible.missing_keys.remove(key)
 
-    def _managed(self, engine, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    def _managed(self, answers, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The module's own parameters that are placeholders, or may be."""
         found = [(name, param) for name, param in dict.items(module._parameters) if param is not None]
-        if engine is None:
+        if answers is None:
             return [(name, param) for name, param in found if param.data_ptr() in self._away]
-        return [(name, param) for name, param in found if engine.manages(param)]
+        return [(name, param) for name, param in found if answers.manages(param)]

@@ -1,7 +1,7 @@
 """The watch of a rank: one thread that tells the other ranks where this one is and whether it failed, and finds out which of them has.
 
-Knows a store, what ranks say there, and errors. Must not know groups, nor torch.distributed: how collectives are ended, and in which one of its
-own the program is, it is told.
+Knows a store, what ranks say there, and errors. Must not know groups, nor torch.distributed: how collectives are ended, and in which one
+of its own the program is, it is told.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_an_optimizer_of_torchs_is_refused_at_the_first_forward_pass(kind, ours,
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
         with pytest.raises(UsageError, match=rf"torch.optim.{kind} was made over 0.weight.* Make infinity.{ours}\(model.parameters"):
             model(torch.ones(4, H))
-        assert not engine._started
+        assert not engine.has_started
         del optimizer
         train(model, getattr(infinity, ours)(model.parameters(), lr=0.01))
 

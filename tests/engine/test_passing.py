@@ -58,7 +58,7 @@ class Engines:
 
     def close(self):
         for engine in self.engines:
-            if engine._started:
+            if engine.has_started:
                 assert_nothing_held(engine)
             engine.close()
 
