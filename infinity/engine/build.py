@@ -70,14 +70,9 @@ def assemble(
     device: torch.device,
     ranks: Ranks,
     events: Events,
-    *,
-    moments: tuple[str, ...],
-    can_advance: bool,
-    deferred: bool,
-    accumulating: bool,
+    training: Training,
 ) -> Assembly:
-    """named: the parameters to manage, in registration order. moments, can_advance: of the optimizer's rule. deferred, accumulating:
-    what their gradients' memory must do.
+    """named: the parameters to manage, in registration order.
 
     Raises BudgetError, ConfigError or SwapError where something does not fit.
     """
@@ -85,7 +80,6 @@ def assemble(
     reclaim(config.nvme)
     compresses = may_compress(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
     nvme_budget, compresses = ranks.min_(torch.tensor([room_nbytes(config.nvme) // ranks.num_local, int(compresses)])).tolist()
-    training = Training(moments=moments, deferred=deferred, accumulating=accumulating, can_advance=can_advance)
     layout_, records, placement = arrange(
         model,
         named,
@@ -108,8 +102,7 @@ def assemble(
             device,
             ranks,
             events,
-            accumulating,
-            deferred,
+            training,
             layout_,
             records,
             placement,
@@ -131,8 +124,7 @@ def _connect(
     device: torch.device,
     ranks: Ranks,
     events: Events,
-    accumulating: bool,
-    deferred: bool,
+    training: Training,
     layout_: Layout,
     records: list[Record],
     placement: planner.Placement,
@@ -214,14 +206,14 @@ def _connect(
         device,
         events,
         staging=staging,
-        accumulate=accumulating,
-        spill=placement.slots[GRADIENTS] > 0 and (deferred or accumulating),
+        accumulate=training.accumulating,
+        spill=placement.slots[GRADIENTS] > 0 and (training.deferred or training.accumulating),
         limit_nbytes=placement.under_way_nbytes,
     )
     undo.callback(gradients.close)
     threads = num_cores - (num_cores // 8 if cuda else 0)  # these are for whoever gives the device its work
     seed = config.seed if config.moments == "bf16" else None
-    updater = Updater(records_, gradients, course, ranks.rank, events, deferred=deferred, threads=threads, seed=seed)
+    updater = Updater(records_, gradients, course, ranks.rank, events, deferred=training.deferred, threads=threads, seed=seed)
     undo.callback(updater.close)
     values = Values(registry, records_, updater, tier, ranks)
     weights = Weights(values, course, gather_lane, gather_stream, device, events)

@@ -25,7 +25,7 @@ from infinity.engine.foreign import refuse_optimizers, refuse_replicas, refuse_w
 from infinity.engine.gate import Gate
 from infinity.engine.pause import finish_saving
 from infinity.engine.resident import hooks_for
-from infinity.engine.sizing import budgets
+from infinity.engine.sizing import Training, budgets
 from infinity.engine.steps import Cycle
 from infinity.errors import ConfigError, UsageError
 from infinity.model.buffers import refuse_unmixed
@@ -340,10 +340,12 @@ class Engine:
             self.device,
             self.ranks,
             self.events,
-            moments=self.moments,
-            can_advance=self.optimizer is None or self.optimizer.rule.can_advance,
-            deferred=deferred,
-            accumulating=self.accumulating,
+            Training(
+                moments=self.moments,
+                deferred=deferred,
+                accumulating=self.accumulating,
+                can_advance=self.optimizer is None or self.optimizer.rule.can_advance,
+            ),
         )
         self.layout, self.placement = parts.layout, parts.placement
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
