@@ -1,7 +1,7 @@
 """What a configuration of DeepSpeed's ZeRO-Infinity means here, key by key.
 
 Knows the names of DeepSpeed's settings, as its documentation and version 0.19 have them, and those of ours that they become.
-Must not know Config, files, or whether what they become is right for this machine. Over 400 lines, half of them tables of keys.
+Must not know Config, files, or whether what they become is right for this machine. Over 500 lines, half of them tables of keys.
 
 Each key ends in one of four lists: mapped to a setting of ours, given to the optimizer instead, unneeded, or unmatched. A key is
 the path of a value in nested tables: "zero_optimization.offload_param.device". "auto", which Hugging Face's integration fills
