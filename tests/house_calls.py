@@ -2,8 +2,8 @@
 
 Prints the calls that go up, from a package to one that stands above it (FLOORS in test_house.py), by package and then by function, and the
 deepest fetch. The caller is the nearest frame but for those of contextlib, functools and `uninterrupted`, which pass calls on; where that is
-none of ours, as where torch calls a hook, the call goes nowhere. Those of `system` are told apart: a lane runs what it was given. The
-deepest fetch is the longest run of our own frames, each called by the one before, during the forward pass in the training thread.
+none of ours, as where torch calls a hook, the call goes nowhere. Those of `system` and `plan` are told apart: a lane runs what it was
+given, and a policy of plan asks what it was given. The deepest fetch is the longest run of our own frames, each called by the one before, during the forward pass in the training thread.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from infinity.model.gpt import GPT
 
 PASSED_THROUGH = {contextlib.__file__, functools.__file__}
 OURS = str(PACKAGE) + "/"
+GIVEN = {"system", "plan"}  # packages that call functions which they were given
 WRAPPER = "system.interrupts.uninterrupted.<locals>.whole"
 
 
@@ -97,13 +98,13 @@ def main():
     by_package = Counter()
     for (caller, callee), count in watch.up.items():
         by_package[room(caller), room(callee)] += count
-    of_system = sum(count for (caller, _), count in by_package.items() if caller == "system")
-    print(f"{sum(by_package.values())} calls go up, {of_system} of them what lanes were given")
+    given = sum(count for (caller, _), count in by_package.items() if caller in GIVEN)
+    print(f"{sum(by_package.values())} calls go up, {given} of them what lanes and policies were given")
     for (caller, callee), count in by_package.most_common():
         print(f"{count:8}  {caller} -> {callee}")
-    print("without those of system:")
+    print("without those of system and plan:")
     for (caller, callee), count in watch.up.most_common():
-        if room(caller) != "system":
+        if room(caller) not in GIVEN:
             print(f"{count:8}  {caller} -> {callee}")
     modules = {".".join(name.split(".<locals>")[0].split(".")[:2]) for name in watch.deepest}
     print(f"deepest fetch: {len(watch.deepest)} frames in {len(modules)} modules")
