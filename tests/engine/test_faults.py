@@ -195,12 +195,12 @@ def test_a_queue_that_broke_down_is_a_swap_error_for_all_later_calls(tmp_path):
             assert_says_what_failed(caught.value, errno.EIO, tmp_path)
 
 
-@pytest.mark.parametrize("part", ["Gradients", "Updater", "Hooks"])
+@pytest.mark.parametrize("part", ["Gradients", "Updater", "hooks_for"])
 def test_a_part_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, part):
     def fail(*arguments, **options):
         raise MemoryError(part)
 
-    monkeypatch.setattr(f"infinity.engine.{'engine' if part == 'Hooks' else 'build'}.{part}", fail)
+    monkeypatch.setattr(f"infinity.engine.{'engine' if part == 'hooks_for' else 'build'}.{part}", fail)
     with nothing_left(tmp_path), pytest.raises(MemoryError), training(linears, tmp_path, **NVME):
         pass
 
