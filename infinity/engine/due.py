@@ -1,14 +1,14 @@
 """What is due for a chunk now: that its gradient is reduced, that its squares are summed, that its update begins or is announced.
 
-Knows where a step is, and who moves weights and gradients and updates records. Must not know how they do, plans, hooks, or when a step begins and
-ends: passes and steps say that, and how far a backward pass is.
+Knows where a step is, and who moves weights and gradients and updates records. Must not know how they do, plans, hooks, or when a step
+begins and ends: passes and steps say that, and how far a backward pass is.
 """
 
 # [Note: when a chunk is updated]
-# Deferred: step() announces the update of each chunk that has a gradient ([Note: life of an update] in state.py) and remembers the hyper-parameters;
-# the update begins when the next forward fetches the chunk, or when something else needs it: its next gradient, a read.
-# Backward: in the last backward pass before step(), a chunk is updated as soon as all its gradients are there and no op
-# and no saved view needs its weights any more; step() updates the rest. Both compute the same, see updates.py.
+# Deferred: step() announces the update of each chunk that has a gradient ([Note: life of an update] in state.py) and remembers the
+# hyper-parameters; the update begins when the next forward fetches the chunk, or when something else needs it: its next gradient, a read.
+# Backward: in the last backward pass before step(), a chunk is updated as soon as all its gradients are there and no op and no saved view
+# needs its weights any more; step() updates the rest. Both compute the same, see updates.py.
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The engine of one model: builds the rest, starts and ends it.
 
-Knows every other part by its face: who may ask now (gate), what parameters answer (answers), what saving and loading ask for (pause), and which
-engines there are (engines). Must not know how bytes move, what a kernel computes, what hooks a module has, or when an update is due. The
-user meets it through `infinity.init`, `infinity.offload` and the optimizers.
+Knows every other part by its face: who may ask now (gate), what parameters answer (answers), what saving and loading ask for (pause), and
+which engines there are (engines). Must not know how bytes move, what a kernel computes, what hooks a module has, or when an update is due.
+The user meets it through `infinity.init`, `infinity.offload` and the optimizers.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Engine:
         self.optimizer = optimizer
         try:
             planned = (_deferred(self.optimizer, self.config), optimizer.accumulation_steps > 1, optimizer.rule.moments)
-            if self.has_started and planned != (self.cycle.deferred, self.accumulating, self.moments):
+            if self.has_started and planned != (self.updater.deferred, self.accumulating, self.moments):
                 raise UsageError(
                     "the model ran before its optimizer was made, and now needs other memory than was planned; make the "
                     "optimizer before the first forward pass"
@@ -357,7 +357,7 @@ class Engine:
         held = self.registry, self.records, self.weights, self.gradients, self.updater, self.values, self.tier
         gauge = gauge_of(self.device)
         self.margin = Margin(*held, self.ranks, self.placement, gauge, bound_nbytes=bound_nbytes)
-        self.cycle = Cycle(self.config, self.ranks, self.events, parts, self.margin, deferred=deferred)
+        self.cycle = Cycle(self.config, self.ranks, self.events, parts, self.margin)
         self.cycle.turn = self.turn
         self.follower, self.calls = self.cycle.follower, self.cycle.calls
         self.ranks.listen(self._give_up)

@@ -73,8 +73,8 @@ def _end_all() -> None:
 
 
 class Life:
-    """Lies in each module that has parameters of an engine, or children that have: the engine ends once none of them is reachable. So the model
-    stays whole while a part of it is used; neither the optimizer, nor a graph, nor a thread of the engine holds one."""
+    """Lies in each module that has parameters of an engine, or children that have: the engine ends once none of them is reachable. So the
+    model stays whole while a part of it is used; neither the optimizer, nor a graph, nor a thread of the engine holds one."""
 
     def __init__(self, model: nn.Module):
         self.model = model

@@ -7,9 +7,9 @@ Knows parameters, and what the last step's passes brought. Must not know what is
 # How many gradients a parameter receives in one backward pass is known from the same one of the last step, if as many forward passes came
 # before that and as many ops used the parameter: several if reentrant checkpoints share it, none if it is unused. In the first step, or if
 # others run than in the last one or parameters are frozen or thawed, a parameter of an op that ran once is expected to receive one, of an
-# op that did not run none. With anything else, such as a backward pass over a graph that is older than the last one, the chunk waits for the end of the pass. So it
-# does once it has received more than was expected, and where one of several forward passes uses a parameter that had no gradient in
-# the last step: the one that goes backward may be another this time.
+# op that did not run none. With anything else, such as a backward pass over a graph that is older than the last one, the chunk waits for
+# the end of the pass. So it does once it has received more than was expected, and where one of several forward passes uses a parameter that
+# had no gradient in the last step: the one that goes backward may be another this time.
 
 from __future__ import annotations
 

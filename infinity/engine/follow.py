@@ -1,7 +1,7 @@
 """Following the plan: as ops begin, issues what the plan has between them, and makes a plan of what a step's ops were.
 
-Knows the course of a step, and who moves weights and gradients. Must not know how that is done, modules, autograd or optimizers. The training
-thread calls it. See [Note: who waits for whom] in weights.py and [Note: steps that differ] in course.py.
+Knows the course of a step, and who moves weights and gradients. Must not know how that is done, modules, autograd or optimizers. The
+training thread calls it. See [Note: who waits for whom] in weights.py and [Note: steps that differ] in course.py.
 """
 
 from __future__ import annotations

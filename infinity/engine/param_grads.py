@@ -34,7 +34,8 @@ class ParamGrads:
         self._wait = False
 
     def were_dropped(self) -> bool:
-        """Whether the program has dropped all of them, as model.zero_grad() does; raises UsageError where it dropped some only, or too late."""
+        """Whether the program has dropped all of them, as model.zero_grad() does; raises UsageError where it dropped some only, or too
+        late."""
         with DisableTorchFunctionSubclass():
             found = [(state, get_grad(state.param)) for state in self._departed]
         given = [state.name for state, grad in found if grad is not None and grad is not state.departed]

@@ -1,7 +1,7 @@
 """From one step to the next: decides when gradients, updates and plans are due, and what may not happen in between.
 
 Knows the parts that do it by their faces, and the optimizer. Must not know how bytes move, what a kernel computes, what hooks a module
-has, or how an engine starts and ends. Over 400 lines because the rules for what may happen between forward, backward and step() hang
+has, or how an engine starts and ends. Over 500 lines because the rules for what may happen between forward, backward and step() hang
 together: each guards the state that another one changes.
 """
 
@@ -50,14 +50,11 @@ _MOST_FORWARDS = 16  # in a cycle that no step() ends: graphs may be built that 
 
 
 class Cycle:
-    """The steps of an engine that has started. turn, optimizer and, for fp16, scaler are given after construction.
-
-    deferred: updates follow step() instead of the backward pass.
-    """
+    """The steps of an engine that has started. turn, optimizer and, for fp16, scaler are given after construction."""
 
     turn: contextlib.AbstractContextManager
 
-    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, margin: Margin, *, deferred: bool):
+    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, margin: Margin):
         self.config = config
         self.ranks = ranks
         self.events = events
@@ -70,7 +67,6 @@ class Cycle:
         )
         self.margin = margin
         self.calls = Calls(self.follower, margin, parts.activations)
-        self.deferred = deferred
         self.optimizer = None
         self.scaler: Scaler | None = None
         self.closed = False
@@ -206,7 +202,7 @@ class Cycle:
 
     def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.optimizer.accumulation_steps
-        in_backward = moment(deferred=self.deferred, on_device=False) is Moment.GRADIENT
+        in_backward = moment(deferred=self.updater.deferred, on_device=False) is Moment.GRADIENT
         self.due.early_hyper = self._hyper() if last and in_backward else None
         self.due.sums_squares = last and (self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite)
         later = self.course.backward_task == _MANY_GRAPHS  # forward passes are still to come
@@ -366,7 +362,7 @@ class Cycle:
             )
         ready = [chunk for chunk in self.registry.chunks if chunk.gradient.job is not None]
         ready = [chunk for chunk in ready if not (chunk.update.is_early or chunk.update.is_announced)]
-        if not self.deferred:
+        if not self.updater.deferred:
             ready.sort(key=lambda chunk: chunk.gradient.number)  # in the order in which their gradients came
         if self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite:
             norm = self.due.norm(ready) * hyper.grad_scale

@@ -5,8 +5,8 @@ Knows classes of tensors, and which engine to ask. Must not know where values ar
 
 # [Note: parameters with two classes]
 # A parameter that an engine has taken is of one of two classes, both made from the one that it had. It is *held* inside `infinity.gathered`
-# and while an op that owns it runs, forward, again or backward; *unheld* at all other times, also where its bytes never leave the device: so
-# what a program may do with it does not depend on where it is. The object stays the same and changes its class, as torch's own lazy
+# and while an op that owns it runs, forward, again or backward; *unheld* at all other times, also where its bytes never leave the device:
+# so what a program may do with it does not depend on where it is. The object stays the same and changes its class, as torch's own lazy
 # parameters do; no op that runs pays for it.
 #
 # Held: an nn.Parameter, but for `.data`. That is `detach()`, so that a write through it is counted as any other; and what is put there is

@@ -131,6 +131,6 @@ def _fits_late(placement: Placement, nvme_nbytes: int | None) -> bool:
 
 
 def _least(refusals: list[BudgetError]) -> BudgetError:
-    """Of the ways that were tried: that which lacks host memory alone and needs the least of it, which is enough; else the last, which needs
-    about the least of the device."""
+    """Of the ways that were tried: that which lacks host memory alone and needs the least of it, which is enough; else the last, which
+    needs about the least of the device."""
     return min((error for error in refusals if error.least_host_nbytes), key=lambda error: error.least_host_nbytes, default=refusals[-1])

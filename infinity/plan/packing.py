@@ -90,6 +90,11 @@ class Chunk:
         """How many elements of the rank's shard lie before `used`."""
         return min(max(self.used - rank * self.shard_numel, 0), self.shard_numel)
 
+    def shard_in_span(self, rank: int) -> slice:
+        """Where the used part of the rank's shard lies in its span."""
+        begin = self.offset + rank * self.shard_numel
+        return slice(begin, begin + self.shard_used(rank))
+
     def shard_pieces(self, rank: int) -> tuple[Piece, ...]:
         """What the rank's shard holds, cut at its borders; `start` is relative to the shard."""
         begin = rank * self.shard_numel

@@ -194,7 +194,8 @@ def look_ahead(placement: Placement) -> tuple[int, int]:
 
 
 def records_may_visit(*, weights: str, states: str, keep: bool) -> bool:
-    """Whether records may leave their homes for what the device has room for: [Note: the device margin] in budget.py. Arguments as of `Needs`."""
+    """Whether records may leave their homes for what the device has room for: [Note: the device margin] in budget.py. Arguments as of
+    `Needs`."""
     return keep and states == "auto" and weights in ("auto", "device")
 
 

@@ -92,7 +92,8 @@ class HostCache:
         self.residents[chunk.index] = Entry(chunk, memory, resident=True)
 
     def frees_soon(self) -> bool:
-        """Whether the first user has what it waits for, so that it gives a slot back whatever else happens. Those that pass it have theirs."""
+        """Whether the first user has what it waits for, so that it gives a slot back whatever else happens. Those that pass it have
+        theirs."""
         first = self.users[0] if self.users else None
         return first is not None and first.done
 

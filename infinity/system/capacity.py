@@ -21,8 +21,8 @@ _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "me
 
 
 # [Note: the peak that the program asks for]
-# CUDA's allocator keeps one peak a device. That of one op is seen only between two resets, so while inputs are measured, in the first step and
-# where they grow, `torch.cuda.max_memory_allocated()` begins anew with every op, and so do the peaks of reserved memory and the like,
+# CUDA's allocator keeps one peak a device. That of one op is seen only between two resets, so while inputs are measured, in the first step
+# and where they grow, `torch.cuda.max_memory_allocated()` begins anew with every op, and so do the peaks of reserved memory and the like,
 # which are lost. The first, for which programs ask, is remembered: `most_nbytes()` is what it would be without the process's engines.
 
 _most_nbytes: dict[torch.device, int] = {}  # the largest peak before the last reset

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # [Note: what a rank says of itself]
-# `here<rank>`, every WATCH_S: which process it is, a number that grows, whether it has left, and where it is, such as "in step 4". So a rank
-# that ended without a word is known for certain on its own machine, where /proc tells, and by its silence elsewhere; and one that left
+# `here<rank>`, every WATCH_S: which process it is, a number that grows, whether it has left, and where it is, such as "in step 4". So a
+# rank that ended without a word is known for certain on its own machine, where /proc tells, and by its silence elsewhere; and one that left
 # because its program ended, or closed the engine, is told from one that was killed.
 
 
 @dataclass
 class Peer:
-    """What a rank said last: in which process, the how manieth word it was, when it came, and where the rank was or, if it has left, had been."""
+    """What a rank said last: in which process, the how manieth word it was, when it came, and where the rank was or, if it has left, had
+    been."""
 
     process: str = ""
     number: str = ""

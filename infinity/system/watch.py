@@ -129,8 +129,8 @@ class Watch:
             self._peers.say(str(self.place))
 
     def meet(self, launchers, patience_s: float) -> None:
-        """Wait until all ranks are here; groups that lack one would wait for it in C++ code, where nothing reaches them. launchers: the store
-        in which ranks say that they ended."""
+        """Wait until all ranks are here; groups that lack one would wait for it in C++ code, where nothing reaches them. launchers: the
+        store in which ranks say that they ended."""
         deadline = time.monotonic() + patience_s
         missing = [rank for rank in range(self.world) if rank != self.rank]
         for number in itertools.count():

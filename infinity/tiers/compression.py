@@ -1,6 +1,7 @@
 """Records on NVMe in fewer bytes, without loss: between the records and the swap.
 
-Knows extents, the sections that they are cut into, and which of these can be done again. Must not know chunks, devices, or when anything is due.
+Knows extents, the sections that they are cut into, and which of these can be done again. Must not know chunks, devices, or when anything is
+due.
 """
 
 # [Note: compressed extents]

@@ -1,7 +1,7 @@
 """Where a step is on the route that it is expected to take, and how far it is from there to the next use of what has a copy somewhere.
 
-Knows routes, and what is under way for a chunk. Must not know how anything is moved: it is told where the step is, and answers. Only the training
-thread tells; other threads ask for distances.
+Knows routes, and what is under way for a chunk. Must not know how anything is moved: it is told where the step is, and answers. Only the
+training thread tells; other threads ask for distances.
 """
 
 # [Note: steps that differ]

@@ -108,7 +108,8 @@ class Lease:
 
 
 def segments(record: Record, kind: str, view: Callable[[torch.dtype, int, int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A copy's, by name, 1-D [shard_used]. view: makes a tensor of its memory, from a dtype, an offset in bytes and a number of elements."""
+    """A copy's, by name, 1-D [shard_used]. view: makes a tensor of its memory, from a dtype, an offset in bytes and a number of
+    elements."""
     return {segment.name: view(TORCH_DTYPES[segment.dtype], offset, record.numel) for segment, offset, _ in record.of(kind)}
 
 
@@ -238,7 +239,8 @@ class Records:
             raise
 
     def granted(self, requests: Sequence[Request]) -> Lease:
-        """What was asked for of one chunk, once its bytes are there. It stays pinned, if that was asked, until it is written or given back."""
+        """What was asked for of one chunk, once its bytes are there. It stays pinned, if that was asked, until it is written or given
+        back."""
         entries = {request.kind: request.wait() for request in requests}
         for entry in entries.values():
             self.settle(entry)

@@ -5,10 +5,11 @@ Knows when an update may be left to the log, and how it is done again. Must not 
 
 # [Note: late moments]
 # What an update does to Adam's moments can be done again with its gradient. So most updates of a record leave the moments on NVMe as they
-# are, and keep the gradient instead: the moments are late there, and whoever reads them brings them up to date. That is done in lanes of its
-# own: never in the main thread, where an interrupt could leave it half done, and never twice. Where host memory is left over, gradients of
-# up to MOST_LATE updates in a row wait there; else one update's lie on NVMe behind the states, if they are coded. Records take turns, so that
-# each step writes the moments of as many: whose turn it is, their logs know. Bytes a parameter of a record's states, with fp32 moments that are coded:
+# are, and keep the gradient instead: the moments are late there, and whoever reads them brings them up to date. That is done in lanes of
+# its own: never in the main thread, where an interrupt could leave it half done, and never twice. Where host memory is left over, gradients
+# of up to MOST_LATE updates in a row wait there; else one update's lie on NVMe behind the states, if they are coded. Records take turns, so
+# that each step writes the moments of as many: whose turn it is, their logs know. Bytes a parameter of a record's states, with fp32 moments
+# that are coded:
 #
 #     whole               residual 2.0 | momentum 3.3 | variance 3.3                      8.6 are written, and read for the next update
 #     late, on NVMe       residual 2.0 |              |              | gradient 1.3       3.3 written, 9.9 read
@@ -42,8 +43,8 @@ class RedoLog:
         self._lock = threading.Lock()  # a record may move to the device while it is written
 
     def catch_up(self, record: Record, states: memoryview, gradient: torch.Tensor, computed: Computed, *, was_clean: bool) -> CatchUp | None:
-        """An update was computed in host memory of the states: what does it to moments that lack it, with its gradient, which is kept behind the
-        states; None where this one writes them. was_clean: whether NVMe has what that memory held before."""
+        """An update was computed in host memory of the states: what does it to moments that lack it, with its gradient, which is kept
+        behind the states; None where this one writes them. was_clean: whether NVMe has what that memory held before."""
         may_be_late = self._left > 0
         self._left = self._left - 1 if may_be_late else self.num_late
         if not (may_be_late and was_clean and computed.hyper.rule.can_advance):

@@ -13,8 +13,8 @@ a parameter, its span and its chunk are told in one place.
 # that shape and dtype stay true. Who may see either is the business of the parameter's class ([Note: parameters with two classes] in
 # parameters.py); where code in C goes by it, it finds NaN, not stale numbers, and what it writes there is noticed.
 #
-# A storage is not resized while the program has a tensor of its own that looks into it, as `self.kept = self.weight.t()` leaves one: to read
-# that would end the process. Its span is away, its memory stays until the tensor is gone.
+# A storage is not resized while the program has a tensor of its own that looks into it, as `self.kept = self.weight.t()` leaves one: to
+# read that would end the process. Its span is away, its memory stays until the tensor is gone.
 #
 # [Note: life of an update]
 # What is due for a chunk's record. Only the training thread moves it on, lanes look at it:
@@ -23,8 +23,8 @@ a parameter, its span and its chunk are told in one place.
 #                EARLY (begun, weights are of the next step) --step()--> IDLE
 #     deferred:  IDLE --step()--> ANNOUNCED --begun, by what needs it--> IDLE
 #
-# step() also begins at once what is neither EARLY nor to be announced, such as what lives on the device. Whether an update that has begun is
-# over, its job knows.
+# step() also begins at once what is neither EARLY nor to be announced, such as what lives on the device. Whether an update that has begun
+# is over, its job knows.
 
 # [Note: weights written in forward]
 # An embedding with max_norm scales rows of its weight in forward. A row that changed loses its residual, which was of the
@@ -557,7 +557,8 @@ class Registry:
 
 
 def no_room(spans: Iterable[SpanState], tier: DeviceTier) -> BudgetError:
-    """The error where those of all spans that are held do not fit together. Ops that come later may need still more: all spans are enough."""
+    """The error where those of all spans that are held do not fit together. Ops that come later may need still more: all spans are
+    enough."""
     passing = [span for span in spans if not span.pinned]
     needed = sum(span.nbytes for span in passing if span.holds and not span.allocated)
     lacking = tier.used_nbytes + needed - tier.limit_nbytes

@@ -185,16 +185,13 @@ class Updater:
         lease.write_back(catch_up)
 
     def device_state(self, chunk: ChunkState) -> dict[str, torch.Tensor]:
-        return {"weight": chunk.span.flat[self._shard(chunk)], **chunk.device_states}
+        return {"weight": chunk.span.flat[chunk.chunk.shard_in_span(self.rank)], **chunk.device_states}
 
     def take_snapshot(self, chunk: ChunkState) -> None:
         """Remember the shard's weights on the device, where that is asked for."""
         if chunk.span.snapshot is not None:
-            chunk.span.snapshot[self._shard(chunk)] = chunk.span.flat[self._shard(chunk)]
-
-    def _shard(self, chunk: ChunkState) -> slice:
-        begin = chunk.chunk.offset + self.rank * chunk.chunk.shard_numel
-        return slice(begin, begin + chunk.record.numel)
+            here = chunk.chunk.shard_in_span(self.rank)
+            chunk.span.snapshot[here] = chunk.span.flat[here]
 
     def _compute(self, chunk: ChunkState, state: dict[str, torch.Tensor], gradient: torch.Tensor, hyper: Hyper) -> Computed:
         start, on_device = now(), gradient.is_cuda

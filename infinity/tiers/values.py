@@ -99,8 +99,7 @@ class Values:
         for index in span.span.chunks:
             chunk = self.registry.chunks[index]
             self.updater.finish(chunk)
-            begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
-            here = slice(begin, begin + chunk.record.numel)
+            here = chunk.chunk.shard_in_span(self.ranks.rank)
             new = span.flat[here]
             with self.shard(chunk, change=True) as shard:
                 before_here = before if before is not None else span.snapshot

@@ -1,7 +1,7 @@
 """Weights on their way to the ops and back: spans that are read, copied, gathered and evicted, and what they wait for.
 
-The training thread calls it; the cg and gg lanes carry out what it issues. Knows where the bytes of a span are. Must not know modules, autograd,
-optimizers, or what is moved next: engine/follow.py says that.
+The training thread calls it; the cg and gg lanes carry out what it issues. Knows where the bytes of a span are. Must not know modules,
+autograd, optimizers, or what is moved next: engine/follow.py says that.
 """
 
 # [Note: who waits for whom]
@@ -50,11 +50,11 @@ class Part:
 
 
 class Weights:
-    """Moves spans to the device and frees them there. Brings up to date what it moves: an announced update of a chunk begins before it is read,
-    and what a program wrote to parameters becomes their value before they leave.
+    """Moves spans to the device and frees them there. Brings up to date what it moves: an announced update of a chunk begins before it is
+    read, and what a program wrote to parameters becomes their value before they leave.
 
-    gather_lane, gather_stream: of collectives, in one order with those of gradients. make_way(), given after construction, releases what can be
-    held later, where an op finds no room.
+    gather_lane, gather_stream: of collectives, in one order with those of gradients. make_way(), given after construction, releases what
+    can be held later, where an op finds no room.
     """
 
     def __init__(
@@ -350,11 +350,9 @@ class Weights:
         if entry is None:
             return None
         start = now()
-        numel = chunk.record.numel
-        begin = chunk.chunk.offset + self.ranks.rank * chunk.chunk.shard_numel
-        shard = chunk.span.flat[begin : begin + numel]
-        source = entry.memory.tensor(shard.dtype, 0, numel)
-        nbytes = numel * shard.element_size()
+        shard = chunk.span.flat[chunk.chunk.shard_in_span(self.ranks.rank)]
+        source = entry.memory.tensor(shard.dtype, 0, shard.numel())
+        nbytes = shard.nbytes
         if not self.cuda:
             # Not copy_: it would spread over torch's threads, which are the training thread's.
             ctypes.memmove(shard.data_ptr(), source.data_ptr(), nbytes)

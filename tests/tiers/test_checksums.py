@@ -1,4 +1,7 @@
-"""Checksums of what lies on NVMe: bytes that the drive changed, mixed up or lost are named, and none of them is used."""
+"""Checksums of what lies on NVMe: bytes that the drive changed, mixed up or lost are named, and none of them is used.
+
+Long because each way in which a drive is wrong meets each kind of what lies there.
+"""
 
 import contextlib
 import errno

@@ -1,4 +1,7 @@
-"""Records between NVMe and host memory: who is granted a slot and when, which copy makes room, and what a failure does."""
+"""Records between NVMe and host memory: who is granted a slot and when, which copy makes room, and what a failure does.
+
+Long because every test holds up the same reader, slots and swap at another moment.
+"""
 
 import errno
 import threading

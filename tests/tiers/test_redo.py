@@ -1,4 +1,7 @@
-"""Moments that are some updates late on NVMe: brought up to date, once, by whoever reads them. [Note: late moments] in redo.py."""
+"""Moments that are some updates late on NVMe: brought up to date, once, by whoever reads them. [Note: late moments] in redo.py.
+
+Long because what is late is read by updates, saves, loads and moves to the device, each with its own model and faults.
+"""
 
 import dataclasses
 import errno

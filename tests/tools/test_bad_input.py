@@ -1,4 +1,7 @@
-"""Every mistake ends in one clear error that names the cure, before anything is written."""
+"""Every mistake ends in one clear error that names the cure, before anything is written.
+
+Long because it is one table of mistakes, asked of the library and of the command line.
+"""
 
 import errno
 import os
