@@ -197,7 +197,6 @@ TOO_LARGE = {
     },
     "function": {
         "Gradients.__init__": (40, 12),
-        "Margin.__init__": (40, 12),
         "_adam": (65, 23),
         "_connect": (110, 16),
         "adam_step": (60, 9),

@@ -26,12 +26,8 @@ import torch
 from infinity.plan import placement as planner
 from infinity.plan.placement import Placement
 from infinity.plan.record import STATES, WEIGHTS
-from infinity.system.ranks import Ranks
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.records import Records
-from infinity.tiers.state import DeviceTier, Registry, SpanState
-from infinity.tiers.updates import Updater
-from infinity.tiers.values import Values
+from infinity.tiers.state import SpanState
 from infinity.tiers.weights import Weights
 
 SLACK = 0.05  # of what the device has for this process: left to the gaps between the allocator's blocks
@@ -46,29 +42,10 @@ class Margin:
     bound_nbytes: the most that the engine may hold there; None where only activations bound it.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        records: Records,
-        weights: Weights,
-        gradients: Gradients,
-        updater: Updater,
-        values: Values,
-        tier: DeviceTier,
-        ranks: Ranks,
-        placement: Placement,
-        gauge,
-        *,
-        bound_nbytes: int | None,
-    ):
-        self.registry = registry
-        self.records = records
-        self.weights = weights
+    def __init__(self, weights: Weights, gradients: Gradients, placement: Placement, gauge, *, bound_nbytes: int | None):
+        self.registry, self.tier, self.ranks = weights.registry, weights.tier, weights.ranks
+        self.weights, self.values, self.updater = weights, weights.values, weights.updater
         self.gradients = gradients
-        self.updater = updater
-        self.values = values
-        self.tier = tier
-        self.ranks = ranks
         self.placement = placement
         self.gauge = gauge
         self.bound_nbytes = bound_nbytes

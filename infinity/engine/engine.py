@@ -354,9 +354,7 @@ class Engine:
         self.activations, self.compressor = parts.activations, parts.compressor
         self.events.count_slots = self.records.slots_in_use
         bound_nbytes = None if self.config.device_memory == "auto" else self.config.device_memory
-        held = self.registry, self.records, self.weights, self.gradients, self.updater, self.values, self.tier
-        gauge = gauge_of(self.device)
-        self.margin = Margin(*held, self.ranks, self.placement, gauge, bound_nbytes=bound_nbytes)
+        self.margin = Margin(self.weights, self.gradients, self.placement, gauge_of(self.device), bound_nbytes=bound_nbytes)
         self.cycle = Cycle(self.config, self.ranks, self.events, parts, self.margin)
         self.cycle.turn = self.turn
         self.follower, self.calls = self.cycle.follower, self.cycle.calls
