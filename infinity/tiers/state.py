@@ -46,7 +46,6 @@ from infinity.model.parameters import classes_of, set_data
 from infinity.model.state_dict import DepartedGradient
 from infinity.plan.packing import Chunk, Layout, Piece, Span
 from infinity.plan.record import Record
-from infinity.plan.slots import Entry
 from infinity.sizes import format_bytes
 from infinity.system.arena import Area
 
