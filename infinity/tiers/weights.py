@@ -348,7 +348,7 @@ class Weights:
         if update is not None:
             update.wait()
         if entry is None:
-            return None
+            return ready  # the shard is there, written by the compute stream: what is gathered of it waits for that
         start = now()
         shard = chunk.span.flat[chunk.chunk.shard_in_span(self.ranks.rank)]
         source = entry.memory.tensor(shard.dtype, 0, shard.numel())

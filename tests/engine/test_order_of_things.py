@@ -72,6 +72,16 @@ def test_device_memory_is_allocated_and_freed_by_the_thread_that_runs_the_ops(tr
     assert all(len(seen) >= 2 * LAYERS and set(seen) == {threading.get_ident()} for seen in threads.values())
 
 
+def test_a_gather_of_what_stays_on_the_device_waits_for_what_was_queued_before(tmp_path, monkeypatch):
+    """Such a shard is not copied there, but its update, by the compute stream, may still be under way."""
+    queued = []
+    with training(Stack, tmp_path, chunk_mib=1 / 16, weights="device", states="device") as (model, engine, optimizer):
+        copy = engine.weights._run_copy
+        monkeypatch.setattr(engine.weights, "_run_copy", lambda *given: queued.append(copy(*given[:3], "event of the compute stream")))
+        train(model, optimizer, 1)
+    assert queued == ["event of the compute stream"] * LAYERS
+
+
 def test_distances_are_asked_for_by_another_thread_while_steps_take_other_routes(trained):
     """As the thread that grants slots does, which has no lock in common with the one that takes a route or makes a plan."""
     model, engine, optimizer = trained
