@@ -150,11 +150,11 @@ class Answers:
     # What parameters call: [Note: parameters with two classes] in parameters.py.
 
     def name_of(self, param: nn.Parameter) -> str:
-        return self.registry.find(param).name
+        return self._named[self._indices[id(param)]][0]
 
     def may_compute(self, params: list[nn.Parameter]) -> bool:
         """Whether the program is where it may read parameters that nothing holds: in one of this engine's ops."""
-        return self.calls.may_compute(list(map(self.registry.find, params)))
+        return self._gate.has_started and self.calls.may_compute(list(map(self.registry.find, params)))
 
     def compute(self, params: list[nn.Parameter], func, args: tuple, kwargs: dict):
         """func(*args, **kwargs), for which these parameters are held."""

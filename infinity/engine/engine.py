@@ -361,7 +361,8 @@ class Engine:
         self.ranks.listen(self._give_up)
         try:
             self._let_go(model)
-        except BaseException:
+        except BaseException as error:
+            self.gate.break_off(error)
             self._close_parts()
             raise
         self.answers.begin(parts, self.cycle)

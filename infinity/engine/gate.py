@@ -20,6 +20,7 @@ class Gate:
         self._cycle: Cycle | None = None
         self._trains: int | None = None  # the thread that made the last step
         self.is_closed = self.was_dropped = False
+        self._lost = ""  # what ended the start, where values of the model had gone by then
 
     @property
     def has_started(self) -> bool:
@@ -27,6 +28,10 @@ class Gate:
 
     def begin(self, cycle: Cycle) -> None:
         self._cycle = cycle
+
+    def break_off(self, error: BaseException) -> None:
+        """The start has failed, and values of the model are lost with it."""
+        self._lost = f"{type(error).__name__}: {error}"
 
     def end(self, *, was_dropped: bool) -> None:
         self.is_closed, self.was_dropped = True, was_dropped
@@ -51,6 +56,11 @@ class Gate:
         if self.is_closed:
             dropped = ": it ended with its model, which nobody holds any more; keep the model as long as you use its optimizer or graphs"
             raise UsageError(f"the engine is closed{dropped if self.was_dropped else ''}")
+        if self._lost:
+            raise UsageError(
+                f"the engine could not start, and values of its model are lost with it ({self._lost}). Remove the cause, close() this "
+                f"engine, and build model, engine and optimizer anew"
+            )
         if self.has_started and self._cycle.calls.thread == threading.get_ident():
             self._cycle.end_interrupted()
 

@@ -184,6 +184,28 @@ def test_a_start_that_fails_ends_its_threads(tmp_path):
         engine.close()
 
 
+def test_what_an_engine_is_asked_that_could_not_start_is_one_error_with_the_reason(tmp_path):
+    """Weights that had left for their first records are gone: nothing may show what stands for them, nor start again with that."""
+    engine = infinity.offload(model := linears(), infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME))
+    _aio._inject("write", 1, 1, -errno.ENOSPC)
+    with pytest.raises(infinity.SwapError):
+        infinity.AdamW(model.parameters())
+
+    def gather():
+        with infinity.gathered(model.parameters()):
+            pass
+
+    asks = (model.state_dict, gather, lambda: infinity.AdamW(model.parameters()), lambda: model(torch.ones(2, 48)))
+    for ask in (*asks, lambda: model.load_state_dict(linears().state_dict()), lambda: infinity.save(tmp_path / "saved", model)):
+        with pytest.raises(infinity.UsageError, match="could not start.*SwapError.*close.*anew"):
+            ask()
+    with pytest.raises(infinity.UsageError, match="0.weight has no value"):
+        model[0].weight.norm()
+    engine.close()
+    with pytest.raises(infinity.UsageError, match="0.weight is only a placeholder"):
+        model[0].weight.norm()
+
+
 def test_a_queue_that_broke_down_is_a_swap_error_for_all_later_calls(tmp_path):
     with Swap([tmp_path]) as swap:
         extent = swap.allocate(4096)
