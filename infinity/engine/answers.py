@@ -137,6 +137,8 @@ class Answers:
 
     @uninterrupted
     def _adopt(self, before: dict[SpanState, torch.Tensor]) -> None:
+        if before:
+            self._gate.check_open()
         for span, value in before.items():
             try:
                 span.written()

@@ -421,6 +421,14 @@ def test_gathered_leaves_what_it_only_read(tmp_path):
         assert_same_states(states_of(engine, model), before)
 
 
+def test_gathered_around_the_end_of_its_engine_is_refused(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    engine = infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", host_memory="64MiB"))
+    with pytest.raises(infinity.UsageError, match="the engine is closed"), infinity.gathered(model.weight):
+        engine.close()
+
+
 def test_gathered_values_are_kept_when_the_block_raises(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         with pytest.raises(KeyError), infinity.gathered(model.layers[0].weight), torch.no_grad():
