@@ -343,7 +343,8 @@ def _copy(error: BaseException) -> BaseException:
 def end_process(error: BaseException | None) -> bool:
     """All engines are closed and the process ends; error: what it ends with, which nobody caught.
 
-    Prints what another rank failed with, where the program ends otherwise; whether one has. See [Note: how a process ends].
+    Prints what another rank failed with, where the program ends otherwise and not with an error of its own; whether one has. See
+    [Note: how a process ends].
     """
     grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _is_parents
     if grouped:
@@ -358,7 +359,7 @@ def end_process(error: BaseException | None) -> bool:
     if grouped and not dist.get_rank() and _closed:
         time.sleep(watch.WATCH_S)  # the store may end with this process, and others look
     failed = [each for each in _closed if isinstance(each.failure.error, PeerError) and not each.store_is_gone]
-    if failed and not failed[0].was_printed and (type(error), str(error)) != (PeerError, str(failed[0].failure.error)):
+    if failed and not failed[0].was_printed and (error is None or type(error) is RuntimeError or isinstance(error, dist.DistError)):
         print(f"infinity: PeerError: {failed[0].failure.error}", file=sys.stderr)
     return bool(failed)
 

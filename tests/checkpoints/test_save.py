@@ -1534,7 +1534,7 @@ def test_an_engine_that_fails_while_its_update_lane_waits_for_the_checkpoints_di
             deadline = time.monotonic() + 40
             while not any(is_taken_by_its_update(saving, chunk) for chunk in engine.registry.chunks) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            engine.records.fail(OSError(5, "the swap is gone"))
+            engine.records.failure.note(OSError(5, "the swap is gone"))
             try:
                 saving.wait()
             except OSError as error:

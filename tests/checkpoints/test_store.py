@@ -244,6 +244,7 @@ def _nurse(pipe):
             pipe.send(pid)
             continue
         pipe.close()
+        torch.set_num_threads(1)  # makes the thread pool that a fork leaves behind anew, which autograd's threads would do side by side
         say = multiprocessing.connection.Connection(fd).send
         try:
             function(say, *arguments)

@@ -128,7 +128,7 @@ def convnext():
 
 
 def efficientnet():
-    blocks = {"in_channels": [32, 16], "out_channels": [16, 24], "depthwise_padding": [], "strides": [1, 2], "num_block_repeats": [1, 2]}
+    blocks = {"in_channels": [32, 16], "out_channels": [16, 24], "depthwise_padding": [], "strides": [1, 2], "num_block_repeats": [1, 8]}
     sizes = {"expand_ratios": [1, 2], "kernel_sizes": [3, 3], "hidden_dim": 1280, "width_coefficient": 1.0, "depth_coefficient": 1.0}
     config = transformers.EfficientNetConfig(image_size=32, num_labels=4, dropout_rate=0.0, drop_connect_rate=0.0, **blocks | sizes)
     return transformers.EfficientNetForImageClassification(config)
@@ -157,14 +157,14 @@ class Denoising(torch.nn.Module):
 
 
 def dit():
-    from diffusers import DiTTransformer2DModel
+    DiTTransformer2DModel = pytest.importorskip("diffusers").DiTTransformer2DModel
 
     sizes = {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "num_layers": 3, "sample_size": 8, "num_embeds_ada_norm": 10}
     return Denoising(DiTTransformer2DModel(**sizes))
 
 
 def unet():
-    from diffusers import UNet2DConditionModel
+    UNet2DConditionModel = pytest.importorskip("diffusers").UNet2DConditionModel
 
     blocks = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
     sizes = {"sample_size": 8, "block_out_channels": (16, 32), "layers_per_block": 1, "cross_attention_dim": 16, "norm_num_groups": 4}

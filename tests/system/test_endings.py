@@ -3,6 +3,9 @@
 Each rank is a process of its own that ends as programs do, by the end of its script. They are forked from one that has imported everything.
 """
 
+import atexit
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -45,19 +48,26 @@ test_endings.program(**wait_for_a_rank())
 """
 
 
+def is_free(port):
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("", port))
+        return True
+    return False
+
+
 class Nursery:
     """A process that has imported what ranks need, and from which they are forked."""
 
     def __init__(self):
+        worker = int(re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "0")))
+        self.ports = itertools.cycle(range(12000 + 200 * worker, 12200 + 200 * worker))  # none that another process is given meanwhile
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen([sys.executable, "-c", NURSERY], env=environment, **pipes)
 
     def run(self, size, folder, environment=None, **arguments):
         """Run `program` on all ranks; (status, output) of each. None of them may take longer than SECONDS."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(size)}
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(filter(is_free, self.ports))), "WORLD_SIZE": str(size)}
         shared |= {"LOCAL_WORLD_SIZE": str(size), **(environment or {})}
         outputs = [folder / f"output{rank}" for rank in range(size)]
         ranks = [
@@ -92,7 +102,7 @@ def nursery():
     nursery.close()
 
 
-def program(folder, stage="none", who="one", closes=False, kills=False, batches=5, fewer=0, barrier=False, destroys=False, groups=True):
+def program(folder, stage="none", who="one", closes=False, kills=False, batches=5, fewer=0, barrier=False, destroys=False, groups=True, lingers=False):
     """What a user writes. At `stage` the last rank, or each, raises or is killed; it has `fewer` batches than the others."""
     import torch
     import torch.distributed as dist
@@ -149,6 +159,8 @@ def program(folder, stage="none", who="one", closes=False, kills=False, batches=
                 infinity.load(Path(folder, "saved"), model, optimizer, scheduler=Scheduler())
         come_to("after the loop")
 
+    if lingers and not rank:
+        atexit.register(time.sleep, 2)  # before the engine's, so that the watch hears of the others' errors
     come_to("before")
     config = infinity.Config(nvme=folder, device="cpu", dtype="fp32", weights="nvme", states="nvme", chunk_mib=1 / 64, host_memory="8MiB")
     torch.manual_seed(0)
@@ -201,6 +213,10 @@ def test_a_program_that_succeeds_ends_well_with_and_without_close(nursery, tmp_p
 )
 def test_an_error_is_shown_once_on_each_rank(nursery, tmp_path, stage, who, closes):
     assert_ended_with_errors(nursery.run(2, tmp_path, stage=stage, who=who, closes=closes), stage, who)
+
+
+def test_who_has_an_error_of_its_own_shows_none_of_another_rank(nursery, tmp_path):
+    assert_ended_with_errors(nursery.run(2, tmp_path, stage="backward", who="all", lingers=True), "backward", "all")
 
 
 @pytest.mark.long
