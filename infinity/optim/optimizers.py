@@ -46,7 +46,7 @@ class Elementwise(torch.optim.Optimizer):
     ):
         if unknown:
             self._refuse_unknown(next(iter(unknown)), defaults)
-        if max_grad_norm is not None and not max_grad_norm > 0:
+        if max_grad_norm is not None and (isinstance(max_grad_norm, str) or not max_grad_norm > 0):
             raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above zero, or None")
         if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
             raise ConfigError(f"accumulation_steps={accumulation_steps!r}: expected an integer of 1 or more")

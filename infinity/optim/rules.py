@@ -115,11 +115,7 @@ class AdamRule(Rule):
         self.decoupled = decoupled
 
     def check(self, group):
-        beta1, beta2 = group["betas"]
-        return [
-            *_wrong(group, "lr", "eps", "weight_decay"),
-            *(f"betas[{i}]={beta!r}: expected from 0 to below 1" for i, beta in ((0, beta1), (1, beta2)) if not 0 <= beta < 1),
-        ]
+        return [*_wrong(group, "lr", "eps", "weight_decay"), *_wrong_betas(group["betas"])]
 
     def scalars(self, group, step):
         names = ("lr", "betas", "eps", "weight_decay")
@@ -190,11 +186,7 @@ class LionRule(Rule):
     moments = ("momentum",)
 
     def check(self, group):
-        betas = enumerate(group["betas"])
-        return [
-            *_wrong(group, "lr", "weight_decay"),
-            *(f"betas[{i}]={beta!r}: expected from 0 to below 1" for i, beta in betas if not 0 <= beta < 1),
-        ]
+        return [*_wrong(group, "lr", "weight_decay"), *_wrong_betas(group["betas"])]
 
     def update(self, p, g, moments, s):
         (beta1, beta2), m = s["betas"], moments["momentum"]
@@ -255,3 +247,9 @@ def check_elementwise(rule: Rule, group: dict) -> None:
 
 def _wrong(group: dict, *names: str) -> list[str]:
     return [f"{name}={group[name]!r}: expected 0 or more" for name in names if not 0 <= group[name] < math.inf]
+
+
+def _wrong_betas(betas: object) -> list[str]:
+    if not isinstance(betas, tuple) or len(betas) != 2:
+        return [f"betas={betas!r}: expected two numbers"]
+    return [f"betas[{i}]={beta!r}: expected from 0 to below 1" for i, beta in enumerate(betas) if not 0 <= beta < 1]

@@ -248,6 +248,9 @@ def test_momentum_of_a_group_is_that_of_torch_optim_or_refused(tmp_path):
         (infinity.Lion, {"betas": (0.9, 1.0)}, r"betas\[1\]=1.0: expected from 0 to below 1"),
         (infinity.Lion, {"weight_decay": float("nan")}, "weight_decay=nan: expected 0 or more"),
         (infinity.Lion, {"lr": "fast"}, "must be numbers"),
+        (infinity.Lion, {"betas": (0.9,)}, r"betas=\(0.9,\): expected two numbers"),
+        (infinity.AdamW, {"betas": 0.9}, "betas=0.9: expected two numbers"),
+        (infinity.AdamW, {"max_grad_norm": "1.0"}, "max_grad_norm='1.0': expected a number above zero"),
     ],
 )
 def test_hyper_parameters_out_of_range_are_refused(optimizer, wrong, message, tmp_path):
