@@ -177,6 +177,7 @@ class Saved:
     def look_into(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._layout)
 
+
 class Activations:
     """Keeps saved activations in host memory, at most budget_nbytes of it, and what does not fit there on NVMe.
 
