@@ -31,8 +31,8 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
 )
 
-from infinity.engine.budget import Margin
 from infinity.engine.follow import Follower
+from infinity.engine.margin import Margin
 from infinity.engine.ops import ATTRIBUTE, BACKWARD, FORWARD, RECOMPUTE, Frame, Op
 from infinity.engine.saved_tensors import BackwardHolds, Handle, SavedTensors
 from infinity.engine.trees import parts_of, tensors_in

@@ -19,10 +19,10 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine import engines
 from infinity.engine.answers import Answers
-from infinity.engine.budget import Margin
 from infinity.engine.build import assemble
 from infinity.engine.foreign import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
 from infinity.engine.gate import Gate
+from infinity.engine.margin import Margin
 from infinity.engine.pause import finish_saving
 from infinity.engine.resident import hooks_for
 from infinity.engine.sizing import Training, budgets

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.budget import Margin
 from infinity.engine.build import Assembly
 from infinity.engine.calls import Calls
 from infinity.engine.completions import Completions
@@ -29,6 +28,7 @@ from infinity.engine.due import Due
 from infinity.engine.expectations import Expectations
 from infinity.engine.follow import Follower
 from infinity.engine.foreign import refuse_optimizers
+from infinity.engine.margin import Margin
 from infinity.engine.param_grads import ParamGrads, drop_half_arrived
 from infinity.engine.refusals import refuse_modes, refuse_thawed
 from infinity.engine.trees import map_tensors, tensors_in

@@ -268,7 +268,7 @@ def grow(folder, capacity):
     gauge = ScriptedGauge(capacity)
     with (
         mock.patch("infinity.engine.engine.gauge_of", lambda device: gauge),
-        mock.patch("infinity.engine.budget.SLACK", 0.0),
+        mock.patch("infinity.engine.margin.SLACK", 0.0),
         mock.patch("infinity.plan.placement.UNDER_WAY_NBYTES", 0),  # budgets are of kilobytes
     ):
         model, adam = made(folder, device_memory="680KiB", chunk_mib=1 / 64)

@@ -490,7 +490,7 @@ def test_other_optimizers_write_whole_records(tmp_path, make, options, one_threa
 def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch):
     """They may, in the first step, after which they move there."""
     gauge = ScriptedGauge(1 << 40)
-    monkeypatch.setattr("infinity.engine.budget.SLACK", 0.0)
+    monkeypatch.setattr("infinity.engine.margin.SLACK", 0.0)
     monkeypatch.setattr("infinity.engine.engine.gauge_of", lambda device: gauge)
     config = {"weights": "auto", "states": "auto", "residency": "auto", "compression": "auto", "device_memory": "48MiB", "host_memory": "20MiB"}
     with training(lambda: linears(16, 512), tmp_path, **COMPRESSED | config) as (model, engine, optimizer):

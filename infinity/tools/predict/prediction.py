@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.budget import SLACK
+from infinity.engine.margin import SLACK
 from infinity.engine.sizing import DEVICE_SHARES, HOST_SHARES, Training, arrange, may_compress
 from infinity.errors import BudgetError, ConfigError
 from infinity.plan import compression

@@ -9,7 +9,7 @@ from models import TRAITS, gpt_step, inputs, loss_of, tiny_gpt, tokens
 from torch import nn
 
 import infinity
-from infinity.engine import budget, build
+from infinity.engine import build, margin
 from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
 from infinity.plan.record import STATES, WEIGHTS
@@ -251,7 +251,7 @@ def test_what_lives_on_the_device_stays_there_when_inputs_grow(small_drive, gaug
 @pytest.fixture
 def gauge(monkeypatch):
     gauge = ScriptedGauge(0)
-    monkeypatch.setattr(budget, "SLACK", 0.0)
+    monkeypatch.setattr(margin, "SLACK", 0.0)
     monkeypatch.setattr("infinity.engine.engine.gauge_of", lambda device: gauge)
     return gauge
 
@@ -406,7 +406,7 @@ def test_a_model_that_ran_before_its_optimizer_was_made_gets_records_too(tmp_pat
     ],
 )
 def test_growth_is_that_of_the_input_that_grows_most(shapes, seen, growth):
-    assert budget._growth(shapes, seen) == growth
+    assert margin._growth(shapes, seen) == growth
 
 
 # A real device
