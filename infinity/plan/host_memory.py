@@ -132,16 +132,26 @@ class _Sharing:
         stays = self._stays()
         self._reserve(order, stays)
         self.left -= self.reserved
-        for indices in (stays, sorted(self.visitors, reverse=True)):
-            for kind in order:
-                for index in indices:
-                    if self.homes[kind][index] != "nvme":
-                        continue
-                    slot = max(self.in_slots[kind]) if sharing[kind] <= shared[kind] else 0  # that nobody shares any more
-                    if self.sizes[kind][index] - slot <= self.left:
-                        self.homes[kind][index] = "host"
-                        self.left -= self.sizes[kind][index] - slot
-                        sharing[kind] -= 1
+        turns = [(kind, indices) for indices in (stays, sorted(self.visitors, reverse=True)) for kind in order]
+        if order[-1:] == [GRADIENTS] and self._has_room_for_all(order[:-1]):
+            turns.sort(key=lambda turn: turn[0] == GRADIENTS)  # they share slots, and nothing is read from NVMe whoever visits
+        for kind, indices in turns:
+            for index in indices:
+                if self.homes[kind][index] != "nvme":
+                    continue
+                slot = max(self.in_slots[kind]) if sharing[kind] <= shared[kind] else 0  # that nobody shares any more
+                if self.sizes[kind][index] - slot <= self.left:
+                    self.homes[kind][index] = "host"
+                    self.left -= self.sizes[kind][index] - slot
+                    sharing[kind] -= 1
+
+    def _has_room_for_all(self, kinds: Sequence[str]) -> bool:
+        """Whether all copies of these kinds can stay, beside the pool and slots of what is left."""
+        before = dict(self.homes)
+        self.homes.update({kind: ["host" if home == "nvme" else home for home in before[kind]] for kind in kinds})
+        nbytes = self.host_nbytes(self.counts) + self.reserved
+        self.homes = before
+        return nbytes <= self.budget
 
     def _stays(self) -> list[int]:
         return [index for index in reversed(range(len(self.candidate.records))) if index not in self.visitors]

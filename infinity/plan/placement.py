@@ -8,8 +8,9 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # with which a record can be read, updated and written. A budget below that is refused with the number that it needs. Then
 # slots that let stages overlap. What is then left of the host keeps weights (each byte saves three of NVMe traffic: read
 # forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two); those of
-# records that will visit the device ([Note: the device margin] in margin.py) come after all others, since they seldom move. The last
-# ones of a kind cost nothing: they take the place of the slots that they would have shared.
+# records that will visit the device ([Note: the device margin] in margin.py) come after all others, since they seldom move; but where
+# all of them fit, before gradients that do not wait: so larger inputs, for which they return, need nothing of NVMe. The last ones of a
+# kind cost nothing: they take the place of the slots that they would have shared.
 # Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. A pool for those of late
 # moments ([Note: late moments] in redo.py) gets what is left over, if it holds one of each record that stays on NVMe. Where floats are not
 # coded it saves four for the first update in a row, and comes before states, which share what is left with it. Where NVMe is

@@ -26,6 +26,7 @@ _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "me
 # which are lost. The first, for which programs ask, is remembered: `most_nbytes()` is what it would be without the process's engines.
 
 _most_nbytes: dict[torch.device, int] = {}  # the largest peak before the last reset
+_given = ""  # the allocator's settings that this module set
 
 
 class CudaGauge:
@@ -35,11 +36,12 @@ class CudaGauge:
         self.device = device
 
     def capacity_nbytes(self) -> int:
-        """All that this process may allocate, with what it has, but for the remains of blocks that are partly in use: these take only what
-        is as small, and cannot be given back for anything larger."""
+        """All that this process may allocate, with what it has, but for the remains of blocks that are partly in use where segments do
+        not expand: these take only what is as small, and cannot be given back for anything larger."""
         free, total = torch.cuda.mem_get_info(self.device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device))
-        remains = torch.cuda.memory_stats(self.device).get("inactive_split_bytes.all.current", 0)
+        stats = {} if _expands() else torch.cuda.memory_stats(self.device)
+        remains = stats.get("inactive_split_bytes.all.current", 0)
         return min(free + torch.cuda.memory_reserved(self.device), allowed) - remains
 
     def free_nbytes(self) -> int:
@@ -73,7 +75,29 @@ def device_of(name: str | None) -> torch.device:
             raise ConfigError(f"device={name!r}: expected an index below {torch.cuda.device_count()}, the number of CUDA devices; got {index}")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
+        expand_segments()
     return device
+
+
+def expand_segments() -> None:
+    """Have CUDA's allocator make segments that grow, unless its settings say something of them already: what steps of changing sizes free
+    can then be taken for anything larger, and an allocation fails only where there is no room."""
+    global _given
+    settings = _settings()
+    if "expandable_segments" not in settings and torch.cuda.get_allocator_backend() == "native":
+        _given = ",".join(filter(None, (settings, "expandable_segments:True")))  # all of them are set anew
+        set_ = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+        set_(_given)
+
+
+def _expands() -> bool:
+    return bool(re.search(r"expandable_segments:\s*True", _settings()))
+
+
+def _settings() -> str:
+    """The allocator's, as they were set last, else as the environment has them."""
+    known = torch._C._accelerator_getAllocatorSettings() if hasattr(torch._C, "_accelerator_getAllocatorSettings") else ""
+    return known or _given or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def gauge_of(device: torch.device) -> CudaGauge | None:

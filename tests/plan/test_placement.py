@@ -313,6 +313,22 @@ def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(defe
         assert placed(device_budget=device, host_budget=400 << 10, **changes).visitors == frozenset()
 
 
+def test_gradients_that_do_not_wait_leave_room_to_records_where_all_of_these_fit(few_slots):
+    """Records that visit the device return where inputs grow: then nothing is read from NVMe if host memory holds them all."""
+    device = 2 * WEIGHT + NUM * WEIGHT + 3 * (STATE + GRADIENT)
+    whole, seen = NUM * (WEIGHT + STATE), set()
+    for host in range(whole - 4 * STATE, whole + NUM * GRADIENT + 8192, 4096):
+        found = placed(device_budget=device, host_budget=host)
+        by_hand = placed(device_budget=device, host_budget=host, weights="host", states="host") if host >= whole + 2 * GRADIENT else None
+        homes = [home for kind in (WEIGHTS, STATES) for home in found.homes[kind]]
+        if by_hand is not None:
+            assert "nvme" not in homes and found.homes == by_hand.homes
+        elif host < whole:
+            assert "nvme" in homes
+        seen.add((homes.count("nvme") > 0, found.homes[GRADIENTS].count("host")))
+    assert {(True, 5), (False, 0), (False, NUM)} <= seen, seen
+
+
 def test_records_that_live_on_the_device_come_before_those_that_visit_it():
     specs = [ParameterSpec(f"p{i}", 4096, "bf16", True) for i in range(NUM)]
     whole = layout(specs, chunk_numel=4096, world=1)

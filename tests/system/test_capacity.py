@@ -3,6 +3,7 @@
 import psutil
 import pytest
 import torch
+from helpers import run_python
 
 from infinity.system import capacity
 
@@ -84,3 +85,50 @@ def test_the_peak_of_a_cuda_device_is_remembered():
     del block
     assert gauge.peak_nbytes() == at_least > gauge.peak_nbytes()
     assert gauge.most_nbytes() >= at_least
+
+
+@pytest.mark.parametrize(
+    "known, given",
+    [
+        ("", "expandable_segments:True"),
+        ("max_split_size_mb:512", "max_split_size_mb:512,expandable_segments:True"),
+        ("expandable_segments:False", None),
+        ("expandable_segments:True,max_split_size_mb:512", None),
+        ("backend:cudaMallocAsync", None),
+    ],
+)
+def test_segments_expand_where_the_settings_do_not_speak_of_them(known, given, monkeypatch):
+    said = []
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync" if "backend" in known else "native")
+    monkeypatch.setattr(capacity, "_given", "")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", known)
+    for _ in range(2):  # once, however many engines there are
+        capacity.expand_segments()
+    assert said == ([given] if given else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("known", ["", "expandable_segments:False"])
+def test_what_blocks_leave_can_be_taken_for_a_larger_one(known):
+    """Every second block goes, then comes one of what is said to be free: more than the gaps where segments expand."""
+    source = """
+    import os, sys
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = sys.argv[1]
+    import torch
+    from infinity.system import capacity
+    device = capacity.device_of("cuda")
+    gauge = capacity.CudaGauge(device)
+    before = gauge.free_nbytes()
+    blocks = [torch.empty(21 << 20, dtype=torch.uint8, device=device) for _ in range(before // (21 << 20) * 3 // 4)]
+    del blocks[::2]
+    free = gauge.free_nbytes()
+    block = torch.empty(int(free * 0.95), dtype=torch.uint8, device=device)
+    print(free / before, torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+    """
+    done = run_python(source, known)
+    assert done.returncode == 0, done.stderr
+    share, expands = done.stdout.split()
+    assert expands == str(not known) and (float(share) > 0.5 or known)
