@@ -77,7 +77,7 @@ class Weights:
         self.cuda = device.type == "cuda"
         if self.cuda:
             self.copy_stream = torch.cuda.Stream(device)
-            self.settler = Lane("cg-settle")
+            self.settler = Lane("cg-settle", self.records.failure)
         self.num_ahead = self.num_late = 0  # fetches issued before an op needed them, and those it had to ask for itself
         self.dropped: deque = deque()  # the holds of handles that died, in whatever thread
         self.held: dict[int, SpanState] = {}
@@ -365,7 +365,7 @@ class Weights:
             shard.copy_(source, non_blocking=True)
             marks = first, self.events.device_mark()
             event = self.copy_stream.record_event()
-        self.settler.push(lambda: self._finish_copy(chunk, entry, event, nbytes, start, marks))
+        self.settler.push(lambda: self._finish_copy(chunk, entry, event, nbytes, start, marks), chunk.title)
         return event
 
     def _finish_copy(self, chunk, entry, event, nbytes, start, marks) -> None:

@@ -1,0 +1,42 @@
+"""Weights on their way to the device: what becomes of a slot whose copy fails."""
+
+import contextlib
+
+import pytest
+import torch
+from helpers import NVME, training
+from torch import nn
+
+from infinity.plan.record import WEIGHTS
+from infinity.tiers.weights import Weights
+
+
+class LostStream:
+    """Of a CUDA device that takes what it is given and then fails."""
+
+    def __init__(self, device):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        raise RuntimeError("the device is lost")
+
+
+def test_a_copy_that_fails_behind_its_job_ends_the_step(tmp_path, monkeypatch):
+    """Nobody waits for what gives its slot back: the error would be lost with the slot, and the next one to want that wait for ever."""
+    with training(lambda: nn.Linear(64, 64), tmp_path, **NVME) as (model, engine, optimizer):
+        monkeypatch.setattr("torch.cuda.Stream", LostStream)
+        monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)
+        weights = Weights(engine.values, engine.course, engine.weights.gg, None, torch.device("cuda"), engine.events)
+        chunk = engine.registry.chunks[0]
+        engine.tier.allocate(chunk.span)
+        weights._run_copy(chunk, engine.records.request(chunk, WEIGHTS), None, None)
+        for lane in (weights.settler, weights.cg):
+            lane.close()
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            model(torch.ones(2, 64))
