@@ -17,14 +17,15 @@ a parameter, its span and its chunk are told in one place.
 # read that would end the process. Its span is away, its memory stays until the tensor is gone.
 #
 # [Note: life of an update]
-# What is due for a chunk's record. Only the training thread moves it on, lanes look at it:
+# What is due for a chunk's record. updates.py alone moves it on, in the training thread or in one that this waits for, as while a
+# checkpoint is loaded; lanes look at it:
 #
 #     backward:  IDLE --a backward pass begins--> EXPECTED --its gradients are there--> READY --nobody needs its weights-->
 #                EARLY (begun, weights are of the next step) --step()--> IDLE
 #     deferred:  IDLE --step()--> ANNOUNCED --begun, by what needs it--> IDLE
 #
-# step() also begins at once what is neither EARLY nor to be announced, such as what lives on the device. Whether an update that has begun
-# is over, its job knows.
+# step() also begins at once what is neither EARLY nor to be announced, such as what lives on the device; what is given up is IDLE.
+# Whether an update that has begun is over, its job knows.
 
 # [Note: weights written in forward]
 # An embedding with max_norm scales rows of its weight in forward. A row that changed loses its residual, which was of the
@@ -302,7 +303,7 @@ class SpanState:
 
 
 class DeviceTier:
-    """Device memory of all spans, with its budget. Allocation and eviction happen in the training thread only."""
+    """Device memory of all spans, with its budget. The training thread allocates and frees, or one that it waits for; any may `book`."""
 
     def __init__(self, budget_nbytes: int):
         self.budget_nbytes = budget_nbytes  # for spans that come and go, what else the engine holds is booked by `book`

@@ -12,10 +12,11 @@ autograd, optimizers, or what is moved next: engine/follow.py says that.
 #     cg lane            |--copy i+2------->      waits for the read (or update) of i+2
 #     gg lane            |--gather i+1---->       waits for the copy of i+1
 #
-# Device memory is allocated and freed by the training thread alone, on the compute stream, before it queues the op; a copy
-# waits for the event recorded then, the op waits for the event recorded after the copy or gather. A lane runs its jobs in
-# the order in which the training thread issued them, which is the plan's: so collectives have one order on all ranks.
-# A job waits only for what was issued before it, hence never in a circle.
+# The memory of spans is allocated and freed by the training thread, or one that it waits for as while a checkpoint is loaded, on the
+# compute stream, before it queues the op; a copy waits for the event recorded then, the op waits for the event recorded after the copy or
+# gather. (Some of what gradients take lanes allocate, on their own streams: gg a reduction's shard, gc that of a record on the device.)
+# A lane runs its jobs in the order in which the training thread issued them, which is the plan's: so collectives have one order on all
+# ranks. A job waits only for what was issued before it, hence never in a circle.
 
 from __future__ import annotations
 
