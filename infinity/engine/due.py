@@ -17,6 +17,7 @@ import torch
 from infinity.optim.adam import NormAccumulator
 from infinity.plan.record import STATES
 from infinity.plan.schedule import Moment
+from infinity.system.lanes import Job
 from infinity.tiers.arithmetic import Hyper, add_norm
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.state import ChunkState, ParameterState, UpdateStage
@@ -125,18 +126,22 @@ class Due:
             self._begin_sum(chunk)
 
     def _begin_sum(self, chunk: ChunkState) -> None:
-        job = chunk.gradient.job
+        job, total = chunk.gradient.job, NormAccumulator()
 
-        def work() -> NormAccumulator:
+        def add() -> NormAccumulator:
             stream = job.wait()
             if stream is not None:  # of a gradient that stays on the device
-                stream.synchronize()
-            total = NormAccumulator()
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
             with self.gradients.shard(chunk) as gradient:
                 add_norm(chunk, gradient, total)
             return total
 
-        chunk.gradient.sum_by(self.updater.sum_squares(work))
+        def add_all() -> NormAccumulator:
+            add().settle()
+            return total
+
+        # On the device it is one pass at its speed, in the order of this thread's stream; the lane would wait for all that lies before.
+        chunk.gradient.sum_by(Job.over(add()) if chunk.on_device and job.done else self.updater.sum_squares(add_all))
 
     def norm(self, chunks: list[ChunkState]) -> float:
         """The global norm of the summed gradients, the same bits for every placement and chunk size."""

@@ -1,4 +1,5 @@
-"""The Adam update of one shard on a CUDA device, in one pass over memory: the Triton face of the arithmetic in _adam.c.
+"""The Adam update of one shard on a CUDA device, and the squares of its gradient, each in one pass over memory: the Triton face of the
+arithmetic in _adam.c.
 
 Must not know anything but flat tensors and numbers. Importing it needs Triton. 16-bit floats come in as int16, so that their
 conversion to fp32 and back is integer arithmetic here as it is there.
@@ -12,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK_NUMEL = 1024
+_BLOCK_NUMEL = 1024  # also of the norm
+_BLOCKS_AT_ONCE = 4  # of the norm, a warp each
 _UNSPECIALIZED = ["key0", "key1", "index"]  # a version for each value that divides by 16 would compile again and again
 
 
@@ -129,3 +131,38 @@ def _adam(
         tl.store(residual_ptr + at, (p - (narrow << 16)).to(tl.int16), mask=mask)
     else:
         tl.store(weight_ptr + at, p.to(tl.float32, bitcast=True), mask=mask)
+
+
+def block_sums(grad) -> torch.Tensor:
+    """The sums of squares of a gradient's blocks, float64 [num_blocks], as [Note: sums without an order] in _adam.c states them."""
+    num_blocks = triton.cdiv(grad.numel(), _BLOCK_NUMEL)
+    sums = torch.empty(num_blocks, dtype=torch.float64, device=grad.device)
+    with torch.cuda.device_of(grad):
+        _block_sums[(triton.cdiv(num_blocks, _BLOCKS_AT_ONCE),)](
+            _bits(grad),
+            sums,
+            grad.numel(),
+            num_blocks,
+            NARROW_GRAD=grad.dtype == torch.bfloat16,
+            BLOCK=_BLOCK_NUMEL,
+            NUM=_BLOCKS_AT_ONCE,
+            num_warps=_BLOCKS_AT_ONCE,
+            enable_fp_fusion=False,
+        )
+    return sums
+
+
+@triton.jit
+def _block_sums(grad_ptr, sums_ptr, numel, num_blocks, NARROW_GRAD: tl.constexpr, BLOCK: tl.constexpr, NUM: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * NUM + tl.arange(0, NUM)
+    at = block[:, None] * BLOCK + tl.arange(0, 32)[None, :]
+    lanes = tl.zeros((NUM, 32), dtype=tl.float64)
+    for row in range(BLOCK // 32):
+        grad = tl.load(grad_ptr + at + row * 32, mask=at + row * 32 < numel, other=0)
+        wide = (_widen(grad) if NARROW_GRAD else grad).to(tl.float64)
+        lanes += wide * wide
+    lanes = tl.sum(tl.reshape(lanes, (NUM, 2, 16)), axis=1)  # of two: there is one order
+    lanes = tl.sum(tl.reshape(lanes, (NUM, 2, 8)), axis=1)
+    lanes = tl.sum(tl.reshape(lanes, (NUM, 2, 4)), axis=1)
+    lanes = tl.sum(tl.reshape(lanes, (NUM, 2, 2)), axis=1)
+    tl.store(sums_ptr + block, tl.sum(lanes, axis=1), mask=block < num_blocks)

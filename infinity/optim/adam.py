@@ -143,8 +143,8 @@ def adam_step(
     numbers = (s.grad_scale, s.decay_or_l2, s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2)
     numbers += (s.inv_sqrt_bias2, s.eps, s.step_size)
     keys = None if dither is None else (dither.key0, dither.key1, dither.index)
-    if isa == "triton" or (isa is None and weight.is_cuda and _device_kernel() is not None):
-        return _device_kernel()(weight, residual, momentum, variance, grad, numbers, s.decoupled, keys)
+    if isa == "triton" or (isa is None and weight.is_cuda and _device_kernels() is not None):
+        return _device_kernels().adam(weight, residual, momentum, variance, grad, numbers, s.decoupled, keys)
     if isa == "torch" or weight.device.type != "cpu":
         return _adam_torch(weight, residual, momentum, variance, grad, s, dither)
     _adam.adam(
@@ -164,13 +164,13 @@ def adam_step(
 
 
 @functools.cache
-def _device_kernel():
-    """The Triton kernel, or None without Triton."""
+def _device_kernels():
+    """The module of the Triton kernels, or None without Triton."""
     try:
         from infinity.optim import _adam_triton
     except ImportError:
         return None
-    return _adam_triton.adam
+    return _adam_triton
 
 
 def split_master(
@@ -230,29 +230,46 @@ def accumulate_(dst: torch.Tensor, src: torch.Tensor, first: bool, *, threads: i
 class NormAccumulator:
     """The L2 norm of gradients that arrive in pieces; its bits depend on no order, split, thread or rank count.
 
-    limbs: int64 [72], the sum of squares as a fixed-point number ([Note: sums without an order] in _adam.c). Adding the
-    limbs of two accumulators as integers adds what they have seen: all_reduce them with SUM. Good for 2^41 elements.
+    Good for 2^41 elements. What is added on a CUDA device is queued there: nothing waits for it until the limbs are asked for.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
-        self.limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=device)
+        self._limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=device)
+        self._block_sums: list[torch.Tensor] = []  # that the limbs lack, all on one device
+
+    @property
+    def limbs(self) -> torch.Tensor:
+        """int64 [72], the sum of squares as a fixed-point number ([Note: sums without an order] in _adam.c). Adding the limbs of two
+        accumulators as integers adds what they have seen: all_reduce them with SUM, in place."""
+        self.settle()
+        return self._limbs
+
+    def settle(self) -> None:
+        """Wait for what is queued."""
+        if self._block_sums:
+            self._limbs += _limbs_torch(torch.cat(self._block_sums)).to(self._limbs.device)
+            self._block_sums = []
 
     def add(self, grad: torch.Tensor, *, threads: int = 0, isa: str | None = None) -> None:
-        """grad: bf16, fp16 or fp32, 1-D contiguous; it begins on a border of 1,024 elements of its parameter."""
+        """grad: bf16, fp16 or fp32, 1-D contiguous; it begins on a border of 1,024 elements of its parameter. isa: "triton" or "torch"
+        forces a variant."""
         _check(grad, "grad", *_GRAD_DTYPES, torch.float16)
         if grad.dtype == torch.float16:
             for part in grad.split(_FALLBACK_NUMEL):
                 self.add(part.float(), threads=threads, isa=isa)
             return
-        if grad.device.type == "cpu" and self.limbs.device.type == "cpu" and isa != "torch":
+        if grad.device.type == "cpu" and self._limbs.device.type == "cpu" and isa not in ("torch", "triton"):
             is_fp32 = grad.dtype == torch.float32
-            _adam.sum_squares(grad.data_ptr(), grad.numel(), is_fp32, self.limbs.data_ptr(), threads)
+            _adam.sum_squares(grad.data_ptr(), grad.numel(), is_fp32, self._limbs.data_ptr(), threads)
             return
-        for part in grad.detach().split(_FALLBACK_NUMEL):
-            self.limbs += _limbs_torch(_block_sums_torch(part)).to(self.limbs.device)
+        if isa == "triton" or (isa is None and grad.is_cuda and _device_kernels() is not None):
+            self._block_sums.append(_device_kernels().block_sums(grad.detach()))
+            return
+        self._block_sums += map(_block_sums_torch, grad.detach().split(_FALLBACK_NUMEL))
 
     def merge(self, other: NormAccumulator) -> None:
-        self.limbs += other.limbs.to(self.limbs.device)
+        self._limbs += other._limbs.to(self._limbs.device)
+        self._block_sums += other._block_sums
 
     @property
     def nonfinite(self) -> bool:

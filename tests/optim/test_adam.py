@@ -304,7 +304,9 @@ def test_norm_depends_on_no_split_order_or_thread():
         shuffle.shuffle(parts)
         assert torch.equal(whole, norm_limbs(*parts))
         first, second = NormAccumulator(), NormAccumulator()
-        first.limbs, second.limbs = norm_limbs(*parts[:7]), norm_limbs(*parts[7:])
+        for norm, some in ((first, parts[:7]), (second, parts[7:])):
+            for part in some:
+                norm.add(part)
         first.merge(second)
         assert torch.equal(whole, first.limbs)
 
@@ -427,6 +429,12 @@ for layout in test_adam.LAYOUTS:
     for numel in (1, 1023, 5003):
         shard = test_adam.Shard(numel, layout)
         assert shard.clone().update(isa="triton").equals(shard.update()), (layout, numel)
+for dtype in (test_adam.torch.bfloat16, test_adam.torch.float32):
+    for numel in (1, 33, 1023, 1024, 7 * 1024 + 500):
+        grad = test_adam.gradient(numel, dtype=dtype)
+        assert test_adam.torch.equal(test_adam.norm_limbs(grad, isa="triton"), test_adam.norm_limbs(grad)), (dtype, numel)
+    odd = test_adam.torch.tensor([float("inf"), float("nan"), 1.0, -0.0]).to(dtype)
+    assert test_adam.torch.equal(test_adam.norm_limbs(odd, isa="triton"), test_adam.norm_limbs(odd))
 """
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
@@ -440,10 +448,11 @@ def test_device_has_the_bits_of_the_host(layout, isa):
     host = Shard(300_001, layout)
     device = host.clone()
     device.__dict__ = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in device.__dict__.items()}
-    device.update()
+    device.update(isa=isa)
     device.__dict__ = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in device.__dict__.items()}
     assert device.equals(host.update())
     grad = gradient(300_001)
-    norm = NormAccumulator("cuda")
-    norm.add(grad.cuda())
-    assert torch.equal(norm.limbs.cpu(), norm_limbs(grad))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        norm = NormAccumulator("cuda")
+        norm.add(grad.to(dtype).cuda(), isa=isa)
+        assert torch.equal(norm.limbs.cpu(), norm_limbs(grad.to(dtype)))
