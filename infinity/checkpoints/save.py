@@ -49,7 +49,8 @@ from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError
 from infinity.sizes import parse_bytes
 from infinity.system.arena import PAGE_NBYTES
-from infinity.system.lanes import THREADS, Monitor
+from infinity.system.lanes import Monitor
+from infinity.system.waits import THREADS
 from infinity.tiers.records import Lease
 from infinity.tiers.state import ChunkState
 

@@ -194,7 +194,7 @@ def _connect(
     if cuda:
         largest = max(chunk.record.numel for chunk in chunks) * dtype.itemsize
         staging = arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
-    gather_lane, gather_stream = Lane("gg", failure), torch.cuda.Stream(device) if cuda else None
+    gather_lane, gather_stream = Lane("gg", failure, "the exchange between ranks"), torch.cuda.Stream(device) if cuda else None
     undo.callback(gather_lane.close)
     gradients = Gradients(
         registry,

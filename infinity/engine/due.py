@@ -18,6 +18,7 @@ from infinity.optim.adam import NormAccumulator
 from infinity.plan.record import STATES
 from infinity.plan.schedule import Moment
 from infinity.system.lanes import Job
+from infinity.system.waits import waits
 from infinity.tiers.arithmetic import Hyper, add_norm
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.state import ChunkState, ParameterState, UpdateStage
@@ -149,7 +150,8 @@ class Due:
         for chunk in chunks:
             if chunk.gradient.squares is None:
                 self._begin_sum(chunk)
-            total.merge(self.events.wait("gc", chunk.gradient.squares, chunk.index))
+            with waits("the norm of all gradients"):
+                total.merge(self.events.wait("gc", chunk.gradient.squares, chunk.index))
         self.ranks.sum_(total.limbs)
         return total.value()
 

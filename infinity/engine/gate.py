@@ -11,7 +11,7 @@ import weakref
 from infinity.engine.steps import Cycle
 from infinity.errors import UsageError
 from infinity.system import interrupts
-from infinity.system.lanes import THREADS
+from infinity.system.waits import THREADS
 
 
 class Gate:

@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 
-from infinity.system.lanes import THREADS
+from infinity.system.waits import THREADS
 
 PATIENCE_S = 10.0
 

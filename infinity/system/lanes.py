@@ -6,28 +6,15 @@ training thread never waits for a transfer that its op does not need; waiting, c
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable
 
 from infinity.system.failure import FirstFailure
+from infinity.system.waits import THREADS, waits
 
-THREADS = "infinity-"  # begins the names of the engine's own
 _GLANCE_S = 0.5  # how often who waits looks whether the lane was abandoned
 _GRACE_S = 5.0  # how long the end of a lane that was is waited for: what it waits for itself, it gives up soon
-
-waiting: set[int] = set()  # threads that wait for a lane
-
-
-@contextlib.contextmanager
-def waits():
-    """The thread waits for a lane inside the block."""
-    waiting.add(threading.get_ident())
-    try:
-        yield
-    finally:
-        waiting.discard(threading.get_ident())
 
 
 class Monitor(type(threading.RLock())):
@@ -78,11 +65,20 @@ class Job:
         """What it raised."""
         return self._error
 
+    @property
+    def worker(self) -> int | None:
+        """The number of the thread that it is done by."""
+        return self.lane.ident if self.lane is not None else None
+
+    def in_words(self) -> str:
+        """What somebody waits for who waits for it."""
+        return self.lane.in_words(self) if self.lane is not None else self.what
+
     def wait(self) -> object:
         if not self.done:
             if self.lane is not None:
                 self.lane.wake()
-            with waits():
+            with waits(self.in_words, self.worker):
                 while not self.done:
                     if self._gate.acquire(timeout=_GLANCE_S):
                         self._gate.release()  # to whoever else waits
@@ -111,10 +107,14 @@ class Job:
 
 
 class Lane:
-    """One daemon thread that runs jobs first in, first out; those that were hurried pass others once they are ready."""
+    """One daemon thread that runs jobs first in, first out; those that were hurried pass others once they are ready.
 
-    def __init__(self, name: str, failure: FirstFailure | None = None):
+    does: what a job is, in words, such as "an update".
+    """
+
+    def __init__(self, name: str, failure: FirstFailure | None = None, does: str = ""):
         self.name = name
+        self.does = does or f"the {name} lane"
         self.failure = failure  # told, in the lane, what a job raised, and its `what`
         self.on_job: Callable[[], None] | None = None  # runs before each job, in the lane; tests inject delays here
         self.abandoned: BaseException | None = None
@@ -139,6 +139,18 @@ class Lane:
             if not quiet:
                 self._changed.notify()
         return job
+
+    @property
+    def ident(self) -> int:
+        """Its thread's number."""
+        return self._thread.ident
+
+    def in_words(self, job: Job) -> str:
+        """What a job is, and how many come before it; from any thread."""
+        line = list(self._line)
+        num_before = line.index(job) + 1 if job in line else 0  # with the one that runs
+        behind = f", after {num_before} other{'s' if num_before > 1 else ''}" if num_before else ""
+        return f"{self.does}{f' of {job.what}' if job.what else ''}{behind}"
 
     def wake(self) -> None:
         """Let what was pushed quietly run now."""

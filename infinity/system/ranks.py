@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from infinity.errors import CheckpointError, PeerError, UsageError
 from infinity.system import interrupts, watch
+from infinity.system.waits import waits
 from infinity.system.watch import PROGRAM, REMEDY, Place, Watch
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -250,7 +251,7 @@ class Ranks:
         self._check()
         if where == "control" and threading.current_thread().name != interrupts.SHIELD:
             self._place.training = threading.get_ident()
-        with self._place.inside(where, what):
+        with self._place.inside(where, what), waits(lambda: f"{self._watch.late()} in {what}"):
             try:
                 work, is_over = begin(), False
                 while work is not None and not is_over:

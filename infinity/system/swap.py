@@ -26,9 +26,11 @@ from pathlib import Path
 
 import aio_ext
 from infinity.errors import ConfigError, SwapError, UsageError
+from infinity.sizes import format_bytes
 from infinity.system import drives
 from infinity.system.swap_directory import ALIGNMENT, Directory, Stripe, check_paths, guard, run_name
 from infinity.system.swap_errors import swap_error
+from infinity.system.waits import waits
 
 STRIPE_UNIT = 1 << 20
 MEASURE_FROM_NBYTES = 1 << 30  # of swap a path: below, defaults serve, and measuring would take longer than the run
@@ -45,9 +47,10 @@ class Extent:
 class Transfer:
     """A read or write under way: one ticket a stripe."""
 
-    __slots__ = ("_parts", "nbytes", "what")
+    __slots__ = ("_parts", "nbytes", "op", "what")
 
-    def __init__(self, parts: list[tuple[aio_ext.Ticket, Path]], nbytes: int, what: str = ""):
+    def __init__(self, op: str, parts: list[tuple[aio_ext.Ticket, Path]], nbytes: int, what: str = ""):
+        self.op = op  # "read" or "write"
         self._parts = parts
         self.nbytes = nbytes
         self.what = what  # begins the text of an error
@@ -59,15 +62,21 @@ class Transfer:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         failure = None
-        for ticket, path in self._parts:
-            try:
-                if not ticket.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                    return False
-            except OSError as error:
-                failure = failure or swap_error(error.errno, self.what + error.strerror, path)
+        with waits(self.in_words):
+            for ticket, path in self._parts:
+                try:
+                    if not ticket.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                        return False
+                except OSError as error:
+                    failure = failure or swap_error(error.errno, self.what + error.strerror, path)
         if failure:
             raise failure
         return True
+
+    def in_words(self) -> str:
+        """What somebody waits for who waits for it."""
+        what = f", {self.what.removesuffix(': ')}" if self.what else ""
+        return f"a {self.op} of {format_bytes(self.nbytes)} {'from' if self.op == 'read' else 'to'} NVMe{what}"
 
     @property
     def done(self) -> bool:
@@ -288,7 +297,7 @@ class Swap:
             start += stripe.nbytes
         with self._lock:
             self._moved[op] += view.nbytes
-        return Transfer(parts, view.nbytes, what)
+        return Transfer(op, parts, view.nbytes, what)
 
     def _check_space(self) -> None:
         """Every rank of this node needs as much as this one; what some of them have reserved already counts as available."""

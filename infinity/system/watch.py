@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Callable
 
 from infinity.errors import PeerError, UsageError
-from infinity.system import lanes
+from infinity.sizes import listed
 from infinity.system.failure import FirstFailure
-from infinity.system.lanes import THREADS
 from infinity.system.peers import Peer, Peers
+from infinity.system.waits import THREADS, waiting
 
 WATCH_S = 0.5  # how often each rank looks whether another one has failed
 SILENCE_S = 20.0  # after which a rank of another machine that somebody waits for is taken for dead
@@ -90,10 +90,10 @@ class Place:
     def waits_in(self) -> str:
         """The collective that keeps the training thread from going on, if one does."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        waiting = [names.get(ident, "") for ident in list(lanes.waiting)]  # autograd's threads have no name
-        if f"{THREADS}gg" in waiting:
+        of_lanes = [names.get(ident, "") for ident, wait in list(waiting.items()) if wait.worker]  # autograd's threads have no name
+        if f"{THREADS}gg" in of_lanes:
             return ""  # the lane waits for what this rank does alone, such as a slow read, and then joins the others
-        waits = any(not name.startswith(THREADS) for name in waiting)
+        waits = any(not name.startswith(THREADS) for name in of_lanes)
         return self._inside.get("control") or (self._inside.get("lane", "") if waits else "") or self.programs_collective()
 
     def programs_collective(self) -> str:
@@ -242,6 +242,12 @@ class Watch:
         """Raise PeerError if a rank that somebody waits for is silent."""
         if (peer := self._peers.known(rank)).silent_s > SILENCE_S:
             raise PeerError(f"{self.name} ends because {self._gone(rank, peer)}")
+
+    def late(self) -> str:
+        """Who lets a collective wait, as far as is known: the ranks that are in none."""
+        peers = [(rank, self._peers.known(rank).where) for rank in range(self.world) if rank != self.rank]
+        found = [f"rank {rank} ({where})" for rank, where in peers if where and ", in " not in where]
+        return listed(found, most=3) or "the other ranks"
 
     def close(self) -> None:
         """Tell the others that this rank leaves; idempotent. Waits for nobody."""

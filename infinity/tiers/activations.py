@@ -43,6 +43,7 @@ from infinity.system.arena import PAGE_NBYTES, Area, Arena, Heap
 from infinity.system.failure import FirstFailure
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Job, Lane, Monitor, Need
+from infinity.system.waits import waits
 
 MIN_NBYTES = 64 << 10  # smaller storages stay: a copy would cost more than it frees
 MIN_PART = 1 / 4  # of its storage that a tensor must be to move it
@@ -192,7 +193,7 @@ class Activations:
         self.heap = Heap(arena, budget_nbytes)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.failure = failure or FirstFailure()
-        self.copies = Lane("activations", self.failure)  # does on the CPU what the stream does on CUDA
+        self.copies = Lane("activations", self.failure, "the copy of a saved activation")  # does on the CPU what the stream does on CUDA
         self.writer = Lane("activations-cn", self.failure)
         self._changed = Monitor()  # guards what the writer changes: places, their memory and the counts
         self._kept: dict[int, Kept] = {}  # by number
@@ -325,7 +326,8 @@ class Activations:
             self.failure.check()
             with self._changed:
                 if self._num_writing or self._num_written != num_written:
-                    self._changed.wait_for(lambda: self._num_written != num_written)
+                    with waits("room in host memory for saved activations", self.writer.ident):
+                        self._changed.wait_for(lambda: self._num_written != num_written)
                     continue
             if self._cooling:
                 self._cooling[0][0].wait()
@@ -402,7 +404,7 @@ class Activations:
         """Have its bytes in host memory."""
         with self._changed:
             kept.wanted = True
-            self._changed.wait_for(lambda: kept.place is not Place.WRITING)
+            self._await_write(kept)
         if kept.place is Place.NVME:
             self._read(kept, self._take(kept.nbytes), aio_ext.DEMAND)
         if kept.place is Place.READING:
@@ -481,11 +483,16 @@ class Activations:
             kept.copy.order()  # the device memory is free for what comes next
         with self._changed:
             kept.wanted = True
-            self._changed.wait_for(lambda: kept.place is not Place.WRITING)
+            self._await_write(kept)
         if kept.memory is not None:
             self._cooling.append((kept.read if kept.place is Place.READING else kept.copy, kept.memory))
         if kept.extent is not None:
             bisect.insort(self._extents, kept.extent, key=_size)
+
+    def _await_write(self, kept: Kept) -> None:
+        if kept.place is Place.WRITING:
+            with waits(f"the write of activation {kept.number}", self.writer.ident):
+                self._changed.wait_for(lambda: kept.place is not Place.WRITING)
 
     def _name(self, kept: Kept) -> str:
         return f"{self.who}activation {kept.number}: "

@@ -32,8 +32,9 @@ from infinity.optim.adam import accumulate_
 from infinity.plan.packing import Piece
 from infinity.plan.record import GRADIENTS
 from infinity.system.events import Events, now
-from infinity.system.lanes import Job, Lane, Monitor, waits
+from infinity.system.lanes import Job, Lane, Monitor
 from infinity.system.ranks import Ranks
+from infinity.system.waits import waits
 from infinity.tiers.records import Lease, Records
 from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
 
@@ -88,7 +89,7 @@ class Gradients:
         self.spill = spill
         self.limit_nbytes = limit_nbytes
         self.failure = records.failure  # of a transfer in the gc lane, too: an update would miss its bytes
-        self.gc = Lane("gc", self.failure)
+        self.gc = Lane("gc", self.failure, "the copy to host memory of the gradient")
         self.cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.cuda else None
         self._changed = Monitor()
@@ -194,7 +195,7 @@ class Gradients:
         with self._changed:
             start = now()
             self.hurry()
-            with waits():
+            with waits("room for gradients on the device", self.gc.ident):
                 while self._under_way_nbytes > self.limit_nbytes:
                     self.failure.check()
                     self._changed.wait(1.0)

@@ -26,19 +26,29 @@ from infinity.plan.slots import Entry, HostCache, HostState, Requests, keeps
 from infinity.system.events import Events, now
 from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Job, Lane, Monitor
+from infinity.system.waits import waits
 from infinity.tiers.state import TORCH_DTYPES, ChunkState
 
 
 class Request(Job):
     """A wish for one kind of segments of a chunk in host memory. Its result is the entry, pinned for the asker."""
 
-    __slots__ = ("chunk", "kind", "number", "pin")
+    __slots__ = ("_writer", "chunk", "kind", "number", "pin")
 
-    def __init__(self, chunk: ChunkState, kind: str, pin: bool):
+    def __init__(self, chunk: ChunkState, kind: str, pin: bool, writer: Lane):
+        """writer: what it writes makes room."""
         super().__init__(None)
         self.chunk = chunk
         self.kind = kind
         self.pin = pin
+        self._writer = writer
+
+    @property
+    def worker(self) -> int | None:
+        return self._writer.ident
+
+    def in_words(self) -> str:
+        return _room(self.chunk, self.kind)
 
     def refuse(self, error: BaseException) -> None:
         self._error = error
@@ -73,7 +83,8 @@ class Lease:
             for entry in self.entries.values():
                 while entry.state is HostState.WRITING:
                     records.failure.check()
-                    records.lock.wait()
+                    with waits(f"the write of {self.chunk.title}", records._writer.ident):
+                        records.lock.wait()
                 if entry.state is HostState.DIRTY:
                     clean = False
                 else:
@@ -113,6 +124,11 @@ def segments(record: Record, kind: str, view: Callable[[torch.dtype, int, int], 
     return {segment.name: view(TORCH_DTYPES[segment.dtype], offset, record.numel) for segment, offset, _ in record.of(kind)}
 
 
+def _room(chunk: ChunkState, kind: str) -> str:
+    """What who has no slot waits for."""
+    return f"room in host memory for the {kind} of {chunk.title}"
+
+
 class Records:
     """Moves records between the swap and host memory. `keep` leaves clean copies in their slots until these are needed."""
 
@@ -146,7 +162,7 @@ class Records:
     def request(self, chunk: ChunkState, kind: str, *, urgent: bool = False, pin: bool = True) -> Request:
         """Ask for a copy. `pin=False` reads ahead: the copy may be taken back while unused."""
         with self.lock:
-            request = Request(chunk, kind, pin)
+            request = Request(chunk, kind, pin, self._writer)
             self._waiting.ask(request, urgent=urgent)
             entry = self.caches[kind].find(chunk)
             try:
@@ -216,7 +232,8 @@ class Records:
                     break
                 if not cache.frees_soon():
                     self._make_clean(kind)
-                self.lock.wait()
+                with waits(_room(chunk, kind), self._writer.ident):
+                    self.lock.wait()
             entry.pin()
             if entry.state is HostState.READING and entry.source is None:
                 entry.become(HostState.CLEAN)

@@ -55,7 +55,7 @@ class Updater:
         self.deferred = deferred
         self.threads = threads
         self.seed = seed
-        self.lane = Lane("update", records.failure)
+        self.lane = Lane("update", records.failure, "an update")
         self._users = records.caches[GRADIENTS].users  # the last gradient job of each update in the lane, guarded by the records' lock
 
     def moment(self, chunk: ChunkState) -> Moment:

@@ -31,6 +31,7 @@ from infinity.plan.record import WEIGHTS
 from infinity.plan.slots import victims
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
+from infinity.system.waits import waits
 from infinity.tiers.course import Course
 from infinity.tiers.records import Request
 from infinity.tiers.state import ChunkState, Presence, SpanState, no_room
@@ -74,7 +75,7 @@ class Weights:
         self.device = device
         self.events = events
         self.make_way: Callable[[], bool] = lambda: False  # whether something that is held could be released
-        self.cg = Lane("cg", self.records.failure)
+        self.cg = Lane("cg", self.records.failure, "the copy to the device")
         self.cuda = device.type == "cuda"
         if self.cuda:
             self.copy_stream = torch.cuda.Stream(device)
@@ -301,14 +302,8 @@ class Weights:
         try:
             for part in span.fetch:
                 if not part.copy.done:
-                    if part.update is not None:
-                        self.events.wait("update", part.update, part.chunk.index)
-                    if part.request is not None:
-                        self.events.wait("nc", part.request, part.chunk.index)
-                        source = part.request.result.source
-                        if source is not None and not source.done:
-                            self.events.wait("nc", source, part.chunk.index)
-                    self.events.wait("cg", part.copy, part.chunk.index)
+                    with waits(f"the weights of {part.chunk.title}"):
+                        self._wait_for_copy(part)
                 else:
                     part.copy.wait()
                 if part.gather is not None:
@@ -324,6 +319,16 @@ class Weights:
             raise
         span.fetch = None
         span.become(Presence.HOME)
+
+    def _wait_for_copy(self, part: Part) -> None:
+        if part.update is not None:
+            self.events.wait("update", part.update, part.chunk.index)
+        if part.request is not None:
+            self.events.wait("nc", part.request, part.chunk.index)
+            source = part.request.result.source
+            if source is not None and not source.done:
+                self.events.wait("nc", source, part.chunk.index)
+        self.events.wait("cg", part.copy, part.chunk.index)
 
     def _abandon(self, span: SpanState) -> None:
         """An error has ended its fetch."""

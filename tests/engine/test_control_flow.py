@@ -835,7 +835,7 @@ def test_a_rank_waits_in_a_collective_only_if_its_training_thread_does():
     alone = ranks_alone()
     with alone._place.inside("lane", "a gather"):
         assert alone._place.waits_in() == ""
-        with infinity.system.lanes.waits():
+        with infinity.system.waits.waits("a job", worker=1):
             assert alone._place.waits_in() == "a gather (number 1)"
     assert alone._place.waits_in() == ""
 
@@ -847,7 +847,7 @@ def test_a_training_thread_without_a_name_waits_too():
     alone, found, over = ranks_alone(), [], threading.Event()
 
     def wait():
-        with alone._place.inside("lane", "a gather"), infinity.system.lanes.waits():
+        with alone._place.inside("lane", "a gather"), infinity.system.waits.waits("a job", worker=1):
             found.append(alone._place.waits_in())
         over.set()
 

@@ -9,7 +9,8 @@ import pytest
 
 from infinity.system import lanes
 from infinity.system.failure import FirstFailure
-from infinity.system.lanes import Job, Lane, waiting, waits
+from infinity.system.lanes import Job, Lane
+from infinity.system.waits import waiting, waits
 
 SECONDS = 20  # after which a thread is taken to hang
 
@@ -234,7 +235,7 @@ def test_who_waits_for_what_is_over_does_not_wait(lane):
 
 
 def test_waiting_ends_with_an_error_too(lane):
-    with pytest.raises(ZeroDivisionError), waits():
+    with pytest.raises(ZeroDivisionError), waits("a job"):
         assert threading.get_ident() in waiting
         lane.push(lambda: 1 / 0).wait()
     assert threading.get_ident() not in waiting

@@ -936,6 +936,30 @@ def test_a_rank_that_comes_late_is_no_failure(worlds, num_rounds):
     assert worlds(2).run(slowly, num_rounds) == [num_rounds] * 2
 
 
+def awaited(key):
+    """What rank 0 says that it waits for while rank 1 does not come, once it has heard where that is."""
+    ranks, store = infinity.system.ranks.Ranks(torch.device("cpu")), dist.distributed_c10d._get_default_store()
+    said = ""
+    if ranks.rank:
+        store.wait([key])
+        ranks.agree(1)
+    else:
+        thread = threading.Thread(target=ranks.agree, args=(1,))
+        thread.start()
+        deadline = time.monotonic() + SECONDS
+        while "in step" not in said and time.monotonic() < deadline:
+            time.sleep(0.001)
+            said = str(infinity.system.waits.of_the_program())
+        store.set(key, "")
+        thread.join(SECONDS)
+    ranks.close()
+    return said
+
+
+def test_who_waits_for_another_rank_says_for_which(worlds):
+    assert worlds(2).run(awaited, "said") == ["rank 1 (in step 1) in an agreement between the training threads", ""]
+
+
 def starting(folder, loser):
     if dist.get_rank() == loser:
         infinity.system.swap.Swap.reserve = mock.Mock(side_effect=infinity.SwapError(errno.ENOSPC, "no space for swap", "/there"))

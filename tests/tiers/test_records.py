@@ -35,6 +35,7 @@ class Bench:
         self.chunks = [
             SimpleNamespace(
                 index=index,
+                title=f"chunk {index}",
                 extents={kind: self.swap.allocate(NBYTES) for kind in KINDS},
                 keep_weights=False,
                 on_device=False,

@@ -1,0 +1,82 @@
+"""A step that waits says for what while it does, in a program's own loop."""
+
+import re
+import threading
+
+import pytest
+import torch
+from helpers import NVME, training
+from torch import nn
+
+from aio_ext import _aio
+from infinity.system.waits import of_the_program
+
+SECONDS = 20  # after which a thread is taken to hang
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def train(model, optimizer, num_steps):
+    for _ in range(num_steps):
+        model(torch.ones(4, 128)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture
+def settled(tmp_path):
+    """(model, engine, optimizer) after four steps, with a chunk a layer, all on NVMe."""
+    with training(Stack, tmp_path, chunk_mib=1 / 16, **NVME) as made:
+        train(made[0], made[2], 4)
+        yield made
+
+
+def said_meanwhile(work):
+    """All that a program's thread said that it waits for, as seen from here, while it does the work."""
+    thread, said = threading.Thread(target=work), set()
+    thread.start()
+    while thread.is_alive():
+        if (wait := of_the_program()) is not None:
+            said.add(str(wait))
+        thread.join(0.01)
+    return said
+
+
+def test_who_waits_for_a_slow_read_says_of_what(settled):
+    model, engine, optimizer = settled
+    engine.flush()
+    _aio._inject("read", 0, 1, None, delay=0.5)
+    said = said_meanwhile(lambda: train(model, optimizer, 1))
+    pattern = r"the weights of chunk (\d) \(layers\.\d\.weight\): a read of 68\.0 KiB from NVMe, chunk \1 \(weights\)"
+    assert any(re.fullmatch(pattern, text) for text in said), said
+
+
+def test_who_waits_for_an_update_says_what_that_waits_for(settled):
+    model, engine, optimizer = settled
+    gate, found = threading.Event(), []
+    lane = engine.updater.lane
+
+    def hold():
+        lane.on_job = None
+        assert gate.wait(SECONDS)
+
+    lane.on_job = hold
+    thread = threading.Thread(target=lambda: train(model, optimizer, 2))
+    thread.start()
+    while not found and thread.is_alive():
+        if (wait := of_the_program()) is not None and "an update of chunk" in str(wait):
+            found.append(str(wait))
+            gate.set()
+        thread.join(0.01)
+    gate.set()
+    thread.join(SECONDS)
+    assert re.match(r"the weights of chunk \d \(layers\.\d\..*\): an update of chunk \d \(.*\), after \d others?", found[0]), found
