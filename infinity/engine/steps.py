@@ -39,6 +39,7 @@ from infinity.plan.schedule import Moment, moment
 from infinity.system import interrupts
 from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
+from infinity.system.pace import Pace
 from infinity.system.ranks import Ranks
 from infinity.tiers.arithmetic import Hyper
 from infinity.tiers.state import ChunkState, ParameterState
@@ -83,12 +84,14 @@ class Cycle:
         self._trainable = [state for state in self.registry.params if state.trainable]
         self.param_grads = ParamGrads()
         self.completions = Completions(self.course, self.updater, self.registry, ranks)
+        self.pace = Pace(events, f"{ranks.name}, " if ranks.world > 1 else "")
         self._reset()
         self.first_step = True
 
     def close(self) -> None:
         """Nothing may follow."""
         self.closed = True
+        self.pace.end()
         self.param_grads.clear()
 
     @property
@@ -114,6 +117,8 @@ class Cycle:
             refuse_thawed(self._frozen)
             trains = torch.is_grad_enabled() and any(state.param.requires_grad for state in self._trainable)
             self.num_forwards += trains
+            if trains and self.optimizer is not None and not self.num_backwards:
+                self.pace.begin()
             if trains and not self._looked:
                 self._refuse_other_optimizers()
                 self._looked = True
@@ -311,6 +316,7 @@ class Cycle:
             )
         self._refuse_torn()
         self._begin_step_of(by_layer=True)
+        self.pace.begin()
         self.course.backward_task, self.num_backwards, self.trains, self.came = _MANY_GRAPHS, num_micro_batches - 1, True, True
         self._expect_gradients()
         try:
@@ -391,6 +397,7 @@ class Cycle:
         self._reset()
         self.param_grads.end_step()
         self.events.step_done()
+        self.pace.step_done()
         self.follower.begin_step()
 
     def _skip(self, ready: list[ChunkState]) -> None:

@@ -11,9 +11,10 @@ import weakref
 from collections.abc import Callable
 
 from infinity.system.failure import FirstFailure
+from infinity.system.pace import look
 from infinity.system.waits import THREADS, waits
 
-_GLANCE_S = 0.5  # how often who waits looks whether the lane was abandoned
+_GLANCE_S = 0.5  # how often who waits looks whether the lane was abandoned, and whether a step takes long
 _GRACE_S = 5.0  # how long the end of a lane that was is waited for: what it waits for itself, it gives up soon
 
 
@@ -84,6 +85,8 @@ class Job:
                         self._gate.release()  # to whoever else waits
                     elif self.lane is not None and self.lane.abandoned is not None:
                         raise self.lane.abandoned
+                    else:
+                        look()
         if self._error is not None:
             raise self._error
         return self.result
@@ -196,10 +199,12 @@ class Lane:
 
     def _has_more(self) -> bool:
         """Wait for a job; false once the lane has ended and there is none."""
-        with self._changed:
-            while not self._line and not self._ended:
-                self._changed.wait(_GLANCE_S)  # an interrupt in who pushes may come before its notice
-            return bool(self._line)
+        while not self._line and not self._ended:
+            with self._changed:  # an interrupt in who pushes may come before its notice
+                is_idle = not self._line and not self._ended and not self._changed.wait(_GLANCE_S)
+            if is_idle:
+                look()
+        return bool(self._line)
 
     def _next(self) -> Job:
         with self._changed:

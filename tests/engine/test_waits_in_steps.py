@@ -9,6 +9,7 @@ from helpers import NVME, training
 from torch import nn
 
 from aio_ext import _aio
+from infinity.system import pace
 from infinity.system.waits import of_the_program
 
 SECONDS = 20  # after which a thread is taken to hang
@@ -58,6 +59,19 @@ def test_who_waits_for_a_slow_read_says_of_what(settled):
     said = said_meanwhile(lambda: train(model, optimizer, 1))
     pattern = r"the weights of chunk (\d) \(layers\.\d\.weight\): a read of 68\.0 KiB from NVMe, chunk \1 \(weights\)"
     assert any(re.fullmatch(pattern, text) for text in said), said
+
+
+def test_a_long_step_says_so_once(settled, monkeypatch, capsys):
+    model, engine, optimizer = settled
+    engine.flush()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(pace, "LONG", 2)
+    monkeypatch.setattr(pace, "LEAST_S", 0.3)
+    _aio._inject("read", 0, 1, None, delay=2.0)
+    train(model, optimizer, 1)
+    (line,) = capsys.readouterr().err.splitlines()
+    pattern = r"infinity: step 5 takes \d\.\d s so far, \d\.\d\d s as a rule\. Waits \d\.\d s for the weights of chunk \d \(.*\): a read of .*"
+    assert re.fullmatch(pattern, line)
 
 
 def test_who_waits_for_an_update_says_what_that_waits_for(settled):

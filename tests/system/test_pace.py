@@ -1,0 +1,104 @@
+"""Pace: a step that takes very long says so, with what it waits for, once a minute; others say nothing."""
+
+import pytest
+
+from infinity.system import pace
+from infinity.system.events import Events
+from infinity.system.pace import Pace, look
+from infinity.system.waits import waits
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds of the pace's clock, to be moved on."""
+    seconds = [1000.0]
+    monkeypatch.setattr(pace, "now", lambda: seconds[0])
+    return seconds
+
+
+@pytest.fixture
+def steps(clock):
+    """An engine's pace, after ten steps that took a second each, but for the first two, which took longer."""
+    events = Events()
+    made = Pace(events, "rank 1 of 2, ")
+    made.events = events
+    for step in range(10):
+        made.begin()
+        clock[0] += 30 if step < 2 else 1
+        made.step_done()
+    yield made
+    made.end()
+
+
+def lines(capsys, what="an update of chunk 3"):
+    """What is said by who looks while a thread of the program waits."""
+    if what is not None:
+        with waits(what):
+            look()
+    else:
+        look()
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_step_of_ten_times_the_median_says_what_it_waits_for_once_a_minute(steps, clock, capsys):
+    steps.begin()
+    steps.events.stalled("update", 3, 0.0, 7.5)
+    steps.events.stalled("nc", 3, 0.0, 0.05)
+    clock[0] += 9.9
+    assert lines(capsys) == []
+    clock[0] += 0.2
+    (line,) = lines(capsys)
+    assert line == (
+        "infinity: rank 1 of 2, step 11 takes 10.1 s so far, 1.00 s as a rule. Waits 0.0 s for an update of chunk 3; before that 7.5 s "
+        "for update"
+    )
+    assert lines(capsys) == []
+    clock[0] += 59.7
+    assert lines(capsys) == []
+    clock[0] += 0.4
+    (line,) = lines(capsys, "room in host memory")
+    assert "step 11 takes 70.2 s so far" in line and "for room in host memory;" in line
+
+
+def test_nothing_is_said_while_the_program_waits_for_nothing_of_the_engines_or_between_steps(steps, clock, capsys):
+    steps.begin()
+    clock[0] += 100
+    assert lines(capsys, None) == []
+    steps.step_done()
+    clock[0] += 100
+    assert lines(capsys) == []
+
+
+def test_short_steps_may_be_ten_times_as_long(clock, capsys):
+    made = Pace(Events())
+    for _ in range(5):
+        made.begin()
+        clock[0] += 0.01
+        made.step_done()
+    made.begin()
+    clock[0] += pace.LEAST_S - 0.1
+    assert lines(capsys) == []
+    clock[0] += 0.2
+    (line,) = lines(capsys)
+    assert line.startswith("infinity: step 6 takes 5.1 s so far, 0.01 s as a rule. Waits")
+    made.end()
+
+
+def test_a_first_step_speaks_after_a_minute(clock, capsys):
+    made = Pace(Events())
+    made.begin()
+    clock[0] += 59
+    assert lines(capsys) == []
+    clock[0] += 2
+    assert lines(capsys) == ["infinity: step 1 takes 61.0 s so far. Waits 0.0 s for an update of chunk 3"]
+    made.end()
+
+
+def test_what_now_takes_long_is_soon_the_rule(steps, clock, capsys):
+    for _ in range(10):
+        steps.begin()
+        clock[0] += 100
+        steps.step_done()
+    steps.begin()
+    clock[0] += 200
+    assert lines(capsys) == []
