@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import torch
 
+from infinity.errors import UsageError
 from infinity.optim.adam import NormAccumulator
 from infinity.plan.record import STATES
 from infinity.plan.schedule import Moment
 from infinity.system.lanes import Job
 from infinity.system.waits import waits
+from infinity.system.watch import REMEDY
 from infinity.tiers.arithmetic import Hyper, add_norm
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.state import ChunkState, ParameterState, UpdateStage
@@ -69,13 +71,39 @@ class Due:
         if self.ranks.world == 1 or self.course.backward_task is None:
             return
         chunks = self.registry.chunks
-        complete = torch.tensor([not chunk.gradient.missing and not chunk.span.handles for chunk in chunks], dtype=torch.int32)
-        empty = torch.tensor([chunk.gradient.flat is None for chunk in chunks], dtype=torch.int32)
-        self.ranks.min_(agreed := torch.stack([complete, empty]))
-        for chunk, is_complete, is_empty in zip(chunks, *agreed.tolist()):
+        complete = [not chunk.gradient.missing and not chunk.span.handles for chunk in chunks]
+        empty = [chunk.gradient.flat is None for chunk in chunks]
+        for chunk, is_complete, is_empty in zip(chunks, *self._agree(complete, empty, is_over=False)):
             if is_complete and not is_empty:
                 self.gradients.reduce(chunk)
                 self.gradient_ready(chunk)
+
+    def reduce_all(self, came: bool) -> tuple[bool, list[ChunkState]]:
+        """The pass, or a part of it, is over, on several ranks: reduce whatever gradients any of them has gathered since the last
+        reduction. Returns whether any rank came with a gradient, and the chunks."""
+        chunks = self.registry.chunks
+        empty, none_came = self._agree([chunk.gradient.flat is None for chunk in chunks], [not came] * len(chunks), is_over=True)
+        found = [chunk for chunk, is_empty in zip(chunks, empty) if not is_empty]
+        for chunk in found:
+            self.gradients.reduce(chunk)
+        return not none_came[0], found
+
+    def _agree(self, *told: list[bool], is_over: bool) -> list[list[int]]:
+        """What all ranks tell, of two lists. Raises UsageError, on every rank, unless all are at one place of the pass: with as many
+        reductions behind them, and all at its end or none. Else one would be given the sum of another chunk's gradient."""
+        number = self.gradients.num_reductions
+        place = number % (1 << 24) * 2 + is_over
+        agreed = self.ranks.min_(torch.tensor(told, dtype=torch.int32) + torch.tensor([[2 * place], [-2 * place]], dtype=torch.int32))
+        first, last = agreed[0] >> 1, -(agreed[1] >> 1)  # of the places where ranks are
+        if not torch.equal(first, last):
+            where = "it is over" if is_over else "an op of it begins"
+            error = UsageError(
+                f"{self.ranks.name}: the ranks have parted in this backward pass; here {where} after {number} reductions of gradients, "
+                f"elsewhere not. {REMEDY}"
+            )
+            self.ranks.report(error)  # a lane may be in a reduction that the others never join
+            raise error
+        return (agreed & 1).tolist()
 
     def gradient_ready(self, chunk: ChunkState) -> None:
         """It is complete, on all ranks."""

@@ -291,11 +291,7 @@ class Cycle:
         """Reduce whatever gradients any rank has gathered since the last reduction; every rank must call it."""
         if self.ranks.world == 1:
             return []
-        waiting = torch.tensor([self.came, *(chunk.gradient.flat is not None for chunk in self.registry.chunks)], dtype=torch.int32)
-        self.came, *waiting = map(bool, self.ranks.max_(waiting).tolist())
-        found = [chunk for chunk, waits in zip(self.registry.chunks, waiting) if waits]
-        for chunk in found:
-            self.gradients.reduce(chunk)
+        self.came, found = self.due.reduce_all(self.came)
         return found
 
     # What vertical accumulation calls.

@@ -94,6 +94,7 @@ class Gradients:
         self.stream = torch.cuda.Stream(device) if self.cuda else None
         self._changed = Monitor()
         self._under_way_nbytes = 0
+        self.num_reductions = 0  # on several ranks
         self._num_arrivals = 0
         self._batch: Batch | None = None  # the last one that the gc lane was given, until it begins with it
 
@@ -151,6 +152,7 @@ class Gradients:
         chunk.gradient.flat = None
         chunk.gradient.used = set()
         ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        self.num_reductions += 1
         scattered = self.gg.push(lambda: self._run_reduce(chunk, flat, ready), chunk.title)
         nbytes = flat.numel() * flat.element_size()
         self.tier.book(-nbytes)
