@@ -1,4 +1,4 @@
-"""Builds the three C extensions; all metadata is in pyproject.toml.
+"""Builds the four C extensions; all metadata is in pyproject.toml.
 
 INFINITY_WERROR=1 makes warnings errors, as in .ci/run; not everywhere, since compilers to come may warn of more.
 INFINITY_SANITIZE=1 builds them with ASan and UBSan, INFINITY_SANITIZE=thread with TSan, for the tests of `make sanitize` and `make
@@ -61,6 +61,7 @@ setup(
             libraries=["aio"],
         ),
         extension("infinity.optim._adam", ["infinity/optim/_adam.c"], flags=["-O3", "-ffp-contract=off"]),
+        extension("infinity.model._mt19937", ["infinity/model/_mt19937.c"], flags=["-O3"]),
         extension("infinity.tiers._huffman", ["infinity/tiers/_huffman.c"], flags=["-O3"]),
     ],
 )

@@ -1,24 +1,27 @@
 """Construction of models that no process could hold: `infinity.init`.
 
-Knows parameters as they are made, a window of each memory in which they are made, and a scratch file. Must not know chunks or
-tiers: once the model stands, the engine asks for each parameter's initial value and lays out the records.
+Knows parameters as they are made, a window of each memory in which they are made, and where they are when they are away. Must not know
+chunks or tiers: once the model stands, the engine asks for each parameter's initial value and lays out the records.
 """
 
 # [Note: parameters under construction]
-# A parameter is noticed when it is registered, or when a module that brings it along is. The newest parameters stay at home;
-# past the window of the memory that they are in, the oldest go to a scratch file (each rank keeps its 1/world slice there) and leave
-# a placeholder, one element of NaN expanded to the shape. A TorchFunctionMode sees every operation, `.data` and deepcopy, and brings back
-# whatever they touch, so parents may initialise their children again, and the values, and the random numbers drawn, are
-# those of a plain construction. What has come back has left its place in the file to the next one that goes, so that the file holds
-# no more than what is away. A parameter whose storage somebody else still refers to is not sent away: a write through that reference
-# would be lost.
+# A parameter is noticed when it is registered, or when a module that brings it along is. A TorchFunctionMode sees every operation, `.data`
+# and deepcopy. What an initialiser draws is not drawn but noted ([Note: values drawn later] in infinity/model/draws.py): the parameter is
+# away at once, and its values are first drawn for the record that they are to be in. Of the others the newest stay at home; past the
+# window of the memory that they are in, the oldest go to a scratch file (each rank keeps its 1/world slice there).
+#
+# What is away leaves a placeholder, one element of NaN expanded to the shape. Whatever touches it brings it back, but for questions about
+# its shape and kind, and for operations that give it new values anyway. So parents may initialise their children again, and the
+# values, and the random numbers drawn, are those of a plain construction. What has come back has left its place in the file to the next one
+# that goes, so that the file holds no more than what is away. A parameter whose storage somebody else still refers to is not
+# sent away: a write through that reference would be lost.
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import errno
-import tempfile
+import os
+import sys
 import weakref
 from collections.abc import Collection
 from typing import NamedTuple
@@ -28,49 +31,57 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-import aio_ext
 from infinity.config import Config
 from infinity.engine.engine import Engine, cut_large_layers
-from infinity.errors import SwapError, UsageError
-from infinity.sizes import format_bytes
+from infinity.engine.sizing import HOST_SHARES, MOST_OF_FREE
+from infinity.errors import UsageError
+from infinity.model.draws import Drawn, drawn_by
 from infinity.system.capacity import device_of, gauge_of, host_free_nbytes
 from infinity.system.ranks import Ranks
-from infinity.system.swap_errors import changed_error
+from infinity.system.scratch import Place, Scratch
 
 MIN_WINDOW_NBYTES = 1 << 30
-WINDOW_SHARES = {"cpu": 1 / 16, "cuda": 2 / 5}  # of what is free there: the engine starts, and takes most of a host, while they are full
+DEVICE_SHARE = 2 / 5  # of what is free there, for a window: the engine starts while it is full. Of the host it is what records leave
+LATER_FROM_NBYTES = 8 << 10  # smaller values take no more than a generator's state
 
-_MOST_A_CALL = 1 << 30  # bytes
-
-# What is true of a placeholder, too.
+# What is true of a placeholder, too, or made by its shape and kind alone.
 _METADATA = frozenset(
     "shape dtype device layout requires_grad grad grad_fn is_leaf ndim names is_sparse is_cuda is_cpu is_meta is_quantized "
-    "_backward_hooks _version name itemsize nbytes".split()
+    "_backward_hooks _post_accumulate_grad_hooks _version name itemsize nbytes".split()
 )
 _METADATA_FUNCTIONS = frozenset(
     "size numel nelement dim ndimension is_floating_point is_complex __hash__ requires_grad_ register_hook __len__ "
-    "element_size register_post_accumulate_grad_hook has_names is_inference _is_view is_pinned".split()
+    "element_size register_post_accumulate_grad_hook has_names is_inference _is_view is_pinned "
+    "new_tensor new_empty new_zeros new_ones new_full empty_like zeros_like ones_like full_like".split()
 )
+_LAYOUT_FUNCTIONS = frozenset("stride is_contiguous storage_offset".split())  # what is away is contiguous, as its placeholder is not
+
+# They give their first argument new values, whatever it had: methods, and functions of torch.nn.init, which turn gradients off themselves.
+_OVERWRITING = frozenset("normal_ uniform_ fill_ zero_ copy_".split())
+_INITIALISERS = frozenset("normal_ uniform_ constant_ kaiming_uniform_".split())  # those that tell the mode
 
 
 @contextlib.contextmanager
 def init(config: Config | None = None, *, window: int | None = None):
     """Modules built inside the block belong to an engine; no process ever holds more than `window` bytes of their parameters
-    in host memory or on the device (and the module under construction): by default a sixteenth of what is free in the first and two
-    fifths of what is free on the second, at least 1 GiB.
+    in host memory or on the device (and the module under construction): by default 15 % of what is free in the first and two
+    fifths of what is free on the second, at least 1 GiB. Parameters of no more than `window` bytes in all, by default 1 GiB, are whole
+    when the block ends.
 
     With the same seed the weights are those of a plain construction, bit for bit. Every rank must build the same modules.
     """
     config = config or Config()
     device = device_of(config.device)
     with Ranks(device).joined() as ranks:
-        builder = _Builder(config, ranks, _windows(device, ranks) if window is None else {"cpu": window, device.type: window})
+        windows = _windows(config, device, ranks) if window is None else {"cpu": window, device.type: window}
+        builder = _Builder(config, ranks, windows, MIN_WINDOW_NBYTES if window is None else window)
         try:
             with builder, ranks.at("infinity.init"):
                 yield
                 for root in builder.roots():
                     if cut_large_layers(root, config, ranks):
                         builder.forget_unused()
+                builder.settle()
         except BaseException as error:
             ranks.report(error, "infinity.init: ")
             raise
@@ -79,13 +90,15 @@ def init(config: Config | None = None, *, window: int | None = None):
                 Engine(root, config, builder.value, ranks)
 
 
-def _windows(device: torch.device, ranks: Ranks) -> dict[str, int]:
+def _windows(config: Config, device: torch.device, ranks: Ranks) -> dict[str, int]:
     """Bytes by kind of device, the same on all ranks: what leaves, leaves on all of them."""
-    free = {"cpu": host_free_nbytes() // ranks.num_local}
+    free = host_free_nbytes() // ranks.num_local
+    taken = HOST_SHARES["cuda"] * free if config.host_memory == "auto" else config.host_memory
+    windows = {"cpu": int(MOST_OF_FREE * free - taken)}
     if gauge := gauge_of(device):
-        free[device.type] = gauge.free_nbytes()
-    least = ranks.min_(torch.tensor(list(free.values()))).tolist()
-    return {kind: max(MIN_WINDOW_NBYTES, int(WINDOW_SHARES[kind] * nbytes)) for kind, nbytes in zip(free, least)}
+        windows[device.type] = int(DEVICE_SHARE * gauge.free_nbytes())
+    least = ranks.min_(torch.tensor(list(windows.values()))).tolist()
+    return {kind: max(MIN_WINDOW_NBYTES, nbytes) for kind, nbytes in zip(windows, least)}
 
 
 class _Home(NamedTuple):
@@ -97,37 +110,45 @@ class _Home(NamedTuple):
 
 
 def _home_of(param: nn.Parameter) -> _Home:
-    return _Home(param, param.device.type, param.numel() * param.element_size())
+    return _Home(param, param.device.type, _nbytes(param))
+
+
+def _nbytes(param: nn.Parameter) -> int:
+    return param.numel() * param.element_size()
 
 
 class _Away:
-    """A parameter in the scratch file: [offset, offset + nbytes) of it is its place."""
+    """A parameter that is away. source: how its values are drawn, or their place in the scratch file."""
 
-    __slots__ = ("crc32c", "dtype", "nbytes", "numel", "offset", "placeholder", "shape")
+    __slots__ = ("dtype", "numel", "placeholder", "shape", "source")
 
-    def __init__(self, param: nn.Parameter, offset: int, nbytes: int):
-        self.shape, self.dtype, self.numel = param.shape, param.dtype, param.numel()
-        self.offset, self.nbytes = offset, nbytes
-        self.crc32c: int | None = None  # of this rank's slice, where checksums are wanted
+    def __init__(self, param: nn.Parameter, source: Drawn | Place):
+        self.shape, self.dtype, self.numel, self.source = param.shape, param.dtype, param.numel(), source
         self.placeholder = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.placeholder.device
 
     def is_in(self, param: nn.Parameter) -> bool:
         """Whether the parameter still holds the placeholder, and nobody gave it other data, as `set_` does, which no mode sees."""
         return param.data_ptr() == self.placeholder.data_ptr()
 
+    def put_in(self, param: nn.Parameter) -> None:
+        param.data = self.placeholder.expand(self.shape)
+
 
 class _Builder(TorchFunctionMode):
-    def __init__(self, config: Config, ranks: Ranks, windows: dict[str, int]):
+    def __init__(self, config: Config, ranks: Ranks, windows: dict[str, int], whole_nbytes: int):
         super().__init__()
-        self.config = config
         self.ranks = ranks
-        self.windows = windows
-        self.file = None
+        self.windows, self.whole_nbytes = windows, whole_nbytes
+        self.scratch = Scratch(config.nvme[0], creates=config.creates_nvme, checksums=config.checksums)
+        self.num_homecomings = 0  # of parameters whose values were read or drawn inside the block
+        self._num_threads = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
         self._home: dict[int, _Home] = {}  # by identity, oldest first
         self._away: dict[int, tuple[nn.Parameter, _Away]] = {}
         self._home_nbytes = collections.Counter()  # by kind of device
-        self._free_places = collections.defaultdict(list)  # offsets in the file, by size in bytes
-        self._file_nbytes = 0
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._children: set[int] = set()
         self._busy = False
@@ -150,9 +171,23 @@ class _Builder(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self._away and not self._busy and not _is_metadata(func):
-            self._bring_back([*args, *kwargs.values()])
-        return func(*args, **kwargs)
+        if self._busy or _is_metadata(func):
+            return func(*args, **kwargs)
+        overwritten = _overwritten_by(func, args, kwargs)
+        values = [value for value in (*args, *kwargs.values()) if value is not overwritten]
+        if self._away:
+            if getattr(func, "__name__", "") in _LAYOUT_FUNCTIONS and (away := self._away_of(args[0])) is not None:
+                return func(torch.empty(away.shape, dtype=away.dtype, device="meta"), *args[1:], **kwargs)
+            if _attribute(func, "__set__") == "data":
+                self._bring_back(args[1:])
+                func(*args, **kwargs)
+                self._bring_back(args[:1])  # where it is, with its new data
+                return None
+            self._bring_back(values)
+        if overwritten is None or not (id(overwritten) in self._home or id(overwritten) in self._away):
+            return func(*args, **kwargs)
+        with self._undisturbed():
+            return self._overwrite(overwritten, func, args, kwargs)
 
     def roots(self) -> list[nn.Module]:
         """The modules that are no other's child, oldest first."""
@@ -166,6 +201,15 @@ class _Builder(TorchFunctionMode):
             self._leave_home(key)
             self._forget(key)
 
+    def settle(self) -> None:
+        """The block ends, and with it what the mode sees: what is small, or the program's alone, comes home."""
+        used = {id(param): param for root in self.roots() for param in root.parameters()}
+        if sum(map(_nbytes, used.values())) <= self.whole_nbytes:
+            self._bring_back(used.values())
+        for key, (param, away) in list(self._away.items()):
+            if key not in used and isinstance(away.source, Drawn) and sys.getrefcount(param) > 3:  # here, and one reference to pass it
+                self._bring_back([param])
+
     def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
         """The initial value of a parameter, 1-D, on the CPU or where the parameter was made. Every rank must ask in the same order."""
         away = self._forget(id(param))
@@ -177,7 +221,10 @@ class _Builder(TorchFunctionMode):
                 f"a parameter of shape {tuple(param.shape)} was changed after `with infinity.init(...)` had ended, when it was "
                 f"only a placeholder. Initialise inside the block, or use `with infinity.gathered([parameter]):`."
             )
-        return self._load(away)
+        value = self._load(away)
+        if not self._away:
+            self.scratch.close()
+        return value
 
     def _parameter_registered(self, module, name, param):
         self._note_module(module)
@@ -220,11 +267,16 @@ class _Builder(TorchFunctionMode):
         self._home_nbytes[home.kind] += home.nbytes
 
     def _forget(self, key: int) -> _Away | None:
-        """A parameter is in the file no longer; until the next one leaves, its bytes can still be read there."""
+        """A parameter is away no longer."""
         _, away = self._away.pop(key, (None, None))
-        if away is not None:
-            self._free_places[away.nbytes].append(away.offset)
+        if away is not None and isinstance(away.source, Place):
+            self.scratch.free(away.source)
         return away
+
+    def _away_of(self, param) -> _Away | None:
+        """Of a parameter that is away and holds its placeholder."""
+        _, away = self._away.get(id(param), (None, None))
+        return away if away is not None and away.is_in(param) else None
 
     def _leave_home(self, key: int) -> None:
         home = self._home.pop(key, None)
@@ -236,7 +288,7 @@ class _Builder(TorchFunctionMode):
         full = {kind for kind, window in self.windows.items() if self._home_nbytes[kind] > window}  # where there is none, none leave
         for key, home in list(self._home.items()) if full else ():
             if home.kind in full and key not in keep and self._may_leave(home.param):
-                self._send_away(key, home.param)
+                self._send_away(home.param)
                 if self._home_nbytes[home.kind] <= self.windows[home.kind]:
                     full.discard(home.kind)
 
@@ -245,97 +297,111 @@ class _Builder(TorchFunctionMode):
         what one of them sends away, all must, for they bring it back together."""
         return bool(self.ranks.min_(torch.tensor([int(_unshared(param))])).item())
 
-    def _send_away(self, key: int, param: nn.Parameter) -> None:
-        self._busy = True
+    def _overwrite(self, param: nn.Parameter, func, args, kwargs):
+        """func(*args, **kwargs), which gives the parameter new values: those that it has are not read, and those that it gets are
+        drawn later, if they can be."""
+        away, version, drawn = self._away_of(param), param._version, None
         try:
+            if away is not None:
+                param.data = torch.empty(away.shape, dtype=away.dtype, device=away.device)  # what is not touched takes no memory
+            if _can_be_drawn_later(param) and self._may_leave(param):
+                result, drawn = drawn_by(func, args, kwargs, param)
+            else:
+                result = func(*args, **kwargs)
+        except BaseException:
+            if away is not None:
+                away.put_in(param)
+            raise
+        if param._version == version:  # somebody has put another function in its place
+            if away is not None:
+                away.put_in(param)
+            return result
+        self._forget(id(param))
+        if drawn is not None:
+            self._leave(param, drawn)
+            return result
+        self._notice(param)
+        self._shrink(keep={id(param)})
+        return result
+
+    def _leave(self, param: nn.Parameter, source: Drawn | Place) -> None:
+        away = _Away(param, source)
+        away.put_in(param)
+        self._away[id(param)] = (param, away)
+        self._leave_home(id(param))
+
+    def _send_away(self, param: nn.Parameter) -> None:
+        with self._undisturbed():
             numel = -(-param.numel() // self.ranks.world)
-            nbytes = numel * param.element_size()
-            if not (places := self._free_places[nbytes]):
-                places.append(self._file_nbytes)
-                self._file_nbytes += nbytes
-            away = _Away(param, places[-1], nbytes)
             begin = self.ranks.rank * numel
             part = param.detach().reshape(-1)[begin : begin + numel].cpu().contiguous()
-            if self.config.checksums:
-                away.crc32c = aio_ext.crc32c(_memory(part))
-            try:
-                _transfer(self._scratch(), "write", away.offset, part)
-            except OSError as error:
-                raise SwapError(
-                    error.errno,
-                    f"the scratch file for parameters under construction could not take {format_bytes(part.nbytes)} more; free "
-                    f"some space or name another directory in `nvme`",
-                    str(self.config.nvme[0]),
-                ) from error
-            places.pop()
-            param.data = away.placeholder.expand(param.shape)
-            self._away[key] = (param, away)
-            self._leave_home(key)
-        finally:
-            self._busy = False
+            self._leave(param, self.scratch.write(part, numel * param.element_size()))
 
     def _bring_back(self, values) -> None:
         params = {id(param): param for param in _parameters_in(values)}
         touched = [param for key, param in params.items() if key in self._away]
         for param in touched:
-            self._busy = True
-            try:
-                _, away = self._away[id(param)]
-                if away.is_in(param):
-                    param.data = self._load(away).to(away.placeholder.device).reshape(away.shape)
+            with self._undisturbed():
+                if (away := self._away_of(param)) is not None:
+                    self.num_homecomings += 1
+                    param.data = self._load(away).to(away.device).reshape(away.shape)
                 self._forget(id(param))
-            finally:
-                self._busy = False
             self._notice(param)
         if touched:
             self._shrink(keep=params)
 
     def _load(self, away: _Away) -> torch.Tensor:
+        """Its values, 1-D: drawn on its device, or read to the CPU."""
+        if isinstance(away.source, Drawn):
+            values = torch.empty(away.numel, dtype=away.dtype, device=away.device)
+            away.source.write(values, self._num_threads)
+            return values
         numel = -(-away.numel // self.ranks.world)
         part = torch.zeros(numel, dtype=away.dtype)
         begin = self.ranks.rank * numel
         count = max(0, min(numel, away.numel - begin))
         what = f"{self.ranks.name}, " if self.ranks.world > 1 else ""
         what += f"a parameter of shape {tuple(away.shape)} under construction: "
-        try:
-            _transfer(self._scratch(), "readinto", away.offset, part[:count])
-        except OSError as error:
-            text = f"{what}its scratch file could not be read ({error.strerror}); see dmesg, and name another directory in `nvme`"
-            raise SwapError(error.errno, text, str(self.config.nvme[0])) from error
-        if away.crc32c not in (None, aio_ext.crc32c(_memory(part[:count]))):
-            raise changed_error(what, f", from offset {away.offset} of a scratch file on", self.config.nvme[0])
+        self.scratch.read(away.source, part[:count], what)
         return self.ranks.all_gather_slices(part.view(torch.uint8)).view(away.dtype)[: away.numel]
 
-    def _scratch(self):
-        if self.file is None:
-            path = self.config.nvme[0]
-            if self.config.creates_nvme:
-                path.mkdir(exist_ok=True)
-            self.file = tempfile.TemporaryFile(dir=path, buffering=0)  # has no name: gone with the process
-        return self.file
+    @contextlib.contextmanager
+    def _undisturbed(self):
+        """The mode looks away inside the block: from registration hooks, operations would come back to it."""
+        before, self._busy = self._busy, True
+        try:
+            yield
+        finally:
+            self._busy = before
 
 
-def _transfer(file, what: str, offset: int, part: torch.Tensor) -> None:
-    """`write` to a file without a buffer or `readinto` from it, all of part, 1-D: the kernel moves at most 2 GiB a call."""
-    memory = _memory(part)
-    file.seek(offset)
-    while memory:
-        moved = getattr(file, what)(memory[:_MOST_A_CALL])
-        if not moved:
-            raise OSError(errno.ENOSPC if what == "write" else errno.EIO, f"{what} of {len(memory)} bytes moved none")
-        memory = memory[moved:]
+def _overwritten_by(func, args: tuple, kwargs: dict) -> nn.Parameter | None:
+    """The parameter that func gives new values, whatever it had, and has no other use for."""
+    name = getattr(func, "__name__", "")
+    is_function = name in _INITIALISERS and func is getattr(nn.init, name)
+    if not is_function and (name not in _OVERWRITING or getattr(func, "__objclass__", None) is not torch._C.TensorBase):
+        return None
+    target = args[0] if args else kwargs.get("tensor")
+    if not isinstance(target, nn.Parameter) or (not is_function and torch.is_grad_enabled() and target.requires_grad):
+        return None
+    used = sum(param is target for param in _parameters_in([*args, *kwargs.values()]))
+    return target if used == 1 else None
 
 
-def _memory(part: torch.Tensor) -> memoryview:
-    """The bytes of a 1-D tensor."""
-    return memoryview(part.view(torch.uint8).numpy())
+def _can_be_drawn_later(param: nn.Parameter) -> bool:
+    """Whether it is all of its storage, in order; see also `_Builder._may_leave`."""
+    if type(param) is not nn.Parameter or param.device.type not in ("cpu", "cuda") or not param.is_contiguous() or param.is_inference():
+        return False
+    return param.untyped_storage().nbytes() == _nbytes(param) >= LATER_FROM_NBYTES
 
 
 def _is_metadata(func) -> bool:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA
-    return name in _METADATA_FUNCTIONS
+    return getattr(func, "__name__", "") in _METADATA_FUNCTIONS or _attribute(func, "__get__") in _METADATA
+
+
+def _attribute(func, access: str) -> str:
+    """The name of the tensor's attribute that func, `__get__` or `__set__`, is about; else ""."""
+    return getattr(getattr(func, "__self__", None), "__name__", "") if getattr(func, "__name__", "") == access else ""
 
 
 def _parameters_in(values):

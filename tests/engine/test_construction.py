@@ -6,10 +6,11 @@ import errno
 import gc
 import os
 import sys
+import threading
 
 import pytest
 import torch
-from helpers import assert_same_bits, on_gpu
+from helpers import assert_same_bits, everything_in, on_gpu
 from models import TRAITS, H, mlp, tiny_gpt
 from torch import nn
 
@@ -17,7 +18,11 @@ import infinity
 from infinity.engine.sizing import budgets
 from infinity.engine.foreign import watch_replicas
 from infinity.errors import UsageError
+from infinity.model import draws
 from infinity.system.ranks import Ranks
+from infinity.system.scratch import Scratch
+
+construction = sys.modules["infinity.engine.construction"]
 
 
 @pytest.fixture
@@ -76,9 +81,12 @@ BUILDS = {
 }
 
 
+@pytest.mark.parametrize("later", [0, 1 << 20])
 @pytest.mark.parametrize("window", [0, 5000, 1 << 30])
 @pytest.mark.parametrize("build", BUILDS)
-def test_the_weights_are_those_of_a_plain_construction(build, window, config):
+def test_the_weights_are_those_of_a_plain_construction(build, window, later, config, monkeypatch):
+    """later: from so many bytes on they are drawn for the engine."""
+    monkeypatch.setattr(construction, "LATER_FROM_NBYTES", later)
     torch.manual_seed(0)
     expected = BUILDS[build]()
     drawn = torch.rand(4)
@@ -101,7 +109,7 @@ def test_the_weights_are_those_of_a_plain_construction(build, window, config):
 def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
     """After each registration: the window's parameters and the newest one."""
     held = []
-    builder = sys.modules["infinity.engine.construction"]._Builder
+    builder = construction._Builder
     original = builder._parameter_registered
 
     def noting(self, module, name, param):
@@ -120,11 +128,11 @@ def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
 
 def test_the_scratch_file_holds_no_more_than_what_is_away(config, monkeypatch):
     """All layers come back by turns, in two orders."""
-    builder = sys.modules["infinity.engine.construction"]._Builder
+    builder = construction._Builder
     original, files, layer = builder.__exit__, [], 4 * (H * H + H)
 
     def noting(self, *exception):
-        files.append(os.fstat(self.file.fileno()).st_size)
+        files.append(os.fstat(self.scratch.file.fileno()).st_size)
         original(self, *exception)
 
     monkeypatch.setattr(builder, "__exit__", noting)
@@ -143,7 +151,7 @@ def test_the_scratch_file_holds_no_more_than_what_is_away(config, monkeypatch):
 def test_each_memory_has_a_window_of_its_own(tmp_path, monkeypatch):
     """Layers are made on the CPU and on the device by turns."""
     window, held = 4 * 4 * H * H, {"cpu": [], "cuda": []}
-    builder = sys.modules["infinity.engine.construction"]._Builder
+    builder = construction._Builder
     original = builder._parameter_registered
 
     def noting(self, module, name, param):
@@ -288,19 +296,18 @@ def test_every_outermost_module_gets_an_engine_of_its_own(config, tmp_path):
 @pytest.mark.parametrize("most", [8, 1000, 4096])
 def test_the_scratch_file_takes_and_gives_a_part_a_call(most, config, monkeypatch):
     """As the kernel does with 2 GiB and more."""
-    monkeypatch.setattr(sys.modules["infinity.engine.construction"], "_MOST_A_CALL", most)  # infinity.init itself is the function
-    test_the_weights_are_those_of_a_plain_construction("lstm", 0, config)
+    monkeypatch.setattr("infinity.system.scratch._MOST_A_CALL", most)
+    test_the_weights_are_those_of_a_plain_construction("lstm", 0, 1 << 20, config, monkeypatch)
 
 
 @pytest.mark.parametrize("harm", ["a bit", "zeros", "an end"])
 @pytest.mark.parametrize("when", ["inside", "at the start"])
 def test_a_scratch_file_that_changed_is_named(when, harm, config, monkeypatch):
     """Before a value of it is used, whether the parameter comes back in the block or for the engine."""
-    builder, made = sys.modules["infinity.engine.construction"]._Builder, []
-    scratch = builder._scratch
+    opened, made = Scratch._opened, []
 
     def noting(self):
-        made.append(scratch(self))
+        made.append(opened(self))
         return made[-1]
 
     def damage():
@@ -312,7 +319,8 @@ def test_a_scratch_file_that_changed_is_named(when, harm, config, monkeypatch):
         byte = os.pread(fd, 1, nbytes // 2)[0]
         os.pwrite(fd, bytes([byte ^ 16]) if harm == "a bit" else bytes(nbytes), 0 if harm == "zeros" else nbytes // 2)
 
-    monkeypatch.setattr(builder, "_scratch", noting)
+    monkeypatch.setattr(Scratch, "_opened", noting)
+    monkeypatch.setattr(construction, "LATER_FROM_NBYTES", 1 << 20)  # else they are drawn later, and need no file
     torch.manual_seed(0)
     with pytest.raises(infinity.SwapError, match=r"of shape \(64, 64\) under construction: .*name another directory") as caught:
         with infinity.init(config, window=0):
@@ -320,7 +328,197 @@ def test_a_scratch_file_that_changed_is_named(when, harm, config, monkeypatch):
             damage()
             if when == "inside":
                 for layer in model:
-                    nn.init.zeros_(layer.weight)
+                    layer.weight.data.zero_()
         for param in model.parameters():
             infinity.engine_of(model).read_state(param)
     assert caught.value.errno == errno.EIO and caught.value.filename == str(config.nvme[0])
+
+
+class Counts:
+    """What the last `infinity.init` cost."""
+
+    def __init__(self, builders):
+        self.builders = builders
+
+    def read(self):
+        (builder,) = self.builders
+        self.builders.clear()
+        return {"written": builder.scratch.written_nbytes, "read": builder.scratch.read_nbytes, "homecomings": builder.num_homecomings}
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Values are drawn later from the first byte on, by stripes."""
+    monkeypatch.setattr(construction, "LATER_FROM_NBYTES", 0)
+    monkeypatch.setattr(draws, "STRIPE_NUMEL", 1 << 8)
+    builders, original = [], construction._Builder.__init__
+
+    def noting(self, *args):
+        builders.append(self)
+        original(self, *args)
+
+    monkeypatch.setattr(construction._Builder, "__init__", noting)
+    return Counts(builders)
+
+
+NOTHING = {"written": 0, "read": 0, "homecomings": 0}
+LAYER = 4 * H * H
+
+
+def layers(initialise):
+    def build():
+        model = nn.Sequential(*(nn.Linear(H, H, bias=False) for _ in range(6)))
+        for layer in model:
+            initialise(layer.weight)
+        return model
+
+    return build
+
+
+def by_method(weight):
+    with torch.no_grad():
+        weight.normal_().zero_()
+        weight.uniform_(-1, 2)
+
+
+def copied(weight):
+    with torch.no_grad():
+        weight.copy_(torch.arange(H * H).view(H, H))
+
+
+def replaced(weight):
+    weight.data = torch.randn(H, H)
+
+
+def asked(weight):
+    """Questions about what it is."""
+    assert weight.shape == (H, H) and weight.stride() == (H, 1) and weight.is_contiguous() and weight.numel() == H * H
+    assert weight.is_leaf and weight.device.type == "cpu" and not weight._post_accumulate_grad_hooks and not weight._backward_hooks
+    assert torch.empty_like(weight).is_contiguous() and weight.new_zeros(2).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "build, window, expected",
+    [
+        (tiny_gpt, 16 * LAYER, NOTHING),
+        (layers(nn.init.normal_), 0, NOTHING),
+        (layers(nn.init.xavier_uniform_), 0, NOTHING),
+        (layers(by_method), 0, NOTHING),
+        (layers(asked), 0, NOTHING),
+        (layers(nn.init.trunc_normal_), 6 * LAYER, NOTHING | {"homecomings": 6}),
+        (layers(nn.init.trunc_normal_), 4 * LAYER, {"written": 2 * LAYER, "read": 0, "homecomings": 6}),
+        (layers(lambda weight: weight.data.normal_()), 4 * LAYER, {"written": 2 * LAYER, "read": 0, "homecomings": 6}),
+        (layers(copied), 4 * LAYER, {"written": 2 * LAYER, "read": 0, "homecomings": 0}),
+        (layers(replaced), 4 * LAYER, {"written": 2 * LAYER, "read": 0, "homecomings": 0}),
+    ],
+)
+def test_what_does_not_fit_is_written_once_and_what_is_overwritten_is_not_read(build, window, expected, config, counts):
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    with infinity.init(config, window=window):
+        model = build()
+    assert counts.read() == expected
+    with infinity.engine_of(model) as engine:
+        for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_same_bits(engine.read_state(param)["weight"], other.detach(), name)
+
+
+def test_the_search_for_layers_to_cut_brings_nothing_home(config, counts):
+    with infinity.init(dataclasses.replace(config, tile_above="2KiB"), window=0):
+        model = tiny_gpt()
+    sizes = [param.numel() for param in model.parameters()]
+    assert counts.read()["homecomings"] < len(sizes) and max(sizes) <= 512
+    infinity.engine_of(model).close()
+
+
+def test_a_model_that_the_window_holds_is_whole_when_the_block_ends(config, counts):
+    torch.manual_seed(0)
+    expected = mlp(3)
+    torch.manual_seed(0)
+    with infinity.init(config):
+        model = mlp(3)
+    assert counts.read()["written"] == 0
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert_same_bits(param.detach(), other.detach(), other.shape)
+    infinity.engine_of(model).close()
+
+
+def test_what_no_module_has_any_more_is_the_programs(config, counts):
+    with infinity.init(config, window=0):
+        model = mlp(3)
+        kept, shape = model.layers[1].weight, model.layers[1].weight.shape
+        nn.init.constant_(kept, 2.5)
+        model.layers[1].weight = nn.Parameter(torch.ones(shape))
+        alone = nn.Parameter(torch.empty(H, H))
+        nn.init.constant_(alone, 1.5)
+    assert kept.eq(2.5).all() and alone.eq(1.5).all()
+    infinity.engine_of(model).close()
+
+
+def test_a_parameter_that_others_refer_to_is_drawn_at_once(config, counts):
+    with infinity.init(config, window=0):
+        layer = nn.Linear(H, H)
+        view = layer.weight.detach()[1:]
+        nn.init.constant_(layer.weight, 3.0)
+        assert view.eq(3.0).all()
+        del view
+    infinity.engine_of(layer).close()
+
+
+def test_an_initialiser_that_fails_leaves_the_values(config, counts):
+    with infinity.init(config, window=0):
+        layer = nn.Linear(H, H, bias=False)
+        nn.init.constant_(layer.weight, 3.0)
+        with pytest.raises(RuntimeError):
+            nn.init.normal_(layer.weight, 0.0, -1.0)
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            layer.weight.normal_()
+        with pytest.raises(RuntimeError), torch.no_grad():
+            layer.weight.copy_(torch.ones(H + 1))
+        assert layer.weight.eq(3.0).all()
+    infinity.engine_of(layer).close()
+
+
+def test_a_function_that_somebody_put_in_an_initialisers_place_counts(config, counts, monkeypatch):
+    """As transformers and DeepSpeed do, for a while."""
+    original, kept = nn.init.normal_, set()
+
+    def guarded(tensor, mean=0.0, std=1.0, generator=None):
+        return tensor if id(tensor) in kept else original(tensor, mean, std, generator)
+
+    with infinity.init(config, window=0):
+        first, second = nn.Linear(H, H, bias=False), nn.Linear(H, H, bias=False)
+        nn.init.constant_(first.weight, 3.0)
+        monkeypatch.setattr(nn.init, "normal_", guarded)
+        kept.add(id(first.weight))
+        for layer in (first, second):
+            nn.init.normal_(layer.weight)
+            original(layer.weight)  # which hands the mode the one in its place
+        monkeypatch.undo()
+        assert first.weight.eq(3.0).all() and second.weight.ne(3.0).all()
+    for layer in (first, second):
+        infinity.engine_of(layer).close()
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_what_breaks_off_in_a_draw_leaves_nothing_behind(error, config, counts, monkeypatch, tmp_path):
+    """The third draw, with one parameter in the scratch file."""
+    write, drawn = draws.Drawn.write, []
+
+    def broken(self, out, num_threads):
+        write(self, out, num_threads)
+        drawn.append(self)
+        if len(drawn) == 3:
+            raise error
+
+    monkeypatch.setattr(draws.Drawn, "write", broken)
+    with pytest.raises(error), infinity.init(config, window=0):
+        layers(lambda weight: weight.data.normal_())()
+    assert counts.read()["written"] == LAYER
+    assert not nn.modules.module._global_parameter_registration_hooks and not everything_in(tmp_path)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("infinity-draw")]
+    monkeypatch.undo()
+    layer = nn.Linear(H, H)
+    nn.init.ones_(layer.weight)
+    assert layer.weight.eq(1).all()
