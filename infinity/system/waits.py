@@ -36,18 +36,22 @@ class Wait:
     def seconds(self) -> float:
         return now() - self.since
 
-    def __str__(self) -> str:
-        """What is waited for, what that waits for, and so on, as far as it is known now: "an update of chunk 3: a read from NVMe"."""
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What is waited for, what that waits for, and so on, as far as it is known now: ("an update of chunk 3", "a read from NVMe")."""
         texts, wait = [], self
         while wait is not None and len(texts) < _MOST_TEXTS:
-            texts += wait._texts()
+            texts += wait._own_texts()
             wait = waiting.get(wait.worker)
-        return ": ".join(dict.fromkeys(texts))
+        return tuple(dict.fromkeys(texts))
 
-    def _texts(self) -> list[str]:
+    def _own_texts(self) -> list[str]:
         """From the outermost to this one."""
-        outer = self.outer._texts() if self.outer is not None else []
+        outer = self.outer._own_texts() if self.outer is not None else []
         return [*outer, self.what if isinstance(self.what, str) else self.what()]
+
+    def __str__(self) -> str:
+        return ": ".join(self.texts)
 
 
 waiting: dict[int, Wait] = {}  # by the threads' numbers

@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from aio_ext import _aio
 from infinity.errors import UsageError
+from infinity.system.waits import of_the_program, waits
+from infinity.tools import progress
 from infinity.tools.cli import main
 from infinity.tools.train import status
 from infinity.tools.train.status import (
@@ -94,6 +97,17 @@ def test_the_view_by_hand():
     assert line(fresh) == view(fresh).splitlines()[0]
 
 
+def test_a_view_of_a_run_that_waits_says_for_what_and_what_that_waits_for(place, capsys):
+    texts = ("an update of chunk 3 (a.weight)", "a write of 1.0 MiB to NVMe")
+    told = put(place, waits=texts, waits_since=time.time() - 62)
+    assert read_status(place / f"{os.getpid()}.json") == told
+    waits = ["waits       1 min 2 s for an update of chunk 3 (a.weight):", "            a write of 1.0 MiB to NVMe"]
+    assert view(told).splitlines() == [*view(FULL).splitlines(), *waits]
+    assert view(dataclasses.replace(told, step_seconds=None)).splitlines() == ["step 3/103  starting", *waits]
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{os.getpid():>8}  {line(told)}", f"{'':>8}  {' '.join([waits[0], texts[1]])}"]
+
+
 def test_a_run_before_its_first_step():
     assert view(Status(step=7, steps=9, world=1)) == "step 7/9  starting"
 
@@ -134,6 +148,15 @@ def test_elsewhere_the_view_is_a_line_now_and_then():
             show(dataclasses.replace(FULL, step=step), last=step == 49)
     lines = output.getvalue().splitlines()
     assert [text.split()[1] for text in lines] == ["1/103", "49/103"]
+
+
+def test_nothing_is_drawn_behind_the_last():
+    terminal = Terminal()
+    show = LiveView(terminal)
+    show(FULL, last=True)
+    drawn = terminal.getvalue()
+    show(dataclasses.replace(FULL, waits=("an update",)))
+    assert terminal.getvalue() == drawn
 
 
 # The file
@@ -184,8 +207,28 @@ def test_a_place_that_is_somebody_elses_is_not_used(place, capsys, monkeypatch, 
     assert not (tmp_path / "other").exists() or not os.listdir(tmp_path / "other")
 
 
+def test_what_the_run_waits_for_is_told_and_shown_while_it_does(monkeypatch):
+    monkeypatch.setattr(status, "WRITE_SECONDS", 0.15)  # more than lies between two drawings at least
+    terminal, over = Terminal(), threading.Event()
+
+    def wait():
+        with waits("an update of chunk 3"):
+            assert over.wait(60)
+
+    waiter = threading.Thread(target=wait)
+    with LiveView(terminal) as show, Reporter(of_the_program, show) as reporter:
+        reporter.tell(FULL)
+        waiter.start()
+        wait_for(lambda: reporter.path.exists() and read_status(reporter.path).waits == ("an update of chunk 3",))
+        wait_for(lambda: "waits       0 s for an update of chunk 3" in terminal.getvalue())
+        over.set()
+        waiter.join()
+        wait_for(lambda: read_status(reporter.path) == FULL)
+        wait_for(lambda: "waits " not in terminal.getvalue().rpartition("\r")[2])
+
+
 def test_a_failing_write_is_no_error_and_the_next_one_works(place, monkeypatch):
-    monkeypatch.setattr(status, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(status, "WRITE_SECONDS", 0.01)
     tried, write = threading.Event(), status.write_json
 
     def fail(*args):
@@ -260,6 +303,30 @@ def test_what_is_no_running_job_is_told_in_one_line(tmp_path, capsys, text, expe
 def test_following_needs_a_run(capsys):
     assert main(["status", "--follow"]) == 2
     assert "--follow needs a run" in capsys.readouterr().err
+
+
+def test_a_training_run_tells_what_it_waits_for_while_it_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(status, "WRITE_SECONDS", 0.02)
+    monkeypatch.setattr(progress, "PROGRESS_SECONDS", 0)
+    (tmp_path / "text").write_bytes(bytes(i * i % 251 % 97 for i in range(20_000)))
+    options = "--hidden 64 --layers 2 --heads 2 --seq 16 --batch 2 --steps 4 --device cpu --dtype fp32 --live".split()
+    on_nvme = "--weights nvme --states nvme --residency none --chunk-mib 0.0625 --host-memory 64MiB --device-memory 8MiB".split()
+    _aio._inject("read", 8, 3, None, delay=0.4)
+    seen, over = set(), threading.Event()
+
+    def look():
+        while not over.wait(0.005):
+            seen.update(told.waits for told in running())
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        assert main(["train", *options, *on_nvme, "--data", str(tmp_path / "text"), "--nvme", str(tmp_path)]) == 0
+    finally:
+        over.set()
+        looker.join()
+    assert any(texts and re.fullmatch(r"a read of .* from NVMe, chunk \d+ \((weights|states)\)", texts[-1]) for texts in seen), seen
+    assert re.search(r"(?m)^step \d/4 .*\nwaits       0 s for .* from NVMe, chunk", capsys.readouterr().err)
 
 
 def test_a_training_run_is_seen_followed_and_forgotten(tmp_path, place, capsys, monkeypatch):

@@ -6,7 +6,8 @@ Knows numbers of a run, where its file lies, and processes by their number. Must
 # [Note: where a run's status lies]
 # In a directory of the user's own, under XDG_RUNTIME_DIR or the directory for temporary files, as PID.json; one that belongs to
 # somebody else is not used. The process that wrote it is told from a later one of the same number by the time of its start. A
-# thread writes, at most once a second: training neither waits for it nor fails with it. What kill -9 leaves, the command removes.
+# thread writes, at most once a second: training neither waits for it nor fails with it. It looks as often whether the run waits for
+# something, tells that in the file, and has it drawn. What kill -9 leaves, the command removes.
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infinity.errors import UsageError
 from infinity.output import table, write_json
 from infinity.sizes import format_bytes
+from infinity.system.waits import Wait
 from infinity.tools.progress import Progress
 
 WRITE_SECONDS = 1.0  # between two writes, and between two looks of --follow
@@ -45,7 +48,8 @@ class Link:
 class Status:
     """How a run stands after a step. step counts from 1, 0 before the first; seconds are of the last steps' median.
 
-    checkpoint: the one under way; saved: the last one that is whole. updated: seconds of the wall clock. Memory is a rank's.
+    checkpoint: the one under way; saved: the last one that is whole. updated: seconds of the wall clock. Memory is a rank's. waits: what
+    the run waits for now, what that waits for, and so on; waits_since: seconds of the wall clock.
     """
 
     step: int
@@ -60,6 +64,8 @@ class Status:
     host_nbytes: int = 0
     checkpoint: str | None = None
     saved: str | None = None
+    waits: tuple[str, ...] = ()
+    waits_since: float = 0.0
     pid: int = field(default_factory=os.getpid)
     born: int = field(default_factory=lambda: _born(os.getpid()))
     updated: float = field(default_factory=time.time)
@@ -84,8 +90,9 @@ def line(status: Status) -> str:
 
 def view(status: Status) -> str:
     """Some lines."""
+    waits = _waits(status, ":\n            ")
     if status.step_seconds is None:
-        return line(status)
+        return "\n".join([line(status), *waits])
     a_rank = ", each a rank" if status.world > 1 else ""
     silent = time.time() - status.updated
     note = f"  (silent for {format_seconds(silent)})" if silent > SILENT_SECONDS else ""
@@ -98,7 +105,12 @@ def view(status: Status) -> str:
         rows = [[link.title, f"{link.gbps:.2f}", f"{link.waited_share:.1%}"] for link in status.links]
         lines.append(table(["link", "GB/s", "step waited"], rows))
     lines += [f"memory      {memory}, host arena {format_bytes(status.host_nbytes)}{a_rank}", f"checkpoint  {saving}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, *waits])
+
+
+def _waits(status: Status, between: str = ": ") -> list[str]:
+    """A line for what the run waits for, if it waits. between: what is waited for and what that waits for."""
+    return [f"waits       {format_seconds(time.time() - status.waits_since)} for {between.join(status.waits)}"] if status.waits else []
 
 
 def format_seconds(seconds: float) -> str:
@@ -111,22 +123,36 @@ def format_seconds(seconds: float) -> str:
 
 
 class LiveView(Progress):
-    """Draws a status in place on a terminal; elsewhere a line now and then."""
+    """Draws a status in place on a terminal; elsewhere a line now and then. From any thread, until it is finished."""
 
     def __init__(self, stream=None):
         super().__init__(live_seconds=0.1, stream=stream)
+        self._lock = threading.Lock()
+        self._is_over = False
 
     def __call__(self, status: Status, *, last: bool = False) -> None:
-        self.show(view(status) if self.live else line(status), last=last)
+        with self._lock:
+            if not self._is_over:
+                self.show(view(status) if self.live else "\n".join([line(status), *_waits(status)]), last=last)
+            self._is_over = self._is_over or last
+
+    def finish(self) -> None:
+        with self._lock:
+            self._is_over = True
+            super().finish()
 
 
 # The file.
 
 
 class Reporter:
-    """Keeps this process's status in its file until it is closed; see [Note: where a run's status lies]."""
+    """Keeps this process's status in its file until it is closed; see [Note: where a run's status lies].
 
-    def __init__(self):
+    waits(): what the run waits for now. show: told of the status while it waits, and once more when it does no longer.
+    """
+
+    def __init__(self, waits: Callable[[], Wait | None] = lambda: None, show: Callable[[Status], None] = lambda status: None):
+        self._waits, self._show = waits, show
         self._status: Status | None = None
         self._told, self._ended = threading.Event(), threading.Event()
         try:
@@ -158,14 +184,29 @@ class Reporter:
         self.close()
 
     def _loop(self) -> None:
+        written = None
         while True:
-            self._told.wait()
+            was_told = self._told.wait(WRITE_SECONDS)
             self._told.clear()
             if self._ended.is_set():
                 return
+            status = self._now()
+            if status == written:
+                continue
             with contextlib.suppress(OSError, ValueError):
-                write_json(self.path, dataclasses.asdict(self._status))
-            self._ended.wait(WRITE_SECONDS)
+                write_json(self.path, dataclasses.asdict(status))
+            if status.waits or (written is not None and written.waits):
+                self._show(status)
+            written = status
+            if was_told:
+                self._ended.wait(WRITE_SECONDS)
+
+    def _now(self) -> Status | None:
+        """What was told last, with what the run has waited for since a second."""
+        status, wait = self._status, self._waits()
+        if status is None or wait is None or wait.seconds < WRITE_SECONDS:
+            return status
+        return dataclasses.replace(status, waits=wait.texts, waits_since=time.time() - wait.seconds)
 
 
 def folder() -> Path:
@@ -186,7 +227,7 @@ def read_status(path: Path) -> Status:
     """Raises UsageError for what is no status file, or is not there."""
     try:
         value = json.loads(path.read_bytes())
-        found = Status(**value | {"links": tuple(Link(**link) for link in value["links"])})
+        found = Status(**value | {"links": tuple(Link(**link) for link in value["links"]), "waits": tuple(value["waits"])})
         view(found)
         return found
     except FileNotFoundError:
@@ -270,4 +311,5 @@ def _list() -> None:
         return
     width = shutil.get_terminal_size().columns
     for found in runs:
-        print(f"{found.pid:>8}  {line(found)}"[:width] if sys.stdout.isatty() else f"{found.pid:>8}  {line(found)}")
+        for text in [f"{found.pid:>8}  {line(found)}", *(f"{'':>8}  {text}" for text in _waits(found))]:
+            print(text[:width] if sys.stdout.isatty() else text)

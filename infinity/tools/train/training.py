@@ -27,6 +27,7 @@ from infinity.output import check_file, write_json
 from infinity.sizes import format_bytes
 from infinity.system.capacity import device_of
 from infinity.system.events import LINKS
+from infinity.system.waits import of_the_program
 from infinity.tools.progress import StepProgress, bytes_progress
 from infinity.tools.train.rotation import Rotation
 from infinity.tools.train.saver import Saver, as_saved, check_options, checkpoint_to_resume
@@ -319,8 +320,8 @@ class _Display:
 
     def __init__(self, run):
         self.run = run
-        self.reporter = Reporter()
         self.view = LiveView() if run.arguments.live else None
+        self.reporter = Reporter(of_the_program, self.view or (lambda status: None))
         self.progress = StepProgress(run.arguments.steps)
 
     def begin(self, num_steps):
