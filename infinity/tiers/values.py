@@ -135,7 +135,7 @@ class Values:
             for chunk in self.registry.chunks_in(span):
                 if chunk.on_device:
                     self._place_states(chunk, torch.empty(chunk.record.states_nbytes, dtype=torch.uint8, device=span.flat.device))
-                with self.filled(chunk) as shard:
+                with self.filled(chunk, is_first=True) as shard:
                     for piece in chunk.pieces:
                         part = slice(piece.start, piece.start + piece.numel)
                         self.put(shard, part, values[piece.param][piece.param_start : piece.param_start + piece.numel])
@@ -147,8 +147,9 @@ class Values:
         self.records.flush()
 
     @contextlib.contextmanager
-    def filled(self, chunk: ChunkState):
-        """The shard's segments by name, zero, to be filled with another record inside the block."""
+    def filled(self, chunk: ChunkState, *, is_first: bool = False):
+        """The shard's segments by name, zero, to be filled with another record inside the block; or with the first one, for which memory
+        that is the record's own is zero already."""
         if chunk.on_device:
             chunk.begin_change()
             shard = self.updater.device_state(chunk)
@@ -159,16 +160,19 @@ class Values:
             return
         with self.records.lease(chunk, write=True, fresh=True) as lease:
             shard = lease.shard
-            for tensor in shard.values():
-                tensor.zero_()
+            for name, tensor in shard.items():
+                if not (is_first and lease.entries[WEIGHTS if name == "weight" else STATES].resident):
+                    tensor.zero_()
             yield shard
 
     @staticmethod
     def put(shard: dict[str, torch.Tensor], part: slice, value: torch.Tensor) -> None:
         """Values, on any device, become weights, in part of a shard, with their residuals or masters."""
-        if "residual" not in shard:
+        if "residual" not in shard or value.dtype is shard["weight"].dtype:
             for name in ("weight", "master") if "master" in shard else ("weight",):
                 shard[name][part].copy_(value)
+            if "residual" in shard:
+                shard["residual"][part].zero_()
             return
         there = shard["weight"][part], shard["residual"][part]
         out = there if value.device == there[0].device else tuple(torch.empty_like(tensor, device=value.device) for tensor in there)
