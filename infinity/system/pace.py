@@ -10,6 +10,7 @@ Knows clocks, meters of links, and what threads wait for. Must not know lanes, n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import sys
@@ -89,4 +90,5 @@ os.register_at_fork(after_in_child=_under_way.clear)
 def look() -> None:
     """For whoever wakes now and then anyway; see [Note: how a long step is noticed]."""
     for pace in list(_under_way):
-        pace.speak_if_long()
+        with contextlib.suppress(Exception):  # such as of a standard error that is closed: no lane may end by it
+            pace.speak_if_long()

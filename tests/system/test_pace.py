@@ -1,5 +1,8 @@
 """Pace: a step that takes very long says so, with what it waits for, once a minute; others say nothing."""
 
+import io
+import sys
+
 import pytest
 
 from infinity.system import pace
@@ -67,6 +70,21 @@ def test_nothing_is_said_while_the_program_waits_for_nothing_of_the_engines_or_b
     steps.step_done()
     clock[0] += 100
     assert lines(capsys) == []
+
+
+@pytest.mark.parametrize("stream", [None, "closed"])
+def test_no_lane_ends_where_nothing_can_be_said(steps, clock, monkeypatch, capsys, stream):
+    if stream == "closed":
+        stream = io.StringIO()
+        stream.close()
+    steps.begin()
+    clock[0] += 100
+    with monkeypatch.context() as patched, waits("an update of chunk 3"):
+        patched.setattr(sys, "stderr", stream)
+        look()
+    assert lines(capsys) == []
+    clock[0] += 61
+    assert len(lines(capsys)) == 1
 
 
 def test_short_steps_may_be_ten_times_as_long(clock, capsys):
