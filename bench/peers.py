@@ -5,8 +5,6 @@
                           [--host-memory 4GiB] [--device-memory 2GiB] [--moments bf16] [--residency weights] [--window 60GiB]
                           [--trace DIR] [--json FILE] [--plot FILE]
 
-Over 400 lines because each engine is made ready in its own way, and all are measured in one.
-
 Every state lives in one place: on NVMe, in host memory, or on the device. On NVMe infinity holds no more than is in use or on its way,
 and gradients of up to two updates that moments there still lack, for which it takes as much of --host-memory as helps; with --residency
 weights it keeps the weights in host memory, with auto all that the device, of which it takes --device-memory, and host memory hold. Each round runs each engine that can do that, in turn, in processes of
@@ -34,13 +32,11 @@ which all later ones wait: remove it.
 """
 
 import argparse
-import importlib.util
+import importlib.metadata
 import json
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -64,8 +60,8 @@ from _common import (
     positive_float,
     spread,
 )
+from _engines import ABSENT, TRAFFIC, Job, check_can_run, folder_on, join, kernel_io, make_ready
 
-import infinity
 from infinity import output
 from infinity.errors import ConfigError
 from infinity.model.gpt import GPT, Batches
@@ -82,9 +78,6 @@ HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 NUM_WARM = 2  # steps that are not counted
 NUM_RATES = 9  # measurements of the drive, of which the median counts
 TINY = {"hidden": 128, "layers": 1, "heads": 2, "vocab": 256, "seq": 32, "batch": 1, "steps": 1}
-TRAFFIC = ("NVMe read", "written", "to device", "from it")  # bytes a parameter and step
-
-ABSENT = ("deepspeed is not installed", "runs on one rank only")  # rows that say so, and are no failure
 
 
 def main() -> int:
@@ -160,16 +153,9 @@ def main() -> int:
 def run_ranks(case: dict, place: str, engine: str) -> dict:
     """One run of an engine: what its ranks report, put together."""
     os.sync()  # what the last process left to the kernel to write is not charged to this one
-    if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise RunError(ABSENT[0])
-    if engine == "plain" and case["ranks"] > 1:
-        raise RunError(ABSENT[1])
-    if case["device"] == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    with tempfile.TemporaryDirectory(dir=case["nvme"], prefix="peers-") as folder:
-        if (tuned := Path(case["nvme"], drives.CACHE_NAME)).exists():
-            shutil.copy(tuned, folder)
-        told = json.dumps(case | {"place": place, "engine": engine, "nvme": str(Path(folder).resolve())})
+    check_can_run(engine, case["ranks"], case["device"])
+    with folder_on(case["nvme"], "peers") as folder:
+        told = json.dumps(case | {"place": place, "engine": engine, "nvme": folder})
         ranks = on_ranks(__file__, ["--case", told], case["ranks"], case["timeout"])
     return {
         "seconds": [max(times) for times in zip(*(rank["seconds"] for rank in ranks))],
@@ -236,18 +222,10 @@ def of_infinity(options) -> str:
 def run(options) -> dict:
     """Seconds of the counted steps, all losses, bytes a parameter and step, and peaks in bytes."""
     cuda = options.device == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if options.engine == "deepspeed":
-        import deepspeed
-
-        deepspeed.init_distributed("nccl" if cuda else "gloo")
-    else:
-        dist.init_process_group("nccl" if cuda else "gloo")
+    device = join(options.engine, options.device, "nccl" if cuda else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     start = time.perf_counter()
-    step, moved, close = {"infinity": ours, "fsdp2": fsdp2, "deepspeed": deep, "plain": plain}[options.engine](options, device)
+    trainer = make_ready(options.engine, job_of(options, device))
     if cuda:
         torch.cuda.synchronize()
     start_seconds = time.perf_counter() - start
@@ -259,10 +237,12 @@ def run(options) -> dict:
     seconds, losses = [], []
     for number in range(options.steps):
         if number <= NUM_WARM:  # the last of them counts
-            before, io_before = moved(), kernel_io()
+            before, io_before = trainer.moved(), kernel_io()
         x, y = (part.to(device) for part in batches(number))
         start = time.perf_counter()
-        losses.append(step(x, y).item())
+        loss = trainer.micro(x, y)
+        trainer.update()
+        losses.append(loss.item())
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
@@ -271,16 +251,16 @@ def run(options) -> dict:
         "seconds": seconds[NUM_WARM:],
         "start_seconds": start_seconds,
         "losses": losses,
-        "traffic": [None if b is None else (b - a) / counted for a, b in zip(before, moved())],
+        "traffic": [None if b is None else (b - a) / counted for a, b in zip(before, trainer.moved())],
         "kernel_io": [(b - a) / counted for a, b in zip(io_before, kernel_io())],
         "host_nbytes": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10,
         "disk_nbytes": disk_nbytes(options.nvme),
         "device_nbytes": torch.cuda.max_memory_allocated() if cuda else 0,
         "num_parameters": num,
-        "version": deepspeed.__version__ if options.engine == "deepspeed" else "",
+        "version": importlib.metadata.version("deepspeed") if options.engine == "deepspeed" else "",
     }
     dist.barrier()  # files are counted
-    close()
+    trainer.close()
     dist.destroy_process_group()
     return report
 
@@ -288,12 +268,6 @@ def run(options) -> dict:
 def disk_nbytes(folder: str) -> int:
     """What the files below a directory take on its drive."""
     return sum(512 * path.stat().st_blocks for path in Path(folder).rglob("*") if path.is_file())
-
-
-def kernel_io() -> tuple[int, int]:
-    """Bytes that this process has had read and written so far."""
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
 def make(options) -> GPT:
@@ -318,141 +292,26 @@ def same_start(options) -> GPT:
     return model
 
 
-# Each gives (a step: inputs, targets -> loss; bytes so far of each of TRAFFIC, None where it is not known; what ends it).
-
-
-def ours(options, device):
+def job_of(options, device) -> Job:
     names = ("nvme", "device", "dtype", "host_memory", "device_memory", "moments", "compression")
-    config = {name: getattr(options, name) for name in names}
     places = {"weights": options.place, "states": options.place}
     if options.place == "nvme" and options.residency == "auto":
         places = {}
     elif options.place == "nvme":
         places = {"weights": "host" if options.residency == "weights" else "nvme", "states": "nvme", "residency": "none"}
-    with infinity.init(infinity.Config(trace=bool(options.trace), **places, **config), window=options.window):
-        model = same_start(options)
-    optimizer = infinity.AdamW(model.parameters(), **HYPER)
-    engine = infinity.engine_of(model)
-
-    def step(x, y):
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    def moved():
-        stats = engine.stats()
-        links = [stats["links"][link]["nbytes"] if options.place != "device" else 0 for link in ("cg", "gc")]
-        return stats["nvme_read_nbytes"], stats["nvme_write_nbytes"], *links
-
-    def close():
-        if options.trace:
-            infinity.save_trace(options.trace, model)
-        engine.close()
-
-    return step, moved, close
-
-
-def fsdp2(options, device):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-    model = same_start(options)
-    if options.place == "host":
-        model.cpu()
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    policies = {
-        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
-        "mp_policy": bf16 if options.dtype == "bf16" else MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.place == "host" else OffloadPolicy(),
-    }
-    for block in model.blocks:
-        fully_shard(block, **policies)
-    fully_shard(model, **policies)
-    optimizer = torch.optim.AdamW(model.parameters(), **HYPER, fused=True)
-    shards = {id(param): 4 * param.to_local().numel() for param in model.parameters()}
-    of_blocks = sum(shards[id(param)] for param in model.blocks.parameters())
-    num_steps = 0
-
-    def step(x, y):
-        nonlocal num_steps
-        num_steps += 1
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    def moved():
-        if options.place == "device":
-            return *kernel_io(), 0, 0
-        return *kernel_io(), num_steps * (sum(shards.values()) + of_blocks), num_steps * sum(shards.values())
-
-    return step, moved, lambda: None
-
-
-def deep(options, device):
-    import deepspeed
-
-    if options.place == "nvme":
-        read_ahead_once()
-    model, world = same_start(options).cpu(), dist.get_world_size()
-    largest = max(param.numel() for param in model.parameters())
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    if options.place != "device":
-        offload = {"device": "cpu" if options.place == "host" else "nvme", "nvme_path": options.nvme, "pin_memory": device.type == "cuda"}
-        zero["offload_param"] = offload | {"buffer_count": 40, "buffer_size": largest // world * 5 // 4, "max_in_cpu": 0}
-        zero["offload_optimizer"] = offload | {"buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
-    settings = {
-        "train_micro_batch_size_per_gpu": options.batch,
-        "zero_optimization": zero,
-        "aio": {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
-        "optimizer": {"type": "AdamW", "params": HYPER},
-        "bf16": {"enabled": options.dtype == "bf16"},
-        "gradient_clipping": 0.0,  # by default it clips
-    }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
-
-    def step(x, y):
-        loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    links = (0, 0) if options.place == "device" else (None, None)
-    return step, lambda: (*kernel_io(), *links), lambda: None
-
-
-def read_ahead_once() -> None:
-    """Have DeepSpeed read a weight into one buffer where its list of what comes next names it more often."""
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
-
-    swap_in = Swapper.swap_in
-    Swapper.swap_in = lambda self, params, *rest, **named: swap_in(self, list(dict.fromkeys(params)), *rest, **named)
-
-
-def plain(options, device):
-    model = same_start(options)
-    masters = [param.detach().clone() for param in model.parameters()] if options.dtype == "bf16" else list(model.parameters())
-    if options.dtype == "bf16":
-        model.bfloat16()
-    optimizer = torch.optim.AdamW(masters, **HYPER, fused=True)
-
-    def step(x, y):
-        loss = model(x, y)
-        loss.backward()
-        if options.dtype == "bf16":
-            for master, param in zip(masters, model.parameters()):
-                master.grad, param.grad = param.grad.float(), None
-        optimizer.step()
-        optimizer.zero_grad()
-        if options.dtype == "bf16":
-            with torch.no_grad():
-                torch._foreach_copy_(list(model.parameters()), masters)
-        return loss
-
-    return step, lambda: (*kernel_io(), 0, 0), lambda: None
+    return Job(
+        make=lambda: same_start(options),
+        blocks=lambda model: model.blocks,
+        device=device,
+        dtype=options.dtype,
+        place=options.place,
+        nvme=options.nvme,
+        micro_batch=options.batch,
+        hyper=HYPER,
+        config={name: getattr(options, name) for name in names} | places,
+        window=options.window,
+        trace=options.trace,
+    )
 
 
 def plot(options, rows: dict) -> None:

@@ -1,0 +1,250 @@
+"""Engines made ready to train a model: this one, FSDP2, DeepSpeed, and plain PyTorch with fp32 masters.
+
+Knows how each is told what to do, and what a step of it is. Must not know which model it is, what is measured, or how that is shown.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _common import RunError
+from torch import nn
+
+import infinity
+from infinity.system import drives
+
+ABSENT = ("deepspeed is not installed", "runs on one rank only")  # of engines that cannot run, which is no failure
+TRAFFIC = ("NVMe read", "written", "to device", "from it")  # bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, and how."""
+
+    make: Callable[[], nn.Module]
+    """The model on the device, (inputs, targets) -> loss, with the weights that every engine begins with."""
+
+    blocks: Callable[[nn.Module], Iterable[nn.Module]]
+    """What of it is fetched as one by FSDP2."""
+
+    device: torch.device
+    dtype: str  # bf16 or fp32
+    place: str  # where states live: nvme, host, device; for infinity its config says so
+    nvme: str
+    micro_batch: int
+    hyper: Mapping[str, object]  # of AdamW
+    accumulation: int = 1
+    clip: float | None = None
+    config: Mapping[str, object] = dataclasses.field(default_factory=dict)  # of infinity
+    window: int | None = None
+    trace: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """A step is `micro` for each micro-batch, then `update`."""
+
+    micro: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # inputs, targets -> loss; backward, too
+    update: Callable[[], None]
+    moved: Callable[[], tuple]  # bytes so far of each of TRAFFIC, None where it is not known
+    close: Callable[[], None] = lambda: None
+
+
+@contextlib.contextmanager
+def folder_on(nvme: str, name: str) -> Iterator[str]:
+    """A directory of its own for one run, with the drive's settings, if there are any in that one."""
+    with tempfile.TemporaryDirectory(dir=nvme, prefix=f"{name}-") as folder:
+        if (tuned := Path(nvme, drives.CACHE_NAME)).exists():
+            shutil.copy(tuned, folder)
+        yield str(Path(folder).resolve())
+
+
+def check_can_run(engine: str, ranks: int, device: str) -> None:
+    """Raises RunError with one of ABSENT."""
+    if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise RunError(ABSENT[0])
+    if engine == "plain" and ranks > 1:
+        raise RunError(ABSENT[1])
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def join(engine: str, kind: str, backend: str | None) -> torch.device:
+    """The device of this rank, which is in the process group from now on, if there is a backend."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    if engine == "deepspeed":
+        import deepspeed
+
+        deepspeed.init_distributed(backend)
+    elif backend is not None:
+        dist.init_process_group(backend)
+    return device
+
+
+def kernel_io() -> tuple[int, int]:
+    """Bytes that this process has had read and written so far."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
+def make_ready(engine: str, job: Job) -> Trainer:
+    return {"infinity": _infinity, "fsdp2": _fsdp2, "deepspeed": _deepspeed, "plain": _plain}[engine](job)
+
+
+def _infinity(job: Job) -> Trainer:
+    with infinity.init(infinity.Config(trace=bool(job.trace), **job.config), window=job.window):
+        model = job.make()
+    optimizer = infinity.AdamW(model.parameters(), **job.hyper, max_grad_norm=job.clip, accumulation_steps=job.accumulation)
+    engine = infinity.engine_of(model)
+
+    def moved():
+        stats = engine.stats()
+        links = [stats["links"][link]["nbytes"] if job.place != "device" else 0 for link in ("cg", "gc")]
+        return stats["nvme_read_nbytes"], stats["nvme_write_nbytes"], *links
+
+    def close():
+        if job.trace:
+            infinity.save_trace(job.trace, model)
+        engine.close()
+
+    def update():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trainer(_micro(job, model), update, moved, close)
+
+
+def _fsdp2(job: Job) -> Trainer:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    model, kind = job.make(), job.device.type
+    if job.place == "host":
+        model.cpu()
+    model.float()
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policies = {
+        "mesh": init_device_mesh(kind, (dist.get_world_size(),)),
+        "mp_policy": bf16 if job.dtype == "bf16" else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=kind == "cuda") if job.place == "host" else OffloadPolicy(),
+    }
+    blocks = list(job.blocks(model))
+    for block in blocks:
+        fully_shard(block, **policies)
+    fully_shard(model, **policies)
+    optimizer = torch.optim.AdamW(model.parameters(), **job.hyper, fused=True)
+    shards = {id(param): 4 * param.to_local().numel() for param in model.parameters()}
+    of_blocks = sum(shards[id(param)] for block in blocks for param in block.parameters())
+    pass_, num_passes = _micro(job, model), 0
+
+    def micro(x, y):
+        nonlocal num_passes
+        num_passes += 1
+        return pass_(x, y)
+
+    def update():
+        if job.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), job.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def moved():
+        if job.place == "device":
+            return *kernel_io(), 0, 0
+        return *kernel_io(), num_passes * (sum(shards.values()) + of_blocks), num_passes * sum(shards.values())
+
+    return Trainer(micro, update, moved)
+
+
+def _deepspeed(job: Job) -> Trainer:
+    import deepspeed
+
+    if job.place == "nvme":
+        _read_ahead_once()
+    model, world = job.make().cpu(), dist.get_world_size()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    largest = max(param.numel() for param in model.parameters())
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    if job.place != "device":
+        offload = {"device": "cpu" if job.place == "host" else "nvme", "nvme_path": job.nvme, "pin_memory": job.device.type == "cuda"}
+        zero["offload_param"] = offload | {"buffer_count": 40, "buffer_size": largest // world * 5 // 4, "max_in_cpu": 0}
+        zero["offload_optimizer"] = offload | {"buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
+    settings = {
+        "train_micro_batch_size_per_gpu": job.micro_batch,
+        "gradient_accumulation_steps": job.accumulation,
+        "zero_optimization": zero,
+        "aio": {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
+        "optimizer": {"type": "AdamW", "params": dict(job.hyper)},
+        "bf16": {"enabled": job.dtype == "bf16"},
+        "gradient_clipping": job.clip or 0.0,  # by default it clips
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    for name, buffer in engine.module.named_buffers():  # such as frequencies of positions, which it has rounded to bf16
+        buffer.data = buffers[name].to(buffer.device)
+
+    def micro(x, y):
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()  # updates after the last micro-batch of a step
+        return loss.detach()
+
+    links = (0, 0) if job.place == "device" else (None, None)
+    return Trainer(micro, lambda: None, lambda: (*kernel_io(), *links))
+
+
+def _read_ahead_once() -> None:
+    """Have DeepSpeed read a weight into one buffer where its list of what comes next names it more often."""
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
+
+    swap_in = Swapper.swap_in
+    Swapper.swap_in = lambda self, params, *rest, **named: swap_in(self, list(dict.fromkeys(params)), *rest, **named)
+
+
+def _plain(job: Job) -> Trainer:
+    model = job.make()
+    params = masters = list(model.parameters())
+    if job.dtype == "bf16":
+        masters = [param.detach().to(torch.float32, copy=True) for param in params]
+        for param in params:
+            param.data = param.data.bfloat16()
+    optimizer = torch.optim.AdamW(masters, **job.hyper, fused=True)
+    pass_ = _micro(job, model)
+
+    def micro(x, y):
+        loss = pass_(x, y)
+        if job.dtype == "bf16":
+            for master, param in zip(masters, params):
+                master.grad = param.grad.float() if master.grad is None else master.grad.add_(param.grad)
+                param.grad = None
+        return loss
+
+    def update():
+        if job.clip is not None:
+            nn.utils.clip_grad_norm_(masters, job.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if job.dtype == "bf16":
+            with torch.no_grad():
+                torch._foreach_copy_(params, masters)
+
+    return Trainer(micro, update, lambda: (*kernel_io(), 0, 0))
+
+
+def _micro(job: Job, model: nn.Module):
+    """Forward and backward of a micro-batch, whose loss counts by its share of the step."""
+
+    def micro(x, y):
+        loss = model(x, y)
+        (loss / job.accumulation if job.accumulation > 1 else loss).backward()
+        return loss.detach()
+
+    return micro
