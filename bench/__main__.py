@@ -20,6 +20,7 @@ QUICK = {
     "aio": "--gigabytes 0.5 --rounds 1 --seconds 0.5",
     "checkpoint": "--hidden 128 --layers 2 --heads 2 --vocab 512 --rounds 1 --block 2",
     "chunks": "--models mlp --sizes 1,4 --rounds 1 --steps 4",
+    "finetune": "--model tiny --engines infinity,fsdp2,plain --sequence 64 --curve 128,512 --device cpu --rounds 1 --steps 4",
     "gradients": "--hidden 128 --layers 2 --vocab 512 --seq 32 --rounds 2",
     "kernel": "--rounds 2 --num-chunks 2 --chunk-numel 1048576",
     "margin": "--margins 64MiB --hidden 128 --layers 2 --heads 4 --vocab 512 --seq 64 --rounds 1 --steps 4",

@@ -185,7 +185,11 @@ def drive_rates(path: Path, num_rounds: int) -> dict[str, float]:
 
 
 class RunError(RuntimeError):
-    """Ranks failed; says why in one line."""
+    """Ranks failed; says why in one line. so_far: what each had left by `leave_so_far`, or nothing if one had not."""
+
+    def __init__(self, reason: str, so_far: Sequence[dict] = ()):
+        super().__init__(reason)
+        self.so_far = list(so_far)
 
 
 def on_ranks(script: str, arguments: Sequence[str], num_ranks: int, timeout: float) -> list[dict]:
@@ -205,17 +209,25 @@ def on_ranks(script: str, arguments: Sequence[str], num_ranks: int, timeout: flo
                 process.terminate()  # torchrun ends its ranks
                 process.communicate()
                 if isinstance(error, subprocess.TimeoutExpired):
-                    raise RunError(f"not over after {timeout:g} s") from None
+                    so_far = _left(folder, "so-far").values()
+                    raise RunError(f"not over after {timeout:g} s", so_far if len(so_far) == num_ranks else ()) from None
                 raise
-        paths = sorted(Path(folder).iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        reports = {path.name: json.loads(path.read_text()) for path in paths}
+        reports, so_far = _left(folder, "rank"), _left(folder, "so-far").values()
+    if len(so_far) < num_ranks:
+        so_far = ()
     for report in reports.values():
         if "error" in report:
-            raise RunError(report["error"])
+            raise RunError(report["error"], so_far)
     if process.returncode or len(reports) < num_ranks:
         codes = re.findall(r"exitcode\s*: (-?\d+)", said) or [process.returncode]
-        raise RunError(f"a rank ended with exit code {codes[0]} and without a word")
+        raise RunError(f"a rank ended with exit code {codes[0]} and without a word", so_far)
     return [reports[f"rank{rank}"] for rank in range(num_ranks)]
+
+
+def _left(folder: str, kind: str) -> dict[str, dict]:
+    """What ranks have left there, the oldest first."""
+    paths = sorted(Path(folder).glob(f"{kind}*"), key=lambda path: path.stat().st_mtime_ns)
+    return {path.name: json.loads(path.read_text()) for path in paths}
 
 
 def leave(work: Callable[[], dict]) -> None:
@@ -228,3 +240,11 @@ def leave(work: Callable[[], dict]) -> None:
         path.write_text(json.dumps({"error": f"{type(error).__name__}: {first[:300]}"}))
         raise
     path.write_text(json.dumps(report))
+
+
+def leave_so_far(report: dict) -> None:
+    """In a rank: leave what is known until now, for the case that it does not come to its end."""
+    path = Path(os.environ[_REPORTS], f"so-far{os.environ['RANK']}")
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(json.dumps(report))
+    aside.replace(path)

@@ -1,7 +1,7 @@
 """The benches: that each says what it is, takes options and runs; what they measure is not asserted here."""
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -65,6 +65,8 @@ def test_files_that_cannot_be_written_end_a_bench_before_it_measures(bench, monk
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
+        ("finetune", "--model tiny --curve 8k,100", "--curve 100: expected a multiple of --sequence, 4096"),
+        ("finetune", "--curve 8k,8q", "argument --curve: expected a whole number of at least 1, got '8q'"),
         ("peers", "--rounds 0", "argument --rounds: expected a whole number of at least 1, got '0'"),
         ("peers", "--nvme /nonexist", "argument --nvme: there is no directory /nonexist; create it or name another"),
         ("prefetch", "--steps 1", "argument --steps: expected a whole number of at least 2, got '1'"),
@@ -135,6 +137,67 @@ def test_a_pipeline_without_lookahead_fetches_nothing_ahead(bench, monkeypatch, 
     for each in found.values():
         assert each["ahead"]["ahead"] > 0.9 and each["ahead"]["on demand"] == 0
         assert [len(block) for way in ("ahead", "on demand") for block in each["seconds"][way]] == [1, 1]
+
+
+def test_shapes_of_finetune_have_their_parameters_and_flops(bench):
+    pytest.importorskip("transformers")
+    module = bench("finetune")
+    sizes = {name: module.size_of(argparse.Namespace(model=name, sequence=4096, loss_tokens=0)) for name in module.SHAPES}
+    assert {name: round(size.num_parameters / 1e9, 2) for name, size in sizes.items() if name != "tiny"} == {
+        "1b": 1.24,
+        "3b": 3.21,
+        "8b": 8.03,
+        "14b": 14.77,
+        "qwen7b": 7.62,
+    }
+    assert sizes["8b"].flops_a_token == 6 * (sizes["8b"].num_parameters - 128256 * 4096) + 6 * 32 * 4096 * 4096
+    assert sizes["3b"].flops_a_token == 6 * sizes["3b"].num_parameters + 6 * 28 * 4096 * 3072  # its head is its embedding
+
+
+def test_a_step_of_finetune_is_cut_into_few_micro_batches(bench):
+    module = bench("finetune")
+    options = argparse.Namespace(curve=module.tokens_of("4k,16k,64K,151552"), sequence=4096, micro_batch=4)
+    cuts = [tuple(module.cut(options, tokens).values()) for tokens in options.curve]
+    assert cuts == [(1, 1), (4, 1), (4, 4), (1, 37)]
+
+
+@pytest.mark.long
+def test_what_a_rank_left_before_it_failed_is_known(bench, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport _common\n"
+        "def work():\n    _common.leave_so_far({'steps': 1})\n    _common.leave_so_far({'steps': 2})\n    raise ValueError('why')\n"
+        "_common.leave(work)\n"
+    )
+    common = bench("_common")
+    with pytest.raises(common.RunError, match="^ValueError: why$") as ended:
+        common.on_ranks(str(script), [], 2, 60)
+    assert ended.value.so_far == [{"steps": 2}, {"steps": 2}]
+
+
+@pytest.mark.long
+def test_finetune_trains_alike_and_who_cannot_is_a_row(tmp_path):
+    pytest.importorskip("transformers")
+    path = tmp_path / "found.json"
+    common = "finetune --model tiny --device cpu --sequence 32 --micro-batch 2 --rounds 1 --steps 4".split()
+    common += ["--nvme", tmp_path, "--json", path]
+    plot = [] if importlib.util.find_spec("matplotlib") is None else ["--plot", tmp_path / "found.png"]
+    done = run(*common, *plot, "--engines", "infinity,fsdp2,plain", "--curve", "32,128")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert [(row["tokens"], row["engine"], len(row["runs"])) for row in found["found"]] == [
+        (tokens, engine, 1) for tokens in (32, 128) for engine in ("infinity", "fsdp2", "plain")
+    ]
+    for row in found["found"]:
+        (run_,) = row["runs"]
+        assert len(run_["seconds"]) == len(run_["losses"]) == 4 and run_["losses"][-1] < run_["losses"][0] and row["reason"] is None
+    assert all((tmp_path / "found.png").stat().st_size > 10_000 for _ in plot)
+    assert not list(tmp_path.glob("finetune-*"))
+
+    done = run(*common, "--engines", "infinity,plain", "--device-memory", "1KiB", "--loss-tokens", "0")
+    assert done.returncode == 1 and "64 infinity: BudgetError: " in done.stdout, done.stdout + done.stderr
+    ours, plain = json.loads(path.read_text())["found"]
+    assert not ours["runs"] and ours["reason"].startswith("BudgetError: ") and len(plain["runs"][0]["seconds"]) == 4
 
 
 @pytest.mark.long

@@ -1,0 +1,427 @@
+"""The real job: models of transformers, trained with clipping at the tokens a step that people use, by this engine and its peers.
+
+    python bench/finetune.py [--model 3b] [--engines infinity,fsdp2,deepspeed,plain] [--micro-batch 4] [--accumulation 1]
+                             [--sequence 4096] [--clip 1.0] [--curve 8k,16k,32k,64k] [--rounds 2] [--steps 6] [--limit 300] [--ranks 1]
+                             [--states nvme] [--device-memory 8GiB] [--host-memory 24GiB] [--json FILE] [--plot FILE]
+
+Shapes, with random weights: 1b and 3b are Llama 3.2's, 8b is Llama 3.1's, qwen7b Qwen2.5-7B's; 14b is a Llama with the dimensions of
+Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of them for keys, 152,064 tokens), 14.77 B parameters. All train in bf16 with
+AdamW on fp32 masters and non-reentrant checkpointing of each layer; the loss is `infinity.linear_cross_entropy` of --loss-tokens at a time,
+or with 0 what the model computes of all its logits at once. infinity has its default configuration but for what it is told here, and
+the model is built in `infinity.init`; FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory, plain PyTorch on the device.
+
+Tokens a step are micro-batch x accumulation x sequence, of a rank; --curve takes a list of them ("16k" is 16,384), with micro-batches of up
+to --micro-batch sequences. Each round runs each engine at each of them in turn, in processes of its own. Times are those of the steps
+after the second. A run ends after --limit seconds, its start included; one that fails or is ended is a line that says why, beside the
+steps that it made. An engine that failed is not tried again with as many tokens, and not at all where by what it took of host memory for
+3.2 B (19 bytes a parameter for FSDP2, 24 for DeepSpeed) there is too little: such a run can take the machine with it. Files are
+written after every run.
+
+Model TFLOP/s of a device: 6 a parameter and token, without embeddings and with the head, and causal attention; what is computed again is
+not counted. MFU: of the bf16 product of 8192^3 (on the CPU 1024^3), measured at the beginning of each run. "First step": from the
+first module's construction until that step was over. Peaks are those of the whole run: resident in host memory, summed over ranks;
+by the allocator on a device. Bytes are gigabytes a step, of all ranks: infinity's own counters; for the others the kernel's for NVMe, and
+for FSDP2 what its source copies. Tokens are random, some more frequent than others, so that losses fall. They must agree within --tolerance
+of the first engine's, or the exit status is 1.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from _common import (
+    RunError,
+    add_tolerance,
+    agree,
+    apart,
+    at_least,
+    directory,
+    error_bars,
+    exit_with,
+    given,
+    leave,
+    leave_so_far,
+    on_ranks,
+    parse,
+    positive,
+    positive_float,
+    spread,
+    synchronize,
+)
+from _engines import ABSENT, TRAFFIC, Job, check_can_run, folder_on, join, make_ready
+from torch import nn
+
+import infinity
+from infinity import output
+from infinity.errors import ConfigError, UsageError
+from infinity.sizes import format_bytes
+from infinity.system.capacity import host_free_nbytes
+
+ENGINES = ("infinity", "fsdp2", "deepspeed", "plain")
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+SHAPES = {  # the values of NAMES, and whether the head is the embedding
+    "tiny": ("Llama", (64, 128, 2, 4, 2, 256), False),
+    "1b": ("Llama", (2048, 8192, 16, 32, 8, 128256), True),
+    "3b": ("Llama", (3072, 8192, 28, 24, 8, 128256), True),
+    "8b": ("Llama", (4096, 14336, 32, 32, 8, 128256), False),
+    "14b": ("Llama", (5120, 13824, 48, 40, 8, 152064), False),
+    "qwen7b": ("Qwen2", (3584, 18944, 28, 28, 4, 152064), False),
+}
+SETTINGS = ("device_memory", "host_memory", "weights", "states", "activations", "moments", "compression", "update")
+HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+HOST_NBYTES = {"fsdp2": 19, "deepspeed": 24}  # a parameter, measured with 3.2 B
+NUM_WARM = 2  # steps that are not counted
+TINY = {"model": "tiny", "sequence": 32, "micro_batch": 1, "accumulation": 1, "steps": 1}
+
+
+def tokens_of(text: str) -> list[int]:
+    """A type of options: numbers with commas between them, such as 8k,16k."""
+    return [positive(part[:-1]) << 10 if part[-1:] in ("k", "K") else positive(part) for part in text.split(",")]
+
+
+def main() -> int:
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="3b" if kind == "cuda" else "tiny")
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--micro-batch", type=positive, default=4, help="sequences of a rank; with --curve at most")
+    parser.add_argument("--accumulation", type=positive, default=1, help="micro-batches a step")
+    parser.add_argument("--sequence", type=positive, default=4096, help="tokens")
+    parser.add_argument("--curve", type=tokens_of, metavar="TOKENS,...", help="a step and rank, instead of --accumulation")
+    parser.add_argument("--clip", type=float, default=1.0, help="the global norm of gradients; 0: not")
+    parser.add_argument("--loss-tokens", type=at_least(0), default=4096)
+    for name in SETTINGS:
+        parser.add_argument(f"--{name.replace('_', '-')}", help="of infinity")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=kind)
+    parser.add_argument("--ranks", type=positive, default=1)
+    parser.add_argument("--nvme", type=directory, default=".", help="a directory is made in it, and removed")
+    parser.add_argument("--rounds", type=positive, default=2)
+    parser.add_argument("--steps", type=at_least(NUM_WARM + 1), default=6)
+    parser.add_argument("--limit", type=positive_float, default=300, help="seconds for one run")
+    parser.add_argument("--trace", type=directory, metavar="DIR", help="of infinity, a file a run")
+    add_tolerance(parser)
+    parser.set_defaults(dtype="bf16")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parse(parser)
+    if options.case:
+        leave(lambda: run(argparse.Namespace(**json.loads(options.case))))
+        return 0
+    engines = options.engines.split(",")
+    if unknown := [name for name in engines if name not in ENGINES]:
+        parser.error(f"{unknown[0]!r} is no engine: expected {', '.join(ENGINES)}")
+    points = {tokens: cut(options, tokens) for tokens in options.curve or [options.micro_batch * options.accumulation * options.sequence]}
+    size = size_of(options)
+    rows = {(tokens, engine): Row() for tokens in points for engine in engines}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was found is shown, and the run under way ended
+    try:
+        for round_ in range(options.rounds):
+            for (tokens, engine), row in rows.items():
+                if row.reason is None:
+                    measure(options, row, engine, points[tokens], round_, size.num_parameters)
+                    print(f"round {round_}, {tokens} tokens, {engine}: {row}", file=sys.stderr, flush=True)
+                    write(options, size, rows)
+    finally:
+        show(options, size, rows)
+    agreed = agree(options, max(apart_by_row(rows).values(), default=0.0))
+    broken = [row for row in rows.values() if row.reason is not None and row.reason not in ABSENT]
+    return int(not any(row.settled for row in rows.values()) or bool(broken) or not agreed)
+
+
+def cut(options, tokens: int) -> dict[str, int]:
+    """A step of so many tokens, in as few micro-batches as may be. Raises ConfigError if it is not of whole sequences."""
+    if options.curve is None:
+        return {"micro_batch": options.micro_batch, "accumulation": options.accumulation}
+    num, rest = divmod(tokens, options.sequence)
+    if rest:
+        raise ConfigError(f"--curve {tokens}: expected a multiple of --sequence, {options.sequence}")
+    micro_batch = next(each for each in range(min(num, options.micro_batch), 0, -1) if num % each == 0)
+    return {"micro_batch": micro_batch, "accumulation": num // micro_batch}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    num_parameters: int
+    flops_a_token: int  # of the model, forward and backward
+
+
+def size_of(options) -> Size:
+    with torch.device("meta"):
+        model = Causal(options).model
+    config, num = model.config, sum(param.numel() for param in model.parameters())
+    embedding = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    return Size(num, 6 * (num - embedding) + 6 * config.num_hidden_layers * config.hidden_size * options.sequence)
+
+
+@dataclasses.dataclass
+class Row:
+    """What was found of an engine at so many tokens a step."""
+
+    runs: list[dict] = dataclasses.field(default_factory=list)
+    reason: str | None = None  # why it failed, or was ended; its last run holds what it had done until then
+
+    @property
+    def settled(self) -> list[float]:
+        """Seconds of the steps that count."""
+        return [each for run_ in self.runs for each in run_["seconds"][NUM_WARM:]]
+
+    def __str__(self):
+        steps = self.runs and "steps of " + " ".join(f"{each:.3f}" for each in self.runs[-1]["seconds"]) + " s"
+        return "; ".join(part for part in (steps, self.reason) if part)
+
+
+def measure(options, row: Row, engine: str, point: dict, round_: int, num_parameters: int) -> None:
+    """One run, put into the row."""
+    os.sync()  # what the last process left to the kernel to write is not charged to this one
+    ranks = []
+    try:
+        check_can_run(engine, options.ranks, options.device)
+        needed, free = HOST_NBYTES.get(engine, 0) * num_parameters, host_free_nbytes()
+        if needed > free:
+            raise RunError(f"not tried: it would take some {format_bytes(needed)} of host memory, and {format_bytes(free)} are free")
+        with folder_on(options.nvme, "finetune") as folder:
+            trace = options.trace and str(Path(options.trace, f"{options.model}-{math.prod(point.values())}-{round_}.json").resolve())
+            case = given(options) | point | {"engine": engine, "nvme": folder, "trace": trace}
+            if engine == "deepspeed" and not round_:
+                on_ranks(__file__, ["--case", json.dumps(case | TINY)], options.ranks, options.limit)  # compiles its kernels
+            ranks = on_ranks(__file__, ["--case", json.dumps(case)], options.ranks, options.limit)
+    except RunError as error:
+        row.reason, ranks = str(error), error.so_far
+    if ranks:
+        row.runs.append(together(ranks))
+
+
+def together(ranks: list[dict]) -> dict:
+    """What the ranks of a run report, as one."""
+    most = ("start_seconds", "first_seconds", "device_nbytes", "reserved_nbytes")
+    return {
+        "seconds": [max(each) for each in zip(*(rank["seconds"] for rank in ranks))],
+        "losses": [statistics.mean(each) for each in zip(*(rank["losses"] for rank in ranks))],
+        "nbytes": [None if None in each else sum(each) for each in zip(*(rank["nbytes"] for rank in ranks))],
+        **{name: max(rank[name] for rank in ranks) for name in most},
+        "host_nbytes": sum(rank["host_nbytes"] for rank in ranks),
+        "product_flops": statistics.median(rank["product_flops"] for rank in ranks),
+        "version": ranks[0]["version"],
+    }
+
+
+def apart_by_row(rows: dict) -> dict:
+    """By how much losses differ from those of the first engine with as many tokens, of the steps that both made."""
+    found, bases = {}, {}
+    for (tokens, engine), row in rows.items():
+        for run_ in row.runs:
+            base = bases.setdefault(tokens, run_["losses"])
+            num = min(len(base), len(run_["losses"]))
+            found[tokens, engine] = max(found.get((tokens, engine), 0.0), apart(base[:num], run_["losses"][:num]))
+    return found
+
+
+def product_flops(rows: dict) -> float:
+    """A second, of the bf16 product, the median of all runs."""
+    return statistics.median(run_["product_flops"] for row in rows.values() for run_ in row.runs)
+
+
+def show(options, size: Size, rows: dict) -> None:
+    flops = product_flops(rows) if any(row.runs for row in rows.values()) else math.nan
+    print(f"\n{options.model}, {size.num_parameters / 1e9:.2f} B parameters, sequence {options.sequence}, micro-batches of up to ", end="")
+    print(f"{options.micro_batch}, clip {options.clip:g}, {options.ranks} x {device_name(options)}, product {flops / 1e12:.4g} TFLOP/s", end="")
+    told = [f"{name.replace('_', ' ')} {value}" for name in SETTINGS if (value := getattr(options, name)) is not None]
+    print(f"; infinity: {', '.join(told)}" if told else "")
+    cells, worst = [], apart_by_row(rows)
+    for (tokens, engine), row in rows.items():
+        if not row.settled:
+            continue
+        seconds, ours = statistics.median(row.settled), rows.get((tokens, "infinity"), Row()).settled
+        reached = tokens * size.flops_a_token / seconds
+        nbytes = ["-" if each is None else f"{each / 1e9:.2f}" for each in row.runs[-1]["nbytes"]]
+        peaks = [max(run_[name] for run_ in row.runs) / 2**30 for name in ("device_nbytes", "host_nbytes")]
+        cells.append(
+            [f"{tokens:,} {engine} {row.runs[0]['version']}".rstrip(), spread(row.settled, 3)]
+            + [f"{seconds / statistics.median(ours):.2f}x" if ours else "-", f"{tokens * options.ranks / seconds:,.0f}"]
+            + [f"{reached / 1e12:.4g}", f"{reached / flops:.0%}", f"{statistics.median(run_['first_seconds'] for run_ in row.runs):.1f}"]
+            + [*(f"{peak:.1f} GiB" if peak else "-" for peak in peaks), *nbytes, f"{worst[tokens, engine]:.1e}"]
+        )
+    head = ("tokens a step", "s a step", "of ours", "tokens/s", "TFLOP/s", "MFU", "first step, s", "device peak", "host peak", *TRAFFIC, "losses")
+    print(output.table(head, cells))
+    for (tokens, engine), row in rows.items():
+        if row.runs:
+            print(f"{tokens:,} {engine}, losses: {' '.join(f'{loss:.4f}' for loss in row.runs[0]['losses'])}")
+        if row.reason is not None:
+            print(f"{tokens:,} {engine}: {row}")
+
+
+def device_name(options) -> str:
+    return torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+
+
+def write(options, size: Size, rows: dict) -> None:
+    """The files that were asked for, as far as there is something to put into them."""
+    if options.json:
+        found = [{"tokens": tokens, "engine": engine} | dataclasses.asdict(row) for (tokens, engine), row in rows.items()]
+        about = {"torch": torch.__version__, "device": device_name(options), "options": given(options)}
+        output.write_json(options.json, {"found": found, **dataclasses.asdict(size), **about})
+    if options.plot and any(row.settled for row in rows.values()):
+        plot(options, size, rows)
+
+
+def plot(options, size: Size, rows: dict) -> None:
+    figure, (left, right) = output.pyplot().subplots(1, 2, figsize=(10, 4), layout="constrained")
+    flops = product_flops(rows)
+    for engine in dict.fromkeys(engine for _, engine in rows):
+        points = {tokens: row.settled for (tokens, name), row in sorted(rows.items()) if name == engine and row.settled}
+        if not points:
+            continue
+        for axes, unit in ((left, options.ranks), (right, 100 * size.flops_a_token / flops)):
+            rates = [[tokens * unit / each for each in seconds] for tokens, seconds in points.items()]
+            medians = [statistics.median(each) for each in rates]
+            axes.errorbar(list(points), medians, yerr=error_bars(rates), marker="o", capsize=3, label=engine)
+    every = sorted({tokens for tokens, _ in rows})
+    for axes, label in ((left, "tokens/s"), (right, f"MFU, % of {flops / 1e12:.3g} TFLOP/s")):
+        axes.set(xscale="log", xlabel="tokens a step" + (" and device" if options.ranks > 1 else ""), ylabel=label)
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(every, [f"{tokens >> 10}k" if tokens % 1024 == 0 else f"{tokens}" for tokens in every])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    left.legend()
+    clip = f"clipping at {options.clip:g}" if options.clip else "no clipping"
+    figure.suptitle(f"{options.model}, {size.num_parameters / 1e9:.2f} B, sequence {options.sequence}, {clip}, {device_name(options)}", fontsize=10)
+    figure.savefig(options.plot, dpi=150)
+    output.pyplot().close(figure)
+
+
+# In a rank.
+
+
+def run(options) -> dict:
+    """What is known after the last step, left after each."""
+    cuda = options.device == "cuda"
+    backend = None if options.ranks == 1 and options.engine in ("infinity", "plain") else "nccl" if cuda else "gloo"
+    if options.engine == "fsdp2" and cuda:
+        backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is summed there
+    device = join(options.engine, options.device, backend)
+    report = {"product_flops": measured_product(device), "seconds": [], "losses": []}
+    report["version"] = importlib.metadata.version("deepspeed") if options.engine == "deepspeed" else ""
+    start = time.perf_counter()
+    trainer = make_ready(options.engine, job_of(options, device))
+    synchronize(options.device)
+    report["start_seconds"] = time.perf_counter() - start
+    for number in range(options.steps):
+        if number <= NUM_WARM:  # the last of them counts
+            before = trainer.moved()
+        batches = [tokens_at(options, number, index).to(device) for index in range(options.accumulation)]
+        begin = time.perf_counter()
+        losses = [trainer.micro(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in batches]
+        trainer.update()
+        report["losses"].append(torch.stack(losses).mean().item())
+        synchronize(options.device)
+        report["seconds"].append(time.perf_counter() - begin)
+        report.setdefault("first_seconds", time.perf_counter() - start)
+        num = max(1, number + 1 - NUM_WARM)
+        report["nbytes"] = [None if now is None else (now - then) / num for then, now in zip(before, trainer.moved())]
+        report["host_nbytes"] = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
+        report["device_nbytes"] = torch.cuda.max_memory_allocated() if cuda else 0
+        report["reserved_nbytes"] = torch.cuda.max_memory_reserved() if cuda else 0
+        leave_so_far(report)
+    trainer.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return report
+
+
+def measured_product(device) -> float:
+    """FLOP/s of the bf16 product of n x n, the median of five blocks."""
+    n, repeats = (8192, 40) if device.type == "cuda" else (1024, 2)
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = []
+    for _ in range(6):  # the first warms it
+        synchronize(str(device))
+        start = time.perf_counter()
+        for _ in range(repeats):
+            a @ b
+        synchronize(str(device))
+        seconds.append((time.perf_counter() - start) / repeats)
+    del a, b
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return 2 * n**3 / statistics.median(seconds[1:])
+
+
+def tokens_at(options, step: int, micro: int) -> torch.Tensor:
+    """[micro-batch, sequence + 1] of this rank on the CPU, the same for all engines; the fourth part of the vocabulary takes half of it."""
+    generator = torch.Generator().manual_seed((step << 32) + (micro << 8) + int(os.environ["RANK"]))
+    drawn = torch.rand(options.micro_batch, options.sequence + 1, generator=generator, dtype=torch.float64)
+    return (drawn.square() * vocab_of(options)).long()
+
+
+def vocab_of(options) -> int:
+    return SHAPES[options.model][1][NAMES.index("vocab_size")]
+
+
+def job_of(options, device) -> Job:
+    told = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
+    return Job(
+        make=lambda: make(options, device),
+        blocks=lambda model: model.model.model.layers,
+        device=device,
+        dtype="bf16",
+        place={"infinity": "auto", "plain": "device"}.get(options.engine, "host"),
+        nvme=options.nvme,
+        micro_batch=options.micro_batch,
+        hyper=HYPER,
+        accumulation=options.accumulation,
+        clip=options.clip or None,
+        config={"nvme": options.nvme, "device": options.device, "dtype": "bf16", **told},
+        trace=options.trace,
+    )
+
+
+def make(options, device) -> nn.Module:
+    torch.manual_seed(0)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return Causal(options)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+class Causal(nn.Module):
+    """A model of transformers as (tokens [B, S], the next ones [B, S]) -> loss."""
+
+    def __init__(self, options):
+        super().__init__()
+        try:
+            import transformers
+        except ImportError:
+            raise UsageError("bench/finetune.py needs transformers: pip install transformers") from None
+        family, values, is_tied = SHAPES[options.model]
+        told = {"max_position_embeddings": options.sequence, "tie_word_embeddings": is_tied, "use_cache": False}
+        config = getattr(transformers, f"{family}Config")(**dict(zip(NAMES, values)), **told, attn_implementation="sdpa")
+        self.model = getattr(transformers, f"{family}ForCausalLM")(config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming it
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.loss_tokens = options.loss_tokens
+
+    def forward(self, tokens, following):
+        if not self.loss_tokens:
+            return F.cross_entropy(self.model(input_ids=tokens).logits.flatten(0, 1).float(), following.flatten())
+        hidden = self.model.model(input_ids=tokens).last_hidden_state.flatten(0, 1)
+        pieces = zip(hidden.split(self.loss_tokens), following.flatten().split(self.loss_tokens))
+        sums = [infinity.linear_cross_entropy(each, self.model.lm_head, targets, reduction="sum") for each, targets in pieces]
+        return torch.stack(sums).sum() / following.numel()
+
+
+if __name__ == "__main__":
+    exit_with(main)
