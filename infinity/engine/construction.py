@@ -7,8 +7,9 @@ chunks or tiers: once the model stands, the engine asks for each parameter's ini
 # [Note: parameters under construction]
 # A parameter is noticed when it is registered, or when a module that brings it along is. A TorchFunctionMode sees every operation, `.data`
 # and deepcopy. What an initialiser draws is not drawn but noted ([Note: values drawn later] in infinity/model/draws.py): the parameter is
-# away at once, and its values are first drawn for the record that they are to be in. Of the others the newest stay at home; past the
-# window of the memory that they are in, the oldest go to a scratch file (each rank keeps its 1/world slice there).
+# away at once, and its values are first drawn for the record that they are to be in. What is mapped from a file, as transformers'
+# from_pretrained leaves it, stays there. Of the others the newest stay at home; past the window of the memory that they are in, the
+# oldest go to a scratch file (each rank keeps its 1/world slice there).
 #
 # What is away leaves a placeholder, one element of NaN expanded to the shape. Whatever touches it brings it back, but for questions about
 # its shape and kind, and for operations that give it new values anyway. So parents may initialise their children again, and the
@@ -37,6 +38,7 @@ from infinity.engine.sizing import HOST_SHARES, MOST_OF_FREE
 from infinity.errors import UsageError
 from infinity.model.draws import Drawn, drawn_by
 from infinity.system.capacity import device_of, gauge_of, host_free_nbytes
+from infinity.system.mapped import MappedFiles
 from infinity.system.ranks import Ranks
 from infinity.system.scratch import Place, Scratch
 
@@ -286,16 +288,24 @@ class _Builder(TorchFunctionMode):
     def _shrink(self, keep: Collection[int] = ()) -> None:
         """Send the oldest away, but for `keep`, by identity, until the windows hold the rest."""
         full = {kind for kind, window in self.windows.items() if self._home_nbytes[kind] > window}  # where there is none, none leave
+        files = MappedFiles() if full else None
         for key, home in list(self._home.items()) if full else ():
-            if home.kind in full and key not in keep and self._may_leave(home.param):
+            if home.kind not in full or key in keep:
+                continue
+            if not self._on_all_ranks(not _is_mapped(home.param, files)):
+                self._leave_home(key)  # a file has it: it takes no memory that others want
+            elif self._may_leave(home.param):
                 self._send_away(home.param)
-                if self._home_nbytes[home.kind] <= self.windows[home.kind]:
-                    full.discard(home.kind)
+            if self._home_nbytes[home.kind] <= self.windows[home.kind]:
+                full.discard(home.kind)
 
     def _may_leave(self, param: nn.Parameter) -> bool:
-        """Whether no rank still refers to the parameter's storage: garbage is collected at other times on other ranks, and
-        what one of them sends away, all must, for they bring it back together."""
-        return bool(self.ranks.min_(torch.tensor([int(_unshared(param))])).item())
+        """Whether no rank still refers to the parameter's storage: garbage is collected at other times on other ranks."""
+        return self._on_all_ranks(_unshared(param))
+
+    def _on_all_ranks(self, fact: bool) -> bool:
+        """What one of them sends away, all must, for they bring it back together."""
+        return bool(self.ranks.min_(torch.tensor([int(fact)])).item())
 
     def _overwrite(self, param: nn.Parameter, func, args, kwargs):
         """func(*args, **kwargs), which gives the parameter new values: those that it has are not read, and those that it gets are
@@ -412,6 +422,10 @@ def _parameters_in(values):
             yield from _parameters_in(value)
         elif isinstance(value, dict):
             yield from _parameters_in(value.values())
+
+
+def _is_mapped(param: nn.Parameter, files: MappedFiles) -> bool:
+    return param.device.type == "cpu" and files.find(param.data_ptr(), 1) is not None
 
 
 def _unshared(param: nn.Parameter) -> bool:

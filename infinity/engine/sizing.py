@@ -22,6 +22,7 @@ from infinity.plan.needs import Budgets, Candidate, Needs
 from infinity.plan.packing import Layout, ParameterSpec, default_chunk_numel, layout
 from infinity.plan.record import Record, record_layout
 from infinity.system.capacity import gauge_of, host_free_nbytes
+from infinity.system.mapped import MappedFiles
 from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES
 from infinity.tiers.state import TORCH_DTYPES
@@ -153,11 +154,12 @@ def _share(share: float, free: int, taken: int) -> int:
 
 
 def _taken(params: Iterable[nn.Parameter]) -> collections.Counter:
-    """Bytes of memory that holds parameters' values, by kind of device."""
-    by_storage, limits = collections.Counter(), {}
+    """Bytes of memory that holds parameters' values, by kind of device; mapped files' is free already."""
+    by_storage, limits, files = collections.Counter(), {}, MappedFiles()
     for param in params:
         storage, nbytes = param.untyped_storage(), param.numel() * param.element_size()
-        if param.numel() > 1 and storage.nbytes() >= nbytes:  # placeholders have one element
+        is_mapped = param.device.type == "cpu" and files.find(storage.data_ptr(), 1)
+        if param.numel() > 1 and storage.nbytes() >= nbytes and not is_mapped:  # placeholders have one element
             key = param.device.type, storage._cdata
             by_storage[key] += nbytes
             limits[key] = storage.nbytes()

@@ -12,6 +12,7 @@ import torch
 
 from infinity.optim.adam import masters, split_master
 from infinity.plan.record import STATES, WEIGHTS
+from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.tiers.records import Records, segments
 from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry, SpanState
@@ -130,21 +131,31 @@ class Values:
     @torch.no_grad()
     def write_initial(self, initial: Callable[[int, torch.nn.Parameter], torch.Tensor]) -> None:
         """Write every chunk's first record, one span's parameters at a time, and let these go."""
-        for span in self.registry.spans:
-            values = {state.index: initial(state.index, state.param) for state in span.params}
-            for chunk in self.registry.chunks_in(span):
-                if chunk.on_device:
-                    self._place_states(chunk, torch.empty(chunk.record.states_nbytes, dtype=torch.uint8, device=span.flat.device))
-                with self.filled(chunk, is_first=True) as shard:
-                    for piece in chunk.pieces:
-                        part = slice(piece.start, piece.start + piece.numel)
-                        self.put(shard, part, values[piece.param][piece.param_start : piece.param_start + piece.numel])
-            if chunk.on_device:
-                self.make_snapshot(span)
-            del values
-            for state in span.params:
-                state.leave()
+        params = [state.param for span in self.registry.spans for state in span.params]
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = [(param.data_ptr(), param.numel() * param.element_size()) for param in params]
+        with ReadAhead(memory) as ahead:
+            num_passed = 0
+            for span in self.registry.spans:
+                ahead.reach(num_passed)
+                self._write_first(span, initial)
+                num_passed += len(span.params)
         self.records.flush()
+
+    def _write_first(self, span: SpanState, initial: Callable[[int, torch.nn.Parameter], torch.Tensor]) -> None:
+        values = {state.index: initial(state.index, state.param) for state in span.params}
+        for chunk in self.registry.chunks_in(span):
+            if chunk.on_device:
+                self._place_states(chunk, torch.empty(chunk.record.states_nbytes, dtype=torch.uint8, device=span.flat.device))
+            with self.filled(chunk, is_first=True) as shard:
+                for piece in chunk.pieces:
+                    part = slice(piece.start, piece.start + piece.numel)
+                    self.put(shard, part, values[piece.param][piece.param_start : piece.param_start + piece.numel])
+        if chunk.on_device:
+            self.make_snapshot(span)
+        del values
+        for state in span.params:
+            state.leave()
 
     @contextlib.contextmanager
     def filled(self, chunk: ChunkState, *, is_first: bool = False):

@@ -522,3 +522,50 @@ def test_what_breaks_off_in_a_draw_leaves_nothing_behind(error, config, counts, 
     layer = nn.Linear(H, H)
     nn.init.ones_(layer.weight)
     assert layer.weight.eq(1).all()
+
+
+def saved_llama(folder):
+    """What a checkpoint in several files holds; two of its tensors are of a kind of their own."""
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(settings).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) >= 3
+    return transformers.LlamaForCausalLM.from_pretrained
+
+
+@pytest.mark.parametrize("window", [0, 1 << 30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_model_that_is_read_from_files_passes_no_scratch_file(dtype, window, config, counts, tmp_path):
+    """What is mapped stays where it is; what is converted is in host memory, whose window it may exceed."""
+    load = saved_llama(tmp_path / "saved")
+    expected = load(tmp_path / "saved", dtype=dtype)
+    config = dataclasses.replace(config, dtype="bf16" if dtype is torch.bfloat16 else "fp32")
+    with infinity.init(config, window=window):
+        model = load(tmp_path / "saved", dtype=dtype)
+    found = counts.read()
+    assert found["homecomings"] == found["read"] == 0
+    if dtype is torch.bfloat16 or window:
+        assert found["written"] == 0
+    else:
+        assert found["written"] <= sum(param.numel() * 4 for param in expected.parameters())
+    with infinity.engine_of(model) as engine:
+        for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert_same_bits(engine.read_state(param)["weight"], other.detach(), name)
+        for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
+            assert torch.equal(buffer, other), name
+
+
+def test_memory_of_mapped_files_counts_as_free_once(monkeypatch, tmp_path):
+    """Its pages are the page cache, which what is available has in it."""
+    path = tmp_path / "values"
+    path.write_bytes(bytes(1 << 20))
+    mapped = nn.Parameter(torch.from_file(str(path), shared=False, size=1 << 18))
+    monkeypatch.setattr("infinity.engine.sizing.host_free_nbytes", lambda: 1 << 40)
+    settings, device = infinity.Config(nvme=tmp_path, device="cpu"), torch.device("cpu")
+    assert budgets(settings, device, Ranks(device), [mapped]) == budgets(settings, device, Ranks(device))
+    other = nn.Parameter(mapped.detach().clone())
+    assert sum(budgets(settings, device, Ranks(device), [other])) == (1 << 40) * 3 // 4 + (3 << 18)

@@ -1,0 +1,85 @@
+"""Files that are mapped into memory, as those of safetensors are: which memory is theirs, and reading them before it is used.
+
+Knows addresses and files. Must not know what is in them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+AHEAD_NBYTES = 2 << 30  # as much as a fast drive reads in a second or less; what is free of memory holds it
+
+_MAPS = Path("/proc/self/maps")
+
+
+class Part(NamedTuple):
+    """Bytes of a file: nbytes from offset on."""
+
+    path: str
+    offset: int
+    nbytes: int
+
+
+class MappedFiles:
+    """Those of this process, as they are now."""
+
+    def __init__(self):
+        self._begins, self._files = [], []
+        with contextlib.suppress(OSError), _MAPS.open(errors="surrogateescape") as lines:
+            for line in lines:
+                span, _, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
+                if inode != "0" and path and path[0].startswith("/") and not path[0].startswith(("/dev/", "/memfd:")):  # these are memory
+                    begin, end = (int(number, 16) for number in span.split("-"))
+                    self._begins.append(begin)
+                    self._files.append((end, int(offset, 16), path[0]))
+
+    def find(self, address: int, nbytes: int) -> Part | None:
+        """What lies at an address, if all of it is a file's."""
+        index = bisect.bisect_right(self._begins, address) - 1
+        if index < 0 or nbytes < 1:
+            return None
+        begin, (end, offset, path) = self._begins[index], self._files[index]
+        return Part(path, offset + address - begin, nbytes) if address + nbytes <= end else None
+
+
+class ReadAhead:
+    """Has the kernel read what of some memory, (address, nbytes) in the order of its use, is mapped files'. A context manager.
+
+    The kernel itself reads some 100 KiB ahead of who touches mapped memory, and nothing while nobody does.
+    """
+
+    def __init__(self, memory: Iterable[tuple[int, int]]):
+        files = MappedFiles()
+        self._parts: Sequence[Part | None] = [files.find(*place) for place in memory]
+        self._begins = [0, *itertools.accumulate(part.nbytes if part is not None else 0 for part in self._parts)]
+        self._num_asked = 0
+        self._pool = ThreadPoolExecutor(1, "infinity-ahead")
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def reach(self, index: int) -> None:
+        """The memory of that number is used now."""
+        while self._num_asked < len(self._parts) and self._begins[self._num_asked] <= self._begins[index] + AHEAD_NBYTES:
+            if (part := self._parts[self._num_asked]) is not None:
+                self._pool.submit(_ask, part)
+            self._num_asked += 1
+
+
+def _ask(part: Part) -> None:
+    with contextlib.suppress(OSError):  # it is read all the same, later
+        file = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(file, part.offset, part.nbytes, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(file)

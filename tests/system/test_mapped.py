@@ -1,0 +1,69 @@
+"""Which memory is a file's, and that no more of it than asked for is read ahead."""
+
+import mmap
+import os
+
+import pytest
+import torch
+
+from infinity.system import mapped
+from infinity.system.mapped import MappedFiles, Part, ReadAhead
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A path with a blank, and a tensor over all of the file, 16 pages."""
+    path = tmp_path / "some file"
+    path.write_bytes(os.urandom(16 * PAGE))
+    return str(path), torch.from_file(str(path), size=16 * PAGE, dtype=torch.uint8)
+
+
+def test_memory_of_a_file_is_known_by_its_path_and_offset(file):
+    path, tensor = file
+    files, address = MappedFiles(), tensor.data_ptr()
+    assert files.find(address, 16 * PAGE) == Part(path, 0, 16 * PAGE)
+    assert files.find(address + 100, 2 * PAGE) == Part(path, 100, 2 * PAGE)
+    assert files.find(address + PAGE, 16 * PAGE) is None  # ends elsewhere
+    assert files.find(address, 0) is None
+
+
+def test_other_memory_is_no_files(file):
+    files, heap = MappedFiles(), torch.zeros(16 * PAGE, dtype=torch.uint8)
+    assert files.find(heap.data_ptr(), heap.numel()) is None and files.find(0, 1) is None
+    shared = mmap.mmap(-1, PAGE)  # anonymous, though the kernel gives it a name
+    assert MappedFiles().find(torch.frombuffer(shared, dtype=torch.uint8).data_ptr(), PAGE) is None
+
+
+def test_files_are_read_so_far_ahead_and_in_order(file, monkeypatch):
+    """Parts of two pages each, with other memory between them."""
+    path, tensor = file
+    heap, asked, advise = torch.zeros(PAGE), [], os.posix_fadvise
+
+    def noting(file, offset, nbytes, advice):
+        asked.append((os.readlink(f"/proc/self/fd/{file}"), offset, nbytes, advice))
+        advise(file, offset, nbytes, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", noting)
+    monkeypatch.setattr(mapped, "AHEAD_NBYTES", 4 * PAGE)
+    memory = []
+    for index in range(8):
+        memory += [(tensor.data_ptr() + 2 * index * PAGE, 2 * PAGE), (heap.data_ptr(), PAGE)]
+
+    def expected(number):
+        return [(path, 2 * index * PAGE, 2 * PAGE, os.POSIX_FADV_WILLNEED) for index in range(number)]
+
+    for reached, number in ((0, 3), (1, 4), (2, 4), (5, 6), (15, 8)):
+        asked.clear()
+        with ReadAhead(memory) as ahead:
+            ahead.reach(reached)
+            ahead._pool.shutdown()
+        assert asked == expected(number), reached
+
+
+def test_a_file_that_is_gone_is_not_asked_for(file):
+    path, tensor = file
+    os.unlink(path)
+    with ReadAhead([(tensor.data_ptr(), PAGE)]) as ahead:
+        ahead.reach(0)
