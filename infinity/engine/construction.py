@@ -22,7 +22,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import sys
 import weakref
 from collections.abc import Collection
 from typing import NamedTuple
@@ -208,9 +207,14 @@ class _Builder(TorchFunctionMode):
         used = {id(param): param for root in self.roots() for param in root.parameters()}
         if sum(map(_nbytes, used.values())) <= self.whole_nbytes:
             self._bring_back(used.values())
-        for key, (param, away) in list(self._away.items()):
-            if key not in used and isinstance(away.source, Drawn) and sys.getrefcount(param) > 3:  # here, and one reference to pass it
-                self._bring_back([param])
+        for key in [key for key in self._away if key not in used]:
+            param, away = self._away[key]
+            if isinstance(away.source, Drawn):
+                del self._away[key]
+                reference = weakref.ref(param)
+                del param
+                if (param := reference()) is not None and away.is_in(param):
+                    param.data = self._load(away).view(away.shape)
 
     def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
         """The initial value of a parameter, 1-D, on the CPU or where the parameter was made. Every rank must ask in the same order."""
@@ -305,7 +309,7 @@ class _Builder(TorchFunctionMode):
 
     def _on_all_ranks(self, fact: bool) -> bool:
         """What one of them sends away, all must, for they bring it back together."""
-        return bool(self.ranks.min_(torch.tensor([int(fact)])).item())
+        return bool(self.ranks.min_(torch.tensor([int(fact)], device="cpu")).item())
 
     def _overwrite(self, param: nn.Parameter, func, args, kwargs):
         """func(*args, **kwargs), which gives the parameter new values: those that it has are not read, and those that it gets are
@@ -367,7 +371,7 @@ class _Builder(TorchFunctionMode):
             away.source.write(values, self._num_threads)
             return values
         numel = -(-away.numel // self.ranks.world)
-        part = torch.zeros(numel, dtype=away.dtype)
+        part = torch.zeros(numel, dtype=away.dtype, device="cpu")  # whatever the program's default is
         begin = self.ranks.rank * numel
         count = max(0, min(numel, away.numel - begin))
         what = f"{self.ranks.name}, " if self.ranks.world > 1 else ""

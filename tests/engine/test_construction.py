@@ -569,3 +569,14 @@ def test_memory_of_mapped_files_counts_as_free_once(monkeypatch, tmp_path):
     assert budgets(settings, device, Ranks(device), [mapped]) == budgets(settings, device, Ranks(device))
     other = nn.Parameter(mapped.detach().clone())
     assert sum(budgets(settings, device, Ranks(device), [other])) == (1 << 40) * 3 // 4 + (3 << 18)
+
+
+def test_the_programs_default_device_is_not_that_of_a_draw(config, counts):
+    with infinity.init(config, window=4 * LAYER):
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(H, H, bias=False, device="cpu") for _ in range(6)))
+            for layer in model:
+                layer.weight.data.fill_(2.0)
+            assert counts.builders[0].scratch.written_nbytes == 2 * LAYER
+            assert model[0].weight.eq(2.0).all() and model[0].weight.device.type == "cpu"
+    infinity.engine_of(model).close()
