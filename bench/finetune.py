@@ -120,7 +120,9 @@ def main() -> int:
     engines = options.engines.split(",")
     if unknown := [name for name in engines if name not in ENGINES]:
         parser.error(f"{unknown[0]!r} is no engine: expected {', '.join(ENGINES)}")
-    points = {tokens: cut(options, tokens) for tokens in options.curve or [options.micro_batch * options.accumulation * options.sequence]}
+    points = options.curve or [options.micro_batch * options.accumulation * options.sequence]
+    for tokens in points:
+        cut(options, tokens)
     size = size_of(options)
     rows = {(tokens, engine): Row() for tokens in points for engine in engines}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was found is shown, and the run under way ended
@@ -128,7 +130,7 @@ def main() -> int:
         for round_ in range(options.rounds):
             for (tokens, engine), row in rows.items():
                 if row.reason is None:
-                    measure(options, row, engine, points[tokens], round_, size.num_parameters)
+                    measure(options, row, engine, tokens, round_, size.num_parameters)
                     print(f"round {round_}, {tokens} tokens, {engine}: {row}", file=sys.stderr, flush=True)
                     write(options, size, rows)
     finally:
@@ -176,11 +178,17 @@ class Row:
         return [each for run_ in self.runs for each in run_["seconds"][NUM_WARM:]]
 
     def __str__(self):
-        steps = self.runs and "steps of " + " ".join(f"{each:.3f}" for each in self.runs[-1]["seconds"]) + " s"
+        steps = self.runs and f"steps of {few(self.runs[-1]['seconds'], 3)} s"
         return "; ".join(part for part in (steps, self.reason) if part)
 
 
-def measure(options, row: Row, engine: str, point: dict, round_: int, num_parameters: int) -> None:
+def few(values: list[float], digits: int) -> str:
+    """The first and the last of them."""
+    texts = [f"{value:.{digits}f}" for value in values]
+    return " ".join(texts if len(texts) <= 12 else [*texts[:4], "...", *texts[-8:]])
+
+
+def measure(options, row: Row, engine: str, tokens: int, round_: int, num_parameters: int) -> None:
     """One run, put into the row."""
     os.sync()  # what the last process left to the kernel to write is not charged to this one
     ranks = []
@@ -190,8 +198,8 @@ def measure(options, row: Row, engine: str, point: dict, round_: int, num_parame
         if needed > free:
             raise RunError(f"not tried: it would take some {format_bytes(needed)} of host memory, and {format_bytes(free)} are free")
         with folder_on(options.nvme, "finetune") as folder:
-            trace = options.trace and str(Path(options.trace, f"{options.model}-{math.prod(point.values())}-{round_}.json").resolve())
-            case = given(options) | point | {"engine": engine, "nvme": folder, "trace": trace}
+            trace = options.trace and str(Path(options.trace, f"{options.model}-{tokens}-{round_}.json").resolve())
+            case = given(options) | cut(options, tokens) | {"engine": engine, "nvme": folder, "trace": trace}
             if engine == "deepspeed" and not round_:
                 on_ranks(__file__, ["--case", json.dumps(case | TINY)], options.ranks, options.limit)  # compiles its kernels
             ranks = on_ranks(__file__, ["--case", json.dumps(case)], options.ranks, options.limit)
@@ -211,7 +219,7 @@ def together(ranks: list[dict]) -> dict:
         **{name: max(rank[name] for rank in ranks) for name in most},
         "host_nbytes": sum(rank["host_nbytes"] for rank in ranks),
         "product_flops": statistics.median(rank["product_flops"] for rank in ranks),
-        "version": ranks[0]["version"],
+        **{name: ranks[0][name] for name in ("version", "device")},
     }
 
 
@@ -233,10 +241,7 @@ def product_flops(rows: dict) -> float:
 
 def show(options, size: Size, rows: dict) -> None:
     flops = product_flops(rows) if any(row.runs for row in rows.values()) else math.nan
-    print(f"\n{options.model}, {size.num_parameters / 1e9:.2f} B parameters, sequence {options.sequence}, micro-batches of up to ", end="")
-    print(f"{options.micro_batch}, clip {options.clip:g}, {options.ranks} x {device_name(options)}, product {flops / 1e12:.4g} TFLOP/s", end="")
-    told = [f"{name.replace('_', ' ')} {value}" for name in SETTINGS if (value := getattr(options, name)) is not None]
-    print(f"; infinity: {', '.join(told)}" if told else "")
+    print(f"\n{title(options, size, rows)}; product {flops / 1e12:.4g} TFLOP/s; bytes are GB a step")
     cells, worst = [], apart_by_row(rows)
     for (tokens, engine), row in rows.items():
         if not row.settled:
@@ -246,29 +251,35 @@ def show(options, size: Size, rows: dict) -> None:
         nbytes = ["-" if each is None else f"{each / 1e9:.2f}" for each in row.runs[-1]["nbytes"]]
         peaks = [max(run_[name] for run_ in row.runs) / 2**30 for name in ("device_nbytes", "host_nbytes")]
         cells.append(
-            [f"{tokens:,} {engine} {row.runs[0]['version']}".rstrip(), spread(row.settled, 3)]
+            [f"{tokens:,} {engine} {row.runs[0]['version']}".rstrip(), "{micro_batch} x {accumulation}".format(**cut(options, tokens))]
+            + [spread(row.settled, 3)]
             + [f"{seconds / statistics.median(ours):.2f}x" if ours else "-", f"{tokens * options.ranks / seconds:,.0f}"]
             + [f"{reached / 1e12:.4g}", f"{reached / flops:.0%}", f"{statistics.median(run_['first_seconds'] for run_ in row.runs):.1f}"]
             + [*(f"{peak:.1f} GiB" if peak else "-" for peak in peaks), *nbytes, f"{worst[tokens, engine]:.1e}"]
         )
-    head = ("tokens a step", "s a step", "of ours", "tokens/s", "TFLOP/s", "MFU", "first step, s", "device peak", "host peak", *TRAFFIC, "losses")
-    print(output.table(head, cells))
+    head = ("tokens a step", "sequences", "s a step", "of ours", "tokens/s", "TFLOP/s", "MFU", "first step, s", "device peak", "host peak", *TRAFFIC, "losses")
+    if cells:
+        print(output.table(head, cells))
     for (tokens, engine), row in rows.items():
         if row.runs:
-            print(f"{tokens:,} {engine}, losses: {' '.join(f'{loss:.4f}' for loss in row.runs[0]['losses'])}")
+            print(f"{tokens:,} {engine}, losses: {few(row.runs[0]['losses'], 4)}")
         if row.reason is not None:
             print(f"{tokens:,} {engine}: {row}")
 
 
-def device_name(options) -> str:
-    return torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+def title(options, size: Size, rows: dict) -> str:
+    clip = f"clipping at {options.clip:g}" if options.clip else "no clipping"
+    device = next((run_["device"] for row in rows.values() for run_ in row.runs), options.device)
+    told = [f"{name.replace('_', ' ')} {value}" for name in SETTINGS if (value := getattr(options, name)) is not None]
+    shape = f"{options.model}, {size.num_parameters / 1e9:.3g} B parameters, sequence {options.sequence}"
+    return f"{shape}, {clip}, {options.ranks} x {device}{'; infinity: ' if told else ''}{', '.join(told)}"
 
 
 def write(options, size: Size, rows: dict) -> None:
     """The files that were asked for, as far as there is something to put into them."""
     if options.json:
         found = [{"tokens": tokens, "engine": engine} | dataclasses.asdict(row) for (tokens, engine), row in rows.items()]
-        about = {"torch": torch.__version__, "device": device_name(options), "options": given(options)}
+        about = {"torch": torch.__version__, "title": title(options, size, rows), "options": given(options)}
         output.write_json(options.json, {"found": found, **dataclasses.asdict(size), **about})
     if options.plot and any(row.settled for row in rows.values()):
         plot(options, size, rows)
@@ -293,8 +304,7 @@ def plot(options, size: Size, rows: dict) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     left.legend()
-    clip = f"clipping at {options.clip:g}" if options.clip else "no clipping"
-    figure.suptitle(f"{options.model}, {size.num_parameters / 1e9:.2f} B, sequence {options.sequence}, {clip}, {device_name(options)}", fontsize=10)
+    figure.suptitle(title(options, size, rows), fontsize=10)
     figure.savefig(options.plot, dpi=150)
     output.pyplot().close(figure)
 
@@ -310,6 +320,7 @@ def run(options) -> dict:
         backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is summed there
     device = join(options.engine, options.device, backend)
     report = {"product_flops": measured_product(device), "seconds": [], "losses": []}
+    report["device"] = torch.cuda.get_device_name(device) if cuda else "CPU"  # asked here: it may take memory of the device
     report["version"] = importlib.metadata.version("deepspeed") if options.engine == "deepspeed" else ""
     start = time.perf_counter()
     trainer = make_ready(options.engine, job_of(options, device))
