@@ -29,7 +29,9 @@ from infinity.engine.sizing import Training, budgets
 from infinity.engine.steps import Cycle
 from infinity.errors import ConfigError, UsageError
 from infinity.model.buffers import refuse_unmixed
-from infinity.model.parameters import NO_COPY, owner_of, set_owner
+from infinity.model.compiled import find_compiled, watch_wrappers
+from infinity.model.leaves import note_region
+from infinity.model.parameters import NO_COPY, is_open, owner_of, set_owner
 from infinity.model.sharing import part_versions, refuse_shared
 from infinity.model.state_dict import Facade
 from infinity.model.tiling import tile_to_fit
@@ -77,6 +79,7 @@ class Engine:
             set_owner(param, self)
         engines.add(self, model)
         watch_replicas()
+        watch_wrappers(_note_wrapper)
         life = engines.put_life(model, self.manages)
         self._life = weakref.ref(life)
         self._dropped = close_with(life, self)
@@ -330,6 +333,8 @@ class Engine:
             gc.collect()  # what the program has dropped, such as a notebook's cell that is run again, gives its memory back first
         refuse_shared(model)  # the program may have changed the model since the engine was made
         part_versions(param for _, param in self._named)
+        for module in find_compiled(model):
+            note_region(module)
         deferred = _deferred(self.optimizer, self.config)
         self.accumulating = self.optimizer is not None and self.optimizer.accumulation_steps > 1
         self.moments = self.optimizer.rule.moments if self.optimizer is not None else ADAM_MOMENTS
@@ -371,6 +376,7 @@ class Engine:
         self.freed = Freed(self.placement.host_nbytes + span_nbytes, span_nbytes)
         self.freed.give_back()
 
+    @torch._dynamo.disable(reason="the engine starts here. Make the optimizer before the first call of what is compiled as one")
     def _begin(self, module, args, kwargs):
         """The model's first pre-hook."""
         if torch.is_grad_enabled():
@@ -399,6 +405,13 @@ _NO_MODEL = (
     "the model has it. infinity.offload changes the model that it is given and returns its engine, so write `infinity.offload(model, config)` "
     "without `model = `, and go on with the model."
 )
+
+
+def _note_wrapper(module: nn.Module, wrapper: nn.Module) -> None:
+    """torch.compile makes a wrapper of a module. What it has made before an engine starts, that finds."""
+    for engine in {owner_of(param) for param in module.parameters()}:
+        if is_open(engine) and engine.has_started:
+            engine.hooks.doors.note_wrapper(module, wrapper)
 
 
 def engine_of(model: nn.Module) -> Engine:

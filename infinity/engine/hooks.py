@@ -15,10 +15,12 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from torch.autograd.function import BackwardCFunction
 
-from infinity.engine.ops import BACKWARD, FORWARD, RECOMPUTE, Frame, Op, ops_of
+from infinity.engine.doors import Doors
+from infinity.engine.ops import BACKWARD, FORWARD, RECOMPUTE, Frame, Op
 from infinity.engine.steps import Cycle
 from infinity.engine.trees import map_tensors, tensors_in
 from infinity.errors import UsageError
+from infinity.model.compiled import behind
 from infinity.model.parameters import NO_COPY, get_grad, set_grad
 from infinity.system.interrupts import uninterrupted
 from infinity.tiers.state import ParameterState
@@ -36,17 +38,11 @@ class Hooks:
         self.registry = cycle.registry
         self.weights = cycle.weights
         self.timeline = cycle.events.timeline  # None without tracing
-        self._handles = []
+        self._handles = []  # of parameters' hooks
         self._anchor = torch.zeros((), device=self.weights.device, requires_grad=True)
         self._model, self._name = weakref.ref(model), type(model).__name__
-        self._attach(model)
-
-    def _attach(self, model: nn.Module) -> None:
-        self.ops: dict[int, Op] = {}  # by the identity of the module
-        for module, op in ops_of(model, self.registry):
-            self.ops[id(module)] = op
-            self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after, always_call=True))
+        self.doors = Doors(self.registry, self.weights.tier, self._before, self._after)
+        self.doors.attach(model)
         for state in self.registry.params:
             if state.trainable:
                 self._handles.append(state.param.register_hook(functools.partial(self._expect_gradient, state)))
@@ -60,6 +56,7 @@ class Hooks:
 
     def remove(self) -> None:
         """Leave the modules as they were; parameters keep whatever they point to."""
+        self.doors.remove()
         for handle in self._handles:
             handle.remove()
 
@@ -69,13 +66,15 @@ class Hooks:
     @uninterrupted
     def _before(self, module, args, kwargs):
         phase, calls = self._next_phase(module), self.calls
-        op = self._op_of(module)
+        op = self.doors.op_of(module)
+        if op is None or (calls.frames and calls.frames[-1].op is op and calls.frames[-1].module is not module):
+            return None  # behind its door, which is open
         outermost = not calls.frames and phase == FORWARD
         if outermost:
             self._begin_forward(args, kwargs)
         if phase == RECOMPUTE and calls.backward.loose_leaf not in (None, op):
             calls.backward.release_loose()  # what a checkpoint runs again has room for one leaf
-        scales = self._scales(module, op, outermost)
+        scales = self._scales(op, outermost)
         calls.begin(Frame(module, op, outermost=outermost, scales=scales), phase)
         return map_tensors((args, kwargs), self._unscaled) if scales else None
 
@@ -89,22 +88,16 @@ class Hooks:
         self.calls.end_interrupted_before(module)
         return phase
 
-    def _op_of(self, module: nn.Module) -> Op:
-        if (op := self.ops.get(id(module))) is None:
-            kind = type(module).__name__
-            raise UsageError(f"this {kind} is a copy, by copy.copy, that has an engine's hooks without being in it. {NO_COPY}")
-        return op
-
     def _begin_forward(self, args, kwargs) -> None:
         """An outermost module is called."""
         self.calls.begin_outermost()
         self.cycle.begin_forward(self._model(), (args, kwargs))
 
-    def _scales(self, module: nn.Module, op: Op, outermost: bool) -> bool:
+    def _scales(self, op: Op, outermost: bool) -> bool:
         """Whether the call's outputs are what an fp16 model returns."""
         if self.cycle.scaler is None or self.calls.frames or self.calls.kept is not None or not torch.is_grad_enabled():
             return False
-        whole = module is self._model()
+        whole = op.index == 0
         if outermost and not whole:
             raise UsageError(
                 f"{op.name} was called by itself: the loss scale of dtype='fp16' is that of the whole model's outputs. Call the "
@@ -118,7 +111,7 @@ class Hooks:
         if in_forward or (not self.calls.frames and self.cycle.backward_task is not None):
             if any(thread.ident == self.calls.thread for thread in threading.enumerate()):
                 raise UsageError(
-                    f"{type(module).__name__} is called while another thread is in a forward or backward pass of the model. Passes of a "
+                    f"{type(behind(module)).__name__} is called while another thread is in a forward or backward pass of the model. Passes of a "
                     f"model come one after the other: hold one threading.Lock around each training step and around each evaluation."
                 )
 
@@ -132,7 +125,7 @@ class Hooks:
         frame = self.calls.end(module, output)
         if frame is None or output is None:
             return None
-        whole = module is self._model() and not self.calls.frames and self.calls.kept is None
+        whole = frame.op.index == 0 and not self.calls.frames and self.calls.kept is None
         if whole:
             output = self.cycle.scaled(output)
         anchored = output

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch._C import _current_graph_task_id
 
+from infinity.model.compiled import is_wrapper
 from infinity.model.leaves import inside_leaves, is_leaf
 from infinity.tiers.state import ParameterState, Registry, SpanState
 
@@ -26,21 +27,26 @@ class Op:
     name: str
     spans: tuple[SpanState, ...] = ()
     params: tuple[ParameterState, ...] = ()
-    whole: bool = False  # infinity.leaf: they are its children's, too, and are fetched for backward all at once
+    whole: bool = False  # infinity.leaf, or compiled: they are its children's, too, and are fetched for backward all at once
 
 
 def ops_of(model: nn.Module, registry: Registry) -> Iterator[tuple[nn.Module, Op]]:
-    """The model is the first."""
+    """The model is the first, or what torch.compile has made it of."""
     inside, index = inside_leaves(model), 0
     for name, module in model.named_modules():
-        if module in inside:
+        if module in inside or is_wrapper(module):
             continue
-        params = module.parameters() if is_leaf(module) else module._parameters.values()
-        states = [state for p in params if p is not None and (state := registry.find(p)) is not None]
-        if states or module is model or any(registry.find(param) for param in module.parameters()):
-            spans = dict.fromkeys(registry.span_of(state) for state in states)
-            yield module, Op(index, name or type(model).__name__, tuple(spans), tuple(states), is_leaf(module))
+        if module is model or any(registry.find(param) for param in module.parameters()):
+            yield module, op_of(module, Op(index, name or type(model).__name__), registry)
             index += 1
+
+
+def op_of(module: nn.Module, op: Op, registry: Registry) -> Op:
+    """The op with what the module needs now, its own or, of a leaf, all."""
+    params = module.parameters() if is_leaf(module) else module._parameters.values()
+    states = [state for p in params if p is not None and (state := registry.find(p)) is not None]
+    spans = dict.fromkeys(registry.span_of(state) for state in states)
+    return dataclasses.replace(op, spans=tuple(spans), params=tuple(states), whole=is_leaf(module))
 
 
 class Frame:

@@ -40,9 +40,9 @@ class ResidentHooks(Hooks):
     @uninterrupted
     def _before(self, module, args, kwargs):
         phase, frames = self._next_phase(module), self.calls.frames
-        if frames and frames[-1].module is not module:
+        op = self.doors.op_of(module)
+        if op is None or (frames and frames[-1].module is not module):
             return
-        op = self._op_of(module)
         outermost = not frames and phase == FORWARD
         if outermost:
             self._begin_forward(args, kwargs)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.model.leaves import inside_leaves, is_leaf
+from infinity.model.leaves import inside_leaves, is_leaf, is_region
 from infinity.plan import chunk_size, compression
 from infinity.plan import placement as planner
 from infinity.plan.chunk_size import Way
@@ -113,7 +113,8 @@ class _Cuts:
             layout=cut,
             records=records,
             held_nbytes=_held_nbytes(self.model, self.params, cut, itemsize),
-            op_gradient_nbytes=max((p.numel() * itemsize for p in self.params if p.requires_grad), default=0),
+            op_gradient_nbytes=_op_gradient_nbytes(self.model, self.params, itemsize),
+            has_regions=any(map(is_region, self.model.modules())),
             buffers_nbytes=_buffers_nbytes(self.model, self.params, cut, itemsize) if self.world > 1 else 0,
             snapshot_nbytes=sum(cut.spans[span].numel * itemsize for span in snapshots if cut.spans[span].trainable),
             compression_nbytes=compression.buffers_nbytes(records) if way.compresses else 0,
@@ -187,6 +188,13 @@ def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
 
     visit(model, frozenset())
     return most
+
+
+def _op_gradient_nbytes(model: nn.Module, params, itemsize: int) -> int:
+    """The most that gradients take that are there at once: one parameter's, or those of all that is compiled as one."""
+    regions = [list(module.parameters()) for module in model.modules() if is_region(module)]
+    ours = {id(param): param.numel() * itemsize for param in params if param.requires_grad}
+    return max((sum(ours.get(id(param), 0) for param in group) for group in (*regions, *([p] for p in params))), default=0)
 
 
 def _buffers_nbytes(model: nn.Module, params, layout_: Layout, itemsize: int) -> int:

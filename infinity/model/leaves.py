@@ -1,4 +1,4 @@
-"""Modules whose parameters are fetched together, whatever of them runs: `infinity.leaf`.
+"""Modules whose parameters are fetched together, whatever of them runs: `infinity.leaf`, and what is compiled as one.
 
 Knows modules. Must not know how anything is fetched.
 """
@@ -13,6 +13,7 @@ from infinity.errors import UsageError
 from infinity.model.parameters import owner_of
 
 _leaves: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_regions: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def leaf(module: torch.nn.Module) -> torch.nn.Module:
@@ -27,8 +28,17 @@ def leaf(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def note_region(module: torch.nn.Module) -> None:
+    """It is compiled as one, see [Note: compiled regions] in compiled.py."""
+    _regions.add(module)
+
+
+def is_region(module: torch.nn.Module) -> bool:
+    return module in _regions
+
+
 def is_leaf(module: torch.nn.Module) -> bool:
-    return module in _leaves
+    return module in _leaves or module in _regions
 
 
 def inside_leaves(model: torch.nn.Module) -> set[torch.nn.Module]:

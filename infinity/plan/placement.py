@@ -141,11 +141,12 @@ def _all_on_device(candidate: Candidate, needs: Needs) -> int:
 
 def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int, on_device: int) -> BudgetError:
     gradient_limit = candidate.op_gradient_nbytes + candidate.buffers_nbytes
+    smaller = ", or compile smaller modules, each of which is one op" if candidate.has_regions else ", or split the largest layer"
     return BudgetError(
         f"device_memory={format_bytes(budgets.device_nbytes)} is too small: this model needs {exact(needed)} to make "
         f"progress (largest op {format_bytes(candidate.held_nbytes)}, its gradients {format_bytes(gradient_limit)}"
         f"{', weights ' + format_bytes(pinned) if pinned else ''}{', states ' + format_bytes(on_device) if on_device else ''}"
-        f"). Raise device_memory{' or leave more to the host' if pinned else ', or split the largest layer'}."
+        f"). Raise device_memory{' or leave more to the host' if pinned else smaller}."
     )
 
 

@@ -953,49 +953,6 @@ def test_a_part_of_a_forward_pass_without_a_graph(mode, tmp_path):
     train_both(lambda: Model(build, run), tmp_path)
 
 
-@pytest.mark.parametrize("what", ["model", "block"])
-def test_a_compiled_model_trains_as_the_plain_one(what, tmp_path):
-    torch._dynamo.reset()
-    reference_model, reference = plain(mlp)
-    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
-        called = torch.compile(model, backend="aot_eager") if what == "model" else model
-        if what == "block":
-            model.layers[0].compile(backend="eager")
-            model.layers[2] = torch.compile(model.layers[2], backend="eager")
-        for step in range(3):
-            one_step(reference_model, reference, step)
-            one_step(called, optimizer, step, loss=lambda m, step: loss_of(m(inputs(model, step))))
-        for (name, p), theirs in zip(model.named_parameters(), reference_model.parameters(), strict=True):
-            torch.testing.assert_close(engine.read_state(p)["weight"], theirs.detach(), msg=name)
-        torch._dynamo.reset()
-
-
-def test_what_is_compiled_is_the_model_and_not_the_engine(tmp_path):
-    """The engine's own functions would be compiled anew for every module, its checks of tensors among the guards."""
-
-    def found(model, optimizer):
-        """How many functions and graphs are compiled in three steps, and after the first one."""
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        called, numbers = torch.compile(model, backend="eager"), []
-        for _ in range(3):
-            loss_of(called(inputs(model, 0))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            numbers.append((dict(torch._dynamo.utils.counters["frames"]), dict(torch._dynamo.utils.counters["stats"])))
-        torch._dynamo.reset()
-        return numbers
-
-    reference_model, _ = plain(mlp)
-    for module in reference_model.modules():  # as an engine's have, where each function ends
-        module.register_forward_pre_hook(torch._dynamo.disable(lambda *args: None))
-        module.register_forward_hook(torch._dynamo.disable(lambda *args: None))
-    expected = found(reference_model, torch.optim.AdamW(reference_model.parameters()))
-    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
-        assert found(model, optimizer) == expected
-    assert expected[0] == expected[-1] and sum(expected[0][0].values()) > 0
-
-
 # Refused
 
 

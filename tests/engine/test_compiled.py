@@ -1,0 +1,291 @@
+"""Modules that torch.compile makes one of: one graph each, without a break, and the bits of plain PyTorch compiled in the same way."""
+
+import contextlib
+
+import helpers
+import pytest
+import torch
+from helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_bits, plain, training
+from models import Model, H, inputs, loss_of, mlp, tokens
+from torch import nn
+from torch._dynamo.utils import counters
+
+import infinity
+from infinity.errors import BudgetError
+from infinity.model.gpt import GPT
+
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
+
+PLACES = {
+    "device": {"weights": "device", "states": "device", "residency": "auto", "device_memory": "auto"},
+    "host": {"weights": "host", "states": "host", "residency": "auto", "device_memory": "auto"},
+    "nvme": NVME | {"device_memory": "auto"},
+}
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def wrap_blocks(model, **options):
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, **options)
+    return model
+
+
+def compile_blocks(model, **options):
+    for block in model.blocks:
+        block.compile(**options)
+    return model
+
+
+def compile_forwards(model, **options):
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, **options)
+    return model
+
+
+def compile_model(model, **options):
+    model.compile(**options)
+    return model
+
+
+WAYS = {"wrappers": wrap_blocks, "in place": compile_blocks, "forward": compile_forwards, "model": torch.compile, "model in place": compile_model}
+
+
+def gpt(**options):
+    return GPT(hidden=16, layers=3, heads=2, vocab=61, seq=12, **options)
+
+
+def gpt_loss(model, step):
+    return model(*tokens(step))
+
+
+def train(called, optimizer, steps=4, loss=gpt_loss):
+    """The losses, and how many graphs and breaks there were after each step."""
+    torch._dynamo.reset()
+    counters.clear()
+    losses, counts = [], []
+    for step in range(steps):
+        value = loss(called, step)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.detach())
+        counts.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+    return losses, counts
+
+
+def assert_as_plain(make, directory, way, *, before=False, options=None, dtype="fp32", loss=gpt_loss, counts=((1, 0),) * 4, **config):
+    """Trained in an engine, compiled before or after its start, it has the graphs and breaks of plain PyTorch in all steps, and its bits."""
+    options = {"backend": "aot_eager", "fullgraph": True} | (options or {})
+    reference_model, reference = plain(make, dtype=dtype)
+    expected, found = train(WAYS[way](reference_model, **options), reference, loss=loss)
+    assert found == list(counts)
+    made, num_frames = {}, dict(counters["frames"])  # functions that were compiled
+
+    def make_compiled():
+        made["called"] = WAYS[way](model := make(), **options)
+        return model
+
+    with training(make_compiled if before else make, directory, dtype=dtype, **config) as (model, engine, optimizer):
+        called = made["called"] if before else WAYS[way](model, **options)
+        losses, found = train(called, optimizer, loss=loss)
+        for step, pair in enumerate(zip(losses, expected, strict=True)):
+            assert_same_bits(*pair, f"loss of step {step}")
+        assert found == list(counts) and dict(counters["frames"]) == num_frames
+        assert_nothing_held(engine)
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_compiled_before_and_after_the_start_is_one_graph(way, before, tmp_path):
+    assert_as_plain(gpt, tmp_path, way, before=before, **PLACES["nvme"])
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("way", ["wrappers", "in place", "forward"])
+def test_in_the_other_tiers(way, place, tmp_path):
+    assert_as_plain(gpt, tmp_path, way, **PLACES[place])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints_around_blocks_and_inside_of_what_is_compiled(way, tmp_path):
+    assert_as_plain(lambda: gpt(checkpoint_activations=True), tmp_path, way, before=True, **PLACES["nvme"])
+
+
+@pytest.mark.parametrize("way", ["wrappers", "model in place"])
+def test_tied_weights_inside_and_outside(way, tmp_path):
+    assert_as_plain(lambda: gpt(tie=True), tmp_path, way, **PLACES["nvme"])
+
+
+@pytest.mark.parametrize("way", ["wrappers", "in place"])
+def test_on_the_least_memory(way, tmp_path):
+    """What the planner counts for blocks that are one op each is enough, and one byte less is refused."""
+    make = lambda: WAYS[way](gpt(), backend="aot_eager")
+    nbytes = helpers.least_device_memory(make, tmp_path, **NVME)
+    assert nbytes > helpers.least_device_memory(gpt, tmp_path, **NVME)
+    assert_as_plain(gpt, tmp_path, way, before=True, **NVME, device_memory=nbytes)
+
+
+def mlp_loss(model, step):
+    return loss_of(model(inputs(getattr(model, "_orig_mod", model), 0)))
+
+
+def wrap_layers(model, **options):
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = torch.compile(layer, **options)
+    return model
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_modules_of_torch_itself(before, tmp_path, monkeypatch):
+    """torch.compile wraps these in a function of its own, so that hooks of the module would be compiled, too."""
+    monkeypatch.setitem(WAYS, "layers", wrap_layers)
+    assert_as_plain(mlp, tmp_path, "layers", before=before, loss=mlp_loss, counts=[(2, 0)] * 4, **PLACES["nvme"])
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.shape = nn.Linear(H, H), nn.Linear(H, H), (3, H)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return torch.tanh(self.second(x))
+
+
+@pytest.mark.parametrize("way", ["model", "model in place"])
+def test_a_region_with_a_break_of_its_own_has_no_others(way, tmp_path):
+    assert_as_plain(Broken, tmp_path, way, options={"fullgraph": False}, loss=mlp_loss, counts=[(2, 1)] * 4, **PLACES["nvme"])
+
+
+def test_functions_that_call_a_model_break_at_its_ops(tmp_path):
+    """What is not a module has no door: parameters come inside, as without torch.compile."""
+    reference_model, reference = plain(mlp)
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        function = torch.compile(lambda model, step: model(inputs(model, step)).square().mean(), backend="aot_eager")
+        for step in range(3):
+            for m, o, f in ((reference_model, reference, lambda m, step: m(inputs(m, step)).square().mean()), (model, optimizer, function)):
+                f(m, step).backward()
+                o.step()
+                o.zero_grad()
+        for (name, p), theirs in zip(model.named_parameters(), reference_model.parameters(), strict=True):
+            torch.testing.assert_close(engine.read_state(p)["weight"], theirs.detach(), msg=name)
+
+
+def test_llama_of_transformers(tmp_path):
+    """Its layers call checkpoint() in `__call__`, outside of what `compile()` compiles and inside of what torch.compile(layer) does."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+    def make():
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=61, use_cache=False, tie_word_embeddings=True, **sizes))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.blocks = model.model.layers  # under a name that the other tests know
+        return model.train()
+
+    def loss(model, step):
+        return model(input_ids=tokens(step)[0], labels=tokens(step)[0]).loss
+
+    for way in ("wrappers", "in place"):
+        assert_as_plain(make, tmp_path, way, loss=loss, **PLACES["nvme"])
+
+
+def test_inductor(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        losses, found = train(torch.compile(model, fullgraph=True), optimizer, loss=mlp_loss)
+    assert found == [(1, 0)] * 4
+    for got, expected in zip(losses, train(*plain(mlp), loss=mlp_loss)[0], strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+# Called in other ways
+
+
+def test_past_its_door_and_with_compilation_off(tmp_path):
+    reference_model, reference = plain(gpt)
+    with training(gpt, tmp_path, **NVME) as (model, engine, optimizer):
+        called = torch.compile(model, backend="eager", fullgraph=True)
+        for step in range(4):
+            reference_value = gpt_loss(reference_model, step)
+            with torch.compiler.set_stance("force_eager" if step % 2 else "default"):
+                value = gpt_loss(called, step)
+            with torch.no_grad():
+                for each in (model, called):
+                    assert_same_bits(gpt_loss(each, step), reference_value.detach(), f"evaluation of step {step}")
+            for loss, o in ((value, optimizer), (reference_value, reference)):
+                loss.backward()
+                o.step()
+                o.zero_grad()
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+def test_a_module_that_is_never_to_be_compiled_is_no_region(tmp_path):
+    with training(gpt, tmp_path, **NVME) as (model, engine, optimizer):
+        called = torch.compiler.disable(model)
+        train(called, optimizer, steps=2)
+        assert all(isinstance(use.key[0], str) for use in engine.course.trace) and len(engine.hooks.doors._ops) > 10
+
+
+def test_what_a_close_leaves_is_compiled_as_before(tmp_path):
+    with training(lambda: WAYS["in place"](gpt(), backend="eager"), tmp_path, **NVME) as (model, engine, optimizer):
+        assert all("compile" in vars(block) for block in model.blocks)
+    for module in model.modules():
+        assert "compile" not in vars(module) and not isinstance(getattr(module._compiled_call_impl, "__self__", None), infinity.model.compiled.Door)
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules() if module is not model)
+
+
+# Interrupted, refused
+
+
+@pytest.mark.parametrize("way", ["wrappers", "in place", "forward"])
+def test_an_interrupt_in_what_is_compiled_leaves_nothing_under_way(way, tmp_path):
+    interrupts = []
+
+    def backend(graph, examples):
+        def run(*args):
+            if interrupts:
+                raise interrupts.pop()
+            return graph(*args)
+
+        return run
+
+    reference_model, reference = plain(lambda: WAYS[way](gpt(), backend="eager"))
+    with training(gpt, tmp_path, **PLACES["nvme"]) as (model, engine, optimizer):
+        WAYS[way](model, backend=backend)
+        for step in range(4):
+            if step in (1, 2):
+                interrupts.append(KeyboardInterrupt() if step == 1 else ValueError())
+                with pytest.raises((KeyboardInterrupt, ValueError)):
+                    gpt_loss(model, step)
+            for m, o in ((model, optimizer), (reference_model, reference)):
+                gpt_loss(m, step).backward()
+                o.step()
+                o.zero_grad()
+            assert_nothing_held(engine)
+        assert_equals_reference(engine, model, reference_model, reference)
+
+
+def test_what_is_too_large_to_be_one_op_is_refused_with_advice(tmp_path):
+    with pytest.raises(BudgetError, match="Raise device_memory, or compile smaller modules"):
+        with training(lambda: WAYS["model in place"](gpt(), backend="eager"), tmp_path, **NVME, device_memory="32KiB"):
+            pass
+    with training(gpt, tmp_path, **NVME, device_memory="32KiB") as (model, engine, optimizer):
+        refusal = r"GPT is compiled as one, and needs all its weights at once: .* Compile smaller modules"
+        with pytest.raises(BudgetError, match=refusal):
+            model.compile(backend="eager")
+        called = torch.compile(model, backend="eager")
+        with pytest.raises(BudgetError, match=refusal):
+            gpt_loss(called, 0)
+        assert_nothing_held(engine)
+        losses, _ = train(model, optimizer, steps=2)
+    reference_model, reference = plain(gpt)
+    for got, expected in zip(losses, train(reference_model, reference, steps=2)[0], strict=True):
+        assert_same_bits(got, expected, "loss")
