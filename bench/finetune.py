@@ -35,11 +35,9 @@ import signal
 import statistics
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from _common import (
     RunError,
     add_tolerance,
@@ -60,24 +58,14 @@ from _common import (
     synchronize,
 )
 from _engines import ABSENT, TRAFFIC, Job, check_can_run, folder_on, join, make_ready
-from torch import nn
+from _shapes import SHAPES, Size, make, size_of, vocab_of
 
-import infinity
 from infinity import output
-from infinity.errors import ConfigError, UsageError
+from infinity.errors import ConfigError
 from infinity.sizes import format_bytes
 from infinity.system.capacity import host_free_nbytes
 
 ENGINES = ("infinity", "fsdp2", "deepspeed", "plain")
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-SHAPES = {  # the values of NAMES, and whether the head is the embedding
-    "tiny": ("Llama", (64, 128, 2, 4, 2, 256), False),
-    "1b": ("Llama", (2048, 8192, 16, 32, 8, 128256), True),
-    "3b": ("Llama", (3072, 8192, 28, 24, 8, 128256), True),
-    "8b": ("Llama", (4096, 14336, 32, 32, 8, 128256), False),
-    "14b": ("Llama", (5120, 13824, 48, 40, 8, 152064), False),
-    "qwen7b": ("Qwen2", (3584, 18944, 28, 28, 4, 152064), False),
-}
 SETTINGS = ("device_memory", "host_memory", "weights", "states", "activations", "moments", "compression", "update")
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 HOST_NBYTES = {"fsdp2": 19, "deepspeed": 24}  # a parameter, measured with 3.2 B
@@ -123,7 +111,7 @@ def main() -> int:
     points = options.curve or [options.micro_batch * options.accumulation * options.sequence]
     for tokens in points:
         cut(options, tokens)
-    size = size_of(options)
+    size = size_of(options.model, options.sequence)
     rows = {(tokens, engine): Row() for tokens in points for engine in engines}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was found is shown, and the run under way ended
     try:
@@ -149,20 +137,6 @@ def cut(options, tokens: int) -> dict[str, int]:
         raise ConfigError(f"--curve {tokens}: expected a multiple of --sequence, {options.sequence}")
     micro_batch = next(each for each in range(min(num, options.micro_batch), 0, -1) if num % each == 0)
     return {"micro_batch": micro_batch, "accumulation": num // micro_batch}
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    num_parameters: int
-    flops_a_token: int  # of the model, forward and backward
-
-
-def size_of(options) -> Size:
-    with torch.device("meta"):
-        model = Causal(options).model
-    config, num = model.config, sum(param.numel() for param in model.parameters())
-    embedding = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-    return Size(num, 6 * (num - embedding) + 6 * config.num_hidden_layers * config.hidden_size * options.sequence)
 
 
 @dataclasses.dataclass
@@ -371,17 +345,13 @@ def tokens_at(options, step: int, micro: int) -> torch.Tensor:
     """[micro-batch, sequence + 1] of this rank on the CPU, the same for all engines; the fourth part of the vocabulary takes half of it."""
     generator = torch.Generator().manual_seed((step << 32) + (micro << 8) + int(os.environ["RANK"]))
     drawn = torch.rand(options.micro_batch, options.sequence + 1, generator=generator, dtype=torch.float64)
-    return (drawn.square() * vocab_of(options)).long()
-
-
-def vocab_of(options) -> int:
-    return SHAPES[options.model][1][NAMES.index("vocab_size")]
+    return (drawn.square() * vocab_of(options.model)).long()
 
 
 def job_of(options, device) -> Job:
     told = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
     return Job(
-        make=lambda: make(options, device),
+        make=lambda: make(options.model, options.sequence, options.loss_tokens, device),
         blocks=lambda model: model.model.model.layers,
         device=device,
         dtype="bf16",
@@ -394,44 +364,6 @@ def job_of(options, device) -> Job:
         config={"nvme": options.nvme, "device": options.device, "dtype": "bf16", **told},
         trace=options.trace,
     )
-
-
-def make(options, device) -> nn.Module:
-    torch.manual_seed(0)
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            return Causal(options)
-    finally:
-        torch.set_default_dtype(usual)
-
-
-class Causal(nn.Module):
-    """A model of transformers as (tokens [B, S], the next ones [B, S]) -> loss."""
-
-    def __init__(self, options):
-        super().__init__()
-        try:
-            import transformers
-        except ImportError:
-            raise UsageError("bench/finetune.py needs transformers: pip install transformers") from None
-        family, values, is_tied = SHAPES[options.model]
-        told = {"max_position_embeddings": options.sequence, "tie_word_embeddings": is_tied, "use_cache": False}
-        config = getattr(transformers, f"{family}Config")(**dict(zip(NAMES, values)), **told, attn_implementation="sdpa")
-        self.model = getattr(transformers, f"{family}ForCausalLM")(config)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming it
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.loss_tokens = options.loss_tokens
-
-    def forward(self, tokens, following):
-        if not self.loss_tokens:
-            return F.cross_entropy(self.model(input_ids=tokens).logits.flatten(0, 1).float(), following.flatten())
-        hidden = self.model.model(input_ids=tokens).last_hidden_state.flatten(0, 1)
-        pieces = zip(hidden.split(self.loss_tokens), following.flatten().split(self.loss_tokens))
-        sums = [infinity.linear_cross_entropy(each, self.model.lm_head, targets, reduction="sum") for each, targets in pieces]
-        return torch.stack(sums).sum() / following.numel()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,82 @@
+"""Models of transformers by name, with random weights, as (tokens, the next ones) -> loss; their sizes.
+
+Knows dimensions and the loss. Must not know engines, or how fast anything is.
+"""
+
+import dataclasses
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import infinity
+from infinity.errors import UsageError
+
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+SHAPES = {  # the values of NAMES, and whether the head is the embedding
+    "tiny": ("Llama", (64, 128, 2, 4, 2, 256), False),
+    "1b": ("Llama", (2048, 8192, 16, 32, 8, 128256), True),
+    "3b": ("Llama", (3072, 8192, 28, 24, 8, 128256), True),
+    "8b": ("Llama", (4096, 14336, 32, 32, 8, 128256), False),
+    "14b": ("Llama", (5120, 13824, 48, 40, 8, 152064), False),
+    "qwen7b": ("Qwen2", (3584, 18944, 28, 28, 4, 152064), False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    num_parameters: int
+    flops_a_token: int
+    """Of the model, forward and backward: 6 a parameter without embeddings and with the head, and causal attention."""
+
+
+def size_of(name: str, sequence: int) -> Size:
+    with torch.device("meta"):
+        model = Causal(name, sequence).model
+    config, num = model.config, sum(param.numel() for param in model.parameters())
+    embedding = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    return Size(num, 6 * (num - embedding) + 6 * config.num_hidden_layers * config.hidden_size * sequence)
+
+
+def vocab_of(name: str) -> int:
+    return SHAPES[name][1][NAMES.index("vocab_size")]
+
+
+def make(name: str, sequence: int, loss_tokens: int, device: torch.device) -> nn.Module:
+    """In bf16 on the device, each time with the same weights."""
+    torch.manual_seed(0)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return Causal(name, sequence, loss_tokens)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+class Causal(nn.Module):
+    """Tokens [B, S], the next ones [B, S] -> loss, of which no more than loss_tokens have logits at a time; 0: all."""
+
+    def __init__(self, name: str, sequence: int, loss_tokens: int = 0):
+        super().__init__()
+        try:
+            import transformers
+        except ImportError:
+            raise UsageError("bench/finetune.py needs transformers: pip install transformers") from None
+        family, values, is_tied = SHAPES[name]
+        told = {"max_position_embeddings": sequence, "tie_word_embeddings": is_tied, "use_cache": False}
+        config = getattr(transformers, f"{family}Config")(**dict(zip(NAMES, values)), **told, attn_implementation="sdpa")
+        self.model = getattr(transformers, f"{family}ForCausalLM")(config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming it
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.loss_tokens = loss_tokens
+
+    def forward(self, tokens, following):
+        if not self.loss_tokens:
+            return F.cross_entropy(self.model(input_ids=tokens).logits.flatten(0, 1).float(), following.flatten())
+        hidden = self.model.model(input_ids=tokens).last_hidden_state.flatten(0, 1)
+        pieces = zip(hidden.split(self.loss_tokens), following.flatten().split(self.loss_tokens))
+        sums = [infinity.linear_cross_entropy(each, self.model.lm_head, targets, reduction="sum") for each, targets in pieces]
+        return torch.stack(sums).sum() / following.numel()
