@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 import aio_ext
 from infinity.errors import SwapError
 from infinity.plan.compression import NUM_BUFFERS, NUM_LANES, Section, cut
@@ -43,13 +45,15 @@ from infinity.tiers.redo import Late, Pool, Pooled, RedoLog, release
 class CompressedExtent:
     """An extent, its sections, and how many bytes of each are on NVMe: all, until they are first written, and as many as each write left.
 
-    redo: what moments there lack, see [Note: late moments] in redo.py.
+    redo: what moments there lack, see [Note: late moments] in redo.py. is_new: nothing was written yet; what is zero then, as the states of
+    a record are that has made no step, is not written, coded or not.
     """
 
     extent: Extent
     sections: tuple[Section, ...]
     stored: list[int]
     redo: RedoLog
+    is_new: bool = True
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -193,7 +197,7 @@ class Compressor:
                 if section.late and (self.pool is not None or not late):
                     continue
                 memory = buffer[section.offset : section.offset + section.nbytes]
-                left.append((memory, section.itemsize if stored < section.nbytes else 0, stored))
+                left.append((memory, (section.itemsize or 4) if stored < section.nbytes else 0, stored))
                 transfer = None
                 if stored:
                     target = memory[section.nbytes - stored :]
@@ -267,12 +271,16 @@ class _Press:
                 source = buffer[section.offset : section.offset + section.nbytes]
                 if section.itemsize:
                     compressed.stored[number] = self._write_floats(compressed.extent, section, source, what, transfers)
+                elif compressed.is_new and not np.frombuffer(source, np.uint64).any():
+                    compressed.stored[number] = 0
                 else:
                     transfers.append(self.swap.write(compressed.extent, source, offset=section.offset, what=what))
+                    compressed.stored[number] = section.nbytes
         except BaseException:  # nobody else would wait until they let the buffer go
             _wait_for(transfers, quietly=True)
             release(pooled or ())
             raise
+        compressed.is_new = False
         if is_late:
             compressed.redo.add(Late(catch_up, pooled))
         else:

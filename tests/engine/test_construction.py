@@ -580,3 +580,24 @@ def test_the_programs_default_device_is_not_that_of_a_draw(config, counts):
             assert counts.builders[0].scratch.written_nbytes == 2 * LAYER
             assert model[0].weight.eq(2.0).all() and model[0].weight.device.type == "cpu"
     infinity.engine_of(model).close()
+
+
+@pytest.mark.parametrize("compression, states_nbytes", [("auto", 0), ("off", 10)])
+def test_states_that_are_zero_are_not_written_to_nvme(compression, states_nbytes, tmp_path, counts):
+    """Values of bf16 are their own masters; 12 bytes a parameter, of which the weights are 2."""
+    config = infinity.Config(
+        nvme=tmp_path, device="cpu", dtype="bf16", weights="nvme", states="nvme", residency="none", compression=compression, chunk_mib=1 / 64
+    )
+    torch.manual_seed(0)
+    expected = mlp(6).bfloat16()
+    torch.manual_seed(0)
+    with infinity.init(config):
+        model = mlp(6).bfloat16()
+    infinity.AdamW(model.parameters())
+    with infinity.engine_of(model) as engine:
+        numels = [(chunk.record.weight_nbytes // 2, chunk.record.states_nbytes) for chunk in engine.registry.chunks]
+        assert engine.stats()["nvme_write_nbytes"] == sum(2 * numel + (states if states_nbytes else 0) for numel, states in numels)
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            state = engine.read_state(param)
+            assert_same_bits(state.pop("weight"), other.detach(), other.shape)
+            assert all(value.eq(0).all() for value in state.values()) and len(state) == 3
