@@ -87,7 +87,8 @@ class LateOnDrive(OnDrive):
 
     def states(self, seed):
         """Memory with states, and what is meant for nobody behind them."""
-        data = memory(self.place.nbytes, fill=1)  # the residual: zeros that are the first would not be written
+        data = memory(self.place.nbytes, fill=0)
+        data[: 2 * NUMEL] = b"\1" * (2 * NUMEL)  # the residual: zeros that are the first would not be written
         late_gradient(RECORD, data).copy_(normal(NUMEL, torch.bfloat16, seed))
         for segment, offset, _ in RECORD.of(STATES)[1:]:
             torch.frombuffer(data, dtype=torch.float32, count=NUMEL, offset=offset).copy_(normal(NUMEL, torch.float32, seed + len(segment.name)))
