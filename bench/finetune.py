@@ -174,11 +174,12 @@ def measure(options, row: Row, engine: str, tokens: int, round_: int, num_parame
         with folder_on(options.nvme, "finetune") as folder:
             trace = options.trace and str(Path(options.trace, f"{options.model}-{tokens}-{round_}.json").resolve())
             case = given(options) | cut(options, tokens) | {"engine": engine, "nvme": folder, "trace": trace}
-            if engine == "deepspeed" and not round_:
+            if engine == "deepspeed" and not round_ and tokens == (options.curve or [tokens])[0]:
                 on_ranks(__file__, ["--case", json.dumps(case | TINY)], options.ranks, options.limit)  # compiles its kernels
             ranks = on_ranks(__file__, ["--case", json.dumps(case)], options.ranks, options.limit)
     except RunError as error:
-        row.reason, ranks = str(error), error.so_far
+        killed = "exit code -9" in str(error)
+        row.reason, ranks = f"{error}{': as when host memory is used up' if killed else ''}", error.so_far
     if ranks:
         row.runs.append(together(ranks))
 
@@ -225,15 +226,15 @@ def show(options, size: Size, rows: dict) -> None:
         nbytes = ["-" if each is None else f"{each / 1e9:.2f}" for each in row.runs[-1]["nbytes"]]
         peaks = [max(run_[name] for run_ in row.runs) / 2**30 for name in ("device_nbytes", "host_nbytes")]
         cells.append(
-            [f"{tokens:,} {engine} {row.runs[0]['version']}".rstrip(), "{micro_batch} x {accumulation}".format(**cut(options, tokens))]
-            + [spread(row.settled, 3)]
+            [f"{tokens:,} {engine} {row.runs[0]['version']}".rstrip()]
+            + ["{micro_batch} x {accumulation}".format(**cut(options, tokens)), spread(row.settled, 3)]
             + [f"{seconds / statistics.median(ours):.2f}x" if ours else "-", f"{tokens * options.ranks / seconds:,.0f}"]
             + [f"{reached / 1e12:.4g}", f"{reached / flops:.0%}", f"{statistics.median(run_['first_seconds'] for run_ in row.runs):.1f}"]
             + [*(f"{peak:.1f} GiB" if peak else "-" for peak in peaks), *nbytes, f"{worst[tokens, engine]:.1e}"]
         )
-    head = ("tokens a step", "sequences", "s a step", "of ours", "tokens/s", "TFLOP/s", "MFU", "first step, s", "device peak", "host peak", *TRAFFIC, "losses")
+    head = ("tokens a step", "sequences", "s a step", "of ours", "tokens/s", "TFLOP/s", "MFU", "first step, s")
     if cells:
-        print(output.table(head, cells))
+        print(output.table((*head, "device peak", "host peak", *TRAFFIC, "losses"), cells))
     for (tokens, engine), row in rows.items():
         if row.runs:
             print(f"{tokens:,} {engine}, losses: {few(row.runs[0]['losses'], 4)}")
