@@ -45,7 +45,6 @@ from _common import (
     apart,
     at_least,
     directory,
-    error_bars,
     exit_with,
     given,
     leave,
@@ -268,9 +267,9 @@ def plot(options, size: Size, rows: dict) -> None:
         if not points:
             continue
         for axes, unit in ((left, options.ranks), (right, 100 * size.flops_a_token / flops)):
-            rates = [[tokens * unit / each for each in seconds] for tokens, seconds in points.items()]
-            medians = [statistics.median(each) for each in rates]
-            axes.errorbar(list(points), medians, yerr=error_bars(rates), marker="o", capsize=3, label=engine)
+            least, rates, most = ([t * unit / of(seconds) for t, seconds in points.items()] for of in (max, statistics.median, min))
+            bars = [[rate - low for low, rate in zip(least, rates)], [high - rate for high, rate in zip(most, rates)]]
+            axes.errorbar(list(points), rates, yerr=bars, marker="o", capsize=3, label=engine)
     every = sorted({tokens for tokens, _ in rows})
     for axes, label in ((left, "tokens/s"), (right, f"MFU, % of {flops / 1e12:.3g} TFLOP/s")):
         axes.set(xscale="log", xlabel="tokens a step" + (" and device" if options.ranks > 1 else ""), ylabel=label)
