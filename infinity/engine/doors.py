@@ -80,6 +80,17 @@ class Doors:
         if id(module) in self._ops:
             self._put(wrapper, self.before, self.after)
 
+    def end_call(self, module: nn.Module) -> None:
+        """The module, which is compiled in place, was called before it had a door: see that this call ends."""
+
+        @torch._dynamo.disable
+        def end(module, args, output):
+            handle.remove()
+            return self.after(module, args, output)
+
+        if door_of(module) is not None:
+            handle = module.register_forward_hook(end, always_call=True)
+
     def _hook(self, module: nn.Module, op: Op) -> None:
         self._ops[id(module)] = op
         if module._compiled_call_impl is not None:

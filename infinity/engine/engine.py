@@ -382,6 +382,7 @@ class Engine:
         if torch.is_grad_enabled():
             refuse_optimizers([(name, param) for name, param in self._named if param.requires_grad])
         self.start()
+        self.hooks.doors.end_call(module)
         return self.hooks._before(module, args, kwargs)
 
     def __deepcopy__(self, memo):

@@ -1,17 +1,19 @@
 """Modules that torch.compile makes one of: one graph each, without a break, and the bits of plain PyTorch compiled in the same way."""
 
-import contextlib
+from pathlib import Path
 
 import helpers
 import pytest
 import torch
 from helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_bits, plain, training
-from models import Model, H, inputs, loss_of, mlp, tokens
+from models import H, inputs, loss_of, mlp, tokens
+from test_ranks import World
 from torch import nn
 from torch._dynamo.utils import counters
 
 import infinity
 from infinity.errors import BudgetError
+from infinity.model.compiled import door_of
 from infinity.model.gpt import GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
@@ -113,7 +115,7 @@ def test_in_the_other_tiers(way, place, tmp_path):
     assert_as_plain(gpt, tmp_path, way, **PLACES[place])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["wrappers", "in place", "model"])
 def test_checkpoints_around_blocks_and_inside_of_what_is_compiled(way, tmp_path):
     assert_as_plain(lambda: gpt(checkpoint_activations=True), tmp_path, way, before=True, **PLACES["nvme"])
 
@@ -228,18 +230,89 @@ def test_past_its_door_and_with_compilation_off(tmp_path):
 
 def test_a_module_that_is_never_to_be_compiled_is_no_region(tmp_path):
     with training(gpt, tmp_path, **NVME) as (model, engine, optimizer):
-        called = torch.compiler.disable(model)
-        train(called, optimizer, steps=2)
-        assert all(isinstance(use.key[0], str) for use in engine.course.trace) and len(engine.hooks.doors._ops) > 10
+        train(torch.compiler.disable(model), optimizer, steps=2)
+        uses = [use.key for use in engine.course.route.uses if use.key[0] == "forward"]
+        assert len(uses) == 2 + 3 * 6 + 2, "a use of each module that has parameters"
 
 
 def test_what_a_close_leaves_is_compiled_as_before(tmp_path):
     with training(lambda: WAYS["in place"](gpt(), backend="eager"), tmp_path, **NVME) as (model, engine, optimizer):
         assert all("compile" in vars(block) for block in model.blocks)
     for module in model.modules():
-        assert "compile" not in vars(module) and not isinstance(getattr(module._compiled_call_impl, "__self__", None), infinity.model.compiled.Door)
+        assert "compile" not in vars(module) and door_of(module) is None
     assert all(block._compiled_call_impl is not None for block in model.blocks)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules() if module is not model)
+
+
+# In other settings
+
+
+@pytest.mark.parametrize("way", ["wrappers", "model in place"])
+def test_the_loss_scale_is_outside_of_what_is_compiled(way, tmp_path):
+    found = []
+    for compiles in (False, True):
+        with training(gpt, tmp_path, **NVME, dtype="fp16") as (model, engine, optimizer):
+            called = WAYS[way](model, backend="aot_eager", fullgraph=True) if compiles else model
+            found.append((train(called, optimizer)[0], engine.stats()["loss_scale"]))
+    (expected, scale), (losses, scale_compiled) = found
+    assert scale_compiled == scale
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_activations_of_what_is_compiled_leave_the_device(tmp_path):
+    assert_as_plain(gpt, tmp_path, "in place", dtype="bf16", activations="host", **PLACES["nvme"])
+
+
+@pytest.mark.parametrize("way", ["wrappers", "model"])
+def test_compiled_inside_init(way, tmp_path):
+    options = {"backend": "aot_eager", "fullgraph": True}
+    reference_model, reference = plain(gpt)
+    expected, _ = train(WAYS[way](reference_model, **options), reference)
+    torch.manual_seed(0)
+    with infinity.init(infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **NVME)):
+        called = WAYS[way](gpt(), **options)
+    with infinity.engine_of(called):
+        losses, found = train(called, infinity.AdamW(called.parameters(), lr=1e-2))
+    assert found == [(1, 0)] * 4
+    for step, pair in enumerate(zip(losses, expected, strict=True)):
+        assert_same_bits(*pair, f"loss of step {step}")
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("way", ["model", "model in place"])
+def test_evaluated_before_the_optimizer_is_made(way, before, tmp_path):
+    """So the engine starts inside of what is compiled: that call may break, and no other."""
+    reference_model, _ = plain(gpt)
+    torch.manual_seed(0)
+    model = gpt()
+    called = WAYS[way](model, backend="eager") if before else None
+    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **NVME)) as engine:
+        called = called if before else WAYS[way](model, backend="eager")
+        for _ in range(2):
+            with torch.no_grad():
+                assert_same_bits(gpt_loss(called, 0), gpt_loss(reference_model, 0).detach(), "loss")
+            assert_nothing_held(engine)
+        _, found = train(called, infinity.AdamW(model.parameters(), lr=1e-2))
+    assert found == [(1, 0)] * 4
+
+
+def train_on_a_rank(folder, way):
+    torch.set_num_threads(1)
+    make = lambda: WAYS[way](gpt(), backend="aot_eager", fullgraph=True) if way else gpt()
+    with training(make, Path(folder), **NVME) as (model, engine, optimizer):
+        losses, found = train(model, optimizer)
+        return [loss.item() for loss in losses], found
+
+
+def test_on_two_ranks(tmp_path):
+    world = World(2, tmp_path)
+    try:
+        expected = world.run(train_on_a_rank, tmp_path / "plain", None)
+        got = world.run(train_on_a_rank, tmp_path / "compiled", "in place")
+    finally:
+        world.close()
+    assert [losses for losses, _ in got] == [losses for losses, _ in expected]
+    assert all(found == [(1, 0)] * 4 for _, found in got)
 
 
 # Interrupted, refused
