@@ -2,13 +2,14 @@
 
     python bench/finetune.py [--model 3b] [--engines infinity,fsdp2,deepspeed,plain] [--micro-batch 4] [--accumulation 1]
                              [--sequence 4096] [--clip 1.0] [--curve 8k,16k,32k,64k] [--rounds 2] [--steps 6] [--limit 300] [--ranks 1]
-                             [--states nvme] [--device-memory 8GiB] [--host-memory 24GiB] [--json FILE] [--plot FILE]
+                             [--states nvme] [--device-memory 8GiB] [--host-memory 24GiB] [--compile] [--json FILE] [--plot FILE]
 
 Shapes, with random weights: 1b and 3b are Llama 3.2's, 8b is Llama 3.1's, qwen7b Qwen2.5-7B's; 14b is a Llama with the dimensions of
 Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of them for keys, 152,064 tokens), 14.77 B parameters. All train in bf16 with
 AdamW on fp32 masters and non-reentrant checkpointing of each layer; the loss is `infinity.linear_cross_entropy` of --loss-tokens at a time,
-or with 0 what the model computes of all its logits at once. infinity has its default configuration but for what it is told here, and
-the model is built in `infinity.init`; FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory, plain PyTorch on the device.
+or with 0 what the model computes of all its logits at once. With --compile each layer is compiled, whatever the engine. infinity has its
+default configuration but for what it is told here, and the model is built in `infinity.init`; FSDP2 and DeepSpeed (ZeRO-3) have
+everything in host memory, plain PyTorch on the device.
 
 Tokens a step are micro-batch x accumulation x sequence, of a rank; --curve takes a list of them ("16k" is 16,384), with micro-batches of up
 to --micro-batch sequences. Each round runs each engine at each of them in turn, in processes of its own. Times are those of the steps
@@ -88,6 +89,7 @@ def main() -> int:
     parser.add_argument("--curve", type=tokens_of, metavar="TOKENS,...", help="a step and rank, instead of --accumulation")
     parser.add_argument("--clip", type=float, default=1.0, help="the global norm of gradients; 0: not")
     parser.add_argument("--loss-tokens", type=at_least(0), default=4096)
+    parser.add_argument("--compile", action="store_true", help="each layer, by layer.compile(fullgraph=True)")
     for name in SETTINGS:
         parser.add_argument(f"--{name.replace('_', '-')}", help="of infinity")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=kind)
@@ -246,6 +248,7 @@ def title(options, size: Size, rows: dict) -> str:
     device = next((run_["device"] for row in rows.values() for run_ in row.runs), options.device)
     told = [f"{name.replace('_', ' ')} {value}" for name in SETTINGS if (value := getattr(options, name)) is not None]
     shape = f"{options.model}, {size.num_parameters / 1e9:.3g} B parameters, sequence {options.sequence}"
+    shape += ", layers compiled" if options.compile else ""
     return f"{shape}, {clip}, {options.ranks} x {device}{'; infinity: ' if told else ''}{', '.join(told)}"
 
 
@@ -348,10 +351,17 @@ def tokens_at(options, step: int, micro: int) -> torch.Tensor:
     return (drawn.square() * vocab_of(options.model)).long()
 
 
+def made(options, device):
+    model = make(options.model, options.sequence, options.loss_tokens, device)
+    for layer in model.model.model.layers if options.compile else ():
+        layer.compile(fullgraph=True)
+    return model
+
+
 def job_of(options, device) -> Job:
     told = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
     return Job(
-        make=lambda: make(options.model, options.sequence, options.loss_tokens, device),
+        make=lambda: made(options, device),
         blocks=lambda model: model.model.model.layers,
         device=device,
         dtype="bf16",

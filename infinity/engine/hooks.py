@@ -110,9 +110,10 @@ class Hooks:
         in_forward = any(frame.module is module and frame.thread != threading.get_ident() for frame in self.calls.frames)
         if in_forward or (not self.calls.frames and self.cycle.backward_task is not None):
             if any(thread.ident == self.calls.thread for thread in threading.enumerate()):
+                kind = type(behind(module)).__name__
                 raise UsageError(
-                    f"{type(behind(module)).__name__} is called while another thread is in a forward or backward pass of the model. Passes of a "
-                    f"model come one after the other: hold one threading.Lock around each training step and around each evaluation."
+                    f"{kind} is called while another thread is in a forward or backward pass of the model. Passes of a model come one after "
+                    f"the other: hold one threading.Lock around each training step and around each evaluation."
                 )
 
     def _unscaled(self, value: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,13 @@ def compile_model(model, **options):
     return model
 
 
-WAYS = {"wrappers": wrap_blocks, "in place": compile_blocks, "forward": compile_forwards, "model": torch.compile, "model in place": compile_model}
+WAYS = {
+    "wrappers": wrap_blocks,
+    "in place": compile_blocks,
+    "forward": compile_forwards,
+    "model": torch.compile,
+    "model in place": compile_model,
+}
 
 
 def gpt(**options):
@@ -82,7 +88,8 @@ def train(called, optimizer, steps=4, loss=gpt_loss):
 
 
 def assert_as_plain(make, directory, way, *, before=False, options=None, dtype="fp32", loss=gpt_loss, counts=((1, 0),) * 4, **config):
-    """Trained in an engine, compiled before or after its start, it has the graphs and breaks of plain PyTorch in all steps, and its bits."""
+    """Trained in an engine, compiled before or after its start, it has the graphs and breaks of plain PyTorch, after each step, and its
+    bits."""
     options = {"backend": "aot_eager", "fullgraph": True} | (options or {})
     reference_model, reference = plain(make, dtype=dtype)
     expected, found = train(WAYS[way](reference_model, **options), reference, loss=loss)
