@@ -42,6 +42,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    if hasattr(config, "workerinput"):
+        return  # one of the processes of -n, which has run a share
     path, part = config.getoption("--record"), config.getoption("--part")
     if path is None or part is None or config.getoption("-k") or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return  # what was interrupted, or is a choice of tests, is not on record

@@ -13,7 +13,10 @@ from collections.abc import Callable
 
 from torch import nn
 
+# Closes at exit what is open still: registered before `_end_all`, whose lanes write there, it runs after that.
+import infinity.system.swap  # noqa: F401
 from infinity.errors import UsageError
+from infinity.system import dropped
 from infinity.system.ranks import end_process
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
@@ -64,6 +67,7 @@ def _end_all() -> None:
             engine.close()
         except Exception as failure:
             print(f"infinity: {type(failure).__name__}: {failure}", file=sys.stderr)
+    dropped.finish()  # an engine that the program's end has dropped
     failed = end_process(error)
     is_stuck = any(engine.is_stuck for engine in _stuck)
     if is_stuck or (failed and error is None):  # no other way leads to this status, or past a thread in C++ code

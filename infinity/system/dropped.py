@@ -46,11 +46,21 @@ def _hand_over(closable, pid: int) -> None:
         over.acquire(timeout=PATIENCE_S)
 
 
+def finish() -> None:
+    """Wait until all that was handed over is closed: who dropped it may have been a thread that does not wait, or have no patience left."""
+    if _closer is not None and _closer.is_alive() and threading.current_thread() is not _closer:
+        over = threading.Lock()
+        over.acquire()
+        _line.put((None, over))
+        over.acquire()
+
+
 def _run() -> None:
     while True:
         closable, over = _line.get()
         try:
-            closable.close()
+            if closable is not None:
+                closable.close()
         except Exception as error:  # nobody else is there to be told
             print(f"infinity: {closable!r} was dropped and could not be closed: {type(error).__name__}: {error}", file=sys.stderr)
         over.release()

@@ -490,6 +490,7 @@ def ranks_train_and_save(say, folder, rank, num_steps):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{num_steps}", rank=rank, world_size=2)
     run = Run(folder / f"swap{rank}")
     run.train(num_steps).save(folder / f"after{num_steps}")
+    dist.barrier()  # who ends without a word is missed by those that save still
     say(("saved", num_steps, None))
     os._exit(0)
 

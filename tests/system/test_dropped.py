@@ -155,3 +155,27 @@ def test_a_model_that_is_dropped_beside_its_checkpoint_ends_once_that_is_whole(u
     other = layers()
     with infinity.offload(other, config(tmp_path / "swap", update=update)):
         assert infinity.load(tmp_path / "saved", other, infinity.AdamW(other.parameters())).step == 2
+
+
+def test_what_a_thread_of_an_engine_drops_is_closed_before_the_process_ends():
+    source = """
+    import threading, time
+    import infinity
+    from infinity.system import dropped
+
+    class Owner:
+        pass
+
+    class Slow:
+        def close(self):
+            time.sleep(0.5)
+            print("closed")
+
+    held = [Owner()]
+    dropped.close_with(held[0], Slow())
+    lane = threading.Thread(target=held.clear, name="infinity-update")  # which does not wait
+    lane.start()
+    lane.join()
+    """
+    done = run_python(source)
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr

@@ -102,7 +102,7 @@ def nursery():
     nursery.close()
 
 
-def program(folder, stage="none", who="one", closes=False, kills=False, batches=5, fewer=0, barrier=False, destroys=False, groups=True, lingers=False):
+def program(folder, stage="none", who="one", closes=False, kills=False, batches=5, fewer=0, barrier=False, destroys=False, groups=True, lingers=False, slow=False):
     """What a user writes. At `stage` the last rank, or each, raises or is killed; it has `fewer` batches than the others."""
     import torch
     import torch.distributed as dist
@@ -167,6 +167,8 @@ def program(folder, stage="none", who="one", closes=False, kills=False, batches=
     with infinity.init(config):
         model = Net()
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    if slow:
+        infinity.engine_of(model).updater.lane.on_job = lambda: time.sleep(0.1)  # so that updates are under way when the program is over
     if closes:
         with infinity.engine_of(model):
             train()
@@ -201,7 +203,7 @@ def assert_ended_with_errors(answers, stage, who):
         assert "terminate called" not in output and "gloo" not in output, output
 
 
-@pytest.mark.parametrize("size, options", [(2, {}), (3, {"destroys": True})], ids=str)
+@pytest.mark.parametrize("size, options", [(2, {}), (2, {"slow": True}), (3, {"destroys": True})], ids=str)
 def test_a_program_that_succeeds_ends_well_with_and_without_close(nursery, tmp_path, size, options):
     assert_ended_well(nursery.run(size, tmp_path, **options))
 
