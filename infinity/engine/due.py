@@ -170,7 +170,7 @@ class Due:
             return total
 
         # On the device it is one pass at its speed, in the order of this thread's stream; the lane would wait for all that lies before.
-        chunk.gradient.sum_by(Job.over(add()) if chunk.on_device and job.done else self.updater.sum_squares(add_all))
+        chunk.gradient.sum_by(Job.over(add()) if chunk.gradient_on_device and job.done else self.updater.sum_squares(add_all))
 
     def norm(self, chunks: list[ChunkState]) -> float:
         """The global norm of the summed gradients, the same bits for every placement and chunk size."""

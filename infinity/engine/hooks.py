@@ -131,7 +131,7 @@ class Hooks:
             output = self.cycle.scaled(output)
         anchored = output
         if torch.is_grad_enabled():
-            if frame.op.varies:
+            if frame.op.whole:
                 anchored = self._anchored(frame.op, args, output)
             self._watch(frame, anchored)
         return anchored if whole or anchored is not output else None

@@ -10,7 +10,8 @@ training thread calls it, on every rank at the same point.
 # allocator's peak in each op is read; what the engine did not hold of it is the op's. After the step, the engine takes what
 # this leaves free. The plan keeps weights there; if there is room for all of them, records follow, those of the first spans
 # first: their gradients come last and their weights are needed first, so nothing else could hide their update. They are
-# updated on the device. Each keeps its place in its home, host memory or NVMe, to which it returns when inputs grow. Only where
+# updated on the device. Each keeps its place in its home, host memory or NVMe, to which it returns when inputs grow. Gradients that wait
+# for step(), and have no place of their own in host memory, come before records: they stay until their update begins. Only where
 # these are too small for the model do the first records live on the device from the start, and stay.
 #
 # Sending records of the host to the device for their update alone does not pay where the host's memory is what bounds both:
@@ -19,7 +20,7 @@ training thread calls it, on every rank at the same point.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -27,7 +28,7 @@ from infinity.plan import placement as planner
 from infinity.plan.placement import Placement
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.state import SpanState
+from infinity.tiers.state import ChunkState, SpanState
 from infinity.tiers.weights import Weights
 
 SLACK = 0.05  # of what the device has for this process: left to the gaps between the allocator's blocks
@@ -52,6 +53,7 @@ class Margin:
         self.holds_records = False
         self.op_nbytes: dict[Hashable, int] = {}  # the most that each op was seen to allocate, by its key
         self.promoted: list[tuple[SpanState, int]] = []  # whose records are on the device, and what these take there
+        self.staying: dict[int, int] = {}  # spans whose gradients wait on the device, and what these take there
         self.movable = set(placement.homes[STATES]) != {"device"}  # else all lives on the device and has no other home
         self.budget_nbytes = placement.least_nbytes if self.movable and gauge is not None else placement.device_nbytes
         self._measured: dict[bool, list[Shapes]] = {True: [], False: []}  # inputs known to fit, of passes that build a graph or not
@@ -109,23 +111,30 @@ class Margin:
         if self.movable and self.gauge is not None:
             budget = max(self._room(self.activation_nbytes), self.placement.least_nbytes)
         budget = int(self.ranks.min_(torch.tensor([budget])).item())
-        before = self.tier.budget_nbytes, len(self.promoted)
+        before = self.tier.budget_nbytes, len(self.promoted), list(self.staying)
         room = budget - self.placement.gradient_limit_nbytes if self.holds_records and self.movable else 0
-        due = planner.records_on_device(
+        visiting, staying = planner.share_device(
             self.registry.layout,
             [chunk.record for chunk in self.registry.chunks],
             self.placement.homes[STATES],
             room_nbytes=room,
             gradient_itemsize=4 if self.gradients.accumulate else None,
             snapshots={span.index for span in self.registry.spans if self.values.keeps_snapshot(span)},
+            may_stay=self.placement.may_stay,
         )
-        while len(self.promoted) > len(due):
+        while len(self.promoted) > len(visiting):
             self._demote()
+        visitors = {index for index, _ in visiting}
+        self._send_gradients(lambda span: span not in visitors and span not in dict(staying))
         self.budget_nbytes = budget
         self._divide()
-        for index, nbytes in due[len(self.promoted) :]:
+        for index, nbytes in visiting[len(self.promoted) :]:
             self._promote(self.registry.spans[index], nbytes)
-        return before != (self.tier.budget_nbytes, len(self.promoted))
+        for index, nbytes in staying:
+            if index not in self.staying:
+                self._keep_gradients(index, nbytes)
+        self._divide()
+        return before != (self.tier.budget_nbytes, len(self.promoted), list(self.staying))
 
     def _room(self, activation_nbytes: float) -> float:
         """Device bytes for the engine beside activations of that many."""
@@ -143,7 +152,7 @@ class Margin:
 
     def _divide(self) -> None:
         """What records on the device do not take is for spans that come and go."""
-        taken = self.placement.fixed_nbytes + sum(nbytes for _, nbytes in self.promoted)
+        taken = self.placement.fixed_nbytes + sum(nbytes for _, nbytes in self.promoted) + sum(self.staying.values())
         if not self.placement.pinned:
             taken += sum(span.nbytes for span, _ in self.promoted)
         self.tier.budget_nbytes = max(self.budget_nbytes - taken, self.placement.least_nbytes - self.placement.fixed_nbytes)
@@ -153,6 +162,7 @@ class Margin:
         """Leave to the activations all but the least."""
         while self.promoted:
             self._demote()
+        self._send_gradients(lambda span: True)
         self.budget_nbytes = self.placement.least_nbytes
         self._divide()
         self.weights.evict_idle()
@@ -162,6 +172,7 @@ class Margin:
         for chunk in self.registry.chunks_in(span):
             self.updater.finish(chunk)
             chunk.save_first()
+        self.staying.pop(span.index, None)
         self.weights.acquire_aside([span])
         self.values.keep_written(span)
         if not span.pinned:
@@ -172,6 +183,26 @@ class Margin:
         self.weights.release(span)
         self.promoted.append((span, nbytes))
         self._divide()
+
+    def _keep_gradients(self, span: int, nbytes: int) -> None:
+        """From now on those that wait for step() stay on the device."""
+        for chunk in self._may_stay(span):
+            chunk.gradient.stay()
+        self.staying[span] = nbytes
+
+    def _send_gradients(self, is_due: Callable[[int], bool]) -> None:
+        """Those of such spans do not stay on the device any more."""
+        due = [span for span in self.staying if is_due(span)]
+        if due:
+            self.gradients.drain()
+        for span in due:
+            for chunk in self._may_stay(span):
+                self.gradients.leave_device(chunk)
+            del self.staying[span]
+
+    def _may_stay(self, span: int) -> list[ChunkState]:
+        chunks = self.registry.chunks_in(self.registry.spans[span])
+        return [chunk for chunk in chunks if chunk.index in self.placement.may_stay]
 
     def _demote(self) -> None:
         """Send the records that were promoted last back to their homes; weights that an op holds stay as long as it does."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch._C import _current_graph_task_id
 
 from infinity.model.compiled import is_wrapper
-from infinity.model.leaves import inside_leaves, is_leaf, may_vary
+from infinity.model.leaves import inside_leaves, is_leaf
 from infinity.tiers.state import ParameterState, Registry, SpanState
 
 FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "attribute"  # what an op is fetched for
@@ -28,7 +28,6 @@ class Op:
     spans: tuple[SpanState, ...] = ()
     params: tuple[ParameterState, ...] = ()
     whole: bool = False  # infinity.leaf, or compiled: they are its children's, too, and are fetched for backward all at once
-    varies: bool = False  # infinity.leaf: it has a backward also where it has computed nothing
 
 
 def ops_of(model: nn.Module, registry: Registry) -> Iterator[tuple[nn.Module, Op]]:
@@ -47,7 +46,7 @@ def op_of(module: nn.Module, op: Op, registry: Registry) -> Op:
     params = module.parameters() if is_leaf(module) else module._parameters.values()
     states = [state for p in params if p is not None and (state := registry.find(p)) is not None]
     spans = dict.fromkeys(registry.span_of(state) for state in states)
-    return dataclasses.replace(op, spans=tuple(spans), params=tuple(states), whole=is_leaf(module), varies=may_vary(module))
+    return dataclasses.replace(op, spans=tuple(spans), params=tuple(states), whole=is_leaf(module))
 
 
 class Frame:

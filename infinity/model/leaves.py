@@ -37,11 +37,6 @@ def is_region(module: torch.nn.Module) -> bool:
     return module in _regions
 
 
-def may_vary(module: torch.nn.Module) -> bool:
-    """Whether what runs of it may be another part each time, and on each rank."""
-    return module in _leaves
-
-
 def is_leaf(module: torch.nn.Module) -> bool:
     return module in _leaves or module in _regions
 

@@ -34,10 +34,13 @@ class Shared:
     nvme_nbytes: int = 0
 
 
-def share_out(candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], visitors: Collection[int]) -> Shared:
+def share_out(
+    candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], visitors: Collection[int], staying: Collection[int]
+) -> Shared:
     """Share out host memory, the rest goes to NVMe. Chunks that are crowded out need no place; visitors of the device seldom need theirs,
-    so they come last. Raises BudgetError where there is too little for the fewest slots."""
-    sharing = _Sharing(candidate, needs, budgets, crowded_out, visitors)
+    and those whose gradients stay on it none for these, so they come last. Raises BudgetError where there is too little for the fewest
+    slots."""
+    sharing = _Sharing(candidate, needs, budgets, crowded_out, visitors, staying)
     sharing.require_least()
     sharing.settle_gradients()
     sharing.grow_slots()
@@ -48,8 +51,9 @@ def share_out(candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out:
 class _Sharing:
     """homes: of each kind and chunk, as far as they are known. counts: of slots."""
 
-    def __init__(self, candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], visitors: Collection[int]):
-        self.candidate, self.needs, self.budgets, self.visitors = candidate, needs, budgets, visitors
+    def __init__(self, candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out, visitors, staying):
+        self.candidate, self.needs, self.budgets = candidate, needs, budgets
+        self.visitors, self.staying = visitors, staying
         self.sizes = candidate.sizes(needs)
         self.in_slots = candidate.in_slots(self.sizes)
         self.budget = int(budgets.host_nbytes * budgets.host_share)
@@ -98,11 +102,12 @@ class _Sharing:
         )
 
     def settle_gradients(self) -> None:
-        """Those that wait for step() stay, where all of them have room."""
+        """Those that wait for step() in host memory stay there, where all of them have room."""
         sizes, homes = self.sizes[GRADIENTS], self.homes[GRADIENTS]
-        away = sum(nbytes for nbytes, home in zip(sizes, homes) if home == "nvme")
-        if self.needs.deferred and self.host_nbytes(self.counts) + away <= self.budget:
-            self.homes[GRADIENTS] = ["host" if home == "nvme" else home for home in homes]
+        away = [index for index, home in enumerate(homes) if home == "nvme" and index not in self.staying]
+        if self.needs.deferred and self.host_nbytes(self.counts) + sum(sizes[index] for index in away) <= self.budget:
+            for index in away:
+                homes[index] = "host"
 
     def grow_slots(self) -> None:
         """The pools together, a tenth at a time."""
@@ -133,6 +138,8 @@ class _Sharing:
         self._reserve(order, stays)
         self.left -= self.reserved
         turns = [(kind, indices) for indices in (stays, sorted(self.visitors, reverse=True)) for kind in order]
+        turns = [(kind, [i for i in indices if kind != GRADIENTS or i not in self.staying]) for kind, indices in turns]
+        turns.append((GRADIENTS, sorted(self.staying, reverse=True)))
         if order[-1:] == [GRADIENTS] and self._has_room_for_all(order[:-1]):
             turns.sort(key=lambda turn: turn[0] == GRADIENTS)  # they share slots, and nothing is read from NVMe whoever visits
         for kind, indices in turns:
@@ -163,8 +170,9 @@ class _Sharing:
         if self.candidate.late_nbytes is None:
             return
         homes, sizes = self.homes, self.sizes
-        first = [kind for kind in order if kind == WEIGHTS or (kind == GRADIENTS and self.needs.deferred)]
-        room = max(0, self.left - sum(sizes[kind][index] for kind in first for index in stays if homes[kind][index] == "nvme"))
+        first = [(WEIGHTS, index) for index in stays if WEIGHTS in order]
+        first += [(GRADIENTS, index) for index in stays if self.needs.deferred and index not in self.staying]
+        room = max(0, self.left - sum(sizes[kind][index] for kind, index in first if homes[kind][index] == "nvme"))
         gradients = self._late_gradients(stays)
         if STATES not in order:
             self.reserved, _ = pool_for(gradients, room)

@@ -9,8 +9,9 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # slots that let stages overlap. What is then left of the host keeps weights (each byte saves three of NVMe traffic: read
 # forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two); those of
 # records that will visit the device ([Note: the device margin] in margin.py) come after all others, since they seldom move; but where
-# all of them fit, before gradients that do not wait: so larger inputs, for which they return, need nothing of NVMe. The last ones of a
-# kind cost nothing: they take the place of the slots that they would have shared.
+# all of them fit, before gradients that do not wait: so larger inputs, for which they return, need nothing of NVMe. Gradients that do
+# wait come last, too, where the device has room for them: they stay there until their update begins. The last ones of a kind cost
+# nothing: they take the place of the slots that they would have shared.
 # Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. A pool for those of late
 # moments ([Note: late moments] in redo.py) gets what is left over, if it holds one of each record that stays on NVMe. Where floats are not
 # coded it saves four for the first update in a row, and comes before states, which share what is left with it. Where NVMe is
@@ -27,7 +28,7 @@ from infinity.errors import BudgetError
 from infinity.plan.host_memory import Shared, exact, share_out
 from infinity.plan.needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes, span_nbytes
 from infinity.plan.packing import Chunk, Layout, Span
-from infinity.plan.record import KINDS, STATES, WEIGHTS, Record
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.sizes import format_bytes, round_up
 
 UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is ample room: fewer make small ops wait for threads
@@ -42,7 +43,9 @@ class Placement:
     device_nbytes: the device budget; of it, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients, and the rest is for
     spans that come and go; least_nbytes is the least budget that works. Of host_nbytes, compression_nbytes are for buffers, and pool_nbytes
     for gradients of late moments, of which there are num_late updates in a row. num_crowded_out: trainable spans, from the first on, whose
-    records live on the device because nothing else has room for them. visitors: chunks whose records the device has room for as a rule.
+    records live on the device because nothing else has room for them. visitors: chunks whose records the device has room for as a rule;
+    may_stay: those whose gradients wait for step() and have no place of their own in host memory, so that they stay on the device as far
+    as this has room.
     With more than under_way_nbytes of gradients on their way to the host, the training thread waits.
     """
 
@@ -64,6 +67,7 @@ class Placement:
     nvme_nbytes: int
     num_crowded_out: int
     visitors: frozenset[int]
+    may_stay: frozenset[int]
 
 
 def place(candidate: Candidate, needs: Needs, budgets: Budgets, *, least_crowded_out: int = 0) -> Placement:
@@ -81,16 +85,20 @@ def place(candidate: Candidate, needs: Needs, budgets: Budgets, *, least_crowded
         raise _too_small(candidate, budgets, needed, pinned, on_device)
 
     visitors: frozenset[int] = frozenset()
+    staying: frozenset[int] = frozenset()
+    may_visit = records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
     if needs.states == "device":
         homes, sizes = dict.fromkeys(KINDS, ("device",) * len(layout.chunks)), candidate.sizes(needs)
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
-        visitors = _visitors(candidate, needs, budgets, gradient_limit)
-        shared = share_out(candidate, needs, budgets, (), visitors)
+        if may_visit:
+            visitors, staying = _guests(candidate, needs, budgets.device_nbytes - gradient_limit - candidate.snapshot_nbytes)
+        shared = share_out(candidate, needs, budgets, (), visitors, staying)
         if may_choose and budgets.nvme_nbytes is not None:
             room = budgets.device_nbytes - needed - candidate.snapshot_nbytes
-            shared, crowded_out = _crowd_out(candidate, needs, budgets, visitors, shared, room_nbytes=room, least=least_crowded_out)
+            guests = visitors, staying
+            shared, crowded_out = _crowd_out(candidate, needs, budgets, guests, shared, room_nbytes=room, least=least_crowded_out)
         if crowded_out:
             on_device = candidate.snapshot_nbytes + sum(nbytes for _, nbytes in crowded_out)
             needed += on_device
@@ -98,6 +106,7 @@ def place(candidate: Candidate, needs: Needs, budgets: Budgets, *, least_crowded
     slack = budgets.device_nbytes - needed  # two thirds and more of it are for spans
     extra = max(min(candidate.op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))
     sizes = candidate.sizes(needs)
+    waiting = enumerate(shared.homes[GRADIENTS]) if may_visit and needs.deferred else ()
     return Placement(
         homes=shared.homes,
         sizes=sizes,
@@ -117,6 +126,7 @@ def place(candidate: Candidate, needs: Needs, budgets: Budgets, *, least_crowded
         nvme_nbytes=shared.nvme_nbytes,
         num_crowded_out=len(crowded_out),
         visitors=visitors,
+        may_stay=frozenset(index for index, home in waiting if home == "nvme"),
     )
 
 
@@ -150,18 +160,19 @@ def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int,
     )
 
 
-def _visitors(candidate: Candidate, needs: Needs, budgets: Budgets, gradient_limit: int) -> frozenset[int]:
-    if not records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep):
-        return frozenset()
+def _guests(candidate: Candidate, needs: Needs, room_nbytes: int) -> tuple[frozenset[int], frozenset[int]]:
+    """Chunks whose records, and those whose gradients alone, the device has room for as a rule."""
     layout, records = candidate.layout, candidate.records
-    room, at_home = budgets.device_nbytes - gradient_limit - candidate.snapshot_nbytes, ("host",) * len(records)
+    may_stay = range(len(records)) if needs.deferred else ()
+    at_home = ("host",) * len(records)
     itemsize = needs.gradient_itemsize
-    spans = records_on_device(layout, records, at_home, room_nbytes=room, gradient_itemsize=itemsize, snapshots=())
-    return frozenset(index for span, _ in spans for index in layout.spans[span].chunks)
+    found = share_device(layout, records, at_home, room_nbytes=room_nbytes, gradient_itemsize=itemsize, may_stay=may_stay)
+    visitors, staying = (frozenset(index for span, _ in spans for index in layout.spans[span].chunks) for spans in found)
+    return visitors, staying
 
 
 def _crowd_out(
-    candidate: Candidate, needs: Needs, budgets: Budgets, visitors: frozenset[int], shared: Shared, *, room_nbytes: int, least: int
+    candidate: Candidate, needs: Needs, budgets: Budgets, guests: tuple, shared: Shared, *, room_nbytes: int, least: int
 ) -> tuple[Shared, list[tuple[int, int]]]:
     """Where NVMe is too small for what host memory leaves to it, put the first spans' records on the device, as far as that has room.
 
@@ -176,7 +187,7 @@ def _crowd_out(
             lacking -= sum(shared.on_nvme[kind][index] for kind in KINDS for index in layout.spans[span].chunks)
             crowded_out.append((span, nbytes))
         chunks = {index for span, _ in crowded_out for index in layout.spans[span].chunks}
-        shared = share_out(candidate, needs, budgets, chunks, visitors)
+        shared = share_out(candidate, needs, budgets, chunks, *guests)
         if not left or left[0][1] > room_nbytes:
             break  # the drive refuses what is too much for it
     return shared, crowded_out
@@ -201,31 +212,42 @@ def records_may_visit(*, weights: str, states: str, keep: bool) -> bool:
     return keep and states == "auto" and weights in ("auto", "device")
 
 
-def records_on_device(
+def share_device(
     layout: Layout,
     records: Sequence[Record],
     homes: Sequence[str],
     *,
     room_nbytes: int,
     gradient_itemsize: int | None,
-    snapshots: Collection[int],
-) -> list[tuple[int, int]]:
-    """The spans whose records fit on the device when all weights do, from the first on, with the bytes of each span's. Those that live
-    there anyway come before, and are not among them.
+    snapshots: Collection[int] = (),
+    may_stay: Collection[int] = (),
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """What the device has room for beside all weights: spans whose records fit, from the first on; and of the others those whose gradients
+    do, which come before records, from the last on. Each with its bytes. Records that live there anyway come before, and are not among them.
 
-    homes: of the states, by chunk. gradient_itemsize: as of `Needs`. snapshots: spans that need their weights twice. The same on all ranks.
+    homes: of the states, by chunk. may_stay: chunks, see `Placement`. gradient_itemsize: as of `Needs`. snapshots: spans that need their
+    weights twice. The same on all ranks.
     """
-    found = []
     room_nbytes -= sum(map(span_nbytes, layout.spans))
+    staying = {}
+    for span in reversed(layout.spans):
+        chunks = [index for index in span.chunks if index in may_stay and homes[index] != "device"]
+        nbytes = sum(_gradient_on_device(layout.chunks[index], gradient_itemsize) for index in chunks)
+        if nbytes > room_nbytes:
+            break
+        if nbytes:
+            staying[span.index] = nbytes
+            room_nbytes -= nbytes
+    visiting = []
     for span, nbytes in _states_on_device(layout, records, gradient_itemsize):
         if span.index in snapshots:
             nbytes += span_nbytes(span)
-        if nbytes > room_nbytes:
+        if nbytes - staying.get(span.index, 0) > room_nbytes:
             break
-        room_nbytes -= nbytes
+        room_nbytes -= nbytes - staying.pop(span.index, 0)
         if homes[span.chunks[0]] != "device":
-            found.append((span.index, nbytes))
-    return found
+            visiting.append((span.index, nbytes))
+    return visiting, list(staying.items())
 
 
 def _states_on_device(layout: Layout, records: Sequence[Record], gradient_itemsize: int | None) -> Iterator[tuple[Span, int]]:
@@ -239,9 +261,12 @@ def _largest_on_device(chunk: Chunk, record: Record, gradient_itemsize: int | No
     """Bytes of states and gradient of the largest shard: what lies on the device is decided alike on all ranks."""
     if not chunk.trainable:
         return 0
-    numel = chunk.shard_used(0)
-    states = sum(round_up(numel * segment.itemsize, PAGE_NBYTES) for segment in record.segments[1:])
-    return states + gradient_nbytes(chunk, numel, gradient_itemsize)
+    states = sum(round_up(chunk.shard_used(0) * segment.itemsize, PAGE_NBYTES) for segment in record.segments[1:])
+    return states + _gradient_on_device(chunk, gradient_itemsize)
+
+
+def _gradient_on_device(chunk: Chunk, itemsize: int | None) -> int:
+    return gradient_nbytes(chunk, chunk.shard_used(0), itemsize) if chunk.trainable else 0
 
 
 def _only_whole(states: str, needed: int, budget: int) -> str:

@@ -2,7 +2,8 @@
 
 A gradient that autograd has accumulated leaves the device at once, a small one together with what follows: on one rank straight
 into the host memory of its chunk's shard; on several into a flat buffer of the chunk, which is reduce-scattered when all its gradients
-are there. What belongs to a record on the device stays there.
+are there. What belongs to a record on the device stays there; so does, until its update begins, what waits for step() and has no place in
+host memory, as far as the device has room.
 Knows chunks and when they are complete. Must not know when or how they are used. Over 400 lines because a gradient's way differs
 with the ranks and with the home of its record, and all ways end in one place.
 """
@@ -104,7 +105,7 @@ class Gradients:
     @contextlib.contextmanager
     def shard(self, chunk: ChunkState):
         """The gradient shard of a chunk, 1-D [shard_used], in memory inside the block."""
-        if chunk.on_device:
+        if chunk.gradient_on_device:
             yield chunk.gradient.device_shard
             return
         with self.records.lease(chunk, GRADIENTS) as lease:
@@ -116,10 +117,13 @@ class Gradients:
             self.wait_for_room()  # the buffers that it is copied to take as much again
         flat = grad.detach().reshape(-1)
         chunks = self.registry.chunks_of(state)
-        if self.ranks.world == 1 and chunks[0].on_device:  # a span's records are in one place
+        if self.ranks.world == 1:
             for chunk in chunks:
-                self._keep(chunk, state, flat)
-            return
+                if chunk.gradient_on_device:
+                    self._keep(chunk, state, flat)
+            chunks = [chunk for chunk in chunks if not chunk.gradient_on_device]
+            if not chunks:
+                return
         nbytes = flat.numel() * flat.element_size()
         self._send(nbytes)
         ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
@@ -171,21 +175,37 @@ class Gradients:
 
     def release(self, chunk: ChunkState) -> None:
         """The gradient was used: its memory is free, the next arrival is a first one."""
-        if chunk.gradient.is_there and not chunk.on_device:
+        if chunk.gradient.is_there and not chunk.gradient_on_device:
             self.records.discard(chunk, GRADIENTS)
-        chunk.gradient.is_there = False
+        chunk.gradient.is_there = chunk.gradient.was_sent = False
         chunk.gradient.job = chunk.gradient.squares = None
         chunk.gradient.received = set()
 
+    def send(self, chunk: ChunkState, arrived: Job) -> Job:
+        """The update of a record that is not on the device begins: have the gradient that stayed there, with this job, follow it."""
+        stream = arrived.wait() if arrived.done else None
+        ready = stream.record_event() if stream is not None else None
+        chunk.gradient.follow()
+
+        def work() -> None:
+            arrived.wait()
+            with self._open(chunk) as memory:
+                begin = now()
+                marks = self._move(memory, chunk.gradient.device_shard, True, ready)
+            self.events.moved("gc", chunk.index, memory.nbytes, begin, now(), marks)
+
+        return self.gc.push(work, chunk.title)
+
     def leave_device(self, chunk: ChunkState) -> None:
-        """The record has gone back to its home: send what has arrived of its gradient after it. Nothing is under way."""
-        gradient, chunk.gradient.device_shard = chunk.gradient.device_shard, None
+        """The record has gone back to its home, or there is no room for gradients that stay: send what has arrived of its gradient after
+        it. Nothing is under way."""
+        last = self._last_stream(chunk)
+        gradient, has_data = chunk.gradient.leave()
         if gradient is None:
             return
-        if chunk.gradient.is_there:
-            if (stream := self._last_stream(chunk)) is not None:
-                stream.synchronize()
-            chunk.gradient.is_there = False
+        if has_data:
+            if last is not None:
+                last.synchronize()
             with self._open(chunk) as memory:
                 memory.copy_(gradient)
         self.tier.book(-gradient.nbytes)
@@ -247,7 +267,7 @@ class Gradients:
         chunk.gradient.number = self._num_arrivals = self._num_arrivals + 1
 
     def _keep(self, chunk: ChunkState, state: ParameterState, flat: torch.Tensor) -> None:
-        """On one rank: put a parameter's part into the gradient of a record on the device, by the stream that made it and will use it."""
+        """On one rank: put a parameter's part into the gradient on the device, by the stream that made it."""
         piece = chunk.whole_pieces[state.index]
         stream = torch.cuda.current_stream(self.device) if self.cuda else None
         if chunk.gradient.device_shard is None:
@@ -289,7 +309,7 @@ class Gradients:
     @contextlib.contextmanager
     def _open(self, chunk: ChunkState):
         """The chunk's gradient shard, to be written to; its gaps are zero. Waits for a slot."""
-        if chunk.on_device:
+        if chunk.gradient_on_device:
             if chunk.gradient.device_shard is None:
                 self._make_device_gradient(chunk)
             chunk.gradient.is_there = True

@@ -379,7 +379,7 @@ class Resident(Area):
 class GradientState:
     """What has arrived of a chunk's gradient. tiers/gradients.py alone writes it; others call what it has."""
 
-    __slots__ = ("device_shard", "flat", "is_there", "job", "missing", "number", "received", "squares", "used")
+    __slots__ = ("device_shard", "flat", "is_there", "job", "missing", "number", "received", "squares", "stays", "used", "was_sent")
 
     def __init__(self):
         self.is_there = False  # in its shard, from the first arrival until the update
@@ -388,7 +388,9 @@ class GradientState:
         self.squares = None  # the job that sums them, if their norm is asked for
         self.received: set[int] = set()  # parameters with data in the shard, of any rank
         self.missing: float = 0  # parameters that lack gradients in this backward pass, infinite if nobody knows
-        self.device_shard: torch.Tensor | None = None  # the shard of a record on the device; its memory stays
+        self.stays = False  # on the device until its update begins, though the record is not there
+        self.was_sent = False  # what stays has followed the record, or came while none did
+        self.device_shard: torch.Tensor | None = None  # the shard of a record on the device, or what stays; its memory stays, too
         self.flat: torch.Tensor | None = None  # device buffer of the whole chunk, more than one rank
         self.used: set[int] = set()  # parameters with a gradient on this rank, of which that has some
 
@@ -413,6 +415,23 @@ class GradientState:
     def sum_by(self, job) -> None:
         """What is there now has its squares summed by this job."""
         self.squares = job
+
+    def stay(self) -> None:
+        """From now on what arrives stays on the device until its update begins; what has arrived already is not there."""
+        self.stays, self.was_sent = True, self.is_there
+
+    def follow(self) -> None:
+        """What stayed is on its way to the record."""
+        self.is_there, self.was_sent = False, True
+
+    def leave(self) -> tuple[torch.Tensor | None, bool]:
+        """It does not stay any more. Returns the memory that it had on the device, and whether there is something in it, which is now to
+        be put elsewhere."""
+        memory, self.device_shard, self.stays = self.device_shard, None, False
+        has_data = self.is_there and not self.was_sent
+        if has_data:
+            self.is_there = False
+        return memory, has_data
 
     def free_device(self) -> None:
         self.device_shard = self.flat = None
@@ -499,6 +518,11 @@ class ChunkState:
     @property
     def on_device(self) -> bool:
         return self.states_home == "device"
+
+    @property
+    def gradient_on_device(self) -> bool:
+        """What has arrived of its gradient, and what arrives next."""
+        return self.on_device or (self.gradient.stays and not self.gradient.was_sent)
 
     def __repr__(self):
         names = self.span.params[0].name if self.span.params else "-"

@@ -93,7 +93,7 @@ class Updater:
         if chunk.on_device:
             self._update_on_device(chunk, gradient_job, hyper)
         else:
-            self._push(chunk, gradient_job, hyper)
+            self._push(chunk, self.gradients.send(chunk, gradient_job) if chunk.gradient_on_device else gradient_job, hyper)
         self.course.num_updates_begun += 1  # only now: what it asks for must not look like the last to be used again
 
     def begin_announced(self, chunk: ChunkState) -> None:

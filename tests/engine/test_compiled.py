@@ -188,34 +188,6 @@ def test_functions_that_call_a_model_break_at_its_ops(tmp_path):
             torch.testing.assert_close(engine.read_state(p)["weight"], theirs.detach(), msg=name)
 
 
-class Passing(nn.Module):
-    """Blocks that return an input and something without a gradient, beside what they compute."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(H, H)
-
-        def forward(self, x, scale):
-            return torch.tanh(self.layer(x)) * scale, scale, x.detach()
-
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.shape = nn.ModuleList(Passing.Block() for _ in range(3)), (3, H)
-
-    def forward(self, x):
-        x, scale = x.requires_grad_(), torch.full((H,), 2.0)
-        for block in self.blocks:
-            x, scale, before = block(x, scale)
-            assert not scale.requires_grad and not before.requires_grad
-        return x
-
-
-@pytest.mark.parametrize("way", ["wrappers", "in place"])
-def test_what_passes_through_has_a_gradient_only_where_it_had_one(way, tmp_path):
-    assert_as_plain(Passing, tmp_path, way, loss=mlp_loss, **PLACES["nvme"])
-
-
 def test_llama_of_transformers(tmp_path):
     """Its layers call checkpoint() in `__call__`, outside of what `compile()` compiles and inside of what torch.compile(layer) does."""
     transformers = pytest.importorskip("transformers")

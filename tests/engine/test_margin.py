@@ -25,7 +25,7 @@ HOMES = {
 def budgets(make, directory, **config):
     """Device bytes for all weights but no record, and those that the records of each span, one after another, take besides."""
     with training(make, directory, weights="device", states="host", **config) as (_, engine, _):
-        found = planner.records_on_device(
+        found, _ = planner.share_device(
             engine.layout,
             [chunk.record for chunk in engine.registry.chunks],
             engine.placement.homes[STATES],
@@ -73,8 +73,13 @@ def test_every_split_between_device_and_home_has_the_same_bits(numbers, options,
                 gpt_step(model, optimizer, step, accumulate=options.get("accumulation_steps", 1))
             whole = engine.placement.homes[STATES][0] == "device"
             total = len(engine.registry.spans)
-            return states_of(engine, model), total if whole else len(engine.margin.promoted), total
+            margin, may_stay = engine.margin, {engine.registry.chunks[index].span.index for index in engine.placement.may_stay}
+            if not whole and margin.promoted:  # gradients that wait, and have no place elsewhere, came first
+                assert may_stay <= {span.index for span, _ in margin.promoted} | set(margin.staying)
+            stay.append(len(margin.staying))
+            return states_of(engine, model), total if whole else len(margin.promoted), total
 
+    stay = []
     least, records = budgets(tiny_gpt, tmp_path, options=options, **numbers)
     expected, *_ = run(weights="host", states="host")
     counts = []
@@ -82,7 +87,10 @@ def test_every_split_between_device_and_home_has_the_same_bits(numbers, options,
         states, count, total = run(device_memory=least + sum((2 * records)[:some]), **HOMES[home])
         assert_same_states(states, expected, f"{count} of {total} spans")
         counts.append(count)
-    assert counts == [0, 1, len(records) // 2, len(records) - 1, total]
+    if home == "nvme" and options.keys() & {"max_grad_norm", "accumulation_steps"}:
+        assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == total and 0 < max(stay) <= total
+    else:
+        assert counts == [0, 1, len(records) // 2, len(records) - 1, total] and not any(stay)
 
 
 @pytest.mark.parametrize("update", ["backward", "deferred"])
@@ -105,6 +113,39 @@ def test_records_come_to_the_device_only_once_all_weights_have_room(tmp_path):
                 gpt_step(model, optimizer, step)
             assert bool(engine.margin.promoted) is some
             assert engine.stats()["peak_device_nbytes"] <= budget
+
+
+@pytest.mark.parametrize("update", ["auto", "deferred"])
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"accumulation_steps": 3}], ids=["clip", "accumulate"])
+def test_gradients_that_wait_stay_on_the_device_where_host_memory_has_room_for_records_alone(options, update, tmp_path):
+    """Nothing of a settled step moves to NVMe then, and a backward pass that is dropped changes nothing."""
+    least, records = budgets(tiny_gpt, tmp_path, options=options)
+    num_micro = options.get("accumulation_steps", 1)
+    expected = None
+    for host_kib in (64 << 10, *range(320, 2000, 20)):
+        config = {"host_memory": f"{host_kib}KiB", "device_memory": least + sum(records[:6]), "update": update}
+        with training(tiny_gpt, tmp_path, options=options, **config) as (model, engine, optimizer):
+            homes = engine.placement.homes
+            if "nvme" in (*homes[WEIGHTS], *homes[STATES]):
+                continue
+            for step in range(2):
+                gpt_step(model, optimizer, step, num_micro)
+            before = engine.stats()
+            for step in range(2, 4):
+                if num_micro == 1:
+                    (model(*tokens(7)) * 3).backward()
+                    optimizer.zero_grad()
+                gpt_step(model, optimizer, step, num_micro)
+            states = states_of(engine, model)
+            moved = [engine.stats()[name] - before[name] for name in ("nvme_read_nbytes", "nvme_write_nbytes")]
+            assert moved == [0, 0]
+            if expected is None:
+                expected = states
+                continue
+            assert_same_states(states, expected, f"{host_kib} KiB")
+            assert 0 < len(engine.margin.staying) and len(engine.margin.promoted) < len(records)
+            return
+    pytest.fail("no budget of host memory held the records alone")
 
 
 def test_nothing_moves_to_nvme_where_device_and_host_together_hold_all(tmp_path):

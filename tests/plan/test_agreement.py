@@ -8,7 +8,7 @@ from test_schedule import random_case
 
 from infinity.errors import BudgetError
 from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
-from infinity.plan.placement import records_on_device
+from infinity.plan.placement import share_device
 from infinity.plan.record import STATES, record_layout
 from infinity.plan.schedule import Read, ReadStates, plan
 
@@ -57,7 +57,7 @@ def test_ranks_have_the_same_room_on_the_device(block):
         on_device = {(p.device_nbytes, p.fixed_nbytes, p.least_nbytes, p.gradient_limit_nbytes, p.pinned, p.visitors) for p in found}
         assert len(on_device) == 1, seed
         rest = {"room_nbytes": choose.randint(0, 2 << 20), "gradient_itemsize": options["gradient_itemsize"], "snapshots": ()}
-        promoted = [records_on_device(whole, own, placement.homes[STATES], **rest) for own, placement in zip(records, found)]
+        promoted = [share_device(whole, own, placement.homes[STATES], **rest) for own, placement in zip(records, found)]
         assert promoted == promoted[:1] * world, seed
         num_promoted += bool(promoted[0])
     assert num_placed > 30 and num_that_differ > 5 and num_promoted > 5

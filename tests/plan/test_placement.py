@@ -15,7 +15,7 @@ from infinity.plan import placement as planner
 from infinity.plan.chunk_size import chunk_numels
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS
 from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
-from infinity.plan.placement import records_on_device
+from infinity.plan.placement import share_device
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 
 # Eight chunks of one parameter of 4096 elements each: a bf16 weight is 8 KiB, the states are 40 KiB, a gradient is 8 KiB.
@@ -222,7 +222,7 @@ def test_what_is_on_the_device_is_decided_alike_on_all_ranks(states):
                 found.append((placement.pinned, placement.fixed_nbytes, placement.homes[STATES][0]))
             except BudgetError as error:
                 found.append(str(error))
-            found[-1] = (found[-1], records_on_device(whole, records, ["host"] * NUM, room_nbytes=budget, gradient_itemsize=None, snapshots=()))
+            found[-1] = (found[-1], share_device(whole, records, ["host"] * NUM, room_nbytes=budget, gradient_itemsize=None)[0])
         assert found[0] == found[1], budget
         outcomes.add(str(found[0][0])[:5])
     assert len(outcomes) == 2  # both kinds were seen
@@ -299,7 +299,7 @@ def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(worl
 @pytest.mark.parametrize("deferred", [False, True])
 def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(deferred, few_slots):
     """Three spans' records fit there beside all weights; the five others come first, weights before states."""
-    device = 2 * WEIGHT + NUM * WEIGHT + 3 * (STATE + GRADIENT)
+    device = 2 * WEIGHT + NUM * WEIGHT + 3 * STATE + (NUM if deferred else 3) * GRADIENT  # those that wait stay there, too
     seen = set()
     for host in range(150 << 10, 600 << 10, 4096):
         found = placed(device_budget=device, host_budget=host, deferred=deferred)
@@ -336,9 +336,9 @@ def test_records_that_live_on_the_device_come_before_those_that_visit_it():
     options = {"gradient_itemsize": None, "snapshots": ()}
     for count in range(NUM):
         room = NUM * WEIGHT + count * (STATE + GRADIENT)
-        every = records_on_device(whole, records, ["nvme"] * NUM, room_nbytes=room, **options)
+        every, _ = share_device(whole, records, ["nvme"] * NUM, room_nbytes=room, **options)
         assert every == [(index, STATE + GRADIENT) for index in range(count)]
-        assert records_on_device(whole, records, ["device"] * 3 + ["nvme"] * 5, room_nbytes=room, **options) == every[3:]
+        assert share_device(whole, records, ["device"] * 3 + ["nvme"] * 5, room_nbytes=room, **options) == (every[3:], [])
 
 
 # ---- the size of chunks ----

@@ -20,7 +20,7 @@ from infinity.plan import placement as planner
 from infinity.plan.needs import Budgets
 from infinity.plan.packing import WEIGHT_NBYTES, Layout
 from infinity.plan.placement import Placement
-from infinity.plan.record import ADAM_MOMENTS, STATES, Record
+from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, Record
 from infinity.sizes import format_bytes
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.rank import Step
@@ -186,10 +186,15 @@ def arrangement(
         placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
         if planner.records_may_visit(weights=config.weights, states=config.states, keep=config.residency == "auto"):
             room = placement.device_nbytes - placement.gradient_limit_nbytes
-            found = planner.records_on_device(layout, records, homes, room_nbytes=room, gradient_itemsize=None, snapshots=())
-            on_device += tuple(span for span, _ in found)
-            taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in found)
-            placement = dataclasses.replace(placement, fixed_nbytes=placement.fixed_nbytes + taken)
+            visiting, staying = planner.share_device(
+                layout, records, homes, room_nbytes=room, gradient_itemsize=None, may_stay=placement.may_stay
+            )
+            on_device += tuple(span for span, _ in visiting)
+            taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in visiting) + sum(n for _, n in staying)
+            stay = placement.may_stay & {index for span, _ in staying for index in layout.spans[span].chunks}
+            gradients = tuple("host" if index in stay else home for index, home in enumerate(placement.homes[GRADIENTS]))  # nor on NVMe
+            homes = placement.homes | {GRADIENTS: gradients}
+            placement = dataclasses.replace(placement, homes=homes, fixed_nbytes=placement.fixed_nbytes + taken)
     return layout, records, placement, on_device
 
 
