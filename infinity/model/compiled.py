@@ -19,6 +19,7 @@ Knows modules and torch.compile. Must not know engines, or what is done at a doo
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -78,10 +79,9 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 
 def find_wrappers(model: nn.Module) -> list[OptimizedModule]:
-    """What torch.compile has made of the model or of modules in it. Nothing else knows all of these but the garbage collector."""
+    """What torch.compile has made of the model or of modules in it."""
     modules = set(model.modules())
-    found = [thing for thing in gc.get_objects() if type(thing) is OptimizedModule]
-    return [wrapper for wrapper in found if wrapper._modules.get("_orig_mod") in modules and compiles(wrapper)]
+    return [wrapper for wrapper in _all_wrappers() if wrapper._modules.get("_orig_mod") in modules and compiles(wrapper)]
 
 
 def find_compiled(model: nn.Module) -> Iterator[nn.Module]:
@@ -93,17 +93,30 @@ def find_compiled(model: nn.Module) -> Iterator[nn.Module]:
 
 
 _noticed: list[Callable] = []
+_wrappers: weakref.WeakSet[OptimizedModule] = weakref.WeakSet()  # that were made since this module was imported
+
+
+@functools.cache
+def _early_wrappers() -> weakref.WeakSet[OptimizedModule]:
+    """Those that were made before: nobody else knows them but the garbage collector, which takes a tenth of a second."""
+    return weakref.WeakSet(thing for thing in gc.get_objects() if type(thing) is OptimizedModule)
+
+
+def _all_wrappers() -> set[OptimizedModule]:
+    return {*_early_wrappers(), *_wrappers}
 
 
 def watch_wrappers(noticed: Callable[[nn.Module, OptimizedModule], None]) -> None:
     """From now on, call noticed(module, wrapper) for each that is made, before it is whole."""
-    if not _noticed:
-        register_module_module_registration_hook(_registered)
     if noticed not in _noticed:
         _noticed.append(noticed)
 
 
 def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if type(parent) is OptimizedModule and child is not None:
+        _wrappers.add(parent)
         for noticed in _noticed:
             noticed(child, parent)
+
+
+register_module_module_registration_hook(_registered)
