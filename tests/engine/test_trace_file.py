@@ -11,6 +11,7 @@ from helpers import NVME, on_gpu, start_python, training
 from models import tiny_gpt
 
 import infinity
+from infinity.engine.ops import ops_of
 from infinity.engine.trace_file import LANES, RankTrace, Slice, joined, read_trace, save_trace, to_perfetto, write_trace
 from infinity.errors import UsageError
 from infinity.system.events import COMPUTE, LINKS, STALL, STEP, Event, Events
@@ -37,7 +38,7 @@ def traced(tmp_path_factory):
     with training(lambda: tiny_gpt(checkpoint_activations=True), folder / "swap", trace=True, **NVME) as (model, engine, optimizer):
         run_steps(model, optimizer, STEPS)
         save_trace(folder / "trace.json", model)
-        spans = {op.name: op.spans for op in engine.hooks.ops.values()}
+        spans = {op.name: op.spans for _, op in ops_of(model, engine.registry)}
         chunks = {name: [engine.registry.chunks[i].title for span in found for i in span.span.chunks] for name, found in spans.items()}
         slots = {kind: cache.slots.count for kind, cache in engine.records.caches.items()}
     return read_trace(folder / "trace.json")[0], json.loads((folder / "trace.json").read_text()), chunks, slots
