@@ -5,6 +5,7 @@ Knows how each is told what to do, and what a step of it is. Must not know which
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -94,6 +95,16 @@ def kernel_io() -> tuple[int, int]:
     """Bytes that this process has had read and written so far."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
+def host_peak_nbytes() -> int:
+    """The most of host memory that was resident for this process."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
+
+
+def version_of(engine: str) -> str:
+    """Beside its name; "" for what comes with PyTorch, and for this package."""
+    return importlib.metadata.version("deepspeed") if engine == "deepspeed" else ""
 
 
 def make_ready(engine: str, job: Job) -> Trainer:

@@ -28,7 +28,6 @@ of the first engine's, or the exit status is 1.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import math
 import os
@@ -57,7 +56,7 @@ from _common import (
     spread,
     synchronize,
 )
-from _engines import ABSENT, TRAFFIC, Job, check_can_run, folder_on, join, make_ready
+from _engines import ABSENT, TRAFFIC, Job, check_can_run, folder_on, host_peak_nbytes, join, make_ready, version_of
 from _shapes import SHAPES, Size, make, size_of, vocab_of
 
 from infinity import output
@@ -298,7 +297,7 @@ def run(options) -> dict:
     device = join(options.engine, options.device, backend)
     report = {"product_flops": measured_product(device), "seconds": [], "losses": []}
     report["device"] = torch.cuda.get_device_name(device) if cuda else "CPU"  # asked here: it may take memory of the device
-    report["version"] = importlib.metadata.version("deepspeed") if options.engine == "deepspeed" else ""
+    report["version"] = version_of(options.engine)
     start = time.perf_counter()
     trainer = make_ready(options.engine, job_of(options, device))
     synchronize(options.device)
@@ -316,7 +315,7 @@ def run(options) -> dict:
         report.setdefault("first_seconds", time.perf_counter() - start)
         num = max(1, number + 1 - NUM_WARM)
         report["nbytes"] = [None if now is None else (now - then) / num for then, now in zip(before, trainer.moved())]
-        report["host_nbytes"] = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
+        report["host_nbytes"] = host_peak_nbytes()
         report["device_nbytes"] = torch.cuda.max_memory_allocated() if cuda else 0
         report["reserved_nbytes"] = torch.cuda.max_memory_reserved() if cuda else 0
         leave_so_far(report)

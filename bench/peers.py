@@ -32,7 +32,6 @@ which all later ones wait: remove it.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import statistics
@@ -60,7 +59,7 @@ from _common import (
     positive_float,
     spread,
 )
-from _engines import ABSENT, TRAFFIC, Job, check_can_run, folder_on, join, kernel_io, make_ready
+from _engines import ABSENT, TRAFFIC, Job, check_can_run, folder_on, host_peak_nbytes, join, kernel_io, make_ready, version_of
 
 from infinity import output
 from infinity.errors import ConfigError
@@ -253,11 +252,11 @@ def run(options) -> dict:
         "losses": losses,
         "traffic": [None if b is None else (b - a) / counted for a, b in zip(before, trainer.moved())],
         "kernel_io": [(b - a) / counted for a, b in zip(io_before, kernel_io())],
-        "host_nbytes": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10,
+        "host_nbytes": host_peak_nbytes(),
         "disk_nbytes": disk_nbytes(options.nvme),
         "device_nbytes": torch.cuda.max_memory_allocated() if cuda else 0,
         "num_parameters": num,
-        "version": importlib.metadata.version("deepspeed") if options.engine == "deepspeed" else "",
+        "version": version_of(options.engine),
     }
     dist.barrier()  # files are counted
     trainer.close()

@@ -3,7 +3,8 @@
 Prints the calls that go up, from a package to one that stands above it (FLOORS in test_house.py), by package and then by function, and the
 deepest fetch. The caller is the nearest frame but for those of contextlib, functools and `uninterrupted`, which pass calls on; where that is
 none of ours, as where torch calls a hook, the call goes nowhere. Those of `system` and `plan` are told apart: a lane runs what it was
-given, and a policy of plan asks what it was given. The deepest fetch is the longest run of our own frames, each called by the one before, during the forward pass in the training thread.
+given, and a policy of plan asks what it was given. The deepest fetch is the longest run of our own frames, each called by the one before,
+during the forward pass in the training thread.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from pathlib import Path
 
 import torch
 from test_house import FLOOR, PACKAGE, room

@@ -87,7 +87,8 @@ def save(
     engine = engine_of(model)
     with engine.turn, engine.ranks.at("infinity.save"):
         pause.ready_to_save(engine, optimizer)
-        saving = pause.shielded(engine.device, lambda shield: Saving(engine, checked_path(path), scheduler, extra, parse_bytes(host_memory)))
+        nbytes = parse_bytes(host_memory)
+        saving = pause.shielded(engine.device, lambda shield: Saving(engine, checked_path(path), scheduler, extra, nbytes))
         if wait:
             saving.wait(progress)
     return saving

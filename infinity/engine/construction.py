@@ -121,11 +121,12 @@ def _nbytes(param: nn.Parameter) -> int:
 class _Away:
     """A parameter that is away. source: how its values are drawn, or their place in the scratch file."""
 
-    __slots__ = ("dtype", "numel", "placeholder", "shape", "source")
+    __slots__ = ("address", "dtype", "numel", "placeholder", "shape", "source")
 
     def __init__(self, param: nn.Parameter, source: Drawn | Place):
         self.shape, self.dtype, self.numel, self.source = param.shape, param.dtype, param.numel(), source
         self.placeholder = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
+        self.address = self.placeholder.data_ptr()
 
     @property
     def device(self) -> torch.device:
@@ -133,7 +134,7 @@ class _Away:
 
     def is_in(self, param: nn.Parameter) -> bool:
         """Whether the parameter still holds the placeholder, and nobody gave it other data, as `set_` does, which no mode sees."""
-        return param.data_ptr() == self.placeholder.data_ptr()
+        return param.data_ptr() == self.address
 
     def put_in(self, param: nn.Parameter) -> None:
         param.data = self.placeholder.expand(self.shape)
@@ -149,6 +150,7 @@ class _Builder(TorchFunctionMode):
         self._num_threads = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
         self._home: dict[int, _Home] = {}  # by identity, oldest first
         self._away: dict[int, tuple[nn.Parameter, _Away]] = {}
+        self._placeholders: dict[int, int] = {}  # whose they are, by address
         self._home_nbytes = collections.Counter()  # by kind of device
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._children: set[int] = set()
@@ -210,7 +212,7 @@ class _Builder(TorchFunctionMode):
         for key in [key for key in self._away if key not in used]:
             param, away = self._away[key]
             if isinstance(away.source, Drawn):
-                del self._away[key]
+                self._forget(key)
                 reference = weakref.ref(param)
                 del param
                 if (param := reference()) is not None and away.is_in(param):
@@ -261,10 +263,10 @@ class _Builder(TorchFunctionMode):
             return
         if id(param) in self._away or not param.is_floating_point() or not param.numel():
             return
-        for original, away in list(self._away.values()):
-            if away.is_in(param):  # nn.Parameter(another) asks no mode for the other's data
-                self._bring_back([original])
-                param.data = original.data.reshape(param.shape)
+        if (key := self._placeholders.get(param.data_ptr())) is not None:  # nn.Parameter(another) asks no mode for the other's data
+            original, _ = self._away[key]
+            self._bring_back([original])
+            param.data = original.data.reshape(param.shape)
         self._come_home(param)
 
     def _come_home(self, param: nn.Parameter) -> None:
@@ -275,8 +277,10 @@ class _Builder(TorchFunctionMode):
     def _forget(self, key: int) -> _Away | None:
         """A parameter is away no longer."""
         _, away = self._away.pop(key, (None, None))
-        if away is not None and isinstance(away.source, Place):
-            self.scratch.free(away.source)
+        if away is not None:
+            del self._placeholders[away.address]
+            if isinstance(away.source, Place):
+                self.scratch.free(away.source)
         return away
 
     def _away_of(self, param) -> _Away | None:
@@ -341,7 +345,7 @@ class _Builder(TorchFunctionMode):
     def _leave(self, param: nn.Parameter, source: Drawn | Place) -> None:
         away = _Away(param, source)
         away.put_in(param)
-        self._away[id(param)] = (param, away)
+        self._away[id(param)], self._placeholders[away.address] = (param, away), id(param)
         self._leave_home(id(param))
 
     def _send_away(self, param: nn.Parameter) -> None:

@@ -157,7 +157,7 @@ class Due:
     def _begin_sum(self, chunk: ChunkState) -> None:
         job, total = chunk.gradient.job, NormAccumulator()
 
-        def add() -> NormAccumulator:
+        def add() -> NormAccumulator:  # may be queued still
             stream = job.wait()
             if stream is not None:  # of a gradient that stays on the device
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
@@ -165,12 +165,8 @@ class Due:
                 add_norm(chunk, gradient, total)
             return total
 
-        def add_all() -> NormAccumulator:
-            add().settle()
-            return total
-
         # On the device it is one pass at its speed, in the order of this thread's stream; the lane would wait for all that lies before.
-        chunk.gradient.sum_by(Job.over(add()) if chunk.gradient_on_device and job.done else self.updater.sum_squares(add_all))
+        chunk.gradient.sum_by(Job.over(add()) if chunk.gradient_on_device and job.done else self.updater.sum_squares(lambda: add().settled()))
 
     def norm(self, chunks: list[ChunkState]) -> float:
         """The global norm of the summed gradients, the same bits for every placement and chunk size."""

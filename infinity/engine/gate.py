@@ -49,7 +49,8 @@ class Gate:
         if self.trains_elsewhere:
             raise UsageError(
                 f"{what} from another thread than the one that trains, which may be in the middle of a step: it would see the state of no "
-                f"step. Call it in the thread that calls step(), after step(); infinity.save(..., wait=False) writes while that goes on training"
+                f"step. Call it in the thread that calls step(), after step(); infinity.save(..., wait=False) writes while that goes on "
+                f"training"
             )
 
     def check_open(self) -> None:

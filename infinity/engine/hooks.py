@@ -112,8 +112,8 @@ class Hooks:
             if any(thread.ident == self.calls.thread for thread in threading.enumerate()):
                 kind = type(behind(module)).__name__
                 raise UsageError(
-                    f"{kind} is called while another thread is in a forward or backward pass of the model. Passes of a model come one after "
-                    f"the other: hold one threading.Lock around each training step and around each evaluation."
+                    f"{kind} is called while another thread is in a forward or backward pass of the model. Passes of a model come one "
+                    f"after the other: hold one threading.Lock around each training step and around each evaluation."
                 )
 
     def _unscaled(self, value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the device has room for beside the activations: measures these, and gives what they leave free to weights and records.
+"""What the device has room for beside the activations: measures these, and gives what they leave free to weights, records and waiting gradients.
 
 Knows budgets, spans and where records live. Must not know ops, what gradients are worth or what an update computes. The
 training thread calls it, on every rank at the same point.
@@ -20,7 +20,7 @@ training thread calls it, on every rank at the same point.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 
@@ -38,7 +38,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Margin:
-    """Divides the engine's device memory between spans and records.
+    """Divides the engine's device memory between spans, records, and gradients that wait.
 
     bound_nbytes: the most that the engine may hold there; None where only activations bound it.
     """
@@ -124,8 +124,8 @@ class Margin:
         )
         while len(self.promoted) > len(visiting):
             self._demote()
-        visitors = {index for index, _ in visiting}
-        self._send_gradients(lambda span: span not in visitors and span not in dict(staying))
+        guests = {index for index, _ in (*visiting, *staying)}
+        self._send_gradients([span for span in self.staying if span not in guests])
         self.budget_nbytes = budget
         self._divide()
         for index, nbytes in visiting[len(self.promoted) :]:
@@ -162,7 +162,7 @@ class Margin:
         """Leave to the activations all but the least."""
         while self.promoted:
             self._demote()
-        self._send_gradients(lambda span: True)
+        self._send_gradients(list(self.staying))
         self.budget_nbytes = self.placement.least_nbytes
         self._divide()
         self.weights.evict_idle()
@@ -190,12 +190,11 @@ class Margin:
             chunk.gradient.stay()
         self.staying[span] = nbytes
 
-    def _send_gradients(self, is_due: Callable[[int], bool]) -> None:
-        """Those of such spans do not stay on the device any more."""
-        due = [span for span in self.staying if is_due(span)]
-        if due:
+    def _send_gradients(self, spans: list[int]) -> None:
+        """Those of these spans do not stay on the device any more."""
+        if spans:
             self.gradients.drain()
-        for span in due:
+        for span in spans:
             for chunk in self._may_stay(span):
                 self.gradients.leave_device(chunk)
             del self.staying[span]

@@ -17,7 +17,7 @@
 
 enum { NUM_WORDS = 624, SHIFT = 397 };
 
-/* How torch keeps it (CPUGeneratorImplStateLegacy). words[next] is the next number, and left - 1 of them are there; a seed leaves (1, 0). */
+/* How torch keeps it (CPUGeneratorImplStateLegacy). words[next] is the next number, left - 1 of them are there; a seed leaves (1, 0). */
 struct state {
     uint64_t seed;
     int32_t left, seeded;

@@ -80,8 +80,9 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 def find_wrappers(model: nn.Module) -> list[OptimizedModule]:
     """What torch.compile has made of the model or of modules in it."""
+    _note_early_wrappers()
     modules = set(model.modules())
-    return [wrapper for wrapper in _all_wrappers() if wrapper._modules.get("_orig_mod") in modules and compiles(wrapper)]
+    return [wrapper for wrapper in list(_wrappers) if wrapper._modules.get("_orig_mod") in modules and compiles(wrapper)]
 
 
 def find_compiled(model: nn.Module) -> Iterator[nn.Module]:
@@ -93,17 +94,13 @@ def find_compiled(model: nn.Module) -> Iterator[nn.Module]:
 
 
 _noticed: list[Callable] = []
-_wrappers: weakref.WeakSet[OptimizedModule] = weakref.WeakSet()  # that were made since this module was imported
+_wrappers: weakref.WeakSet[OptimizedModule] = weakref.WeakSet()
 
 
 @functools.cache
-def _early_wrappers() -> weakref.WeakSet[OptimizedModule]:
-    """Those that were made before: nobody else knows them but the garbage collector, which takes a tenth of a second."""
-    return weakref.WeakSet(thing for thing in gc.get_objects() if type(thing) is OptimizedModule)
-
-
-def _all_wrappers() -> set[OptimizedModule]:
-    return {*_early_wrappers(), *_wrappers}
+def _note_early_wrappers() -> None:
+    """Those that were made before this module was imported, which nobody else knows but the garbage collector: a tenth of a second."""
+    _wrappers.update(thing for thing in gc.get_objects() if type(thing) is OptimizedModule)
 
 
 def watch_wrappers(noticed: Callable[[nn.Module, OptimizedModule], None]) -> None:

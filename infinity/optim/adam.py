@@ -241,14 +241,14 @@ class NormAccumulator:
     def limbs(self) -> torch.Tensor:
         """int64 [72], the sum of squares as a fixed-point number ([Note: sums without an order] in _adam.c). Adding the limbs of two
         accumulators as integers adds what they have seen: all_reduce them with SUM, in place."""
-        self.settle()
-        return self._limbs
+        return self.settled()._limbs
 
-    def settle(self) -> None:
-        """Wait for what is queued."""
+    def settled(self) -> NormAccumulator:
+        """Itself, once all that is queued has been added."""
         if self._block_sums:
             self._limbs += _limbs_torch(torch.cat(self._block_sums)).to(self._limbs.device)
             self._block_sums = []
+        return self
 
     def add(self, grad: torch.Tensor, *, threads: int = 0, isa: str | None = None) -> None:
         """grad: bf16, fp16 or fp32, 1-D contiguous; it begins on a border of 1,024 elements of its parameter. isa: "triton" or "torch"

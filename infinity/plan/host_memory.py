@@ -51,7 +51,15 @@ def share_out(
 class _Sharing:
     """homes: of each kind and chunk, as far as they are known. counts: of slots."""
 
-    def __init__(self, candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out, visitors, staying):
+    def __init__(
+        self,
+        candidate: Candidate,
+        needs: Needs,
+        budgets: Budgets,
+        crowded_out: Collection[int],
+        visitors: Collection[int],
+        staying: Collection[int],
+    ):
         self.candidate, self.needs, self.budgets = candidate, needs, budgets
         self.visitors, self.staying = visitors, staying
         self.sizes = candidate.sizes(needs)

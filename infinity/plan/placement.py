@@ -223,7 +223,8 @@ def share_device(
     may_stay: Collection[int] = (),
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """What the device has room for beside all weights: spans whose records fit, from the first on; and of the others those whose gradients
-    do, which come before records, from the last on. Each with its bytes. Records that live there anyway come before, and are not among them.
+    do, which come before records, from the last on. Each with its bytes. Records that live there anyway come first, and are not among
+    them.
 
     homes: of the states, by chunk. may_stay: chunks, see `Placement`. gradient_itemsize: as of `Needs`. snapshots: spans that need their
     weights twice. The same on all ranks.

@@ -1,6 +1,6 @@
 """How much memory a device and the host have for this process, and how much of the device's was in use at most.
 
-Knows the allocator of the device, and the limits of control groups. Must not know what is allocated.
+Knows the allocator of the device, which it has make segments that expand, and the limits of control groups. Must not know what is allocated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Saved activations away from the device: to host memory while forward goes on, past its budget to NVMe, back before backward.
 
 Knows storages, host memory and a swap. Must not know modules, autograd's graph or weights: whoever packs and unpacks saved
-tensors asks here, in the training thread. Over 400 lines because a storage's way out, back and to its end is one protocol.
+tensors asks here, in the training thread. Over 500 lines because a storage's way out, back and to its end is one protocol.
 """
 
 # [Note: what is moved]

@@ -389,7 +389,7 @@ class GradientState:
         self.received: set[int] = set()  # parameters with data in the shard, of any rank
         self.missing: float = 0  # parameters that lack gradients in this backward pass, infinite if nobody knows
         self.stays = False  # on the device until its update begins, though the record is not there
-        self.was_sent = False  # what stays has followed the record, or came while none did
+        self.was_sent = False  # what has arrived is not there all the same: it has followed the record, or came before it was to stay
         self.device_shard: torch.Tensor | None = None  # the shard of a record on the device, or what stays; its memory stays, too
         self.flat: torch.Tensor | None = None  # device buffer of the whole chunk, more than one rank
         self.used: set[int] = set()  # parameters with a gradient on this rank, of which that has some

@@ -5,7 +5,7 @@ losses of plain PyTorch, and generate its tokens, there; one byte less is refuse
 import pytest
 import torch
 from helpers import NVME, assert_nothing_held
-from test_transformers import CASES, DECODER, EXPERTS, LENGTH, OPTIONS, ROWS, VOCAB, Case, image, plain, sound, text, token_ids, train
+from test_transformers import CASES, DECODER, LENGTH, OPTIONS, ROWS, VOCAB, Case, image, plain, text, token_ids, train
 
 import infinity
 

@@ -1,4 +1,7 @@
-"""infinity.init: the weights of a plain construction, bit for bit, with never more than a window of them at home."""
+"""infinity.init: the weights of a plain construction, bit for bit, with never more than a window of them at home.
+
+Long because each way to give a parameter values is tried where these are drawn later, sent away, and whole.
+"""
 
 import copy
 import dataclasses
@@ -601,3 +604,16 @@ def test_states_that_are_zero_are_not_written_to_nvme(compression, states_nbytes
             state = engine.read_state(param)
             assert_same_bits(state.pop("weight"), other.detach(), other.shape)
             assert all(value.eq(0).all() for value in state.values()) and len(state) == 3
+
+
+def test_what_a_parameter_costs_does_not_grow_with_their_number(tmp_path, monkeypatch):
+    counts = []
+    for num_layers in (100, 200):
+        calls = []
+        asked = construction._Builder.__torch_function__
+        monkeypatch.setattr(construction._Builder, "__torch_function__", lambda *args, **how: calls.append(1) or asked(*args, **how))
+        with infinity.init(infinity.Config(nvme=tmp_path, device="cpu", host_memory="64MiB"), window=1 << 20):
+            nn.Sequential(*(nn.Linear(256, 256) for _ in range(num_layers)))
+        monkeypatch.undo()
+        counts.append(len(calls) / num_layers)
+    assert counts[1] < 1.2 * counts[0], counts

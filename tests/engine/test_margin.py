@@ -1,4 +1,8 @@
-"""The device margin: records use what weights and activations leave free, leave when these grow, and no bit depends on it."""
+"""The device margin: records and waiting gradients use what weights and activations leave free, leave when these grow, and no bit depends
+on it.
+
+Long because every split of the device is made, by budgets and by a scripted gauge.
+"""
 
 import math
 

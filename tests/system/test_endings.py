@@ -102,7 +102,20 @@ def nursery():
     nursery.close()
 
 
-def program(folder, stage="none", who="one", closes=False, kills=False, batches=5, fewer=0, barrier=False, destroys=False, groups=True, lingers=False, slow=False):
+def program(
+    folder,
+    stage="none",
+    who="one",
+    closes=False,
+    kills=False,
+    batches=5,
+    fewer=0,
+    barrier=False,
+    destroys=False,
+    groups=True,
+    lingers=False,
+    slow=False,
+):
     """What a user writes. At `stage` the last rank, or each, raises or is killed; it has `fewer` batches than the others."""
     import torch
     import torch.distributed as dist
