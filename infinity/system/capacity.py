@@ -15,6 +15,7 @@ import torch
 
 from infinity.errors import NO_DESCRIPTORS, ConfigError
 
+_PAGE_NBYTES = {"large": 20 << 20, "small": 2 << 20}  # by which segments grow and shrink, for blocks of more than 1 MiB and others
 _CGROUPS = Path("/sys/fs/cgroup")
 UNLIMITED_NBYTES = 1 << 60  # version 1 says "no limit" as a number near 2^63
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of version 2 and of 1
@@ -36,12 +37,10 @@ class CudaGauge:
         self.device = device
 
     def capacity_nbytes(self) -> int:
-        """All that this process may allocate, with what it has, but for the remains of blocks that are partly in use where segments do
-        not expand: these take only what is as small, and cannot be given back for anything larger."""
+        """All that this process may allocate, with what it has, but for what it cannot give back (`remains_of`)."""
         free, total = torch.cuda.mem_get_info(self.device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device))
-        stats = {} if _expands() else torch.cuda.memory_stats(self.device)
-        remains = stats.get("inactive_split_bytes.all.current", 0)
+        remains = remains_of(torch.cuda.memory_snapshot(), self.device.index)
         return min(free + torch.cuda.memory_reserved(self.device), allowed) - remains
 
     def free_nbytes(self) -> int:
@@ -58,6 +57,25 @@ class CudaGauge:
     def most_nbytes(self) -> int:
         """The most that was allocated at a time by the process; see [Note: the peak that the program asks for]."""
         return max(torch.cuda.max_memory_allocated(self.device), _most_nbytes.get(self.device, 0))
+
+
+def remains_of(segments: list[dict], device: int) -> int:
+    """Bytes of a device between blocks in use that the allocator cannot give back for anything larger: they take only what is as small.
+
+    segments: as of `torch.cuda.memory_snapshot()`. Of one that expands whole pages go back, of another all or nothing.
+    """
+    remains = 0
+    for segment in segments:
+        idle = [block for block in segment["blocks"] if block["state"] == "inactive"]
+        if segment["device"] != device or len(idle) == len(segment["blocks"]):
+            continue
+        remains += sum(block["size"] for block in idle)
+        if segment.get("is_expandable"):
+            page = _PAGE_NBYTES[segment["segment_type"]]
+            for block in idle:
+                begin = block["address"] - segment["address"]
+                remains -= max(0, (begin + block["size"]) // page - -(-begin // page)) * page
+    return remains
 
 
 def device_of(name: str | None) -> torch.device:
@@ -88,10 +106,6 @@ def expand_segments() -> None:
         _given = ",".join(filter(None, (settings, "expandable_segments:True")))  # all of them are set anew
         set_ = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
         set_(_given)
-
-
-def _expands() -> bool:
-    return bool(re.search(r"expandable_segments:\s*True", _settings()))
 
 
 def _settings() -> str:

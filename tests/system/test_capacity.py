@@ -109,11 +109,40 @@ def test_segments_expand_where_the_settings_do_not_speak_of_them(known, given, m
     assert said == ([given] if given else [])
 
 
+def segment(sizes, expands, kind="large", device=0):
+    """One with blocks of so many MiB, by turns in use and not."""
+    blocks, address = [], 7 << 40
+    for number, size in enumerate(sizes):
+        blocks.append({"address": address, "size": size * MIB, "state": "inactive" if number % 2 else "active_allocated"})
+        address += size * MIB
+    return {"device": device, "address": 7 << 40, "segment_type": kind, "is_expandable": expands, "blocks": blocks}
+
+
+@pytest.mark.parametrize(
+    "sizes, expands, kind, remains",
+    [
+        ((20, 30, 10, 40), False, "large", 70),
+        ((20, 30, 10, 40), True, "large", 10),  # pages 20 to 40 and 60 to 100
+        ((21, 38, 21), True, "large", 38),  # its first whole page ends at 60
+        ((21, 39, 21), True, "large", 19),
+        ((21, 19, 20), True, "large", 19),
+        ((0, 40), True, "large", 0),
+        ((1, 4, 1), True, "small", 2),
+        ((1, 3, 2), True, "small", 1),
+    ],
+)
+def test_what_lies_between_blocks_in_use_goes_back_by_whole_pages_or_not_at_all(sizes, expands, kind, remains):
+    segments = [segment(sizes, expands, kind), segment((1, 500), False, device=1)]
+    assert capacity.remains_of(segments, 0) == remains * MIB
+    segments[0]["blocks"] = [block | {"state": "inactive"} for block in segments[0]["blocks"]]
+    assert capacity.remains_of(segments, 0) == 0  # all of it goes back
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("known", ["", "expandable_segments:False"])
-def test_what_blocks_leave_can_be_taken_for_a_larger_one(known):
-    """Every second block goes, then comes one of what is said to be free: more than the gaps where segments expand."""
+@pytest.mark.parametrize("known, mib", [("", 210), ("", 21), ("expandable_segments:False", 21)])
+def test_what_blocks_leave_can_be_taken_for_a_larger_one(known, mib):
+    """Every second block goes, then comes one of what is said to be free: of large blocks all that is, where segments expand."""
     source = """
     import os, sys
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = sys.argv[1]
@@ -121,14 +150,14 @@ def test_what_blocks_leave_can_be_taken_for_a_larger_one(known):
     from infinity.system import capacity
     device = capacity.device_of("cuda")
     gauge = capacity.CudaGauge(device)
-    before = gauge.free_nbytes()
-    blocks = [torch.empty(21 << 20, dtype=torch.uint8, device=device) for _ in range(before // (21 << 20) * 3 // 4)]
+    before, nbytes = gauge.free_nbytes(), int(sys.argv[2]) << 20
+    blocks = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(before // nbytes * 3 // 4)]
     del blocks[::2]
     free = gauge.free_nbytes()
     block = torch.empty(int(free * 0.95), dtype=torch.uint8, device=device)
     print(free / before, torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
     """
-    done = run_python(source, known)
+    done = run_python(source, known, str(mib))
     assert done.returncode == 0, done.stderr
     share, expands = done.stdout.split()
-    assert expands == str(not known) and (float(share) > 0.5 or known)
+    assert expands == str(not known) and (float(share) > 0.5 or mib == 21)
