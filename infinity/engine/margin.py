@@ -25,6 +25,7 @@ from collections.abc import Hashable
 import torch
 
 from infinity.plan import placement as planner
+from infinity.plan.needs import gradient_nbytes
 from infinity.plan.placement import Placement
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.tiers.gradients import Gradients
@@ -101,27 +102,11 @@ class Margin:
             return False
         self._unsettled = False
         if self._measures:
-            self.note_op(None)
+            self._look()
             self._measures = False
-            for builds_graph, shapes in self._growing:
-                known = self._measured[builds_graph]
-                known[:] = [seen for seen in known if _growth(seen, shapes) > 1] + [shapes]
-            self._growing = []
-        budget = self.placement.device_nbytes
-        if self.movable and self.gauge is not None:
-            budget = max(self._room(self.activation_nbytes), self.placement.least_nbytes)
-        budget = int(self.ranks.min_(torch.tensor([budget])).item())
+        budget = self._budget()
         before = self.tier.budget_nbytes, len(self.promoted), list(self.staying)
-        room = budget - self.placement.gradient_limit_nbytes if self.holds_records and self.movable else 0
-        visiting, staying = planner.share_device(
-            self.registry.layout,
-            [chunk.record for chunk in self.registry.chunks],
-            self.placement.homes[STATES],
-            room_nbytes=room,
-            gradient_itemsize=4 if self.gradients.accumulate else None,
-            snapshots={span.index for span in self.registry.spans if self.values.keeps_snapshot(span)},
-            may_stay=self.placement.may_stay,
-        )
+        visiting, staying = self._guests(budget)
         while len(self.promoted) > len(visiting):
             self._demote()
         guests = {index for index, _ in (*visiting, *staying)}
@@ -135,6 +120,54 @@ class Margin:
                 self._keep_gradients(index, nbytes)
         self._divide()
         return before != (self.tier.budget_nbytes, len(self.promoted), list(self.staying))
+
+    def pass_done(self) -> None:
+        """A backward pass is over, and another one of the step will add to its gradients: those that have no place in host memory come to
+        the device now, where its activations leave room. Else each pass would read their sums and write them again."""
+        if not self._measures or not self.placement.may_stay:
+            return
+        self._look()
+        visiting, staying = self._guests(self._budget())
+        nbytes = dict(staying) | {index: self._gradient_nbytes(index) for index, _ in visiting}
+        promoted = {span.index for span, _ in self.promoted}
+        new = {index: taken for index, taken in nbytes.items() if taken and index not in self.staying and index not in promoted}
+        if new:
+            self.gradients.drain()
+            self.budget_nbytes += sum(new.values())
+            self.staying |= new
+            self._divide()
+            self.gradients.stay_on_device([chunk for index in new for chunk in self._may_stay(index)])
+
+    def _look(self) -> None:
+        """Ops were measured: what they took of the device is known, and for which inputs."""
+        self.note_op(None)
+        for builds_graph, shapes in self._growing:
+            known = self._measured[builds_graph]
+            known[:] = [seen for seen in known if _growth(seen, shapes) > 1] + [shapes]
+        self._growing = []
+
+    def _budget(self) -> int:
+        """Device bytes for the engine, on every rank the same."""
+        budget = self.placement.device_nbytes
+        if self.movable and self.gauge is not None:
+            budget = max(self._room(self.activation_nbytes), self.placement.least_nbytes)
+        return int(self.ranks.min_(torch.tensor([budget])).item())
+
+    def _guests(self, budget: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Spans whose records, and those whose gradients alone, are to be on the device, each with its bytes there."""
+        return planner.share_device(
+            self.registry.layout,
+            [chunk.record for chunk in self.registry.chunks],
+            self.placement.homes[STATES],
+            room_nbytes=budget - self.placement.gradient_limit_nbytes if self.holds_records and self.movable else 0,
+            gradient_itemsize=4 if self.gradients.accumulate else None,
+            snapshots={span.index for span in self.registry.spans if self.values.keeps_snapshot(span)},
+            may_stay=self.placement.may_stay,
+        )
+
+    def _gradient_nbytes(self, span: int) -> int:
+        itemsize = 4 if self.gradients.accumulate else None
+        return sum(gradient_nbytes(chunk.chunk, chunk.chunk.shard_used(0), itemsize) for chunk in self._may_stay(span))
 
     def _room(self, activation_nbytes: float) -> float:
         """Device bytes for the engine beside activations of that many."""

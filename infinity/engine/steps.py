@@ -207,7 +207,7 @@ class Cycle:
 
     def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.optimizer.accumulation_steps
-        in_backward = moment(deferred=self.updater.deferred, on_device=False) is Moment.GRADIENT
+        in_backward = moment(deferred=self.updater.deferred, on_device=False, in_memory=False) is Moment.GRADIENT
         self.due.early_hyper = self._hyper() if last and in_backward else None
         self.due.sums_squares = last and (self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite)
         later = self.course.backward_task == _MANY_GRAPHS  # forward passes are still to come
@@ -285,6 +285,8 @@ class Cycle:
         self.num_forwards = 0
         self.param_grads.depart(self.expectations.end_pass(number))
         self.due.update_waiting()
+        if self.num_backwards < self.optimizer.accumulation_steps:
+            self.margin.pass_done()
 
     @uninterrupted
     def reduce_all(self) -> list[ChunkState]:

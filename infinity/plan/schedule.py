@@ -80,13 +80,15 @@ class Moment(enum.Enum):
     """When a chunk is updated."""
 
     GRADIENT = "as soon as its gradient is complete and nobody needs its weights, by step() at the latest"
-    STEP = "by step()"
+    STEP = "by step(), or begun there"
     FETCH = "when its weights are next fetched, or something else needs it"
 
 
-def moment(*, deferred: bool, on_device: bool) -> Moment:
-    """Of a chunk whose record is on the device, or where else. deferred: updates are to follow step(), see `Config.update`."""
-    if on_device:
+def moment(*, deferred: bool, on_device: bool, in_memory: bool) -> Moment:
+    """Of a chunk whose record is on the device, or which has nothing on NVMe, or some of it. deferred: updates are to follow step(), see
+    `Config.update`. Those that wait for no drive begin there, for the first ops soon want their weights; for the others slots are read
+    into in the order of the next step's ops."""
+    if on_device or (deferred and in_memory):
         return Moment.STEP
     return Moment.FETCH if deferred else Moment.GRADIENT
 

@@ -25,11 +25,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from infinity.optim.adam import accumulate_
+from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
 from infinity.plan.packing import Piece
 from infinity.plan.record import GRADIENTS
 from infinity.system.events import Events, now
@@ -183,8 +184,7 @@ class Gradients:
 
     def send(self, chunk: ChunkState, arrived: Job) -> Job:
         """The update of a record that is not on the device begins: have the gradient that stayed there, with this job, follow it."""
-        stream = arrived.wait() if arrived.done else None
-        ready = stream.record_event() if stream is not None else None
+        ready = chunk.gradient.made  # not what the stream is to do by now: the next forward pass may have begun
         chunk.gradient.follow()
 
         def work() -> None:
@@ -195,6 +195,23 @@ class Gradients:
             self.events.moved("gc", chunk.index, memory.nbytes, begin, now(), marks)
 
         return self.gc.push(work, chunk.title)
+
+    def stay_on_device(self, chunks: Sequence[ChunkState]) -> None:
+        """More will arrive of these gradients in this step: from now on that stays on the device, and what has arrived comes there. Nothing
+        is under way."""
+        for index, chunk in enumerate(chunks):
+            for following in chunks[index + 1 : index + MIN_GRADIENT_SLOTS]:
+                if following.gradient.is_there and not following.gradient_on_device:
+                    self.records.request(following, GRADIENTS, pin=False)
+            if chunk.gradient.is_there and not chunk.gradient_on_device:
+                with self.records.lease(chunk, GRADIENTS) as lease:
+                    self._make_device_gradient(chunk)
+                    with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():
+                        chunk.gradient.device_shard.copy_(self._tensor(lease), non_blocking=True)
+                    if self.cuda:
+                        self.stream.synchronize()
+                self.records.discard(chunk, GRADIENTS)
+            chunk.gradient.stay(here=True)
 
     def leave_device(self, chunk: ChunkState) -> None:
         """The record has gone back to its home, or there is no room for gradients that stay: send what has arrived of its gradient after
@@ -286,6 +303,8 @@ class Gradients:
         chunk.gradient.is_there = True
         if chunk.gradient.job is None or last != stream:
             chunk.gradient.job = Job.over(stream)
+        if chunk.gradient.stays and self.cuda:
+            chunk.gradient.made = stream.record_event()
         self._note_arrival(chunk)
 
     @staticmethod

@@ -379,11 +379,12 @@ class Resident(Area):
 class GradientState:
     """What has arrived of a chunk's gradient. tiers/gradients.py alone writes it; others call what it has."""
 
-    __slots__ = ("device_shard", "flat", "is_there", "job", "missing", "number", "received", "squares", "stays", "used", "was_sent")
+    __slots__ = ("device_shard", "flat", "is_there", "job", "made", "missing", "number", "received", "squares", "stays", "used", "was_sent")
 
     def __init__(self):
         self.is_there = False  # in its shard, from the first arrival until the update
         self.job = None  # the last transfer into the shard
+        self.made = None  # on CUDA the event behind the last arrival of what stays
         self.number = 0  # of the last arrival, counted over all chunks
         self.squares = None  # the job that sums them, if their norm is asked for
         self.received: set[int] = set()  # parameters with data in the shard, of any rank
@@ -416,9 +417,9 @@ class GradientState:
         """What is there now has its squares summed by this job."""
         self.squares = job
 
-    def stay(self) -> None:
-        """From now on what arrives stays on the device until its update begins; what has arrived already is not there."""
-        self.stays, self.was_sent = True, self.is_there
+    def stay(self, *, here: bool = False) -> None:
+        """From now on what arrives stays on the device until its update begins. here: what has arrived already is there, too."""
+        self.stays, self.was_sent = True, self.is_there and not here
 
     def follow(self) -> None:
         """What stayed is on its way to the record."""

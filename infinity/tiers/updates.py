@@ -60,7 +60,8 @@ class Updater:
 
     def moment(self, chunk: ChunkState) -> Moment:
         """When it is to be updated."""
-        return moment(deferred=self.deferred, on_device=chunk.on_device)
+        in_memory = "nvme" not in (chunk.weights_home, chunk.states_home) and (chunk.extents[GRADIENTS] is None or chunk.gradient.stays)
+        return moment(deferred=self.deferred, on_device=chunk.on_device, in_memory=in_memory)
 
     def expect(self, chunk: ChunkState, comes: bool) -> None:
         """A backward pass begins that updates the chunk, or does not."""

@@ -17,6 +17,7 @@ from infinity.engine import build, margin
 from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
 from infinity.plan.record import STATES, WEIGHTS
+from infinity.tiers.gradients import Gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -333,6 +334,40 @@ def test_records_go_home_before_a_larger_batch_and_one_plan_is_mended(num_micro,
     assert gauge.overflows == 0
     assert plans == (1, 1, 1, 2, 2, 2, 2, 2)
     assert counts[0] == counts[2] > counts[3] == counts[-1] > 0, counts
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_updates_that_wait_for_no_drive_begin_by_step(home, tmp_path):
+    """The next forward pass wants the first ops' weights at once; what has to be read comes in the order of its ops."""
+    with training(tiny_gpt, tmp_path, options={"max_grad_norm": 0.5}, device_memory="256KiB", **HOMES[home]) as (model, engine, optimizer):
+        model(*tokens(0)).backward()
+        optimizer.step()
+        chunks = [chunk for chunk in engine.registry.chunks if chunk.trainable and not chunk.on_device]
+        announced = [chunk for chunk in chunks if chunk.update.is_announced]
+        assert all(chunk.update.job is not None for chunk in chunks if chunk not in announced)
+        assert home in {engine.placement.homes[STATES][chunk.index] for chunk in chunks}
+        assert (not announced) if home == "host" else len(announced) > 2
+
+
+@pytest.mark.parametrize("first_sizes", [[16] * 4, [16, 64, 16, 16]], ids=["alike", "one that grows"])
+def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, gauge, monkeypatch, tmp_path):
+    """Where host memory has no place for them, the first step's passes would else read and write them again and again."""
+    options = {"accumulation_steps": 4}
+    sizes = [first_sizes, [16] * 4]
+    gauge.capacity = 1 << 40
+    with training(tiny_gpt, tmp_path, options=options, weights="host", states="host") as (model, engine, optimizer):
+        train(model, engine, optimizer, sizes, gauge)
+        expected = states_of(engine, model)
+    came = []
+    bring = Gradients.stay_on_device
+    monkeypatch.setattr(Gradients, "stay_on_device", lambda self, chunks: (came.append(len(chunks)), bring(self, chunks)))
+    least, records = budgets(tiny_gpt, tmp_path, options=options)
+    gauge.capacity = least + sum(records[:8]) + (64 << 10)
+    with training(tiny_gpt, tmp_path, options=options, device_memory=least + sum(records[:8]), **HOMES["nvme"]) as (model, engine, optimizer):
+        train(model, engine, optimizer, sizes, gauge)
+        assert_same_states(states_of(engine, model), expected)
+        assert came[0] > 8 and gauge.overflows == 0
+        assert len(came) == (1 if first_sizes == sizes[1] else 2), came  # what grows has them leave, and what it leaves free come back
 
 
 def test_ops_that_hold_more_than_the_least_may_have_it_in_the_first_step(gauge, tmp_path):

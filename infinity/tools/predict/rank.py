@@ -97,7 +97,8 @@ class Rank:
         self.records = PlayedRecords(self.clock, links, placement, self.chunks, next_uses, keep=step.keep, compresses=compresses)
 
     def moment(self, chunk: PlayedChunk) -> Moment:
-        return schedule.moment(deferred=self.step.deferred, on_device=chunk.homes[STATES] == "device")
+        on_device, in_memory = chunk.homes[STATES] == "device", "nvme" not in chunk.homes.values()
+        return schedule.moment(deferred=self.step.deferred, on_device=on_device, in_memory=in_memory)
 
     def begin_step(self) -> None:
         self.route.cursor.restart()
