@@ -229,7 +229,7 @@ class ScriptedGauge:
     """A device of `capacity` bytes on which a pass allocates `activations` beside what the engine holds; counts what was too much."""
 
     def __init__(self, capacity):
-        self.capacity, self.activations, self.tier, self.overflows = capacity, 0, None, 0
+        self.capacity, self.activations, self.tier, self.overflows, self.failures = capacity, 0, None, 0, 0
 
     def capacity_nbytes(self):
         return self.capacity
@@ -241,6 +241,9 @@ class ScriptedGauge:
 
     def most_nbytes(self):
         return self.peak_nbytes()
+
+    def num_failures(self):
+        return self.failures
 
 
 def run_micro_batches(model, segments, batches, loss_of, by_layer):

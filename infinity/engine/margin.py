@@ -14,6 +14,13 @@ training thread calls it, on every rank at the same point.
 # for step(), and have no place of their own in host memory, come before records: they stay until their update begins. Only where
 # these are too small for the model do the first records live on the device from the start, and stay.
 #
+# An allocation that fails, whoever asked, says that ops need more than they were seen to take: before the next pass all goes home, and
+# that step is measured anew. So a program that catches the error and runs the step again has all the memory that there is.
+#
+# What is on the device must not make steps longer, as it did where it pushed out what then had to be read: if, in the steps after a
+# division, with the same inputs, two in a row are longer than the one before and than the one before the division, all goes home until
+# inputs grow.
+#
 # Sending records of the host to the device for their update alone does not pay where the host's memory is what bounds both:
 # on a host of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
 
@@ -28,11 +35,14 @@ from infinity.plan import placement as planner
 from infinity.plan.needs import gradient_nbytes
 from infinity.plan.placement import Placement
 from infinity.plan.record import STATES, WEIGHTS
+from infinity.system.events import now
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.state import ChunkState, SpanState
 from infinity.tiers.weights import Weights
 
 SLACK = 0.05  # of what the device has for this process: left to the gaps between the allocator's blocks
+NUM_WATCHED = 8  # steps after a division
+LONGER = 1.05  # a step that takes so many times what the one before took
 GROWTH_EXPONENT = 2  # how fast an op's memory may grow with a dimension of the inputs: attention's does
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -63,6 +73,11 @@ class Margin:
         self._op: Hashable = None
         self._held_nbytes = 0  # by the engine when the op began
         self._unsettled = True
+        self._num_failures = gauge.num_failures() if gauge is not None else 0  # of allocations that are known
+        self._began: float | None = None  # the step under way, with its first pass
+        self._inputs: list[Shapes] = []  # of its passes that build a graph
+        self._watched: list[tuple[list[Shapes], float]] | None = None  # steps with their seconds: before a division, and those after it
+        self.num_steps_back = 0
         self._divide()
 
     @property
@@ -81,13 +96,20 @@ class Margin:
         """
         if self.gauge is None or not self.movable:  # nothing to measure, or nothing to give back
             return
+        if builds_graph and (self._unsettled or self._watched):
+            self._inputs.append(shapes)
+            if self._began is None:
+                self._began = now()
+        if failed := self.gauge.num_failures() > self._num_failures:
+            self._num_failures = self.gauge.num_failures()
+            self._measured, self._growing = {True: [], False: []}, []
         known = self._measured[True] + ([] if builds_graph else self._measured[False])
         growth = min((_growth(shapes, seen) for seen in known), default=math.inf)
         if growth > 1 and all(_growth(shapes, seen) > 1 for graph, seen in self._growing if graph or not builds_graph):
             self._growing.append((builds_graph, shapes))
         first = not any(self._measured.values())  # the budget is still the least
         fits = first or growth <= 1 or self._room(self.activation_nbytes * growth**GROWTH_EXPONENT) >= self.budget_nbytes
-        grows, lacks = self.ranks.max_(torch.tensor([growth > 1 or not shapes, not fits], dtype=torch.int32)).tolist()
+        grows, lacks = self.ranks.max_(torch.tensor([growth > 1 or not shapes, failed or not fits], dtype=torch.int32)).tolist()
         if lacks:
             self._retreat()
         if grows and not self._measures:
@@ -98,8 +120,10 @@ class Margin:
 
     def settle(self) -> bool:
         """A step is over: divide what its activations left free. Returns whether another plan is due."""
+        step = self._inputs, 0.0 if self._began is None else now() - self._began
+        self._inputs, self._began = [], None
         if not self._unsettled:
-            return False
+            return self._watch(step)
         self._unsettled = False
         if self._measures:
             self._look()
@@ -119,7 +143,26 @@ class Margin:
             if index not in self.staying:
                 self._keep_gradients(index, nbytes)
         self._divide()
-        return before != (self.tier.budget_nbytes, len(self.promoted), list(self.staying))
+        has_changed = before != (self.tier.budget_nbytes, len(self.promoted), list(self.staying))
+        self._watched = [step] if has_changed and self.movable and self.gauge is not None else None
+        return has_changed
+
+    def _watch(self, step: tuple[list[Shapes], float]) -> bool:
+        """A step of a division is over: undo that if it makes steps longer. Returns whether it did."""
+        if self._watched is None:
+            return False
+        self._watched.append(step)
+        inputs, seconds = zip(*self._watched)
+        is_longer = len(seconds) > 2 and seconds[-2] > LONGER * seconds[-3] and seconds[-1] > LONGER * max(seconds[-2], seconds[0])
+        is_longer = is_longer and all(each == inputs[0] for each in inputs[-3:])
+        if len(self._watched) > NUM_WATCHED:
+            self._watched = None
+        if not self.ranks.max_(torch.tensor([is_longer], dtype=torch.int32)).item():
+            return False
+        self._watched = None
+        self.num_steps_back += 1
+        self._retreat()
+        return True
 
     def pass_done(self) -> None:
         """A backward pass is over, and another one of the step will add to its gradients: those that have no place in host memory come to

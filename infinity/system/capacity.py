@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,13 +29,19 @@ _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "me
 
 _most_nbytes: dict[torch.device, int] = {}  # the largest peak before the last reset
 _given = ""  # the allocator's settings that this module set
+_failures: Counter[int] = Counter()  # allocations that found no room, by device, whoever asked
+_attached = False  # who counts them
 
 
 class CudaGauge:
     """What a CUDA device's caching allocator knows. All in bytes."""
 
     def __init__(self, device: torch.device):
+        global _attached
         self.device = device
+        if not _attached and hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
+            torch._C._cuda_attach_out_of_memory_observer(_note_failure)
+            _attached = True
 
     def capacity_nbytes(self) -> int:
         """All that this process may allocate, with what it has, but for what it cannot give back (`remains_of`)."""
@@ -54,9 +61,17 @@ class CudaGauge:
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
+    def num_failures(self) -> int:
+        """Allocations on the device that have found no room so far, whoever asked."""
+        return _failures[self.device.index]
+
     def most_nbytes(self) -> int:
         """The most that was allocated at a time by the process; see [Note: the peak that the program asks for]."""
         return max(torch.cuda.max_memory_allocated(self.device), _most_nbytes.get(self.device, 0))
+
+
+def _note_failure(device: int, nbytes: int, allowed_nbytes: int, free_nbytes: int) -> None:
+    _failures[device] += 1
 
 
 def remains_of(segments: list[dict], device: int) -> int:

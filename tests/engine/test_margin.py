@@ -370,6 +370,64 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
         assert len(came) == (1 if first_sizes == sizes[1] else 2), came  # what grows has them leave, and what it leaves free come back
 
 
+@pytest.mark.parametrize(
+    "seconds, steps_back",
+    [
+        ([5.1, 6.6, 8.0, 9.7, 9.7], 1),  # two in a row that are longer
+        ([5.1, 4.0, 4.5, 4.9, 4.9], 0),  # but not than before the division
+        ([5.1, 6.6, 6.5, 7.0, 7.0], 0),  # not two in a row
+        ([5.1, 3.0, 5.0, 6.0, 6.0], 1),
+    ],
+)
+def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge, monkeypatch, tmp_path):
+    clock = [0.0]
+    monkeypatch.setattr(margin, "now", lambda: clock[0])
+    with training(tiny_gpt, tmp_path, weights="host", states="host") as (model, engine, optimizer):
+        gauge.capacity = 1 << 40
+        train(model, engine, optimizer, [[16]] * len(seconds), gauge)
+        expected = states_of(engine, model)
+    least, records = budgets(tiny_gpt, tmp_path)
+    gauge.capacity = least + sum(records[:6]) + (16 << 10)
+    with training(tiny_gpt, tmp_path, device_memory=gauge.capacity) as (model, engine, optimizer):
+        gauge.tier, gauge.activations, counts = engine.tier, 16 << 10, []
+        for step, duration in enumerate(seconds):
+            model(*tokens(step, 0, batch=16)).backward()
+            clock[0] += duration
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(engine.margin.promoted))
+        assert engine.stats()["num_steps_back"] == steps_back
+        assert counts[0] > 0 and (counts[-1] == 0) == bool(steps_back), counts
+        assert_same_states(states_of(engine, model), expected)
+
+
+def test_after_an_allocation_that_failed_all_goes_home_and_is_measured_anew(gauge, tmp_path):
+    """What inputs do not show may take more than ever, as where experts have unequal shares; the step that is run again has all memory."""
+    sizes = [[16]] * 3
+    with training(tiny_gpt, tmp_path, weights="host", states="host") as (model, engine, optimizer):
+        gauge.capacity = 1 << 40
+        train(model, engine, optimizer, sizes, gauge)
+        expected = states_of(engine, model)
+    least, records = budgets(tiny_gpt, tmp_path)
+    gauge.capacity = least + sum(records[:6]) + (16 << 10)
+    with training(tiny_gpt, tmp_path, device_memory=gauge.capacity) as (model, engine, optimizer):
+        counts = [train(model, engine, optimizer, sizes[:1], gauge)[0][1]]
+        gauge.failures += 1  # in an attempt at the second step
+        before = model(*tokens(1, 0, batch=16))
+        counts.append(len(engine.margin.promoted))
+        del before
+        optimizer.zero_grad()
+        gauge.activations = 200 << 10
+        for step in (1, 2):
+            model(*tokens(step, 0, batch=16)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(engine.margin.promoted))
+        assert_same_states(states_of(engine, model), expected)
+    first, failed, again, settled = counts
+    assert first > 0 == failed and again == settled < first and gauge.overflows == 0, counts
+
+
 def test_ops_that_hold_more_than_the_least_may_have_it_in_the_first_step(gauge, tmp_path):
     """The passes of `infinity.vertical` hold a whole segment, of which the least budget knows nothing."""
     gauge.capacity = 1 << 30
