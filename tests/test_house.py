@@ -191,7 +191,7 @@ MOST = {"class": (350, 30), "function": (60, 8)}
 TOO_LARGE = {
     "class": {
         "Cycle": (490, 40),
-        "Gradients": (370, 30),
+        "Gradients": (360, 30),
         "Ranks": (350, 33),
         "Records": (350, 36),
     },

@@ -104,7 +104,7 @@ class Engine:
             "peak_device_nbytes": self.tier.peak_nbytes,
             "peak_activation_nbytes": self.margin.activation_nbytes,  # all that is not the engine's; 0 on the CPU
             "peak_allocated_nbytes": self.margin.gauge.most_nbytes() if self.margin.gauge else 0,  # by the process; 0 on the CPU
-            "num_steps_back": self.margin.num_steps_back,  # divisions of the device that made steps longer, and were undone
+            "num_steps_back": self.margin.trial.num_failed,  # divisions of the device that made steps longer, and were undone
             "num_chunks_on_device": sum(chunk.on_device for chunk in self.registry.chunks),
             "host_arena_nbytes": self.arena.nbytes,
             "nvme_read_nbytes": self.swap.read_nbytes if self.swap else 0,

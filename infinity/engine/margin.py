@@ -16,10 +16,7 @@ training thread calls it, on every rank at the same point.
 #
 # An allocation that fails, whoever asked, says that ops need more than they were seen to take: before the next pass all goes home, and
 # that step is measured anew. So a program that catches the error and runs the step again has all the memory that there is.
-#
-# What is on the device must not make steps longer, as it did where it pushed out what then had to be read: if, in the steps after a
-# division, with the same inputs, two in a row are longer than the one before and than the one before the division, all goes home until
-# inputs grow.
+# It does, too, where the division made steps longer (trial.py), until inputs grow.
 #
 # Sending records of the host to the device for their update alone does not pay where the host's memory is what bounds both:
 # on a host of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
@@ -31,22 +28,17 @@ from collections.abc import Hashable
 
 import torch
 
+from infinity.engine.trial import Shapes, Trial
 from infinity.plan import placement as planner
 from infinity.plan.needs import gradient_nbytes
 from infinity.plan.placement import Placement
 from infinity.plan.record import STATES, WEIGHTS
-from infinity.system.events import now
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.state import ChunkState, SpanState
 from infinity.tiers.weights import Weights
 
 SLACK = 0.05  # of what the device has for this process: left to the gaps between the allocator's blocks
-NUM_WATCHED = 8  # steps after a division
-LONGER = 1.05  # a step that takes so many times what the one before took
 GROWTH_EXPONENT = 2  # how fast an op's memory may grow with a dimension of the inputs: attention's does
-
-Shapes = tuple[tuple[int, ...], ...]
-
 
 class Margin:
     """Divides the engine's device memory between spans, records, and gradients that wait.
@@ -74,10 +66,7 @@ class Margin:
         self._held_nbytes = 0  # by the engine when the op began
         self._unsettled = True
         self._num_failures = gauge.num_failures() if gauge is not None else 0  # of allocations that are known
-        self._began: float | None = None  # the step under way, with its first pass
-        self._inputs: list[Shapes] = []  # of its passes that build a graph
-        self._watched: list[tuple[list[Shapes], float]] | None = None  # steps with their seconds: before a division, and those after it
-        self.num_steps_back = 0
+        self.trial = Trial()
         self._divide()
 
     @property
@@ -96,10 +85,8 @@ class Margin:
         """
         if self.gauge is None or not self.movable:  # nothing to measure, or nothing to give back
             return
-        if builds_graph and (self._unsettled or self._watched):
-            self._inputs.append(shapes)
-            if self._began is None:
-                self._began = now()
+        if builds_graph and (self._unsettled or self.trial.is_on):
+            self.trial.begin_pass(shapes)
         if failed := self.gauge.num_failures() > self._num_failures:
             self._num_failures = self.gauge.num_failures()
             self._measured, self._growing = {True: [], False: []}, []
@@ -120,10 +107,9 @@ class Margin:
 
     def settle(self) -> bool:
         """A step is over: divide what its activations left free. Returns whether another plan is due."""
-        step = self._inputs, 0.0 if self._began is None else now() - self._began
-        self._inputs, self._began = [], None
+        is_longer = self.trial.step_done()
         if not self._unsettled:
-            return self._watch(step)
+            return self.trial.is_on and self._undo(is_longer)
         self._unsettled = False
         if self._measures:
             self._look()
@@ -144,23 +130,14 @@ class Margin:
                 self._keep_gradients(index, nbytes)
         self._divide()
         has_changed = before != (self.tier.budget_nbytes, len(self.promoted), list(self.staying))
-        self._watched = [step] if has_changed and self.movable and self.gauge is not None else None
+        self.trial.begin(has_changed and self.movable and self.gauge is not None)
         return has_changed
 
-    def _watch(self, step: tuple[list[Shapes], float]) -> bool:
-        """A step of a division is over: undo that if it makes steps longer. Returns whether it did."""
-        if self._watched is None:
-            return False
-        self._watched.append(step)
-        inputs, seconds = zip(*self._watched)
-        is_longer = len(seconds) > 2 and seconds[-2] > LONGER * seconds[-3] and seconds[-1] > LONGER * max(seconds[-2], seconds[0])
-        is_longer = is_longer and all(each == inputs[0] for each in inputs[-3:])
-        if len(self._watched) > NUM_WATCHED:
-            self._watched = None
+    def _undo(self, is_longer: bool) -> bool:
+        """All goes home if the division made steps longer, on any rank. Returns whether it does."""
         if not self.ranks.max_(torch.tensor([is_longer], dtype=torch.int32)).item():
             return False
-        self._watched = None
-        self.num_steps_back += 1
+        self.trial.fail()
         self._retreat()
         return True
 

@@ -23,13 +23,11 @@ with the ranks and with the home of its record, and all ways end in one place.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity.optim.adam import accumulate_
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
 from infinity.plan.packing import Piece
 from infinity.plan.record import GRADIENTS
@@ -37,6 +35,7 @@ from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane, Monitor
 from infinity.system.ranks import Ranks
 from infinity.system.waits import waits
+from infinity.tiers.adding import Adder
 from infinity.tiers.records import Lease, Records
 from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
 
@@ -86,14 +85,13 @@ class Gradients:
         self.gg, self.gather_stream = gather_lane, gather_stream
         self.device = device
         self.events = events
-        self.staging = staging
         self.accumulate = accumulate
         self.spill = spill
         self.limit_nbytes = limit_nbytes
         self.failure = records.failure  # of a transfer in the gc lane, too: an update would miss its bytes
         self.gc = Lane("gc", self.failure, "the copy to host memory of the gradient")
         self.cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self.adder = Adder(device, events, staging=staging, accumulate=accumulate)
         self._changed = Monitor()
         self._under_way_nbytes = 0
         self.num_reductions = 0  # on several ranks
@@ -191,7 +189,7 @@ class Gradients:
             arrived.wait()
             with self._open(chunk) as memory:
                 begin = now()
-                marks = self._move(memory, chunk.gradient.device_shard, True, ready)
+                marks = self.adder.put(memory, chunk.gradient.device_shard, True, ready)
             self.events.moved("gc", chunk.index, memory.nbytes, begin, now(), marks)
 
         return self.gc.push(work, chunk.title)
@@ -206,10 +204,10 @@ class Gradients:
             if chunk.gradient.is_there and not chunk.gradient_on_device:
                 with self.records.lease(chunk, GRADIENTS) as lease:
                     self._make_device_gradient(chunk)
-                    with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():
+                    with torch.cuda.stream(self.adder.stream) if self.cuda else contextlib.nullcontext():
                         chunk.gradient.device_shard.copy_(self._tensor(lease), non_blocking=True)
                     if self.cuda:
-                        self.stream.synchronize()
+                        self.adder.stream.synchronize()
                 self.records.discard(chunk, GRADIENTS)
             chunk.gradient.stay(here=True)
 
@@ -290,7 +288,7 @@ class Gradients:
         if chunk.gradient.device_shard is None:
             self._make_device_gradient(chunk)
             if self.cuda:
-                stream.wait_stream(self.stream)
+                stream.wait_stream(self.adder.stream)
         if (last := self._last_stream(chunk)) not in (None, stream):
             stream.wait_stream(last)
         target = chunk.gradient.device_shard[piece.start : piece.start + piece.numel]
@@ -314,7 +312,7 @@ class Gradients:
 
     def _make_device_gradient(self, chunk: ChunkState) -> None:
         """By a stream of its own: what stays must not lie between activations, which come and go in the memory of the ops' stream."""
-        with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():
+        with torch.cuda.stream(self.adder.stream) if self.cuda else contextlib.nullcontext():
             chunk.gradient.device_shard = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
         self.tier.book(chunk.gradient.device_shard.nbytes)
 
@@ -358,40 +356,9 @@ class Gradients:
         """On one rank: move parts of parameters into the chunk's gradient shard."""
         with self._open(batch.chunk) as memory:
             begin = now()
-            moves = [self._move(memory[start : start + part.numel()], part, first, ready) for part, start, first, ready in batch.parts]
+            moves = [self.adder.put(memory[start : start + part.numel()], part, first, ready) for part, start, first, ready in batch.parts]
         marks = (moves[0][0], moves[-1][1]) if self.cuda else None
         self.events.moved("gc", batch.chunk.index, batch.nbytes, begin, now(), marks)
-
-    def _move(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready):
-        """target = source if first, else += source. Over when it returns; on CUDA it returns the marks of the copy."""
-        if not self.cuda:
-            if self.accumulate:
-                accumulate_(target, source, first, threads=1)
-            elif first:
-                source = source.contiguous()
-                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
-            else:
-                target.add_(source)
-            return None
-        with torch.cuda.stream(self.stream):
-            if ready is not None:
-                self.stream.wait_event(ready)
-            begin = self.events.device_mark()
-            if target.is_cuda:
-                target.copy_(source) if first else target.add_(source)
-            elif first and target.dtype == source.dtype:
-                target.copy_(source, non_blocking=True)
-            else:
-                staged = self.staging.view(source.dtype)[: source.numel()]
-                staged.copy_(source, non_blocking=True)
-            marks = begin, self.events.device_mark()
-            self.stream.record_event().synchronize()
-        if not target.is_cuda and not (first and target.dtype == source.dtype):
-            if self.accumulate:
-                accumulate_(target, staged, first)
-            else:
-                target.add_(staged)
-        return marks
 
     # More than one rank.
 
@@ -438,9 +405,9 @@ class Gradients:
         with self._open(chunk) as memory:
             begin = now()
             if self.cuda:
-                self.stream.wait_event(done)
-                shard.record_stream(self.stream)
-            marks = self._move(memory, shard[: memory.numel()], first, done)
+                self.adder.stream.wait_event(done)
+                shard.record_stream(self.adder.stream)
+            marks = self.adder.put(memory, shard[: memory.numel()], first, done)
         flags = shard[numel:].tolist()
         chunk.gradient.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
         self.events.moved("gc", chunk.index, chunk.record.numel * shard.element_size(), begin, now(), marks)

@@ -13,7 +13,7 @@ from models import TRAITS, gpt_step, inputs, loss_of, tiny_gpt, tokens
 from torch import nn
 
 import infinity
-from infinity.engine import build, margin
+from infinity.engine import build, margin, trial
 from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
 from infinity.plan.record import STATES, WEIGHTS
@@ -381,7 +381,7 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
 )
 def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge, monkeypatch, tmp_path):
     clock = [0.0]
-    monkeypatch.setattr(margin, "now", lambda: clock[0])
+    monkeypatch.setattr(trial, "now", lambda: clock[0])
     with training(tiny_gpt, tmp_path, weights="host", states="host") as (model, engine, optimizer):
         gauge.capacity = 1 << 40
         train(model, engine, optimizer, [[16]] * len(seconds), gauge)

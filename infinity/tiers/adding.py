@@ -1,0 +1,55 @@
+"""Puts a part of a gradient into its place in a shard, or adds it to what is there.
+
+Knows memory and the stream of the gc link. Must not know chunks, or which part comes first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from infinity.optim.adam import accumulate_
+from infinity.system.events import Events
+
+
+class Adder:
+    """staging: pinned memory of the largest part, in which what is added to host memory arrives; None on the CPU. accumulate: in fp32."""
+
+    def __init__(self, device: torch.device, events: Events, *, staging: torch.Tensor | None, accumulate: bool):
+        self.cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self.events = events
+        self.staging = staging
+        self.accumulate = accumulate
+
+    def put(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready):
+        """target = source if first, else += source. Over when it returns; on CUDA it returns the marks of the copy."""
+        if not self.cuda:
+            if self.accumulate:
+                accumulate_(target, source, first, threads=1)
+            elif first:
+                source = source.contiguous()
+                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+            else:
+                target.add_(source)
+            return None
+        with torch.cuda.stream(self.stream):
+            if ready is not None:
+                self.stream.wait_event(ready)
+            begin = self.events.device_mark()
+            if target.is_cuda:
+                target.copy_(source) if first else target.add_(source)
+            elif first and target.dtype == source.dtype:
+                target.copy_(source, non_blocking=True)
+            else:
+                staged = self.staging.view(source.dtype)[: source.numel()]
+                staged.copy_(source, non_blocking=True)
+            marks = begin, self.events.device_mark()
+            self.stream.record_event().synchronize()
+        if not target.is_cuda and not (first and target.dtype == source.dtype):
+            if self.accumulate:
+                accumulate_(target, staged, first)
+            else:
+                target.add_(staged)
+        return marks
