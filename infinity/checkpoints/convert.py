@@ -165,7 +165,7 @@ def _values(checkpoint: Checkpoint, tiles: list[int], dtype: torch.dtype) -> Ite
         for index in sorted(tiles, key=lambda index: parameters[index].begin):
             yield from _tile(checkpoint, index, dtype)
         return
-    whole = torch.empty(parameters[tiles[0]].canonical.shape, dtype=dtype)
+    whole = torch.empty(parameters[tiles[0]].canonical.shape, dtype=dtype, device="cpu")
     for index in tiles:
         tile = torch.cat([part.clone() for part in _tile(checkpoint, index, dtype)])
         _place_in(whole, parameters[index]).copy_(tile.view(parameters[index].shape))

@@ -111,7 +111,7 @@ class _Saved:
                 continue
             (chunk,) = saved.chunks
             index = MetadataIndex(name, chunk.offsets)
-            targets[index] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            targets[index] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             items.append(_read_item(index, chunk))
         found = self._read(items, targets).objects
         return found | {index.fqn: target for index, target in targets.items()}
@@ -121,7 +121,7 @@ class _Saved:
         index = MetadataIndex(name, chunk.offsets)
         if kind not in self._cached or self._cached[kind][0] != index:
             self._cached.pop(kind, None)  # first: there is room for one
-            target = torch.empty(chunk.sizes, dtype=dtype)
+            target = torch.empty(chunk.sizes, dtype=dtype, device="cpu")
             self._read([_read_item(index, chunk)], {index: target})
             self._cached[kind] = index, target
         return self._cached[kind][1]
@@ -215,7 +215,7 @@ class _LoadDcp:
                 chunk.steps[index] = self._steps.get(part.whole.names[0], 0)
         with torch.no_grad():
             for name, value in self.names.loose.items():
-                found = torch.empty(value.shape, dtype=value.dtype)
+                found = torch.empty(value.shape, dtype=value.dtype, device="cpu")
                 _Tensor(self.saved, "loose", f"model.{name}").read((0,) * value.dim(), tuple(value.shape), found)
                 value.copy_(found)
         for group, found in zip(engine.optimizer.param_groups if self._groups else (), self._groups):
@@ -224,7 +224,7 @@ class _LoadDcp:
     def _fill(self, shard: dict[str, torch.Tensor], piece: Piece) -> None:
         """The part of one parameter in a shard, whose segments are zero."""
         part, state = self.names.parts[piece.param], self.engine.registry.params[piece.param]
-        where, values = slice(piece.start, piece.start + piece.numel), torch.empty(piece.numel)
+        where, values = slice(piece.start, piece.start + piece.numel), torch.empty(piece.numel, dtype=torch.float32, device="cpu")
         for kind in (None, *self.moments):
             tensor = self._tensors.get((part.whole.names[0], kind))
             if tensor is None:

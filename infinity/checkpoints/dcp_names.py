@@ -112,7 +112,7 @@ def defaults_of_torch(rule: Rule) -> dict:
         kind = torch.optim.SGD
     else:
         return {}
-    return {name: value for name, value in kind([nn.Parameter(torch.zeros(1))]).param_groups[0].items() if name != "params"}
+    return {name: value for name, value in kind([nn.Parameter(torch.zeros(1, device="cpu"))]).param_groups[0].items() if name != "params"}
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:

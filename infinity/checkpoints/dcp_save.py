@@ -138,7 +138,7 @@ class _Planner(dcp.DefaultSavePlanner):
             self._open_record(source.chunk)
         if self._written is not None:
             self._written.untyped_storage().resize_(0)  # see [Note: one record at a time]
-        self._written = torch.empty(source.sizes)
+        self._written = torch.empty(source.sizes, dtype=torch.float32, device="cpu")
         part = {name: tensor[source.start : source.start + self._written.numel()] for name, tensor in self._shard.items()}
         value = part[source.kind] if source.kind is not None else masters(part)
         return self._written.copy_(value.view(source.sizes))
@@ -178,7 +178,7 @@ class _Planner(dcp.DefaultSavePlanner):
         for whole in self.names.wholes:
             if whole.is_updated and self.moments:
                 steps = (chunk.steps[state.index] for state in whole.parts for chunk in engine.registry.chunks_of(state))
-                self._add(items, paths, ("optim", "state", whole.names[0], "step"), torch.tensor(float(max(steps))))
+                self._add(items, paths, ("optim", "state", whole.names[0], "step"), torch.tensor(float(max(steps)), dtype=torch.float32, device="cpu"))
         defaults = defaults_of_torch(engine.optimizer.rule)
         for index, group in enumerate(engine.optimizer.param_groups):
             values = defaults | {name: plain(value) for name, value in group.items() if name != "params"}

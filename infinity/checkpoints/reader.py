@@ -189,7 +189,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder / TENSORS_NAME}: tensor {index} is damaged; use another checkpoint")
         dtype = TENSOR_DTYPES[entry.dtype]
         if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=dtype)
+            return torch.empty(entry.shape, dtype=dtype, device="cpu")
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
 
     def verify(self, progress: Progress | None = None) -> int:

@@ -79,7 +79,7 @@ def assemble(
     device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
     reclaim(config.nvme)
     compresses = may_compress(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
-    nvme_budget, compresses = ranks.min_(torch.tensor([room_nbytes(config.nvme) // ranks.num_local, int(compresses)])).tolist()
+    nvme_budget, compresses = ranks.min_(torch.tensor([room_nbytes(config.nvme) // ranks.num_local, int(compresses)], device="cpu")).tolist()
     layout_, records, placement = arrange(
         model,
         named,
@@ -88,7 +88,7 @@ def assemble(
         training,
         (ranks.rank, ranks.world),
         compresses=bool(compresses),
-        most=lambda number: int(ranks.max_(torch.tensor([number])).item()),
+        most=lambda number: int(ranks.max_(torch.tensor([number], device="cpu")).item()),
     )
     num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
     swap, extents, compresses = _make_swap(config, ranks, placement, num_cores)
@@ -231,7 +231,7 @@ def _make_swap(
     config: Config, ranks: Ranks, placement: planner.Placement, num_cores: int
 ) -> tuple[Swap | None, dict[str, list], bool]:
     """The swap, at its full size, the extents by kind and chunk, None where there are no bytes, and whether records are compressed."""
-    total = int(ranks.max_(torch.tensor([placement.nvme_nbytes])).item())
+    total = int(ranks.max_(torch.tensor([placement.nvme_nbytes], device="cpu")).item())
     if not total and config.activations not in ("host", "nvme"):
         return None, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}, False
     if config.creates_nvme:
@@ -241,7 +241,7 @@ def _make_swap(
     local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank % local_world))
     run = None
     if ranks.world > 1:
-        token = torch.tensor(list(os.urandom(8)), dtype=torch.int64)
+        token = torch.tensor(list(os.urandom(8)), dtype=torch.int64, device="cpu")
         run = bytes(ranks.broadcast_(token).tolist()).hex()
     # Activations make their room on NVMe when it is known how large they are.
     expected_nbytes = total * local_world

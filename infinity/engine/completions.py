@@ -48,7 +48,7 @@ class Completions:
         """On several ranks: not before the pass's last use of their span, for which of an op's parameters have gradients may
         differ between ranks and steps. What is complete only after the last use of a pass is reduced with the rest: it comes last."""
         trace, found = self.course.trace, []
-        positions = torch.full((num_backwards, len(self.registry.chunks)), NEVER)
+        positions = torch.full((num_backwards, len(self.registry.chunks)), NEVER, device="cpu")
         for backward, position, chunk in self._found:
             positions[backward, chunk] = position
         agreed = self.ranks.max_(positions).tolist()

@@ -98,7 +98,7 @@ def _windows(config: Config, device: torch.device, ranks: Ranks) -> dict[str, in
     windows = {"cpu": int(MOST_OF_FREE * free - taken)}
     if gauge := gauge_of(device):
         windows[device.type] = int(DEVICE_SHARE * gauge.free_nbytes())
-    least = ranks.min_(torch.tensor(list(windows.values()))).tolist()
+    least = ranks.min_(torch.tensor(list(windows.values()), device="cpu")).tolist()
     return {kind: max(MIN_WINDOW_NBYTES, nbytes) for kind, nbytes in zip(windows, least)}
 
 

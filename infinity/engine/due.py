@@ -93,7 +93,8 @@ class Due:
         reductions behind them, and all at its end or none. Else one would be given the sum of another chunk's gradient."""
         number = self.gradients.num_reductions
         place = number % (1 << 24) * 2 + is_over
-        agreed = self.ranks.min_(torch.tensor(told, dtype=torch.int32) + torch.tensor([[2 * place], [-2 * place]], dtype=torch.int32))
+        numbers = {"dtype": torch.int32, "device": "cpu"}
+        agreed = self.ranks.min_(torch.tensor(told, **numbers) + torch.tensor([[2 * place], [-2 * place]], **numbers))
         first, last = agreed[0] >> 1, -(agreed[1] >> 1)  # of the places where ranks are
         if not torch.equal(first, last):
             where = "it is over" if is_over else "an op of it begins"

@@ -92,7 +92,7 @@ class Follower:
             if not self.ranks.agree(digest):
                 course.forget()
                 return
-            anew = bool(self.ranks.max_(torch.tensor([int(anew)])).item())
+            anew = bool(self.ranks.max_(torch.tensor([int(anew)], device="cpu")).item())
         if anew:
             course.forget()
         route = next((route for route in course.routes if route.uses == trace), None)

@@ -96,7 +96,8 @@ class Margin:
             self._growing.append((builds_graph, shapes))
         first = not any(self._measured.values())  # the budget is still the least
         fits = first or growth <= 1 or self._room(self.activation_nbytes * growth**GROWTH_EXPONENT) >= self.budget_nbytes
-        grows, lacks = self.ranks.max_(torch.tensor([growth > 1 or not shapes, failed or not fits], dtype=torch.int32)).tolist()
+        told = torch.tensor([growth > 1 or not shapes, failed or not fits], dtype=torch.int32, device="cpu")
+        grows, lacks = self.ranks.max_(told).tolist()
         if lacks:
             self._retreat()
         if grows and not self._measures:
@@ -135,7 +136,7 @@ class Margin:
 
     def _undo(self, is_longer: bool) -> bool:
         """All goes home if the division made steps longer, on any rank. Returns whether it does."""
-        if not self.ranks.max_(torch.tensor([is_longer], dtype=torch.int32)).item():
+        if not self.ranks.max_(torch.tensor([is_longer], dtype=torch.int32, device="cpu")).item():
             return False
         self.trial.fail()
         self._retreat()
@@ -171,7 +172,7 @@ class Margin:
         budget = self.placement.device_nbytes
         if self.movable and self.gauge is not None:
             budget = max(self._room(self.activation_nbytes), self.placement.least_nbytes)
-        return int(self.ranks.min_(torch.tensor([budget])).item())
+        return int(self.ranks.min_(torch.tensor([budget], device="cpu")).item())
 
     def _guests(self, budget: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Spans whose records, and those whose gradients alone, are to be on the device, each with its bytes there."""

@@ -222,11 +222,13 @@ def check_elementwise(rule: Rule, group: dict) -> None:
     """Raise ValueError if three updates of a sample show that those of some elements depend on which others they are updated
     with, or that nothing is updated at all, or if they fail."""
     generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(512, generator=generator) * 10 ** torch.randint(-6, 7, (512,), generator=generator) for _ in range(3)]
-    start = torch.randn(512, generator=generator)
+    usual = {"dtype": torch.float32, "device": "cpu"}  # whatever the program's defaults are
+    powers = [torch.randint(-6, 7, (512,), generator=generator, device="cpu") for _ in range(3)]
+    grads = [torch.randn(512, generator=generator, **usual) * 10**power for power in powers]
+    start = torch.randn(512, generator=generator, **usual)
     found = []
     for parts in ([slice(0, 512)], [slice(0, 100), slice(100, 511), slice(511, 512)]):
-        shard = {"weight": start.clone()} | {name: torch.zeros(512) for name in rule.moments}
+        shard = {"weight": start.clone()} | {name: torch.zeros(512, **usual) for name in rule.moments}
         for step, grad in enumerate(grads, start=1):
             for part in parts:
                 of_part = {name: segment[part] for name, segment in shard.items()}

@@ -106,7 +106,7 @@ class Region:
             if numel:
                 tensor = torch.frombuffer(self.buffer, dtype=dtype, offset=offset_nbytes, count=numel)
             else:
-                tensor = torch.empty(0, dtype=dtype)  # frombuffer refuses
+                tensor = torch.empty(0, dtype=dtype, device="cpu")  # frombuffer refuses
             tensor = self._tensors.setdefault(key, tensor)  # another thread may have been first
         return tensor
 

@@ -171,7 +171,7 @@ class Ranks:
         """Concatenate equal 1-D host tensors of all ranks."""
         if self.world == 1:
             return piece
-        whole = torch.empty(self.world * piece.numel(), dtype=piece.dtype)
+        whole = torch.empty(self.world * piece.numel(), dtype=piece.dtype, device="cpu")
         self._run(lambda: _all_gather(whole, piece, group=self.control, async_op=True), f"a gather of {whole.numel()} numbers")
         return whole
 
@@ -179,9 +179,9 @@ class Ranks:
         """Every rank's bytes, in order of rank."""
         if self.world == 1:
             return [mine]
-        sizes = self.all_gather_slices(torch.tensor([len(mine)])).tolist()
-        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-        padded[: len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
+        sizes = self.all_gather_slices(torch.tensor([len(mine)], device="cpu")).tolist()
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device="cpu")
+        padded[: len(mine)] = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")
         whole = self.all_gather_slices(padded).view(self.world, -1)
         return [whole[rank, :size].numpy().tobytes() for rank, size in enumerate(sizes)]
 
@@ -233,7 +233,7 @@ class Ranks:
         """Whether every rank gave the same integers. what: for errors."""
         if self.world == 1:
             return True
-        low = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64)
+        low = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device="cpu")
         begin = lambda: dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group or self.control, async_op=True)
         self._run(begin, what, "control" if group is None else "lane")
         return all(low[i].item() == -low[len(values) + i].item() for i in range(len(values)))

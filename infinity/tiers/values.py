@@ -46,7 +46,7 @@ class Values:
             with self.shard(chunk, weight_only=weight_only) as shard:
                 for segment in chunk.record.segments[: 1 if weight_only else None]:
                     dtype = TORCH_DTYPES[segment.dtype]
-                    part = torch.zeros(chunk.chunk.shard_numel, dtype=dtype)
+                    part = torch.zeros(chunk.chunk.shard_numel, dtype=dtype, device="cpu")
                     part[: chunk.record.numel] = shard[segment.name]
                     whole = self.ranks.all_gather_slices(part.view(torch.uint8)).view(dtype)
                     found.setdefault(segment.name, []).append(whole[piece.start : piece.start + piece.numel].clone())

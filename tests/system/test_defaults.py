@@ -1,0 +1,67 @@
+"""A program's default dtype and device change nothing: what the engine makes for itself has its own."""
+
+import contextlib
+
+import pytest
+import torch
+from helpers import assert_same_states, states_of, training
+from models import tiny_gpt, tokens
+
+import infinity
+from infinity import load_dcp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@contextlib.contextmanager
+def defaults(dtype, device):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device) if device else contextlib.nullcontext():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+PLACES = {
+    "host": {"weights": "host", "states": "host"},
+    "nvme": {"weights": "nvme", "states": "nvme", "host_memory": "320KiB"},
+    "device": {"weights": "device", "states": "device"},
+    "bf16 moments": {"dtype": "bf16", "moments": "bf16"},
+    "fp16": {"dtype": "fp16"},
+}
+
+
+def run(place, folder, dtype=torch.float32, device=None):
+    """States after two steps with clipping and accumulation, and those of another engine after it has loaded what was saved in each format."""
+    options = {"max_grad_norm": 0.5, "accumulation_steps": 2}
+    batches = [[tokens(step, micro) for micro in range(2)] for step in range(2)]
+
+    def make():
+        with defaults(torch.float32, "cpu"):
+            return tiny_gpt()
+
+    with defaults(dtype, device), training(make, folder, options=options, **place) as (model, engine, optimizer):
+        for micro_batches in batches:
+            for batch in micro_batches:
+                model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        infinity.save(folder / "own", model, optimizer)
+        infinity.save_dcp(folder / "dcp", model, optimizer)
+        found = [states_of(engine, model)]
+    for load, name in ((infinity.load, "own"), (lambda *args: load_dcp(*args, trust_pickle=True), "dcp")):
+        with defaults(dtype, device), training(make, folder, seed=1, options=options, **place) as (model, engine, optimizer):
+            load(folder / name, model, optimizer)
+            found.append(states_of(engine, model))
+    return found
+
+
+@pytest.mark.parametrize("dtype, device", [(torch.bfloat16, None), (torch.float64, "meta")], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_no_bit_depends_on_the_programs_defaults(place, dtype, device, tmp_path):
+    expected = run(PLACES[place], tmp_path / "usual")
+    found = run(PLACES[place], tmp_path / "other", dtype, device)
+    for name, one, other in zip(("trained", "loaded", "loaded from DCP"), expected, found):
+        assert_same_states(other, one, name)
