@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -90,6 +90,8 @@ def assemble(
         compresses=bool(compresses),
         most=lambda number: int(ranks.max_(torch.tensor([number], device="cpu")).item()),
     )
+    of_any = ranks.max_(torch.tensor([index in placement.may_stay for index in range(len(records))], dtype=torch.int32))
+    placement = replace(placement, may_stay=frozenset(of_any.nonzero().flatten().tolist()))  # the same on all ranks, whose shards differ
     num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
     swap, extents, compresses = _make_swap(config, ranks, placement, num_cores)
     with contextlib.ExitStack() as undo:  # what is made is closed again if something after it cannot be made

@@ -45,7 +45,7 @@ class Placement:
     for gradients of late moments, of which there are num_late updates in a row. num_crowded_out: trainable spans, from the first on, whose
     records live on the device because nothing else has room for them. visitors: chunks whose records the device has room for as a rule;
     may_stay: those whose gradients wait for step() and have no place of their own in host memory, so that they stay on the device as far
-    as this has room.
+    as this has room; of an engine's placement, those of any rank.
     With more than under_way_nbytes of gradients on their way to the host, the training thread waits.
     """
 
