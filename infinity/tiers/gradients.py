@@ -183,10 +183,10 @@ class Gradients:
     def send(self, chunk: ChunkState, arrived: Job) -> Job:
         """The update of a record that is not on the device begins: have the gradient that stayed there, with this job, follow it."""
         ready = chunk.gradient.made  # not what the stream is to do by now: the next forward pass may have begun
-        chunk.gradient.follow()
 
         def work() -> None:
             arrived.wait()
+            chunk.gradient.follow()  # not before: on several ranks its last part may be on the way to what stayed
             with self._open(chunk) as memory:
                 begin = now()
                 marks = self.adder.put(memory, chunk.gradient.device_shard, True, ready)

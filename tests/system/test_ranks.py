@@ -285,6 +285,37 @@ def grow(folder, capacity):
             return states_of(engine, model), found, gauge.overflows
 
 
+def keep_sums(folder, update, **places):
+    """Three steps of three passes on a scripted device, whose gradients take long to arrive. States; chunks whose gradients may stay on the
+    device, by what this rank's memory has room for and as all ranks agree; spans whose gradients do."""
+    gauge, found = ScriptedGauge(1 << 20), []
+
+    def placed(*arguments, **options):
+        found.append(place(*arguments, **options))
+        return found[-1]
+
+    place = planner.place
+    with (
+        mock.patch("infinity.engine.engine.gauge_of", lambda device: gauge),
+        mock.patch("infinity.plan.placement.UNDER_WAY_NBYTES", 0),
+        mock.patch("infinity.plan.placement.place", placed),
+    ):
+        torch.manual_seed(0)
+        with infinity.init(settings(folder, update=update, chunk_mib=1 / 64, dtype="bf16", **places)):
+            model = gpt()
+        adam, engine = infinity.AdamW(model.parameters(), lr=1e-2, accumulation_steps=3), infinity.engine_of(model)
+        gauge.tier = engine.tier
+        with engine:
+            engine.gradients.gc.on_job = lambda: time.sleep(0.002)
+            for step in range(3):
+                for micro in range(3):
+                    model(*map(share, tokens(step, micro))).backward()
+                adam.step()
+                adam.zero_grad()
+            may_stay = sorted(found[-1].may_stay), sorted(engine.placement.may_stay)
+            return states_of(engine, model), may_stay, sorted(engine.margin.staying)
+
+
 # ---- the same mathematics ----
 
 
@@ -361,6 +392,16 @@ def test_records_leave_the_device_on_all_ranks_when_one_of_them_needs_more(world
     plans, counts = zip(*tight[0][1])
     assert plans == (1, 1, 1, 2, 2, 2)
     assert counts[0] == counts[2] > counts[3] == counts[5] > 0
+
+
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+def test_sums_of_gradients_stay_on_the_device_of_all_ranks_though_host_memory_has_room_for_those_of_one(worlds, tmp_path, update):
+    """Shards differ a little, the last are the smallest. And what is sent with an update has all of the last pass."""
+    expected, *_ = worlds(2).run(keep_sums, tmp_path, update, weights="device", states="device")
+    first, last = worlds(2).run(keep_sums, tmp_path, update, device_memory="600KiB", host_memory="360KiB")
+    assert first[1][0] != last[1][0] and first[1][1] == last[1][1], (first[1:], last[1:])
+    assert first[2] == last[2] != []
+    assert first[0] == last[0] == expected[0]
 
 
 def test_the_norm_has_the_same_bits_for_every_chunk_size(worlds, tmp_path):
