@@ -442,6 +442,7 @@ class Cycle:
         ]
         if dropped:
             self.gradients.drain()
+            self.updater.drain()  # sums of their squares
         for chunk in dropped:
             self.gradients.drop(chunk)
         self.course.trace.clear()

@@ -1,6 +1,7 @@
 """Deferred updates: none is lost, doubled, or mixed with what a forward pass wrote, however late it runs."""
 
 import threading
+import time
 
 import helpers
 import pytest
@@ -99,6 +100,29 @@ def test_closing_with_few_slots_finishes_the_updates_that_were_begun(tmp_path):
         closing.start()
         closing.join(20)
         assert not closing.is_alive()
+
+
+def test_gradients_are_dropped_only_once_nobody_sums_their_squares(tmp_path):
+    """Such a sum would read from NVMe what was never written there."""
+    make = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
+    config = {"update": "deferred", "weights": "nvme", "states": "nvme", "options": {"max_grad_norm": 1.0}}
+    config["host_memory"] = helpers.least_host_memory(make, tmp_path, **config)
+    found = []
+    for num_dropped in (0, 3):
+        with helpers.training(make, tmp_path, **config) as (model, engine, optimizer):
+            engine.start()
+            engine.updater.lane.on_job = lambda: time.sleep(0.005)
+            for _ in range(num_dropped):
+                model(torch.ones(4, 64)).square().mean().backward()
+                optimizer.zero_grad()
+            train(nn.Sequential(model, Mean()), optimizer, [(torch.ones(4, 64),)] * 2)
+            found.append(helpers.states_of(engine, model))
+    helpers.assert_same_states(*found)
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
 
 
 class Stack(nn.Module):
