@@ -5,8 +5,9 @@ begins and ends: passes and steps say that, and how far a backward pass is.
 """
 
 # [Note: when a chunk is updated]
-# Deferred: step() announces the update of each chunk that has a gradient ([Note: life of an update] in state.py) and remembers the
-# hyper-parameters; the update begins when the next forward fetches the chunk, or when something else needs it: its next gradient, a read.
+# Deferred: where all of a chunk's record and its gradient are in memory, step() begins its update. Of the other chunks that have a gradient
+# it announces the update ([Note: life of an update] in state.py) and remembers the hyper-parameters; this begins when the next forward
+# fetches the chunk, or when something else needs it: its next gradient, a read.
 # Backward: in the last backward pass before step(), a chunk is updated as soon as all its gradients are there and no op and no saved view
 # needs its weights any more; step() updates the rest. Both compute the same, see updates.py.
 

@@ -32,7 +32,7 @@ def ready_to_save(engine, optimizer) -> None:
         raise failure
     for chunk in engine.registry.chunks:
         if not chunk.update.is_announced:
-            engine.updater.finish(chunk)  # the last ones of a backward pass that updates
+            engine.updater.finish(chunk)  # that a backward pass or step() has begun
     for span in engine.registry.spans:
         engine.values.keep_written(span)
 

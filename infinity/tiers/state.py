@@ -22,9 +22,9 @@ a parameter, its span and its chunk are told in one place.
 #
 #     backward:  IDLE --a backward pass begins--> EXPECTED --its gradients are there--> READY --nobody needs its weights-->
 #                EARLY (begun, weights are of the next step) --step()--> IDLE
-#     deferred:  IDLE --step()--> ANNOUNCED --begun, by what needs it--> IDLE
+#     deferred:  IDLE --step(), of what is on NVMe in part--> ANNOUNCED --begun, by what needs it--> IDLE
 #
-# step() also begins at once what is neither EARLY nor to be announced, such as what lives on the device; what is given up is IDLE.
+# step() also begins at once what is neither EARLY nor to be announced, such as what waits for no drive; what is given up is IDLE.
 # Whether an update that has begun is over, its job knows.
 
 # [Note: weights written in forward]
