@@ -51,6 +51,11 @@ def start_python(source, *arguments, **options):
     return subprocess.Popen(command, text=True, env=environment, **pipes, **options)
 
 
+def without_gloo(text):
+    """What a program printed, without the lines that gloo of PyTorch 2.8 adds."""
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
+
+
 def run_python(source, *arguments, **options):
     """The same, ended: what it printed and its returncode."""
     with start_python(source, *arguments, **options) as process:

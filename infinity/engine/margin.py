@@ -249,6 +249,7 @@ class Margin:
         """Those of these spans do not stay on the device any more."""
         if spans:
             self.gradients.drain()
+            self.updater.drain()  # it may be summing the squares of one
         for span in spans:
             for chunk in self._may_stay(span):
                 self.gradients.leave_device(chunk)

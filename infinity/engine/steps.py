@@ -381,6 +381,8 @@ class Cycle:
             if self.optimizer.max_grad_norm is not None:
                 clip = self.optimizer.max_grad_norm / (norm + _EPS_OF_CLIPPING)
                 hyper.grad_scale *= 1.0 if clip >= 1 else clip  # a norm that is no number makes every gradient none, as in PyTorch
+        if self.updater.deferred:
+            ready.sort(key=lambda chunk: self.course.next_use(chunk.span.index))  # the next pass wants them in this order
         for chunk in ready:
             if self.updater.moment(chunk) is Moment.FETCH:
                 self.due.announce(chunk, hyper)

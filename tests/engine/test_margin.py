@@ -18,6 +18,7 @@ from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.tiers.gradients import Gradients
+from infinity.tiers.updates import Updater
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -347,6 +348,26 @@ def test_updates_that_wait_for_no_drive_begin_by_step(home, tmp_path):
         assert all(chunk.update.job is not None for chunk in chunks if chunk not in announced)
         assert home in {engine.placement.homes[STATES][chunk.index] for chunk in chunks}
         assert (not announced) if home == "host" else len(announced) > 2
+
+
+def test_updates_begin_in_the_order_in_which_the_next_pass_wants_them(monkeypatch, tmp_path):
+    class Backwards(nn.Sequential):
+        def forward(self, x):
+            for layer in reversed(self):
+                x = layer(x)
+            return x
+
+    make = lambda: Backwards(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+    begun, begin = [], Updater.begin
+    monkeypatch.setattr(Updater, "begin", lambda self, chunk, *args, **options: (begun.append(chunk.index), begin(self, chunk, *args, **options)))
+    with training(make, tmp_path, options={"max_grad_norm": 0.5}, weights="host", states="host", residency="none") as (model, engine, optimizer):
+        assert len(engine.registry.chunks) == 6
+        for _ in range(3):
+            model(torch.ones(2, 32)).sum().backward()
+            begun.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert begun == [5, 4, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("first_sizes", [[16] * 4, [16, 64, 16, 16]], ids=["alike", "one that grows"])

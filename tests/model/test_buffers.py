@@ -86,6 +86,8 @@ MIXED = {
 
 @pytest.mark.parametrize("kind", MIXED)
 def test_layers_that_mix_are_not_refused(kind, tmp_path):
+    if kind == "instance norm" and torch.__version__ < "2.9":
+        pytest.skip("plain PyTorch has no instance norm of bf16 with statistics in fp32")
     model = MIXED[kind]()
     with infinity.offload(model, config_of(tmp_path, "bf16")):
         train(model, torch.bfloat16)

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 import torch
-from helpers import everything_in, on_gpu, start_python
+from helpers import everything_in, on_gpu, start_python, without_gloo
 
 from infinity.errors import ConfigError, SwapError
 from infinity.system import drives
@@ -173,4 +173,4 @@ def test_collectives_bring_what_each_rank_has_sent():
     for process in ranks:
         output, errors = process.communicate(timeout=100)
         assert process.returncode == 0, errors
-        assert output.splitlines() == ["32768 3", "right", "chunk 2 is ", "another round"] * 2 + ["True"]
+        assert without_gloo(output).splitlines() == ["32768 3", "right", "chunk 2 is ", "another round"] * 2 + ["True"]
