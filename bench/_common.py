@@ -192,6 +192,14 @@ class RunError(RuntimeError):
         self.so_far = list(so_far)
 
 
+class RunEnded(SystemExit):
+    """Whoever started the bench has ended it. so_far: as of `RunError`."""
+
+    def __init__(self, code: object, so_far: Sequence[dict]):
+        super().__init__(code)
+        self.so_far = list(so_far)
+
+
 def on_ranks(script: str, arguments: Sequence[str], num_ranks: int, timeout: float) -> list[dict]:
     """What each rank of a script left with `leave`, started by torchrun on so many ranks of this host; seconds of time.
 
@@ -208,9 +216,12 @@ def on_ranks(script: str, arguments: Sequence[str], num_ranks: int, timeout: flo
             except BaseException as error:
                 process.terminate()  # torchrun ends its ranks
                 process.communicate()
+                so_far = _left(folder, "so-far").values()
+                so_far = so_far if len(so_far) == num_ranks else ()
                 if isinstance(error, subprocess.TimeoutExpired):
-                    so_far = _left(folder, "so-far").values()
-                    raise RunError(f"not over after {timeout:g} s", so_far if len(so_far) == num_ranks else ()) from None
+                    raise RunError(f"not over after {timeout:g} s", so_far) from None
+                if isinstance(error, SystemExit):
+                    raise RunEnded(error.code, so_far) from None
                 raise
         reports, so_far = _left(folder, "rank"), _left(folder, "so-far").values()
     if len(so_far) < num_ranks:

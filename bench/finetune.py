@@ -39,6 +39,7 @@ from pathlib import Path
 
 import torch
 from _common import (
+    RunEnded,
     RunError,
     add_tolerance,
     agree,
@@ -180,8 +181,12 @@ def measure(options, row: Row, engine: str, tokens: int, round_: int, num_parame
     except RunError as error:
         killed = "exit code -9" in str(error)
         row.reason, ranks = f"{error}{': as when host memory is used up' if killed else ''}", error.so_far
-    if ranks:
-        row.runs.append(together(ranks))
+    except RunEnded as end:
+        row.reason, ranks = "ended", end.so_far
+        raise
+    finally:
+        if ranks:
+            row.runs.append(together(ranks))
 
 
 def together(ranks: list[dict]) -> dict:

@@ -4,8 +4,11 @@ import argparse
 import importlib.util
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -173,6 +176,23 @@ def test_what_a_rank_left_before_it_failed_is_known(bench, tmp_path):
     with pytest.raises(common.RunError, match="^ValueError: why$") as ended:
         common.on_ranks(str(script), [], 2, 60)
     assert ended.value.so_far == [{"steps": 2}, {"steps": 2}]
+
+
+@pytest.mark.long
+def test_finetune_shows_what_a_run_had_done_that_is_ended(tmp_path):
+    pytest.importorskip("transformers")
+    command = [sys.executable, FOLDER / "finetune.py", "--model", "tiny", "--device", "cpu", "--sequence", "32", "--engines", "infinity"]
+    command += ["--steps", "1000000", "--nvme", tmp_path]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), *sys.path])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        deadline = time.monotonic() + 100
+        while not [*tmp_path.glob("*/so-far0")] and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(3)  # for the steps that do not count
+        process.terminate()
+        shown, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert re.search(r"^128 infinity +4 x 1 ", shown, re.M) and "; ended" in shown, shown + errors
 
 
 @pytest.mark.long
