@@ -90,7 +90,8 @@ def assemble(
         compresses=bool(compresses),
         most=lambda number: int(ranks.max_(torch.tensor([number], device="cpu")).item()),
     )
-    of_any = ranks.max_(torch.tensor([index in placement.may_stay for index in range(len(records))], dtype=torch.int32))
+    stays = [index in placement.may_stay for index in range(len(records))]
+    of_any = ranks.max_(torch.tensor(stays, dtype=torch.int32, device="cpu"))
     placement = replace(placement, may_stay=frozenset(of_any.nonzero().flatten().tolist()))  # the same on all ranks, whose shards differ
     num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
     swap, extents, compresses = _make_swap(config, ranks, placement, num_cores)
