@@ -39,7 +39,7 @@ class CudaGauge:
     def __init__(self, device: torch.device):
         global _attached
         self.device = device
-        if not _attached and hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
+        if not _attached and hasattr(torch._C, "_cuda_attach_out_of_memory_observer") and _is_native():
             torch._C._cuda_attach_out_of_memory_observer(_note_failure)
             _attached = True
 
@@ -47,7 +47,7 @@ class CudaGauge:
         """All that this process may allocate, with what it has, but for what it cannot give back (`remains_of`)."""
         free, total = torch.cuda.mem_get_info(self.device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device))
-        remains = remains_of(torch.cuda.memory_snapshot(), self.device.index)
+        remains = remains_of(torch.cuda.memory_snapshot(), self.device.index) if _is_native() else 0
         return min(free + torch.cuda.memory_reserved(self.device), allowed) - remains
 
     def free_nbytes(self) -> int:
@@ -62,12 +62,17 @@ class CudaGauge:
         return peak
 
     def num_failures(self) -> int:
-        """Allocations on the device that have found no room so far, whoever asked."""
+        """Allocations on the device that have found no room so far, whoever asked; 0 of an allocator that tells nobody."""
         return _failures[self.device.index]
 
     def most_nbytes(self) -> int:
         """The most that was allocated at a time by the process; see [Note: the peak that the program asks for]."""
         return max(torch.cuda.max_memory_allocated(self.device), _most_nbytes.get(self.device, 0))
+
+
+def _is_native() -> bool:
+    """Whether the allocator is PyTorch's own: cudaMallocAsync has no blocks to show, and tells nobody of what fails."""
+    return torch.cuda.get_allocator_backend() == "native"
 
 
 def _note_failure(device: int, nbytes: int, allowed_nbytes: int, free_nbytes: int) -> None:
@@ -117,7 +122,7 @@ def expand_segments() -> None:
     can then be taken for anything larger, and an allocation fails only where there is no room."""
     global _given
     settings = _settings()
-    if "expandable_segments" not in settings and torch.cuda.get_allocator_backend() == "native":
+    if "expandable_segments" not in settings and _is_native():
         _given = ",".join(filter(None, (settings, "expandable_segments:True")))  # all of them are set anew
         set_ = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
         set_(_given)

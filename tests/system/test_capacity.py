@@ -109,6 +109,26 @@ def test_segments_expand_where_the_settings_do_not_speak_of_them(known, given, m
     assert said == ([given] if given else [])
 
 
+@pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])
+def test_an_allocator_is_asked_for_nothing_that_it_refuses(backend, monkeypatch):
+    def only_native(answer):
+        def ask(*arguments):
+            if backend != "native":
+                raise RuntimeError(f"{backend} does not yet support this")
+            return answer
+
+        return ask
+
+    answers = {"mem_get_info": (10 * MIB, 100 * MIB), "get_per_process_memory_fraction": 1.0, "memory_reserved": 30 * MIB}
+    for name, answer in (answers | {"memory_allocated": 20 * MIB, "get_allocator_backend": backend}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", only_native([segment((20, 5, 5), False)]))
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", only_native(None), raising=False)
+    monkeypatch.setattr(capacity, "_attached", False)
+    gauge = capacity.CudaGauge(torch.device("cuda", 0))
+    assert (gauge.free_nbytes(), gauge.num_failures()) == ((15 if backend == "native" else 20) * MIB, 0)
+
+
 def segment(sizes, expands, kind="large", device=0):
     """One with blocks of so many MiB, by turns in use and not."""
     blocks, address = [], 7 << 40
