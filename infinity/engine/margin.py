@@ -17,7 +17,7 @@ training thread calls it, on every rank at the same point.
 #
 # An allocation that fails, whoever asked, says that ops need more than they were seen to take: before the next pass all goes home, and
 # that step is measured anew. So a program that catches the error and runs the step again has all the memory that there is.
-# It does, too, where the division made steps longer (trial.py), until inputs grow.
+# All goes home, too, where the division made steps longer ([Note: when a division has failed] in trial.py), until inputs grow.
 #
 # Sending records of the host to the device for their update alone does not pay where the host's memory is what bounds both:
 # on a host of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
@@ -40,6 +40,7 @@ from infinity.tiers.weights import Weights
 
 SLACK = 0.05  # of what the device has for this process: left to the gaps between the allocator's blocks
 GROWTH_EXPONENT = 2  # how fast an op's memory may grow with a dimension of the inputs: attention's does
+
 
 class Margin:
     """Divides the engine's device memory between spans, records, and gradients that wait.
@@ -78,6 +79,7 @@ class Margin:
     def hold_records(self) -> None:
         """From now on records may leave their homes for the device."""
         self.holds_records = self._unsettled = True
+        self.trial.drop_passes()  # the model ran without an optimizer
 
     def begin_forward(self, shapes: Shapes, builds_graph: bool) -> None:
         """A pass over inputs of these shapes begins: measure it if it is larger than those before, make room if it may not fit.
@@ -86,11 +88,12 @@ class Margin:
         """
         if self.gauge is None or not self.movable:  # nothing to measure, or nothing to give back
             return
-        if builds_graph and (self._unsettled or self.trial.is_on):
-            self.trial.begin_pass(shapes)
         if failed := self.gauge.num_failures() > self._num_failures:
             self._num_failures = self.gauge.num_failures()
             self._measured, self._growing = {True: [], False: []}, []
+            self.trial.drop_passes()  # the program has given them up
+        if builds_graph:
+            self.trial.begin_pass(shapes)
         known = self._measured[True] + ([] if builds_graph else self._measured[False])
         growth = min((_growth(shapes, seen) for seen in known), default=math.inf)
         if growth > 1 and all(_growth(shapes, seen) > 1 for graph, seen in self._growing if graph or not builds_graph):
@@ -107,8 +110,9 @@ class Margin:
             self._op, self._held_nbytes = None, self.tier.held_nbytes
             self._measures = True
 
-    def settle(self) -> bool:
-        """A step is over: divide what its activations left free. Returns whether another plan is due."""
+    def settle(self, *, by_step: bool) -> bool:
+        """A step is over: divide what its activations left free. by_step: step() has just ended it, so it is known how long it took. Returns
+        whether another plan is due."""
         is_longer = self.trial.step_done()
         if not self._unsettled:
             return self.trial.is_on and self._undo(is_longer)
@@ -132,7 +136,7 @@ class Margin:
                 self._keep_gradients(index, nbytes)
         self._divide()
         has_changed = before != (self.tier.budget_nbytes, len(self.promoted), list(self.staying))
-        self.trial.begin(has_changed and self.movable and self.gauge is not None)
+        self.trial.begin(has_changed and by_step and self.movable and self.gauge is not None)
         return has_changed
 
     def _undo(self, is_longer: bool) -> bool:

@@ -138,7 +138,7 @@ class Cycle:
         self._num_passing += 1
         if self._cycle_is_over or self._num_passing > _MOST_FORWARDS:
             if self.course.trace:
-                self.follower.adopt((), (), anew=self.optimizer is None and self.margin.settle())
+                self.follower.adopt((), (), anew=self.optimizer is None and self.margin.settle(by_step=False))
                 self.follower.begin_step()
             self._cycle_is_over, self._num_passing = True, 1
 
@@ -393,7 +393,7 @@ class Cycle:
 
     def _end_step(self) -> None:
         completions = self.completions.for_plan(self.optimizer.accumulation_steps)
-        self.follower.adopt(*completions, anew=self.margin.settle())
+        self.follower.adopt(*completions, anew=self.margin.settle(by_step=True))
         self._reset()
         self.param_grads.end_step()
         self.events.step_done()

@@ -422,6 +422,67 @@ def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge
         assert_same_states(states_of(engine, model), expected)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """Of trials, in a list of one."""
+    clock = [0.0]
+    monkeypatch.setattr(trial, "now", lambda: clock[0])
+    return clock
+
+
+def timed_step(model, optimizer, clock, seconds, batch=16):
+    model(*tokens(0, batch=batch)).backward()
+    clock[0] += seconds
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+LONGER_AND_LONGER = [5.1, 6.6, 8.0, 9.7]
+
+
+def test_each_division_is_on_trial_whatever_it_was_made_for(gauge, clock, tmp_path):
+    """Larger inputs, or an allocation that failed, long after the trial of the one before is over."""
+    least, records = budgets(tiny_gpt, tmp_path)
+    gauge.capacity, found = least + sum(records[:6]) + (64 << 10), []
+    with training(tiny_gpt, tmp_path, device_memory=gauge.capacity) as (model, engine, optimizer):
+        gauge.tier, gauge.activations = engine.tier, 16 << 10
+        for batch in (8, 16):
+            for _ in range(trial.NUM_STEPS + 3):
+                timed_step(model, optimizer, clock, 1.0, batch)
+            assert not engine.margin.trial.is_on
+            for seconds in LONGER_AND_LONGER:
+                timed_step(model, optimizer, clock, seconds, batch + 4)
+            found.append((engine.stats()["num_steps_back"], len(engine.margin.promoted)))
+        model(*tokens(0, batch=20))  # finds no room, and takes its time
+        clock[0] += 100.0
+        gauge.failures += 1
+        optimizer.zero_grad()
+        for seconds in LONGER_AND_LONGER:
+            timed_step(model, optimizer, clock, seconds, 20)
+        found.append((engine.stats()["num_steps_back"], len(engine.margin.promoted)))
+    assert found == [(1, 0), (2, 0), (3, 0)]
+
+
+def test_nothing_is_on_trial_before_there_is_an_optimizer(gauge, clock, tmp_path):
+    """How long a program takes between two evaluations says nothing; and they are none of the first step."""
+    least, records = budgets(tiny_gpt, tmp_path)
+    gauge.capacity = least + sum(records[:6]) + (16 << 10)
+    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, device_memory=gauge.capacity)
+    model = tiny_gpt()
+    with infinity.offload(model, config) as engine, torch.no_grad():
+        engine.start()
+        gauge.tier, gauge.activations = engine.tier, 16 << 10
+        for seconds in (0.0, *LONGER_AND_LONGER, 0.0):
+            model(*tokens(0, batch=16))
+            clock[0] += seconds
+        assert engine.margin.budget_nbytes > engine.placement.least_nbytes and not engine.margin.trial.is_on
+        optimizer = infinity.AdamW(model.parameters())
+        with torch.enable_grad():
+            for seconds in LONGER_AND_LONGER:
+                timed_step(model, optimizer, clock, seconds)
+        assert engine.stats()["num_steps_back"] == 1
+
+
 def test_after_an_allocation_that_failed_all_goes_home_and_is_measured_anew(gauge, tmp_path):
     """What inputs do not show may take more than ever, as where experts have unequal shares; the step that is run again has all memory."""
     sizes = [[16]] * 3
