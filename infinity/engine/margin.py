@@ -106,8 +106,7 @@ class Margin:
             self._retreat()
         if grows and not self._measures:
             self._unsettled = True
-            self.gauge.peak_nbytes()
-            self._op, self._held_nbytes = None, self.tier.held_nbytes
+            self._measure_on()
             self._measures = True
 
     def settle(self, *, by_step: bool) -> bool:
@@ -163,6 +162,12 @@ class Margin:
             self.staying |= new
             self._divide()
             self.gradients.stay_on_device([chunk for index in new for chunk in self._may_stay(index)])
+            self._measure_on()  # no op has allocated what came
+
+    def _measure_on(self) -> None:
+        """What was allocated so far is no op's."""
+        self.gauge.peak_nbytes()
+        self._op, self._held_nbytes = None, self.tier.held_nbytes
 
     def _look(self) -> None:
         """Ops were measured: what they took of the device is known, and for which inputs."""

@@ -388,6 +388,7 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
         train(model, engine, optimizer, sizes, gauge)
         assert_same_states(states_of(engine, model), expected)
         assert came[0] > 8 and gauge.overflows == 0
+        assert engine.margin.op_nbytes[None] == max(first_sizes) << 10  # what was brought is no op's
         assert len(came) == (1 if first_sizes == sizes[1] else 2), came  # what grows has them leave, and what it leaves free come back
 
 
