@@ -25,13 +25,18 @@ def test_an_update_moves_on_as_its_table_says_or_not_at_all(before, after):
 
 
 @pytest.mark.parametrize(
-    "when, life", [("backward", [EXPECTED, READY, EARLY, IDLE]), ("deferred", [ANNOUNCED, IDLE])], ids=lambda value: str(value)
+    "when, home, life",
+    [
+        ("backward", "host", [EXPECTED, READY, EARLY, IDLE]),
+        ("deferred", "nvme", [ANNOUNCED, IDLE]),
+        ("deferred", "host", []),  # step() begins it at once
+    ],
 )
-def test_a_step_leads_an_update_through_its_life(when, life, tmp_path, monkeypatch):
+def test_a_step_leads_an_update_through_its_life(when, home, life, tmp_path, monkeypatch):
     moves = []
     become = UpdateState.become
     monkeypatch.setattr(UpdateState, "become", lambda self, stage: (become(self, stage), moves.append((self, stage))))
-    with training(lambda: mlp(4), tmp_path, update=when, weights="host", states="host") as (model, engine, optimizer):
+    with training(lambda: mlp(4), tmp_path, update=when, weights=home, states=home) as (model, engine, optimizer):
         for _ in range(3):
             model(inputs(model, 0)).square().mean().backward()
             optimizer.step()
