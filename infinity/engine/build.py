@@ -79,7 +79,7 @@ def assemble(
     device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
     reclaim(config.nvme)
     compresses = may_compress(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
-    nvme_budget, compresses = ranks.min_(torch.tensor([room_nbytes(config.nvme) // ranks.num_local, int(compresses)], device="cpu")).tolist()
+    nvme_budget, compresses = ranks.least([room_nbytes(config.nvme) // ranks.num_local, compresses])
     layout_, records, placement = arrange(
         model,
         named,
@@ -88,11 +88,10 @@ def assemble(
         training,
         (ranks.rank, ranks.world),
         compresses=bool(compresses),
-        most=lambda number: int(ranks.max_(torch.tensor([number], device="cpu")).item()),
+        most=lambda number: ranks.most([number])[0],
     )
-    stays = [index in placement.may_stay for index in range(len(records))]
-    of_any = ranks.max_(torch.tensor(stays, dtype=torch.int32, device="cpu"))
-    placement = replace(placement, may_stay=frozenset(of_any.nonzero().flatten().tolist()))  # the same on all ranks, whose shards differ
+    of_any = ranks.most([index in placement.may_stay for index in range(len(records))])  # the same on all ranks, whose shards differ
+    placement = replace(placement, may_stay=frozenset(index for index, stays in enumerate(of_any) if stays))
     num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
     swap, extents, compresses = _make_swap(config, ranks, placement, num_cores)
     with contextlib.ExitStack() as undo:  # what is made is closed again if something after it cannot be made
@@ -234,7 +233,7 @@ def _make_swap(
     config: Config, ranks: Ranks, placement: planner.Placement, num_cores: int
 ) -> tuple[Swap | None, dict[str, list], bool]:
     """The swap, at its full size, the extents by kind and chunk, None where there are no bytes, and whether records are compressed."""
-    total = int(ranks.max_(torch.tensor([placement.nvme_nbytes], device="cpu")).item())
+    (total,) = ranks.most([placement.nvme_nbytes])
     if not total and config.activations not in ("host", "nvme"):
         return None, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}, False
     if config.creates_nvme:

@@ -5,8 +5,6 @@ Knows the trace of a step and the ranks. Must not know how gradients arrive, or 
 
 from __future__ import annotations
 
-import torch
-
 from infinity.plan.schedule import NEVER, Moment
 from infinity.system.ranks import Ranks
 from infinity.tiers.course import Course
@@ -48,10 +46,10 @@ class Completions:
         """On several ranks: not before the pass's last use of their span, for which of an op's parameters have gradients may
         differ between ranks and steps. What is complete only after the last use of a pass is reduced with the rest: it comes last."""
         trace, found = self.course.trace, []
-        positions = torch.full((num_backwards, len(self.registry.chunks)), NEVER, device="cpu")
+        positions = [[NEVER] * len(self.registry.chunks) for _ in range(num_backwards)]
         for backward, position, chunk in self._found:
-            positions[backward, chunk] = position
-        agreed = self.ranks.max_(positions).tolist()
+            positions[backward][chunk] = position
+        agreed = self.ranks.most(positions)
         for backward, end in self._ends.items():
             last_uses = {span: position for position, use in enumerate(trace[:end]) for span in use.spans}
             for chunk, position in reversed([*enumerate(agreed[backward])]):

@@ -98,7 +98,7 @@ def _windows(config: Config, device: torch.device, ranks: Ranks) -> dict[str, in
     windows = {"cpu": int(MOST_OF_FREE * free - taken)}
     if gauge := gauge_of(device):
         windows[device.type] = int(DEVICE_SHARE * gauge.free_nbytes())
-    least = ranks.min_(torch.tensor(list(windows.values()), device="cpu")).tolist()
+    least = ranks.least(list(windows.values()))
     return {kind: max(MIN_WINDOW_NBYTES, nbytes) for kind, nbytes in zip(windows, least)}
 
 
@@ -313,7 +313,7 @@ class _Builder(TorchFunctionMode):
 
     def _on_all_ranks(self, fact: bool) -> bool:
         """What one of them sends away, all must, for they bring it back together."""
-        return bool(self.ranks.min_(torch.tensor([int(fact)], device="cpu")).item())
+        return all(self.ranks.least([fact]))
 
     def _overwrite(self, param: nn.Parameter, func, args, kwargs):
         """func(*args, **kwargs), which gives the parameter new values: those that it has are not read, and those that it gets are

@@ -94,10 +94,9 @@ class Due:
         reductions behind them, and all at its end or none. Else one would be given the sum of another chunk's gradient."""
         number = self.gradients.num_reductions
         place = number % (1 << 24) * 2 + is_over
-        numbers = {"dtype": torch.int32, "device": "cpu"}
-        agreed = self.ranks.min_(torch.tensor(told, **numbers) + torch.tensor([[2 * place], [-2 * place]], **numbers))
-        first, last = agreed[0] >> 1, -(agreed[1] >> 1)  # of the places where ranks are
-        if not torch.equal(first, last):
+        agreed = self.ranks.least([[told_ + sign * 2 * place for told_ in each] for each, sign in zip(told, (1, -1), strict=True)])
+        first, last = ([sign * (number >> 1) for number in each] for each, sign in zip(agreed, (1, -1)))  # of the places where ranks are
+        if first != last:
             where = "it is over" if is_over else "an op of it begins"
             error = UsageError(
                 f"{self.ranks.name}: the ranks have parted in this backward pass; here {where} after {number} reductions of gradients, "
@@ -105,7 +104,7 @@ class Due:
             )
             self.ranks.report(error)  # a lane may be in a reduction that the others never join
             raise error
-        return (agreed & 1).tolist()
+        return [[number & 1 for number in each] for each in agreed]
 
     def gradient_ready(self, chunk: ChunkState) -> None:
         """It is complete, on all ranks."""

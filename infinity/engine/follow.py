@@ -9,8 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
 
-import torch
-
 from infinity.engine.due import Due
 from infinity.plan import schedule
 from infinity.plan.route import Route
@@ -92,7 +90,7 @@ class Follower:
             if not self.ranks.agree(digest):
                 course.forget()
                 return
-            anew = bool(self.ranks.max_(torch.tensor([int(anew)], device="cpu")).item())
+            anew = any(self.ranks.most([anew]))
         if anew:
             course.forget()
         route = next((route for route in course.routes if route.uses == trace), None)

@@ -27,8 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-import torch
-
 from infinity.engine.trial import Shapes, Trial
 from infinity.plan import placement as planner
 from infinity.plan.needs import gradient_nbytes
@@ -100,8 +98,7 @@ class Margin:
             self._growing.append((builds_graph, shapes))
         first = not any(self._measured.values())  # the budget is still the least
         fits = first or growth <= 1 or self._room(self.activation_nbytes * growth**GROWTH_EXPONENT) >= self.budget_nbytes
-        told = torch.tensor([growth > 1 or not shapes, failed or not fits], dtype=torch.int32, device="cpu")
-        grows, lacks = self.ranks.max_(told).tolist()
+        grows, lacks = self.ranks.most([growth > 1 or not shapes, failed or not fits])
         if lacks:
             self._retreat()
         if grows and not self._measures:
@@ -140,7 +137,7 @@ class Margin:
 
     def _undo(self, is_longer: bool) -> bool:
         """All goes home if the division made steps longer, on any rank. Returns whether it does."""
-        if not self.ranks.max_(torch.tensor([is_longer], dtype=torch.int32, device="cpu")).item():
+        if not any(self.ranks.most([is_longer])):
             return False
         self.trial.fail()
         self._retreat()
@@ -182,7 +179,7 @@ class Margin:
         budget = self.placement.device_nbytes
         if self.movable and self.gauge is not None:
             budget = max(self._room(self.activation_nbytes), self.placement.least_nbytes)
-        return int(self.ranks.min_(torch.tensor([budget], device="cpu")).item())
+        return int(self.ranks.least([budget])[0])
 
     def _guests(self, budget: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Spans whose records, and those whose gradients alone, are to be on the device, each with its bytes there."""
@@ -191,14 +188,17 @@ class Margin:
             [chunk.record for chunk in self.registry.chunks],
             self.placement.homes[STATES],
             room_nbytes=budget - self.placement.gradient_limit_nbytes if self.holds_records and self.movable else 0,
-            gradient_itemsize=4 if self.gradients.accumulate else None,
+            gradient_itemsize=self._gradient_itemsize,
             snapshots={span.index for span in self.registry.spans if self.values.keeps_snapshot(span)},
             may_stay=self.placement.may_stay,
         )
 
+    @property
+    def _gradient_itemsize(self) -> int | None:
+        return 4 if self.gradients.accumulate else None
+
     def _gradient_nbytes(self, span: int) -> int:
-        itemsize = 4 if self.gradients.accumulate else None
-        return sum(gradient_nbytes(chunk.chunk, chunk.chunk.shard_used(0), itemsize) for chunk in self._may_stay(span))
+        return sum(gradient_nbytes(chunk.chunk, chunk.chunk.shard_used(0), self._gradient_itemsize) for chunk in self._may_stay(span))
 
     def _room(self, activation_nbytes: float) -> float:
         """Device bytes for the engine beside activations of that many."""

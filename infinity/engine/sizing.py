@@ -136,7 +136,7 @@ def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable
         both = _share(on_host + on_device, free_host, taken["cpu"])
         host_share = int(both * on_host / (on_host + on_device))
         device_share = both - host_share
-    auto = ranks.min_(torch.tensor([device_share, host_share], dtype=torch.int64, device="cpu")).tolist()
+    auto = ranks.least([device_share, host_share])
     given = (config.device_memory, config.host_memory)
     return tuple(share if value == "auto" else value for value, share in zip(given, auto))
 

@@ -5,6 +5,7 @@ Knows the allocator of the device, which it has make segments that expand, and t
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter
@@ -30,18 +31,14 @@ _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "me
 _most_nbytes: dict[torch.device, int] = {}  # the largest peak before the last reset
 _given = ""  # the allocator's settings that this module set
 _failures: Counter[int] = Counter()  # allocations that found no room, by device, whoever asked
-_attached = False  # who counts them
 
 
 class CudaGauge:
-    """What a CUDA device's caching allocator knows. All in bytes."""
+    """What a CUDA device's caching allocator knows. Sizes in bytes."""
 
     def __init__(self, device: torch.device):
-        global _attached
         self.device = device
-        if not _attached and hasattr(torch._C, "_cuda_attach_out_of_memory_observer") and _is_native():
-            torch._C._cuda_attach_out_of_memory_observer(_note_failure)
-            _attached = True
+        _count_failures()
 
     def capacity_nbytes(self) -> int:
         """All that this process may allocate, with what it has, but for what it cannot give back (`remains_of`)."""
@@ -73,6 +70,13 @@ class CudaGauge:
 def _is_native() -> bool:
     """Whether the allocator is PyTorch's own: cudaMallocAsync has no blocks to show, and tells nobody of what fails."""
     return torch.cuda.get_allocator_backend() == "native"
+
+
+@functools.cache
+def _count_failures() -> None:
+    """From now on, for good: the allocator forgets nobody whom it tells."""
+    if hasattr(torch._C, "_cuda_attach_out_of_memory_observer") and _is_native():
+        torch._C._cuda_attach_out_of_memory_observer(_note_failure)
 
 
 def _note_failure(device: int, nbytes: int, allowed_nbytes: int, free_nbytes: int) -> None:

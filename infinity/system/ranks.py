@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -146,19 +147,18 @@ class Ranks:
             self._run(lambda: dist.all_reduce(tensor, group=self.control, async_op=True), f"a sum of {tensor.numel()} numbers")
         return tensor
 
-    def max_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take the maximum of a small host tensor over the ranks, in place."""
-        if self.world > 1:
-            begin = lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
-            self._run(begin, f"a maximum of {tensor.numel()} numbers")
-        return tensor
+    def most(self, numbers: list) -> list:
+        """Each number, or number in lists of them, as it is largest on any rank."""
+        if self.world == 1:
+            return numbers
+        tensor = torch.from_numpy(np.array(numbers) + 0)  # int64 or float64 on the CPU, whatever the program's defaults are
+        begin = lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        self._run(begin, f"a maximum of {tensor.numel()} numbers")
+        return tensor.tolist()
 
-    def min_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take the minimum of a small host tensor over the ranks, in place."""
-        if self.world > 1:
-            begin = lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.control, async_op=True)
-            self._run(begin, f"a minimum of {tensor.numel()} numbers")
-        return tensor
+    def least(self, numbers: list) -> list:
+        """As `most`, the smallest."""
+        return _negated(self.most(_negated(numbers)))
 
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Give every rank the source's host tensor, in place."""
@@ -331,6 +331,10 @@ class Ranks:
     def is_stuck(self) -> bool:
         """Closed, and its thread is still in the store."""
         return self._watch is not None and self._watch.is_stuck
+
+
+def _negated(numbers: list) -> list:
+    return (-(np.array(numbers) + 0)).tolist()  # + 0: of what is true or false, too
 
 
 def _copy(error: BaseException) -> BaseException:

@@ -204,10 +204,7 @@ class Gradients:
             if chunk.gradient.is_there and not chunk.gradient_on_device:
                 with self.records.lease(chunk, GRADIENTS) as lease:
                     self._make_device_gradient(chunk)
-                    with torch.cuda.stream(self.adder.stream) if self.cuda else contextlib.nullcontext():
-                        chunk.gradient.device_shard.copy_(self._tensor(lease), non_blocking=True)
-                    if self.cuda:
-                        self.adder.stream.synchronize()
+                    self.adder.put(chunk.gradient.device_shard, self._tensor(lease), True, None)
                 self.records.discard(chunk, GRADIENTS)
             chunk.gradient.stay(here=True)
 
@@ -312,7 +309,7 @@ class Gradients:
 
     def _make_device_gradient(self, chunk: ChunkState) -> None:
         """By a stream of its own: what stays must not lie between activations, which come and go in the memory of the ops' stream."""
-        with torch.cuda.stream(self.adder.stream) if self.cuda else contextlib.nullcontext():
+        with torch.cuda.stream(self.adder.stream):
             chunk.gradient.device_shard = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
         self.tier.book(chunk.gradient.device_shard.nbytes)
 

@@ -315,8 +315,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def _slowest(self, seconds: dict[str, float]) -> dict[str, float]:
-        slowest = self.engine.ranks.max_(torch.tensor(list(seconds.values()), dtype=torch.float64))
-        return dict(zip(seconds, slowest.tolist()))
+        return dict(zip(seconds, self.engine.ranks.most(list(seconds.values()))))
 
     def _check(self) -> None:
         for index, op in enumerate(self.ops):

@@ -209,7 +209,7 @@ class Collectives:
                 self._ranks.gather(chunk, f"chunk {index}")
         _wait_for(self._device)
         seconds = time.perf_counter() - began
-        return self._ranks.max_(torch.tensor([seconds], dtype=torch.float64)).item()
+        return self._ranks.most([seconds])[0]
 
     def check(self, round_: int) -> None:
         world, mine = range(self._ranks.world), self._ranks.rank

@@ -226,13 +226,13 @@ def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, 
         if ranks.rank == 0:
             progress.show(text, last=True)
         ranks.barrier()
-        return ranks.max_(torch.tensor([work() if ranks.rank == 0 else 0.0], dtype=torch.float64)).item()
+        return ranks.most([work() if ranks.rank == 0 else 0.0])[0]
 
-    def of_all(text: str, work: Callable[[], float], slowest=ranks.min_) -> float:
+    def of_all(text: str, work: Callable[[], float], slowest=ranks.least) -> float:
         if ranks.rank == 0:
             progress.show(text, last=True)
         ranks.barrier()
-        return slowest(torch.tensor([work()], dtype=torch.float64)).item()
+        return slowest([work()])[0]
 
     def rate(probe, together: Ranks | None = None) -> float:
         with contextlib.closing(probe):
@@ -249,8 +249,8 @@ def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, 
         "h2d": of_one("copies to the device", lambda: rate(copies(True))),
         "d2h": of_one("copies from the device", lambda: rate(copies(False))),
         "copy_s": of_one("a small copy", lambda: probes.copy_seconds(device)),
-        "op_s": of_all("small ops", lambda: probes.op_seconds(device), slowest=ranks.max_),
-        "chunk_s": of_all("small chunks", lambda: probes.chunk_seconds(device), slowest=ranks.max_),
+        "op_s": of_all("small ops", lambda: probes.op_seconds(device), slowest=ranks.most),
+        "chunk_s": of_all("small chunks", lambda: probes.chunk_seconds(device), slowest=ranks.most),
     }
     if cuda:
         found["device_update"] = of_one("updates on the device", lambda: probes.update_rate(device))
@@ -262,7 +262,7 @@ def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, 
             found["both_all"] = of_all("copies both ways of all devices", lambda: rate(probes.BothWays(device, LINK_NBYTES), ranks))
         found["gather"] = of_all("all-gathers", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=False)))
         found["reduce"] = of_all("reduce-scatters", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=True)))
-        found["gather_s"] = of_all("a small all-gather", lambda: probes.gather_seconds(ranks, device), slowest=ranks.max_)
+        found["gather_s"] = of_all("a small all-gather", lambda: probes.gather_seconds(ranks, device), slowest=ranks.most)
     return found
 
 
