@@ -1,6 +1,7 @@
 """What is predicted is what the engine does: its layout, its placement, its bytes."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -143,6 +144,26 @@ def test_compute_hides_transfers_from_the_tokens_that_it_names():
     assert many.bottleneck == "compute"
     assert many.step_seconds < 1.35 * many.compute_seconds
     assert few.step_seconds > 2 * few.compute_seconds
+
+
+def test_micro_batches_one_after_the_other_need_more_tokens_to_hide_a_drive_than_by_layer():
+    model, load = gpt_on_meta(dtype=torch.bfloat16)
+    slow = tuple(dataclasses.replace(drive, read_gbps=0.02, write_gbps=0.02, mixed_gbps=0.02) for drive in GPU.drives)
+    machine = dataclasses.replace(GPU, device_memory=1 << 40, drives=slow)
+    config = Config(**NVME, device_memory="3MiB", host_memory="4MiB", residency="none", chunk_mib=0.125)
+    once = predict(model, load, machine, config)
+    read, written = once.simulation.nbytes["nc"], once.simulation.nbytes["cn"]
+    assert once.twice.nbytes["nc"] > 1.2 * read and once.twice.nbytes["cn"] < 1.05 * written  # weights again, forward and backward
+    drive_seconds = (read + written) / 0.02e9
+    assert once.hiding_tokens == pytest.approx(load.tokens * drive_seconds / once.compute_seconds, rel=0.01)
+    assert once.hiding_tokens_in_turn == math.inf  # a micro-batch is too short for the weights that it reads
+    longer = dataclasses.replace(machine, device_tflops=machine.device_tflops * once.compute_seconds / drive_seconds)  # as long as all of it
+    halfway = dataclasses.replace(longer, device_tflops=2 * longer.device_tflops)
+    found = predict(model, load, halfway, config)
+    more = found.twice.nbytes["nc"] - found.simulation.nbytes["nc"]
+    num = (read + written - more) / ((read + written) / 2 - more)
+    assert found.hiding_tokens == pytest.approx(2 * load.tokens, rel=0.02)
+    assert found.hiding_tokens_in_turn == pytest.approx(load.tokens * num, rel=0.05)
 
 
 def test_more_nodes_have_more_drives():

@@ -377,6 +377,7 @@ def _report(prediction: Prediction, largest: Largest | None) -> dict:
         "tokens_per_second": prediction.workload.tokens * machine.world / simulation.step_seconds,
         "bottleneck": prediction.bottleneck,
         "hiding_tokens": prediction.hiding_tokens,
+        "hiding_tokens_in_turn": prediction.hiding_tokens_in_turn if math.isfinite(prediction.hiding_tokens_in_turn) else None,
         "largest_parameters": largest and largest.parameters,
         "written_bytes_per_day": written,
         "endurance_days": endurance / written if written and endurance else None,
@@ -408,8 +409,11 @@ def _text(subject: Subject, prediction: Prediction, report: dict, largest: Large
     share = report["compute_seconds"] / report["step_seconds"]
     hidden = "nothing moves that compute would have to hide"
     if report["hiding_tokens"]:
-        now = f"{prediction.workload.tokens:,}"
-        hidden = f"compute hides every transfer from {report['hiding_tokens']:,.0f} tokens a step and device on (now {now})"
+        now, by_layer, in_turn = prediction.workload.tokens, report["hiding_tokens"], report["hiding_tokens_in_turn"]
+        hidden = f"compute hides every transfer from {by_layer:,.0f} tokens a step and device on (now {now:,})"
+        if by_layer > now:
+            loop = f"from {in_turn:,.0f}" if in_turn is not None else "with no number"
+            hidden += f"; in micro-batches of {now:,} accumulated by layer; {loop} of them one after the other"
     lines = [
         f"model     {subject.title}",
         f"machine   {_title(machine)}",

@@ -6,6 +6,7 @@ Knows models (on the meta device), configurations and machines. Must not know co
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one rank. spans_on_device: whose records are on the device. compresses_nvme: what is on NVMe takes fewer bytes."""
+    """Of one rank. spans_on_device: whose records are on the device. twice: a step of two micro-batches, one after the other, where one does
+    not hide every transfer. compresses_nvme: what is on NVMe takes fewer bytes."""
 
     layout: Layout
     records: Sequence[Record]
@@ -49,6 +51,7 @@ class Prediction:
     simulation: Simulation
     machine: Machine
     compresses_nvme: bool
+    twice: Simulation | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -70,35 +73,48 @@ class Prediction:
 
     @property
     def hiding_tokens(self) -> float:
-        """Tokens a step and rank at which compute takes as long as the longest link, whose bytes do not depend on them."""
-        longest = max([seconds for link, seconds in self.simulation.busy_seconds.items() if link not in ("compute", "nc", "cn")])
-        return self.workload.tokens * max(longest, self.drive_seconds) / self.compute_seconds if self.compute_seconds else 0.0
+        """Tokens a step and rank at which compute takes as long as the longest link, where bytes do not depend on them: of one micro-batch,
+        or of several that are accumulated by layer."""
+        longest = max(self._seconds(self.simulation).values())
+        return self.workload.tokens * longest / self.compute_seconds if self.compute_seconds else 0.0
 
     @property
-    def drive_seconds(self) -> float:
-        """The least that the drives need for a step's bytes, both ways."""
-        read, written = (self.simulation.nbytes[link] * self.machine.devices / 1e9 for link in ("nc", "cn"))
-        if not read + written:
-            return 0.0
-        rates = (self.machine.drive_gbps(what) for what in ("read", "write", "mixed"))
-        return max(nbytes / rate for nbytes, rate in zip((read, written, read + written), rates))
+    def hiding_tokens_in_turn(self) -> float:
+        """The same of as many micro-batches as it takes, one after the other, each of which fetches what is not kept. Infinite where a link
+        needs longer for that than compute for a micro-batch."""
+        found, compute = self.hiding_tokens, self.compute_seconds
+        twice = self._seconds(self.twice) if self.twice is not None else {}
+        for link, seconds in self._seconds(self.simulation).items() if twice else ():
+            more = max(0.0, twice[link] - seconds)
+            if seconds > compute:
+                found = max(found, self.workload.tokens * (seconds - more) / (compute - more) if compute > more else math.inf)
+        return found
+
+    def _seconds(self, simulation: Simulation) -> dict[str, float]:
+        """The least that each link needs for a step's bytes, the drives by what they read, write, and do of both."""
+        seconds = {link: busy for link, busy in simulation.busy_seconds.items() if link not in ("compute", "nc", "cn")}
+        read, written = (simulation.nbytes[link] * self.machine.devices / 1e9 for link in ("nc", "cn"))
+        for what, nbytes in (("read", read), ("write", written), ("mixed", read + written)):
+            seconds[what] = nbytes / self.machine.drive_gbps(what) if nbytes else 0.0
+        return seconds
 
 
 def predict(model: nn.Module, workload: Workload, machine: Machine, config: Config) -> Prediction:
     """Raises BudgetError where something does not fit: `Prediction.memory` of what is returned fits."""
     layout, records, placement, on_device = arrangement(model, workload, machine, config)
     uses, flops, grads = workload.trace([home.span for home in layout.homes])
-    step = Step(
-        uses,
-        [count / (machine.device_tflops * 1e12) for count in flops],
-        grads,
-        len(workload.ops),
-        _is_deferred(config),
-        config.residency == "auto",
-    )
+    seconds = [count / (machine.device_tflops * 1e12) for count in flops]
+    first = len(workload.ops)  # of backward
+    step = Step(uses, seconds, grads, first, _is_deferred(config), config.residency == "auto")
     compresses_nvme = placement.compression_nbytes > 0
-    simulation = simulate(layout, records, placement, step, machine, on_device=on_device, compresses=compresses_nvme)
-    prediction = Prediction(layout, records, placement, on_device, workload, simulation, machine, compresses_nvme)
+
+    def played(step: Step) -> Simulation:
+        return simulate(layout, records, placement, step, machine, on_device=on_device, compresses=compresses_nvme)
+
+    prediction = Prediction(layout, records, placement, on_device, workload, played(step), machine, compresses_nvme)
+    if prediction.hiding_tokens > workload.tokens:
+        two = dataclasses.replace(step, uses=uses * 2, seconds=seconds * 2, gradients=[()] * len(uses) + grads, backward=len(uses) + first)
+        prediction = dataclasses.replace(prediction, twice=played(two))
     for tier, need in prediction.memory.items():
         require(tier, need)
     return prediction
