@@ -50,12 +50,17 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """A step is `micro` for each micro-batch, then `update`."""
+    """A step is `micro` for each micro-batch, or `micros` for all at once where that is there, then `update`."""
 
     micro: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # inputs, targets -> loss; backward, too
     update: Callable[[], None]
     moved: Callable[[], tuple]  # bytes so far of each of TRAFFIC, None where it is not known
     close: Callable[[], None] = lambda: None
+    micros: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], list[torch.Tensor]] | None = None
+
+    def passes(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        """All of a step, forward and backward. Returns the losses."""
+        return [self.micro(*batch) for batch in batches] if self.micros is None else self.micros(batches)
 
 
 @contextlib.contextmanager
@@ -108,10 +113,10 @@ def version_of(engine: str) -> str:
 
 
 def make_ready(engine: str, job: Job) -> Trainer:
-    return {"infinity": _infinity, "fsdp2": _fsdp2, "deepspeed": _deepspeed, "plain": _plain}[engine](job)
+    return {"infinity": _infinity, "by-layer": _by_layer, "fsdp2": _fsdp2, "deepspeed": _deepspeed, "plain": _plain}[engine](job)
 
 
-def _infinity(job: Job) -> Trainer:
+def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
     with infinity.init(infinity.Config(trace=bool(job.trace), **job.config), window=job.window):
         model = job.make()
     optimizer = infinity.AdamW(model.parameters(), **job.hyper, max_grad_norm=job.clip, accumulation_steps=job.accumulation)
@@ -131,7 +136,15 @@ def _infinity(job: Job) -> Trainer:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Trainer(_micro(job, model), update, moved, close)
+    def micros(batches):
+        losses = infinity.accumulate(model, batches, lambda model, batch: model(*batch) / job.accumulation)
+        return [loss * job.accumulation for loss in losses]
+
+    return Trainer(_micro(job, model), update, moved, close, micros if by_layer else None)
+
+
+def _by_layer(job: Job) -> Trainer:
+    return _infinity(job, by_layer=True)
 
 
 def _fsdp2(job: Job) -> Trainer:

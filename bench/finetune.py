@@ -8,8 +8,8 @@ Shapes, with random weights: 1b and 3b are Llama 3.2's, 8b is Llama 3.1's, qwen7
 Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of them for keys, 152,064 tokens), 14.77 B parameters. All train in bf16 with
 AdamW on fp32 masters and non-reentrant checkpointing of each layer; the loss is `infinity.linear_cross_entropy` of --loss-tokens at a time,
 or with 0 what the model computes of all its logits at once. With --compile each layer is compiled, whatever the engine. infinity has its
-default configuration but for what it is told here, and the model is built in `infinity.init`; FSDP2 and DeepSpeed (ZeRO-3) have
-everything in host memory, plain PyTorch on the device.
+default configuration but for what it is told here, and the model is built in `infinity.init`; by-layer is the same with
+`infinity.accumulate` instead of a loop over micro-batches. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory, plain PyTorch on the device.
 
 Tokens a step are micro-batch x accumulation x sequence, of a rank; --curve takes a list of them ("16k" is 16,384), with micro-batches of up
 to --micro-batch sequences. Each round runs each engine at each of them in turn, in processes of its own. Times are those of the steps
@@ -65,7 +65,8 @@ from infinity.errors import ConfigError
 from infinity.sizes import format_bytes
 from infinity.system.capacity import host_free_nbytes
 
-ENGINES = ("infinity", "fsdp2", "deepspeed", "plain")
+ENGINES = ("infinity", "by-layer", "fsdp2", "deepspeed", "plain")
+OURS = ("infinity", "by-layer")
 SETTINGS = ("device_memory", "host_memory", "weights", "states", "activations", "moments", "compression", "update")
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 HOST_NBYTES = {"fsdp2": 19, "deepspeed": 24}  # a parameter, measured with 3.2 B
@@ -82,7 +83,7 @@ def main() -> int:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="3b" if kind == "cuda" else "tiny")
-    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--engines", default="infinity,fsdp2,deepspeed,plain")
     parser.add_argument("--micro-batch", type=positive, default=4, help="sequences of a rank; with --curve at most")
     parser.add_argument("--accumulation", type=positive, default=1, help="micro-batches a step")
     parser.add_argument("--sequence", type=positive, default=4096, help="tokens")
@@ -296,7 +297,7 @@ def plot(options, size: Size, rows: dict) -> None:
 def run(options) -> dict:
     """What is known after the last step, left after each."""
     cuda = options.device == "cuda"
-    backend = None if options.ranks == 1 and options.engine in ("infinity", "plain") else "nccl" if cuda else "gloo"
+    backend = None if options.ranks == 1 and options.engine in (*OURS, "plain") else "nccl" if cuda else "gloo"
     if options.engine == "fsdp2" and cuda:
         backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is summed there
     device = join(options.engine, options.device, backend)
@@ -312,7 +313,7 @@ def run(options) -> dict:
             before = trainer.moved()
         batches = [tokens_at(options, number, index).to(device) for index in range(options.accumulation)]
         begin = time.perf_counter()
-        losses = [trainer.micro(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in batches]
+        losses = trainer.passes([(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in batches])
         trainer.update()
         report["losses"].append(torch.stack(losses).mean().item())
         synchronize(options.device)
@@ -369,7 +370,7 @@ def job_of(options, device) -> Job:
         blocks=lambda model: model.model.model.layers,
         device=device,
         dtype="bf16",
-        place={"infinity": "auto", "plain": "device"}.get(options.engine, "host"),
+        place={**dict.fromkeys(OURS, "auto"), "plain": "device"}.get(options.engine, "host"),
         nvme=options.nvme,
         micro_batch=options.micro_batch,
         hyper=HYPER,
