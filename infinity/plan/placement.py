@@ -230,6 +230,14 @@ def share_device(
     weights twice. The same on all ranks.
     """
     room_nbytes -= sum(map(span_nbytes, layout.spans))
+    states = []
+    for span, nbytes in _states_on_device(layout, records, gradient_itemsize):
+        if span.index in snapshots:
+            nbytes += span_nbytes(span)
+        if homes[span.chunks[0]] == "device":
+            room_nbytes -= nbytes
+        else:
+            states.append((span.index, nbytes))
     staying = {}
     for span in reversed(layout.spans):
         chunks = [index for index in span.chunks if index in may_stay and homes[index] != "device"]
@@ -240,14 +248,11 @@ def share_device(
             staying[span.index] = nbytes
             room_nbytes -= nbytes
     visiting = []
-    for span, nbytes in _states_on_device(layout, records, gradient_itemsize):
-        if span.index in snapshots:
-            nbytes += span_nbytes(span)
-        if nbytes - staying.get(span.index, 0) > room_nbytes:
+    for span, nbytes in states:
+        if nbytes - staying.get(span, 0) > room_nbytes:
             break
-        room_nbytes -= nbytes - staying.pop(span.index, 0)
-        if homes[span.chunks[0]] != "device":
-            visiting.append((span.index, nbytes))
+        room_nbytes -= nbytes - staying.pop(span, 0)
+        visiting.append((span, nbytes))
     return visiting, list(staying.items())
 
 

@@ -341,6 +341,19 @@ def test_records_that_live_on_the_device_come_before_those_that_visit_it():
         assert share_device(whole, records, ["device"] * 3 + ["nvme"] * 5, room_nbytes=room, **options) == (every[3:], [])
 
 
+def test_gradients_that_stay_on_the_device_leave_their_room_to_records_that_live_there():
+    specs = [ParameterSpec(f"p{i}", 4096, "bf16", True) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=4096, world=1)
+    records = [record_layout(chunk.shard_used(0), "bf16", True) for chunk in whole.chunks]
+    homes, options = ["device"] * 3 + ["nvme"] * 5, {"gradient_itemsize": None, "may_stay": range(NUM)}
+    at_home = NUM * WEIGHT + 3 * (STATE + GRADIENT)
+    for count in range(6):
+        found = share_device(whole, records, homes, room_nbytes=at_home + count * GRADIENT, **options)
+        assert found == ([], [(index, GRADIENT) for index in reversed(range(NUM - count, NUM))])
+    visitor = [(3, STATE + GRADIENT)], [(index, GRADIENT) for index in (7, 6, 5, 4)]
+    assert share_device(whole, records, homes, room_nbytes=at_home + 5 * GRADIENT + STATE, **options) == visitor
+
+
 # ---- the size of chunks ----
 
 
