@@ -4,6 +4,7 @@ from infinity.checkpoints.load import Loaded, load
 from infinity.checkpoints.load_safetensors import load_safetensors
 from infinity.checkpoints.save import Saving, save
 from infinity.config import Config
+from infinity.engine.by_layer import accumulate
 from infinity.engine.construction import init
 from infinity.engine.engine import Engine, engine_of, gathered, offload
 from infinity.engine.trace_file import save_trace
@@ -38,6 +39,7 @@ __all__ = [
     "TiledEmbedding",
     "TiledLinear",
     "UsageError",
+    "accumulate",
     "checkpoint",
     "engine_of",
     "gathered",

@@ -21,6 +21,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -47,8 +48,17 @@ _CALLS_IT = "_wrapped_call_impl"
 assert {_CALL, _CALLS_IT} <= vars(nn.Module).keys(), f"this torch has no nn.Module.{_CALL}: see [Note: calls that are over]"
 
 
+class Turn(NamedTuple):
+    """What of `Calls` is one thread's, where several take turns."""
+
+    frames: list[Frame]
+    thread: int | None = None
+    recording: bool = True
+    touched: set[ParameterState] | None = None
+
+
 class Calls:
-    """The stack of `frames`; `kept` is held until the segment under way ends, if there is one."""
+    """The stack of `frames`; `kept` is held until the segment under way ends, if there is one, or an op finds no room."""
 
     def __init__(self, follower: Follower, margin: Margin, activations: Activations | None):
         self.follower, self.margin, self.activations = follower, margin, activations
@@ -56,6 +66,8 @@ class Calls:
         self.timeline = follower.weights.events.timeline  # None without tracing
         self.frames: list[Frame] = []
         self.kept: dict[int, SpanState] | None = None
+        self.in_pieces = False  # the modules that are called are pieces of the model, by `infinity.vertical`
+        self.touched: set[ParameterState] | None = None  # of the ops that a micro-batch has called in a segment, where that is asked for
         self.thread: int | None = None  # that called the model last
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
         self.backward = BackwardHolds(self)
@@ -68,14 +80,25 @@ class Calls:
         """An op begins that needs these spans: hold them, once they are on the device."""
         self.weights.drain_dropped()
         self.margin.note_op(key)
+        if self.kept is not None and all(span.index in self.kept for span in spans):
+            self.weights.hold_all(spans)  # the plan has one use, however many micro-batches come
+            return
         self.follower.acquire(key, spans, record=self.recording)
+        if self.kept is not None:
+            self._keep(spans)
+
+    def _keep(self, spans: Sequence[SpanState]) -> None:
+        for span in spans:
+            if span.index not in self.kept:
+                self.kept[span.index] = span
+                self.weights.hold(span)
 
     # What hooks call.
 
     def begin_outermost(self) -> None:
         """Nothing is under way, and a forward pass of this thread comes."""
         self.thread = threading.get_ident()
-        self.recording = torch.is_grad_enabled() or self.kept is not None
+        self.recording = torch.is_grad_enabled() or self.in_pieces
         self.release_escaped()
 
     def begin(self, frame: Frame, phase: str) -> None:
@@ -89,6 +112,8 @@ class Calls:
                 with DisableTorchFunctionSubclass():
                     for state in op.params:
                         state.touched += state.param.requires_grad
+                if self.touched is not None:
+                    self.touched.update(op.params)
             self.acquire((phase, op.index), op.spans)
             frame.spans.extend(op.spans)
             frame.hold(op.params)
@@ -108,7 +133,7 @@ class Calls:
             frame.release()
             if frame.pushed and frame.task == _current_graph_task_id():
                 _pop_saved_tensors_default_hooks()
-            if frame.op.whole and frame.spans and self.kept is None and _current_graph_task_id() != -1:
+            if frame.op.whole and frame.spans and not self.in_pieces and _current_graph_task_id() != -1:
                 self.backward.keep_loose(frame.op)  # its backward follows, on each rank with what it has chosen
             self._let_go(frame, self._escaping(output) if (frame.spans or frame.viewed) and frame.module is module else ())
             if frame.module is module:
@@ -124,8 +149,6 @@ class Calls:
         for span in (*frame.spans, *frame.viewed):
             if span in escaping:
                 (self.frames[-1].spans if self.frames else self._escaped).append(span)
-            elif self.kept is not None and span.index not in self.kept:
-                self.kept[span.index] = span
             else:
                 self.weights.release(span)
 
@@ -261,17 +284,36 @@ class Calls:
                 self.frames[-1].read.add(state.index)
             with DisableTorchFunctionSubclass():
                 state.touched += state.param.requires_grad
+            if self.touched is not None:
+                self.touched.add(state)
 
     # What steps call.
 
-    def begin_segment(self) -> None:
-        self.kept = {}
+    @contextlib.contextmanager
+    def segment(self, *, in_pieces: bool = False) -> Iterator[None]:
+        """What the block's ops fetch stays until it ends."""
+        self.kept, self.in_pieces = {}, in_pieces
+        try:
+            yield
+        finally:
+            self._let_kept_go()
+            self.kept, self.in_pieces = None, False
 
     @uninterrupted
-    def end_segment(self) -> None:
-        for span in self.kept.values():
-            self.weights.release(span)
-        self.kept = None
+    def _let_kept_go(self) -> None:
+        while self.kept:
+            self.weights.release(self.kept.popitem()[1])
+
+    def swap(self, turn: Turn) -> Turn:
+        """From now on another thread's calls are those under way. Returns whose were."""
+        before = Turn(self.frames, self.thread, self.recording, self.touched)
+        self.frames, self.thread, self.recording, self.touched = turn
+        return before
+
+    def end_all(self) -> None:
+        """What the thread had called is over, whatever has ended it."""
+        while self.frames:
+            self.end(self.frames[-1].module, None, of_any_thread=True)
 
     def release_all(self) -> None:
         """A backward pass is over: what a retained graph still refers to is held no longer."""
@@ -296,14 +338,17 @@ class Calls:
             raise UsageError(f"{what} while the model runs or inside infinity.gathered: end that first")
 
     def _make_way(self) -> bool:
-        """An op finds no room: give up what is held for views that are gone and, where it is recomputed, what backward holds until that is
-        over, for autograd may have unpacked a weight of the node for which it is recomputed. Whether there was any."""
+        """An op finds no room: give up what is kept for other micro-batches, what is held for views that are gone and, where it is
+        recomputed, what backward holds until that is over, for autograd may have unpacked a weight of the node for which it is recomputed.
+        Whether there was any."""
+        was_kept = bool(self.kept)
+        self._let_kept_go()
         gone = [(frame, span) for frame in self.frames for span in frame.viewed if not span.has_escaped]
         for frame, span in gone:
             frame.viewed.remove(span)
             self.weights.release(span)
         recomputes = bool(self.frames) and _current_graph_task_id() != -1
-        return bool(gone) or (recomputes and self.backward.set_aside())
+        return was_kept or bool(gone) or (recomputes and self.backward.set_aside())
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None), Handle, Saved)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -47,6 +48,7 @@ from infinity.tiers.state import ChunkState, ParameterState
 _MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
 _TORN = "a backward pass after one that failed half-way and had begun to update; see step()"
 _EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_withhold_nothing = lambda state, grad: False
 _MOST_FORWARDS = 16  # in a cycle that no step() ends: graphs may be built that never go backward
 
 
@@ -79,7 +81,9 @@ class Cycle:
         self._looked = False  # for optimizers of torch's own, before the first forward pass that trains
         self._cycle_is_over = True  # the next such pass begins another
         self.expectations = Expectations(self.registry.params)
-        self.by_layer: bool | None = None  # whether the step under way, or the last one, is one of infinity.vertical
+        self.by_layer: bool | None = None  # whether one backward pass is all of the step under way, or of the last one: see `one_backward`
+        self.num_together = 1  # micro-batches that are on the device at once
+        self._withhold: Callable[[ParameterState, torch.Tensor], bool] = _withhold_nothing
         self._frozen = [state for state in self.registry.params if not state.trainable]
         self._trainable = [state for state in self.registry.params if state.trainable]
         self.param_grads = ParamGrads()
@@ -129,7 +133,7 @@ class Cycle:
             self._begin_step_of(by_layer=False)
         if self.activations is not None:
             self.activations.begin_forward(model.buffers())
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
+        shapes = (*(tuple(tensor.shape) for tensor in tensors_in(inputs)), *([(self.num_together,)] if self.num_together > 1 else []))
         self.margin.begin_forward(shapes, self.calls.recording)
 
     def _begin_passing(self) -> None:
@@ -147,12 +151,14 @@ class Cycle:
         self._cycle_is_over = False
 
     def _begin_step_of(self, *, by_layer: bool) -> None:
-        """An ordinary step and one of `infinity.vertical` have nothing to learn from each other: trace, gradients, plan."""
+        """An ordinary step and one by layer have nothing to learn from each other: trace, gradients, plan."""
+        if self.num_backwards:
+            return
         if self.by_layer is not None and self.by_layer != by_layer:
             self.first_step = True
             self.follower.forget()
         self.by_layer = by_layer
-        if not self.num_backwards and not self.course.trace and self.course.has_begun:
+        if not self.course.trace and self.course.has_begun:
             self.follower.begin_step()  # evaluations have run since the last step
 
     def scaled(self, output):
@@ -187,7 +193,9 @@ class Cycle:
             )
         if self.torn:
             return _TORN
-        if self.num_backwards >= self.optimizer.accumulation_steps:
+        if self.num_backwards and self.by_layer:
+            return "a backward pass after infinity.accumulate or infinity.vertical, which brings all gradients of a step: call step() first"
+        if self.num_backwards >= self.num_passes:
             return (
                 f"backward pass {self.num_backwards + 1} since the last step, but accumulation_steps="
                 f"{self.optimizer.accumulation_steps}. Declare it: infinity.AdamW(..., accumulation_steps=...)."
@@ -205,13 +213,18 @@ class Cycle:
             self._awaits_end = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _expect_gradients(self) -> None:
-        last = self.num_backwards + 1 == self.optimizer.accumulation_steps
+    @property
+    def num_passes(self) -> int:
+        """Backward passes that make the step under way."""
+        return 1 if self.by_layer else self.optimizer.accumulation_steps
+
+    def _expect_gradients(self, *, known: bool = True) -> None:
+        last = self.num_backwards + 1 == self.num_passes
         in_backward = moment(deferred=self.updater.deferred, on_device=False, in_memory=False) is Moment.GRADIENT
         self.due.early_hyper = self._hyper() if last and in_backward else None
         self.due.sums_squares = last and (self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite)
         later = self.course.backward_task == _MANY_GRAPHS  # forward passes are still to come
-        self.expectations.begin_pass(self.num_backwards, self.num_forwards, known=not self.first_step, later=later)
+        self.expectations.begin_pass(self.num_backwards, self.num_forwards, known=known and not self.first_step, later=later)
         for chunk in self.registry.chunks:
             chunk.gradient.expect(sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces))
             self.updater.expect(chunk, self.due.early_hyper is not None and chunk.trainable and chunk.gradient.missing > 0)
@@ -249,6 +262,8 @@ class Cycle:
                     f"not show. Use update='deferred' for a model whose gradients come in changing numbers."
                 )
             self.updater.finish(chunk)
+        if self._withhold(state, grad):
+            return
         self.gradients.arrive(state, grad)
         del grad
         state.arrivals += 1
@@ -285,7 +300,7 @@ class Cycle:
         self.num_forwards = 0
         self.param_grads.depart(self.expectations.end_pass(number))
         self.due.update_waiting()
-        if self.num_backwards < self.optimizer.accumulation_steps:
+        if self.num_backwards < self.num_passes:
             self.margin.pass_done()
 
     @uninterrupted
@@ -296,42 +311,45 @@ class Cycle:
         self.came, found = self.due.reduce_all(self.came)
         return found
 
-    # What vertical accumulation calls.
+    # What accumulation by layer calls.
 
     @contextlib.contextmanager
-    def one_backward(self, num_micro_batches: int):
-        """All backward passes of a step are one inside the block, however many graphs it runs."""
+    def one_backward(self, who: str, *, known: bool = True, num_together: int = 1, withhold: Callable | None = None):
+        """All backward passes of a step are one inside the block, however many graphs it runs, for `who` calls it. known: each parameter
+        has as many gradients as in the last step; else `complete` says when a chunk has all. withhold(parameter, gradient): whether a
+        gradient is to come once more, with what is still missing in it."""
         self._check_open()
         if self.course.backward_task is not None:
-            raise UsageError("infinity.vertical inside a backward pass or another infinity.vertical")
+            raise UsageError(f"{who} inside a backward pass or another accumulation by layer")
         if self.failed:
-            raise UsageError("infinity.vertical after a backward pass that raised; call zero_grad() first")
-        if num_micro_batches != self.optimizer.accumulation_steps or self.num_backwards:
-            raise UsageError(
-                f"infinity.vertical takes all {num_micro_batches} micro-batches of a step at once, but there is accumulation_steps="
-                f"{self.optimizer.accumulation_steps} and {self.num_backwards} backward passes were made since the last step. Give them "
-                f"to the optimizer's constructor."
-            )
+            raise UsageError(f"{who} after a backward pass that raised; call zero_grad() first")
+        if self.num_backwards:
+            raise UsageError(f"{who} brings all gradients of a step, and there was a backward pass since the last one; call step() before it")
         self._refuse_torn()
         self._begin_step_of(by_layer=True)
         self.pace.begin()
-        self.course.backward_task, self.num_backwards, self.trains, self.came = _MANY_GRAPHS, num_micro_batches - 1, True, True
-        self._expect_gradients()
+        self.course.backward_task, self.trains, self.came = _MANY_GRAPHS, True, True
+        self.num_together, self._withhold = num_together, withhold or _withhold_nothing
+        self._expect_gradients(known=known)
         try:
             yield
         except BaseException:
             self.abandon_backward()
             raise
+        finally:
+            self.num_together, self._withhold = 1, _withhold_nothing
         self.end_backward()
 
-    @contextlib.contextmanager
-    def one_segment(self):
-        """What the block's ops fetch stays until it ends."""
-        self.calls.begin_segment()
-        try:
-            yield
-        finally:
-            self.calls.end_segment()
+    def complete(self, chunks: list[ChunkState]) -> None:
+        """No graph that is left brings gradients of these."""
+        for chunk in chunks:
+            chunk.gradient.expect(0)
+            if chunk.gradient.job is not None:
+                self.weights.expect_no_copy(chunk)
+                if self.ranks.world == 1:  # else the plan would reduce what each micro-batch has reduced
+                    self.completions.note(self.num_backwards, chunk)
+                self.due.gradient_ready(chunk)
+        self.due.update_waiting()
 
     # What loading and the optimizer call.
 
@@ -392,7 +410,7 @@ class Cycle:
         self._end_step()
 
     def _end_step(self) -> None:
-        completions = self.completions.for_plan(self.optimizer.accumulation_steps)
+        completions = self.completions.for_plan(self.num_passes)
         self.follower.adopt(*completions, anew=self.margin.settle(by_step=True))
         self._reset()
         self.param_grads.end_step()

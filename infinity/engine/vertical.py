@@ -41,11 +41,16 @@ def vertical(
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x, _ in micro_batches):
         raise ConfigError("infinity.vertical: an input needs a gradient, which ends at the first segment; detach it")
     last, losses = segments[-1], []
-    with cycle.one_backward(len(micro_batches)):
+    if len(micro_batches) != engine.optimizer.accumulation_steps:
+        raise UsageError(
+            f"infinity.vertical takes all {len(micro_batches)} micro-batches of a step at once, but there is accumulation_steps="
+            f"{engine.optimizer.accumulation_steps}. Give their number to the optimizer's constructor."
+        )
+    with cycle.one_backward("infinity.vertical"):
         inputs, states = [[x for x, _ in micro_batches]], []
         for segment in segments[:-1]:
             random, outputs = [], []
-            with cycle.one_segment(), torch.no_grad():
+            with engine.calls.segment(in_pieces=True), torch.no_grad():
                 for x in inputs[-1]:
                     random.append(_random_state(engine.device))
                     version = x._version
@@ -58,7 +63,7 @@ def vertical(
             inputs.append(outputs)
             states.append(random)
         gradients: list[torch.Tensor | None] = []  # of each micro-batch, with respect to the last segment's input that was left
-        with cycle.one_segment():
+        with engine.calls.segment(in_pieces=True):
             for x, (_, target) in zip(inputs.pop(), micro_batches, strict=True):
                 x = _leaf(x)
                 value = loss(cycle.scaled(last(x)), target)
@@ -67,7 +72,7 @@ def vertical(
                 losses.append(value.detach())
                 gradients.append(x.grad)
         for segment, random in zip(reversed(segments[:-1]), reversed(states), strict=True):
-            with cycle.one_segment():
+            with engine.calls.segment(in_pieces=True):
                 for number, (x, state) in enumerate(zip(inputs.pop(), random, strict=True)):
                     x = _leaf(x)
                     with torch.random.fork_rng(devices=_devices(engine.device)):

@@ -1,0 +1,92 @@
+"""Where a model can be cut: its blocks, which of them begin a segment, and that their calls come to whoever cuts.
+
+Knows modules. Must not know threads, graphs or engines.
+"""
+
+# [Note: what is a segment]
+# Blocks are the members, with parameters, of lists of modules (ModuleList, Sequential) of which two or more are of one class, of the
+# outermost such lists. A segment begins as one of them is called that `borders` has, and goes on until the next one is: so whatever lies
+# between, before the first and after the last, such as embeddings, norms, a head and the loss, is of a segment, too. Small blocks are a
+# segment together.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from infinity.model.leaves import is_leaf
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """In registration order, each once."""
+    return list(dict.fromkeys(_blocks_of(model)))
+
+
+def borders(blocks: list[nn.Module], least_nbytes: int) -> set[nn.Module]:
+    """The blocks that begin a segment: each but the last has weights of so many bytes or more."""
+    found, nbytes = set(), least_nbytes
+    for block in blocks:
+        if nbytes >= least_nbytes:
+            found.add(block)
+            nbytes = 0
+        nbytes += sum(param.numel() * param.element_size() for param in block.parameters())
+    return found
+
+
+@contextlib.contextmanager
+def called_by(blocks: list[nn.Module], call: Callable) -> Iterator[None]:
+    """Inside the block, whoever calls one of these calls call(module, what torch would call, *args, **kwargs), without its hooks. Neither
+    their classes nor their `forward` change."""
+    names = {module: "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl" for module in blocks}
+    before = {module: module.__dict__.get(name) for module, name in names.items()}
+    try:
+        for module, name in names.items():
+            module.__dict__[name] = functools.partial(call, module, getattr(module, name))
+        yield
+    finally:
+        for module, name in names.items():
+            module.__dict__.pop(name, None)
+            if before[module] is not None:
+                module.__dict__[name] = before[module]
+
+
+@contextlib.contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Inside the block no model of transformers fills a cache of keys and values, which it does in training, too, and which a block that
+    runs again would fill again."""
+    configs = {id(config): config for module in model.modules() if getattr(config := getattr(module, "config", None), "use_cache", None) is True}
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+@contextlib.contextmanager
+def same_buffers(module: nn.Module) -> Iterator[None]:
+    """What the block writes to buffers, such as statistics of a batch norm, is undone."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                with torch.autograd._unsafe_preserve_version_counter(buffer):
+                    buffer.copy_(value)
+
+
+def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        members = [member for member in module if any(True for _ in member.parameters())]
+        if len(members) > len({type(member) for member in members}):
+            yield from members
+            return
+    if not is_leaf(module):
+        for child in module.children():
+            yield from _blocks_of(child)

@@ -1,0 +1,302 @@
+"""`infinity.accumulate`: all micro-batches of a step pass a segment of the model before the next segment is fetched.
+
+Knows micro-batches, segments, and the engine by a few calls. Must not know chunks' bytes, tiers or plans.
+"""
+
+# [Note: what accumulation by layer reads]
+# With a micro-batches the ordinary loop fetches every weight 2a times: 4a + 10 bytes a parameter and step from NVMe. Here each segment is
+# fetched once forward and once backward, whatever a is: 14. The price is what is kept for each micro-batch: the inputs of its blocks,
+# which run again in backward, as with activation checkpointing.
+#
+# [Note: the order of things by layer]
+# Each micro-batch's `loss(model, micro_batch)` has a thread, which pauses as a segment begins: of those that have come least far the first
+# goes on. So control flow is the model's own, whether or not it is the same for all. The last segment of a micro-batch goes backward as
+# soon as its loss is there; when all are, the segments do so from the last to the first, in each the micro-batches in their order. So the
+# gradients of a parameter add up in the order of the ordinary loop, and its chunk is complete with the first segment that uses it. What
+# several segments use, such as a tied embedding, has one gradient a micro-batch: later segments' parts of it wait on the device.
+#
+# Blocks are checkpointed, but those that are already, by who calls them (other hooks for saved tensors are in force) or by themselves. A
+# pass that builds no graph, such as that of a reference model, does not pause: what surrounds it may be for it alone.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from infinity.engine.blocks import blocks_of, borders, called_by, same_buffers, without_caches
+from infinity.engine.calls import Turn
+from infinity.engine.cuts import Cutter, Glue
+from infinity.engine.saved_tensors import SavedTensors
+from infinity.engine.turns import Draws, Surroundings, Turns
+from infinity.errors import ConfigError, UsageError
+from infinity.model.parameters import owner_of
+from infinity.model.recompute import checkpoint
+from infinity.tiers.state import ChunkState, ParameterState
+
+
+def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Module, object], torch.Tensor]) -> list[torch.Tensor]:
+    """Forward and backward of all micro-batches of a step, layer by layer; then call step().
+
+    loss(model, micro_batch) -> the scalar on which an ordinary loop would call backward(), such as model(**micro_batch).loss / number; it
+    is called in a thread of its own, of which one runs at a time. Gradients are those of `for micro_batch in micro_batches: loss(model,
+    micro_batch).backward()`, bit by bit; random numbers (dropout) are others. Returns the losses, detached. The optimizer's
+    accumulation_steps is to be 2 or more, so that sums are in fp32; how many micro-batches there are may differ from it. Raises ConfigError
+    or UsageError if it cannot begin, and where a model cannot be cut.
+    """
+    micro_batches = list(micro_batches)
+    engine = _engine(model)
+    if engine.optimizer is None:
+        raise UsageError("infinity.accumulate needs an optimizer: make infinity.AdamW(..., accumulation_steps=2) before it")
+    if not micro_batches:
+        raise ConfigError("infinity.accumulate: there are no micro-batches")
+    if len(micro_batches) > 1 and not engine.accumulating:
+        raise UsageError(
+            "infinity.accumulate adds gradients up in fp32, for which the engine has made no room: give its optimizer accumulation_steps=2, "
+            "or any larger number; how many micro-batches there are may differ from it"
+        )
+    if any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in pytree.tree_leaves(micro_batches)):
+        raise ConfigError("infinity.accumulate: a micro-batch has a gradient, which ends where the model begins; detach it")
+    if engine.ranks.world > 1 and engine.ranks.most([len(micro_batches), -len(micro_batches)])[0] != len(micro_batches):
+        raise UsageError("infinity.accumulate: the ranks have different numbers of micro-batches; give each as many")
+    return _Step(engine, model).run(micro_batches, loss)
+
+
+def _engine(model: nn.Module):
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"infinity.accumulate: the model is a {type(model).__name__}, expected a torch.nn.Module")
+    owners = {id(owner): owner for param in model.parameters() if (owner := owner_of(param))}
+    if len(owners) != 1:
+        raise ConfigError("infinity.accumulate: the model must hold parameters of one engine; build it with infinity.init")
+    return next(iter(owners.values()))
+
+
+class MicroBatch:
+    """One micro-batch of a step: its forward pass, its graph, and what of its gradients waits for more."""
+
+    def __init__(self, step: _Step, work: Callable[[], torch.Tensor], name: str, draws: Draws):
+        self.step = step
+        self.cutter = Cutter()
+        self.glue = Glue(self.cutter, self._refuse_change)
+        self.turns = Turns(work, self._surroundings, name)
+        self.begin = self.draws = draws
+        self.first_use: dict[ParameterState, int] = {}  # the segment
+        self._waiting: dict[ParameterState, torch.Tensor] = {}  # gradients of what earlier segments use, too
+        self._turn = Turn([], touched=self.cutter.segments[0].touched)
+        self._in_block = False
+        self._at = 0  # the segment whose backward pass runs
+
+    @property
+    def position(self) -> int:
+        """The segment that it is at."""
+        return len(self.cutter.segments) - 1
+
+    def go_on(self) -> None:
+        """Run a segment."""
+        calls, device = self.step.engine.calls, self.step.engine.device
+        before = calls.swap(self._turn)
+        self.draws.resume(device)
+        self.step.running = self
+        try:
+            self.turns.go_on()
+        finally:
+            self.step.running = None
+            self.draws = Draws.now(device)
+            self._turn = calls.swap(before)._replace(touched=self.cutter.segments[-1].touched)
+        if self.turns.is_over:
+            self._look()
+
+    def end(self) -> None:
+        """Whatever it is at."""
+        before = self.step.engine.calls.swap(self._turn)
+        self.turns.end()
+        self.step.engine.calls.swap(before)
+
+    @contextlib.contextmanager
+    def _surroundings(self):
+        try:
+            with self.step.surroundings.again(), self.glue:
+                yield
+        finally:
+            self.cutter.end()
+            self.step.engine.calls.end_all()
+
+    def call(self, block: nn.Module, inner: Callable, args: tuple, kwargs: dict):
+        """A block is called, in this micro-batch's thread."""
+        if self._in_block or not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        self._in_block = True
+        try:
+            with self.glue.paused():
+                if block in self.step.borders:
+                    self.cutter.begin(type(block).__name__)
+                    self.turns.pause()
+                return self._call(block, inner, args, kwargs)
+        finally:
+            self._in_block = False
+
+    def _call(self, block, inner, args, kwargs):
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        given = [(x, x._version) for x in flat if isinstance(x, torch.Tensor) and not x.is_inference()]
+        flat = [self.cutter.let_in(x) if self.cutter.is_earlier(x) else x for x in flat]
+
+        def run(*flat):
+            args, kwargs = pytree.tree_unflatten(list(flat), structure)
+            with same_buffers(block) if _current_graph_task_id() != -1 else contextlib.nullcontext():
+                return inner(*args, **kwargs)
+
+        output = run(*flat) if self._is_checkpointed(block) else checkpoint(run, *flat)
+        if any(x._version != version for x, version in given):
+            self._refuse_change(type(block).__name__)
+        return output
+
+    def _is_checkpointed(self, block: nn.Module) -> bool:
+        hooks = _top_saved_tensors_default_hooks(True)
+        by_others = hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), SavedTensors)
+        return by_others or getattr(block, "gradient_checkpointing", False) is True
+
+    def _refuse_change(self, what: str) -> None:
+        raise UsageError(
+            f"infinity.accumulate: {what} changes in place what it is given, but that is needed once more in backward, where blocks of the "
+            f"model run again; build it with inplace=False"
+        )
+
+    def _look(self) -> None:
+        """The forward pass is over: learn from its graph which segment is the first to use a parameter."""
+        if not isinstance(self.turns.result, torch.Tensor):
+            raise ConfigError(f"infinity.accumulate: loss returned a {type(self.turns.result).__name__}, expected a tensor")
+        registry, last = self.step.engine.registry, self.cutter.segments[-1]
+        for position, segment in enumerate(self.cutter.segments):
+            leaves, reached = segment.leaves(self.turns.result if segment is last else None)
+            if reached is not None:
+                raise UsageError(
+                    f"infinity.accumulate: what follows {segment.name} reaches {reached}, of an earlier part of the model, by a way that "
+                    f"cannot be cut. Give a block what it needs as arguments, and use checkpoints with use_reentrant=False around it."
+                )
+            segment.touched.update(state for leaf in leaves if (state := registry.find(leaf)) is not None)
+            for state in segment.touched:
+                self.first_use.setdefault(state, position)
+
+    def backward(self, position: int) -> None:
+        """Run the backward pass of a segment, the last that is left."""
+        segments = self.cutter.segments
+        if position != len(segments) - 1:
+            return
+        segment, roots, self._at = segments[-1], [], position
+        if self.turns.result is not None:
+            roots.append((self.turns.result, None))
+            self.turns.result = None
+        roots += segment.roots()
+        with DisableTorchFunctionSubclass():
+            roots += [(get_gradient_edge(state.param), self._waiting.pop(state)) for state in segment.touched & self._waiting.keys()]
+        segments.pop()
+        if roots:
+            torch.autograd.backward(*zip(*roots))
+
+    def withhold(self, state: ParameterState, gradient: torch.Tensor) -> bool:
+        """Whether an earlier segment adds to a parameter's gradient, which waits for that here."""
+        if self.first_use.get(state, self._at) >= self._at:
+            return False
+        self._waiting[state] = gradient
+        return True
+
+
+class _Step:
+    """All micro-batches of a step, forward and backward."""
+
+    def __init__(self, engine, model: nn.Module):
+        self.engine, self.cycle, self.model = engine, engine.cycle, model
+        self.surroundings = Surroundings(engine.device)
+        self.blocks = blocks_of(model)
+        self.borders = borders(self.blocks, max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks))
+        self.micro_batches: list[MicroBatch] = []
+        self.running: MicroBatch | None = None
+        self._goes_back: MicroBatch | None = None
+
+    def run(self, given: list, loss: Callable) -> list[torch.Tensor]:
+        device, calls = self.engine.device, self.engine.calls
+        draws = Draws.now(device)
+        for number, micro_batch in enumerate(given):
+            work, own = functools.partial(loss, self.model, micro_batch), draws.another(number, device) if number else draws
+            self.micro_batches.append(MicroBatch(self, work, f"micro-batch-{number}", own))
+        before = calls.swap(Turn([], threading.get_ident()))
+        try:
+            with self.cycle.one_backward("infinity.accumulate", known=False, num_together=len(given), withhold=self._withhold):
+                try:
+                    with called_by(self.blocks, self._call), without_caches(self.model):
+                        losses = self._forward()
+                        self._backward()
+                finally:
+                    for micro in self.micro_batches:
+                        micro.end()
+        finally:
+            calls.swap(before._replace(thread=threading.get_ident()))
+        drawn = [micro for micro in self.micro_batches if micro.draws != micro.begin]
+        (drawn or self.micro_batches)[-1 if drawn else 0].draws.resume(device)
+        return losses
+
+    def _forward(self) -> list[torch.Tensor]:
+        """All forward passes, and of each the backward pass of its last segment."""
+        left, losses = list(self.micro_batches), {}
+        while left:
+            position = min(micro.position for micro in left)
+            with self._segment():
+                for micro in [micro for micro in left if micro.position == position]:
+                    micro.go_on()
+                    if micro.turns.is_over:
+                        left.remove(micro)
+                        losses[micro] = micro.turns.result.detach()
+                        self._go_back(micro, position)
+        return [losses[micro] for micro in self.micro_batches]
+
+    def _backward(self) -> None:
+        complete = self._chunks_by_first_use()
+        last = max(complete, default=0)
+        for position in range(max(last, *(micro.position for micro in self.micro_batches)), -1, -1):
+            with self._segment():
+                for micro in self.micro_batches:
+                    self._go_back(micro, position)
+            self.cycle.complete(complete.get(position, []))
+
+    def _segment(self):
+        """What is fetched inside the block stays for the micro-batches that follow."""
+        return self.engine.calls.segment() if len(self.micro_batches) > 1 else contextlib.nullcontext()
+
+    def _go_back(self, micro: MicroBatch, position: int) -> None:
+        self._goes_back = micro
+        micro.backward(position)
+        self.cycle.reduce_all()
+
+    def _withhold(self, state: ParameterState, gradient: torch.Tensor) -> bool:
+        return self._goes_back.withhold(state, gradient)
+
+    def _call(self, block: nn.Module, inner: Callable, /, *args, **kwargs):
+        """A block is called, by whoever it is."""
+        micro = self.running
+        if micro is None or micro.turns.ident != threading.get_ident():
+            return inner(*args, **kwargs)
+        return micro.call(block, inner, args, kwargs)
+
+    def _chunks_by_first_use(self) -> dict[int, list[ChunkState]]:
+        """By the first segment that uses it, in any micro-batch, on any rank."""
+        first: dict[int, int] = {}
+        for micro in self.micro_batches:
+            for state, position in micro.first_use.items():
+                first[state.index] = min(position, first.get(state.index, position))
+        chunks, found = self.engine.registry.chunks, {}
+        uses = [min((first[param] for param in chunk.whole_pieces if param in first), default=_NEVER) for chunk in chunks]
+        for chunk, position in zip(chunks, self.engine.ranks.least(uses), strict=True):
+            if position < _NEVER:
+                found.setdefault(int(position), []).append(chunk)
+        return found
+
+
+_NEVER = 1 << 30
