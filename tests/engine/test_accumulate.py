@@ -1,0 +1,521 @@
+"""infinity.accumulate: the losses and weights of the ordinary loop, for models as they are, each weight read once forward and once backward."""
+
+import contextlib
+import signal
+import threading
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import NVME, assert_nothing_held, assert_same_states, on_gpu, states_of, training
+from test_vertical import Block, Chain
+from torch import nn
+
+import infinity
+from infinity.optim.loss_scale import LossScale
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LONG = pytest.mark.long
+SIZES = [3, 1, 4, 2, 3]  # rows of each micro-batch
+
+
+def tokens(step, n=3):
+    generator = torch.Generator().manual_seed(step)
+    return [(torch.randint(50, (rows, 7), generator=generator), torch.randint(50, (rows, 7), generator=generator)) for rows in SIZES[:n]]
+
+
+def loss_of(model, batch):
+    x, y = batch
+    output = model(x)
+    return F.cross_entropy(output.float().flatten(0, 1), y.flatten()) / 3
+
+
+def one_step(model, batches, loss, by_layer):
+    if by_layer:
+        before = threading.active_count()
+        losses = [value.item() for value in infinity.accumulate(model, batches, loss)]
+        assert threading.active_count() <= before + 1  # the engine may have begun one of its own
+        return losses
+    losses = []
+    for batch in batches:
+        value = loss(model, batch)
+        value.backward()
+        losses.append(value.item())
+    return losses
+
+
+def run(directory, by_layer, *, make=Chain, batches=tokens, loss=loss_of, n=3, num_steps=3, **config):
+    """Losses and states after some steps, and what was read from NVMe in the last one."""
+    options = {"accumulation_steps": n} | config.pop("options", {})
+    losses = []
+    with training(make, directory, options=options, **config) as (model, engine, optimizer):
+        for step in range(num_steps):
+            begin = engine.stats()["nvme_read_nbytes"]
+            losses += one_step(model, batches(step, n), loss, by_layer)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+            assert_nothing_held(engine)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return losses, states_of(engine, model), buffers, engine.stats()["nvme_read_nbytes"] - begin
+
+
+def assert_as_the_ordinary_loop(directory, **how):
+    losses, states, buffers, _ = run(directory, True, **how)
+    expected_losses, expected_states, expected_buffers, _ = run(directory, False, **how)
+    assert losses == expected_losses
+    assert_same_states(states, expected_states)
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in expected_buffers.items())
+
+
+PLACES = {
+    "nvme": NVME,
+    "host": {"weights": "host", "states": "host"},
+    "device": {"weights": "device", "states": "device"},
+    "states on nvme": {"weights": "host", "states": "nvme"},
+    "as it comes": {},
+}
+
+
+WAYS = [("fp32", "backward"), ("fp32", "deferred"), ("bf16", "backward"), ("bf16", "deferred"), ("fp16", "deferred")]
+
+
+def scaled(dtype):
+    return {"options": {"loss_scale": LossScale(initial=256.0)}} if dtype == "fp16" else {}
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("dtype, update", WAYS)
+def test_losses_and_states_are_those_of_the_ordinary_loop(update, dtype, n, tmp_path):
+    config = scaled(dtype)
+    assert_as_the_ordinary_loop(tmp_path, dtype=dtype, update=update, n=n, **NVME, **config)
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_so_they_are_wherever_records_live(dtype, places, tmp_path):
+    assert_as_the_ordinary_loop(tmp_path, dtype=dtype, **PLACES[places])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("places", ["nvme", "device"])
+def test_clipping_is_that_of_the_ordinary_loop(places, dtype, tmp_path):
+    options = {"max_grad_norm": 0.1} | ({"loss_scale": LossScale(initial=256.0)} if dtype == "fp16" else {})
+    assert_as_the_ordinary_loop(tmp_path, dtype=dtype, options=options, **PLACES[places])
+
+
+def test_a_step_that_overflows_is_skipped_as_in_the_ordinary_loop(tmp_path):
+    options = {"loss_scale": LossScale(initial=2.0**40)}
+    assert_as_the_ordinary_loop(tmp_path, dtype="fp16", options=options, num_steps=2, **NVME)
+
+
+class Odd(nn.Module):
+    """All that is between blocks and around them: values of before the first block in each gap, a list of outputs, a frozen and an unused
+    block, tied weights, one block that is called twice, a tensor that is given as an argument by its name."""
+
+    def __init__(self, hidden=32):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, hidden), nn.Linear(hidden, 50, bias=False)
+        self.blocks = nn.ModuleList(Gated(hidden) for _ in range(5))
+        self.bias, self.norm = nn.Linear(hidden, hidden), nn.LayerNorm(hidden)
+        self.tail = nn.ModuleList(Block(hidden) for _ in range(2))
+        self.head.weight = self.embed.weight
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x):
+        x = first = self.embed(x)
+        bias, found = self.bias(first.mean(1, keepdim=True)), []
+        for number in (0, 1, 2, 4, 2):
+            x, bias = self.blocks[number](x, bias=bias)
+            found.append(x)
+            x = x + 0.1 * first
+        x = self.norm(torch.stack(found).mean(0) + x)
+        for block in self.tail:
+            x = block(x)
+        return self.head(x + bias)
+
+
+class Gated(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.block = Block(hidden)
+
+    def forward(self, x, *, bias):
+        return self.block(x) * torch.sigmoid(bias), bias
+
+
+@pytest.mark.parametrize("places", ["nvme", "device"])
+@pytest.mark.parametrize("dtype, update", WAYS)
+def test_what_is_between_blocks_is_cut_wherever_it_is_used(update, places, dtype, tmp_path):
+    assert_as_the_ordinary_loop(tmp_path, make=Odd, dtype=dtype, update=update, **PLACES[places], **scaled(dtype))
+
+
+class Skipping(Chain):
+    """Micro-batches of few rows take fewer blocks."""
+
+    def forward(self, x):
+        rows, x = len(x), self.first(x)
+        for number, block in enumerate(self.blocks):
+            if rows > 2 or number % 2 == 0:
+                x = block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_micro_batches_may_take_different_ways(update, tmp_path):
+    losses, states, *_ = run(tmp_path, True, make=Skipping, n=2, update=update, **NVME)
+    expected_losses, expected_states, *_ = run(tmp_path, False, make=Skipping, n=2, update=update, **NVME)
+    assert losses == expected_losses
+    assert_same_states(states, expected_states)
+
+
+class Normed(nn.Module):
+    """Batch norms count their forward passes."""
+
+    def __init__(self):
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.blocks, self.head = nn.Sequential(block(), block(), block()), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+def rows(step, n=3):
+    generator = torch.Generator().manual_seed(step)
+    return [(torch.randn(4, 16, generator=generator), torch.randint(4, (4,), generator=generator)) for _ in range(n)]
+
+
+def loss_of_rows(model, batch):
+    return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+def test_buffers_are_written_once(tmp_path):
+    assert_as_the_ordinary_loop(tmp_path, make=Normed, batches=rows, loss=loss_of_rows, **NVME)
+
+
+@pytest.mark.parametrize("n", [2, 6])
+def test_weights_are_read_as_for_one_micro_batch(n, tmp_path):
+    make = lambda: Chain(hidden=64, num_blocks=12)
+    batches = lambda step, n: tokens(step, 1) * n
+    config = NVME | {"dtype": "bf16", "chunk_mib": 1 / 64, "make": make, "batches": batches, "num_steps": 4, "options": {"accumulation_steps": 2}}
+    *_, once = run(tmp_path, False, n=1, **config | {"options": {"accumulation_steps": 1}})
+    *_, found = run(tmp_path, True, n=n, **config)
+    assert found <= 1.02 * once, found / once
+
+
+def test_the_number_of_micro_batches_may_change_and_ordinary_steps_may_come_between(tmp_path):
+    order = [(True, 2), (True, 5), (False, 3), (True, 3), (False, 3), (True, 1)]
+    found = []
+    for by_layer in (True, False):
+        losses = []
+        with training(Odd, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+            for step, (layered, n) in enumerate(order):
+                if by_layer:
+                    losses += one_step(model, tokens(step, n), loss_of, layered)
+                else:
+                    batches = tokens(step, n)
+                    with contextlib.ExitStack() as stack:
+                        optimizer.accumulation_steps = n
+                        losses += one_step(model, batches, loss_of, False)
+                        stack.callback(setattr, optimizer, "accumulation_steps", 3)
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((losses, states_of(engine, model)))
+    assert found[0][0] == found[1][0]
+    assert_same_states(found[0][1], found[1][1])
+
+
+# ---- dropout ----
+
+
+class Dropping(Chain):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Block(32), nn.Dropout(0.5)) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def test_dropout_draws_the_same_in_both_forwards_and_something_else_for_each_micro_batch(tmp_path):
+    with training(Dropping, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        seen = {}
+        for index, block in enumerate(model.blocks):
+            block[1].register_forward_pre_hook(lambda module, args, i=index: seen.setdefault(i, []).append(bytes(torch.get_rng_state())))
+        batches = tokens(0, 1) * 3
+        infinity.accumulate(model, batches, loss_of)
+        optimizer.step()
+        for states in seen.values():
+            assert sorted(Counter(states).values()) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_gradients_are_of_the_masks_that_were_drawn(wraps, tmp_path):
+    """Each micro-batch by itself, with the stream that it had; also where the program checkpoints the blocks."""
+
+    class Wrapped(Dropping):
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = infinity.checkpoint(block, x) if wraps else block(x)
+            return self.last(x)
+
+    states, found = [], []
+
+    def noting(model, batch):
+        states.append(torch.get_rng_state())
+        return loss_of(model, batch)
+
+    with training(Wrapped, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        losses = infinity.accumulate(model, tokens(0), noting)
+        optimizer.step()
+        found.append(([loss.item() for loss in losses], states_of(engine, model)))
+
+    def restoring(model, batch):
+        torch.set_rng_state(states.pop(0))
+        return loss_of(model, batch)
+
+    with training(Wrapped, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        losses = one_step(model, tokens(0), restoring, False)
+        optimizer.step()
+        found.append((losses, states_of(engine, model)))
+    assert found[0][0] == found[1][0]
+    assert_same_states(found[0][1], found[1][1])
+
+
+def test_a_program_draws_as_if_nobody_else_had_unless_the_model_does(tmp_path):
+    with training(Chain, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        before = torch.get_rng_state()
+        infinity.accumulate(model, tokens(0), loss_of)
+        assert torch.equal(torch.get_rng_state(), before)
+        optimizer.step()
+    with training(Dropping, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        infinity.accumulate(model, tokens(0), loss_of)
+        assert not torch.equal(torch.get_rng_state(), before)
+        optimizer.step()
+
+
+# ---- checkpoints, activations, compiled blocks ----
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_blocks_that_the_program_checkpoints_are_left_alone(use_reentrant, tmp_path):
+    class Checkpointed(Chain):
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant)
+            return self.last(x)
+
+    assert_as_the_ordinary_loop(tmp_path, make=Checkpointed, **NVME)
+    with training(Checkpointed, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
+        calls = []
+        model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(None))
+        infinity.accumulate(model, tokens(0, 2), loss_of)
+        optimizer.step()
+        assert len(calls) == 4
+
+
+@pytest.mark.parametrize("activations", ["host", "nvme"])
+@pytest.mark.parametrize("make", [Chain, Odd])
+def test_activations_may_leave_the_device(make, activations, tmp_path, monkeypatch):
+    monkeypatch.setattr("infinity.tiers.activations.MIN_NBYTES", 64)
+    assert_as_the_ordinary_loop(tmp_path, make=make, activations=activations, **NVME)
+    with training(make, tmp_path, options={"accumulation_steps": 3}, activations=activations, **NVME) as (model, engine, optimizer):
+        infinity.accumulate(model, tokens(0), loss_of)
+        optimizer.step()
+        assert engine.stats()["activations"]["moved_nbytes"] > 0
+
+
+def test_blocks_that_are_compiled_are_cut_like_others(tmp_path):
+    def make():
+        model = Chain(num_blocks=3)
+        for block in model.blocks[:2]:
+            block.compile(backend="eager")
+        model.blocks[2] = torch.compile(model.blocks[2], backend="eager")
+        return model
+
+    assert_as_the_ordinary_loop(tmp_path, make=make, **NVME)
+
+
+# ---- what goes wrong ----
+
+
+def test_an_exception_in_a_loss_leaves_the_engine_usable(tmp_path):
+    def failing(model, batch):
+        value = loss_of(model, batch)
+        if len(batch[0]) == SIZES[1]:
+            raise ZeroDivisionError
+        return value
+
+    expected = run(tmp_path, True, num_steps=1, **NVME)
+    with training(Chain, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        before = threading.active_count()
+        with pytest.raises(ZeroDivisionError):
+            infinity.accumulate(model, tokens(0), failing)
+        assert threading.active_count() <= before + 1
+        with pytest.raises(infinity.UsageError, match="zero_grad"):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert_nothing_held(engine)
+        losses = [value.item() for value in infinity.accumulate(model, tokens(0), loss_of)]
+        optimizer.step()
+        assert losses == expected[0]
+        assert_same_states(states_of(engine, model), expected[1])
+        assert "_call_impl" not in vars(model.blocks[0])
+
+
+@pytest.mark.parametrize("place", ["first", "blocks.2", "last"])
+def test_so_does_an_exception_in_a_block(place, tmp_path):
+    expected = run(tmp_path, True, num_steps=1, **NVME)
+    with training(Chain, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        calls = []
+
+        def fail(module, args, output):
+            calls.append(None)
+            if len(calls) == 2:
+                raise ZeroDivisionError
+
+        handle = model.get_submodule(place).register_forward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            infinity.accumulate(model, tokens(0), loss_of)
+        handle.remove()
+        optimizer.zero_grad()
+        assert_nothing_held(engine)
+        assert [value.item() for value in infinity.accumulate(model, tokens(0), loss_of)] == expected[0]
+        optimizer.step()
+        assert_same_states(states_of(engine, model), expected[1])
+
+
+@pytest.mark.parametrize("calls_before", [1, 2, 4, 6])
+def test_an_interrupt_ends_all_threads(calls_before, tmp_path):
+    """In a forward pass, and in one that runs again for backward."""
+    expected = run(tmp_path, True, num_steps=1, update="deferred", **NVME)
+    with training(Chain, tmp_path, options={"accumulation_steps": 3}, update="deferred", **NVME) as (model, engine, optimizer):
+        calls = []
+
+        def interrupt(module, args):
+            calls.append(None)
+            if len(calls) == calls_before:
+                signal.raise_signal(signal.SIGINT)
+
+        handle = model.blocks[3].register_forward_pre_hook(interrupt)
+        before = threading.active_count()
+        with pytest.raises(KeyboardInterrupt):
+            infinity.accumulate(model, tokens(0), loss_of)
+        assert threading.active_count() <= before + 1
+        handle.remove()
+        optimizer.zero_grad()
+        assert_nothing_held(engine)
+        assert [value.item() for value in infinity.accumulate(model, tokens(0), loss_of)] == expected[0]
+        optimizer.step()
+        assert_same_states(states_of(engine, model), expected[1])
+
+
+def test_what_cannot_be_cut_is_named(tmp_path):
+    class Kept(Chain):
+        def forward(self, x):
+            x = self.kept = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+
+    class Reading(Block):
+        def forward(self, x):
+            return super().forward(x) + self.model[0].kept
+
+    def make():
+        model = Kept()
+        model.blocks[2] = Reading(32)
+        model.blocks[2].model = [model]
+        return model
+
+    with training(make, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
+        with pytest.raises(infinity.UsageError, match="what follows Reading reaches EmbeddingBackward0"):
+            infinity.accumulate(model, tokens(0, 2), loss_of)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("where", ["block", "glue"])
+def test_a_change_in_place_of_what_is_needed_again_is_refused(where, tmp_path):
+    class Changing(Block):
+        def forward(self, x):
+            return super().forward(x.mul_(2)) if where == "block" else super().forward(x)
+
+    class Between(Chain):
+        def forward(self, x):
+            x = first = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+                if where == "glue":
+                    first.add_(1.0)
+            return self.last(x)
+
+    def make():
+        model = Between()
+        model.blocks[2] = Changing(32)
+        return model
+
+    what = "Changing" if where == "block" else "add_"
+    with training(make, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
+        with pytest.raises(infinity.UsageError, match=f"{what} changes in place what it is given"):
+            infinity.accumulate(model, tokens(0, 2), loss_of)
+        optimizer.zero_grad()
+
+
+def test_it_says_what_it_cannot_begin(tmp_path):
+    with pytest.raises(infinity.ConfigError, match="parameters of one engine"):
+        infinity.accumulate(nn.Linear(2, 2), [1], loss_of)
+    with pytest.raises(infinity.ConfigError, match="expected a torch.nn.Module"):
+        infinity.accumulate(len, [1], loss_of)
+    with training(Chain, tmp_path, dtype="bf16", update="deferred", **NVME) as (model, engine, optimizer):
+        with pytest.raises(infinity.UsageError, match="accumulation_steps=2"):
+            infinity.accumulate(model, tokens(0, 2), loss_of)
+        with pytest.raises(infinity.ConfigError, match="no micro-batches"):
+            infinity.accumulate(model, [], loss_of)
+        with pytest.raises(infinity.ConfigError, match="loss returned a NoneType"):
+            infinity.accumulate(model, tokens(0, 1), lambda model, batch: None)
+        optimizer.zero_grad()
+        infinity.accumulate(model, tokens(0, 1), loss_of)
+        with pytest.raises(infinity.UsageError, match="brings all gradients of a step"):
+            loss_of(model, tokens(0, 1)[0]).backward()
+        with pytest.raises(infinity.UsageError, match="brings all gradients of a step"):
+            infinity.accumulate(model, tokens(0, 1), loss_of)
+        optimizer.zero_grad()
+
+
+def test_a_reference_model_may_run_inside_the_loss(tmp_path):
+    """With a switch that is set for its pass alone, as adapters are switched off."""
+
+    class Switched(Chain):
+        scale = 1.0
+
+        def forward(self, x):
+            return self.scale * super().forward(x)
+
+    def loss(model, batch):
+        with torch.no_grad():
+            model.scale = 0.5
+            reference = model(batch[0])
+            model.scale = 1.0
+        return loss_of(model, batch) + F.mse_loss(model(batch[0]), reference)
+
+    assert_as_the_ordinary_loop(tmp_path, make=Switched, loss=loss, **NVME)
+
+
+@on_gpu
+@pytest.mark.parametrize("places", ["nvme", "device"])
+@pytest.mark.parametrize("dtype, update", [("fp32", "backward"), ("bf16", "deferred"), ("bf16", "backward"), ("fp16", "deferred")])
+def test_on_a_gpu_losses_and_states_are_those_of_the_ordinary_loop(dtype, update, places, deterministic, tmp_path):
+    batches = lambda step, n: [(x.cuda(), y.cuda()) for x, y in tokens(step, n)]
+    config = {"device": "cuda", "dtype": dtype, "update": update, "make": Odd, "batches": batches, "chunk_mib": 1 / 64}
+    assert_as_the_ordinary_loop(tmp_path, **config, **PLACES[places])

@@ -1,0 +1,149 @@
+"""infinity.accumulate with Hugging Face and diffusers models as people write them: the losses and states of the ordinary loop, bit by bit."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import NVME, assert_same_states
+from test_accumulate import PLACES, assert_as_the_ordinary_loop, run, scaled
+from test_transformers import ADAPTED, CASES, total, two_ranks  # noqa: F401
+
+import infinity
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LONG = pytest.mark.long
+SHORT = {"Llama": ["fp32", "bf16", "fp16"], "GPT-2": ["fp32"], "T5": ["bf16"], "Whisper": ["bf16"], "ViT": ["fp32"], "Mixtral": ["bf16"]}
+NAMES = [name for name in CASES if "dropout" not in name]
+WAYS = [
+    pytest.param(name, dtype, marks=() if dtype in SHORT.get(name, ()) else LONG) for name in NAMES for dtype in ("fp32", "bf16", "fp16")
+]
+
+
+def batches_of(case, dtype="fp32"):
+    def batches(step, n):
+        made = [case.batch(torch.Generator().manual_seed(10 * step + number)) for number in range(n)]
+        sized = [{key: value[: 1 + number % 4] if number else value for key, value in batch.items()} for number, batch in enumerate(made)]
+        return [{key: value.to(_DTYPES[dtype]) if value.is_floating_point() else value for key, value in batch.items()} for batch in sized]
+
+    return batches
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def loss_of(model, batch):
+    return model(**batch).loss / 3
+
+
+def how(case, dtype="fp32", **config):
+    return {"batches": batches_of(case, dtype), "loss": loss_of, "dtype": dtype, "num_steps": 3, "make": case.build} | scaled(dtype) | config
+
+
+@pytest.mark.parametrize("name, dtype", WAYS)
+def test_losses_and_states_are_those_of_the_ordinary_loop(name, dtype, tmp_path):
+    assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], dtype), **NVME)
+
+
+@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize("places", [name for name in PLACES if name != "nvme"])
+def test_so_they_are_wherever_records_live(places, n, tmp_path):
+    assert_as_the_ordinary_loop(tmp_path, **how(CASES["Llama"], "bf16"), **PLACES[places], n=n)
+
+
+@pytest.mark.parametrize("name, dtype", [("T5", "fp32"), ("Llama", "bf16"), pytest.param("GPT-2", "fp16", marks=LONG)])
+def test_clipping_is_that_of_the_ordinary_loop(name, dtype, tmp_path):
+    options = {"max_grad_norm": 0.05} | scaled(dtype).get("options", {})
+    assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], dtype) | {"options": options}, **NVME)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_train_on_a_frozen_model(name, tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def build():
+        options = {"target_modules": ADAPTED[name], "fan_in_fan_out": name == "GPT-2", "task_type": "CAUSAL_LM"}
+        return peft.get_peft_model(CASES[name].build(), peft.LoraConfig(r=4, lora_alpha=8, **options))
+
+    assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], "bf16") | {"make": build}, **NVME)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["Llama", pytest.param("GPT-2", marks=LONG), pytest.param("T5", marks=LONG)])
+def test_gradient_checkpointing_changes_nothing(name, use_reentrant, tmp_path):
+    def build():
+        model = CASES[name].build()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        return model
+
+    assert_as_the_ordinary_loop(tmp_path, **how(CASES[name]) | {"make": build}, **NVME)
+
+
+def unet():
+    diffusers = pytest.importorskip("diffusers")
+    return diffusers.UNet2DConditionModel(
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(16, 16, 32),
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
+
+
+def noisy(dtype):
+    def batches(step, n):
+        generator, found = torch.Generator().manual_seed(step), []
+        for _ in range(n):
+            sample, noise, text = (torch.randn(shape, generator=generator) for shape in ((2, 3, 8, 8), (2, 3, 8, 8), (2, 5, 16)))
+            found.append((sample.to(_DTYPES[dtype]), torch.randint(1000, (2,), generator=generator), text.to(_DTYPES[dtype]), noise))
+        return found
+
+    return batches
+
+
+def loss_of_noise(model, batch):
+    sample, times, text, noise = batch
+    return F.mse_loss(model(sample, times, text).sample.float(), noise) / 3
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=LONG)])
+def test_a_unet_has_its_skips_cut(dtype, tmp_path):
+    assert_as_the_ordinary_loop(tmp_path, make=unet, batches=noisy(dtype), loss=loss_of_noise, dtype=dtype, chunk_mib=1 / 64, **NVME)
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5", "Mixtral"])
+def test_weights_are_read_as_for_one_micro_batch(name, tmp_path):
+    case = CASES[name]
+    config = how(case) | NVME | {"chunk_mib": 1 / 64, "num_steps": 4}
+    *_, once = run(tmp_path, False, n=1, **config | {"options": {"accumulation_steps": 1}})
+    for n in (2, 6):
+        *_, found = run(tmp_path, True, n=n, **config | {"options": {"accumulation_steps": 2}})
+        assert found <= 1.02 * once, (n, found / once)
+
+
+def train_by_layer(name, by_layer, dtype, folder):
+    """Run by every rank: on batches of its own."""
+    import torch.distributed as dist
+
+    case, rank = CASES[name], dist.get_rank()
+    batches = lambda step, n: batches_of(case, dtype)(2 * step + rank + 1, n)
+    config = how(case, dtype) | NVME | {"batches": batches}
+    torch.set_num_threads(1)
+    losses, states, *_ = run(folder, by_layer, **config)
+    return losses, {key: {segment: tensor.clone() for segment, tensor in state.items()} for key, state in states.items()}
+
+
+@pytest.mark.parametrize("name, dtype", [("Llama", "bf16"), ("T5", "fp32"), pytest.param("GPT-2", "fp16", marks=LONG)])
+def test_two_ranks_have_the_bits_of_the_ordinary_loop(name, dtype, two_ranks, tmp_path):  # noqa: F811
+    (losses, states), (others, _) = two_ranks.run(train_by_layer, name, True, dtype, tmp_path)
+    (expected_losses, expected_states), (expected_others, _) = two_ranks.run(train_by_layer, name, False, dtype, tmp_path)
+    assert (losses, others) == (expected_losses, expected_others)
+    assert_same_states(states, expected_states)
