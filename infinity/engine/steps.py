@@ -31,7 +31,7 @@ from infinity.engine.follow import Follower
 from infinity.engine.foreign import refuse_optimizers
 from infinity.engine.margin import Margin
 from infinity.engine.param_grads import ParamGrads, drop_half_arrived
-from infinity.engine.refusals import refuse_modes, refuse_thawed
+from infinity.engine.refusals import no_more_passes, no_optimizer, refuse_by_layer, refuse_modes, refuse_thawed
 from infinity.engine.trees import map_tensors, tensors_in
 from infinity.errors import NonFiniteError, UsageError
 from infinity.optim.loss_scale import Scaler
@@ -81,7 +81,7 @@ class Cycle:
         self._looked = False  # for optimizers of torch's own, before the first forward pass that trains
         self._cycle_is_over = True  # the next such pass begins another
         self.expectations = Expectations(self.registry.params)
-        self.by_layer: bool | None = None  # whether one backward pass is all of the step under way, or of the last one: see `one_backward`
+        self.by_layer: bool | None = None  # whether the step under way, or the last one, is of `one_backward`
         self.num_together = 1  # micro-batches that are on the device at once
         self._withhold: Callable[[ParameterState, torch.Tensor], bool] = _withhold_nothing
         self._frozen = [state for state in self.registry.params if not state.trainable]
@@ -186,20 +186,11 @@ class Cycle:
     def _why_not_train(self, state: ParameterState | None = None) -> str | None:
         """What is wrong with gradients now, if anything is, or with this parameter's."""
         if self.optimizer is None:
-            return (
-                f"a backward pass brings a gradient to {state.name if state else 'a parameter'}, and its engine has no optimizer. Make "
-                f"infinity.AdamW(model.parameters()) before the first forward pass; or freeze the model, with model.requires_grad_(False), "
-                f"where gradients are only to pass through, as through a critic, a reward model or a teacher."
-            )
+            return no_optimizer(state.name if state else "a parameter")
         if self.torn:
             return _TORN
-        if self.num_backwards and self.by_layer:
-            return "a backward pass after infinity.accumulate or infinity.vertical, which brings all gradients of a step: call step() first"
         if self.num_backwards >= self.num_passes:
-            return (
-                f"backward pass {self.num_backwards + 1} since the last step, but accumulation_steps="
-                f"{self.optimizer.accumulation_steps}. Declare it: infinity.AdamW(..., accumulation_steps=...)."
-            )
+            return no_more_passes(self.num_backwards, self.num_passes, by_layer=self.by_layer)
         return None
 
     def _refuse_other_optimizers(self) -> None:
@@ -319,12 +310,7 @@ class Cycle:
         has as many gradients as in the last step; else `complete` says when a chunk has all. withhold(parameter, gradient): whether a
         gradient is to come once more, with what is still missing in it."""
         self._check_open()
-        if self.course.backward_task is not None:
-            raise UsageError(f"{who} inside a backward pass or another accumulation by layer")
-        if self.failed:
-            raise UsageError(f"{who} after a backward pass that raised; call zero_grad() first")
-        if self.num_backwards:
-            raise UsageError(f"{who} brings all gradients of a step, and there was a backward pass since the last one; call step() before it")
+        refuse_by_layer(who, runs=self.course.backward_task is not None, failed=self.failed, begun=self.num_backwards > 0)
         self._refuse_torn()
         self._begin_step_of(by_layer=True)
         self.pace.begin()

@@ -37,15 +37,10 @@ def vertical(
     engine = _engine(segments)
     if engine.optimizer is None:
         raise UsageError("infinity.vertical needs an optimizer: make infinity.AdamW(..., accumulation_steps=...) before it")
-    cycle = engine.cycle
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x, _ in micro_batches):
         raise ConfigError("infinity.vertical: an input needs a gradient, which ends at the first segment; detach it")
-    last, losses = segments[-1], []
-    if len(micro_batches) != engine.optimizer.accumulation_steps:
-        raise UsageError(
-            f"infinity.vertical takes all {len(micro_batches)} micro-batches of a step at once, but there is accumulation_steps="
-            f"{engine.optimizer.accumulation_steps}. Give their number to the optimizer's constructor."
-        )
+    _check_number(len(micro_batches), engine.optimizer.accumulation_steps)
+    cycle, last, losses = engine.cycle, segments[-1], []
     with cycle.one_backward("infinity.vertical"):
         inputs, states = [[x for x, _ in micro_batches]], []
         for segment in segments[:-1]:
@@ -84,6 +79,14 @@ def vertical(
                     gradients[number] = x.grad
                     del y
     return losses
+
+
+def _check_number(given: int, declared: int) -> None:
+    if given != declared:
+        raise UsageError(
+            f"infinity.vertical takes all {given} micro-batches of a step at once, but there is accumulation_steps={declared}. Give their "
+            f"number to the optimizer's constructor."
+        )
 
 
 def _engine(segments):
