@@ -16,7 +16,8 @@ Knows micro-batches, segments, and the engine by a few calls. Must not know chun
 # several segments use, such as a tied embedding, has one gradient a micro-batch: later segments' parts of it wait on the device.
 #
 # Blocks are checkpointed, but those that are already, by who calls them (other hooks for saved tensors are in force) or by themselves. A
-# pass that builds no graph, such as that of a reference model, does not pause: what surrounds it may be for it alone.
+# pass that builds no graph, such as that of a reference model, does not pause: what surrounds it may be for it alone. Of a model whose
+# weights never leave the device, nothing is cut or checkpointed: each micro-batch goes forward and backward as in the ordinary loop.
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from infinity.engine.blocks import blocks_of, borders, called_by, same_buffers, 
 from infinity.engine.calls import Turn
 from infinity.engine.cuts import Cutter, Glue
 from infinity.engine.saved_tensors import SavedTensors
-from infinity.engine.turns import Draws, Surroundings, Turns
+from infinity.engine.turns import Draws, Surroundings, Turns, streams
 from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import owner_of
 from infinity.model.recompute import checkpoint
@@ -67,7 +68,13 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
         raise ConfigError("infinity.accumulate: a micro-batch has a gradient, which ends where the model begins; detach it")
     if engine.ranks.world > 1 and engine.ranks.most([len(micro_batches), -len(micro_batches)])[0] != len(micro_batches):
         raise UsageError("infinity.accumulate: the ranks have different numbers of micro-batches; give each as many")
-    return _Step(engine, model).run(micro_batches, loss)
+    works = [functools.partial(_loss, loss, model, micro_batch) for micro_batch in micro_batches]
+    begin = streams(len(works), engine.device)
+    draws = list(begin)
+    stays = all(span.pinned for span in engine.registry.spans)  # no weight ever moves: by layer nothing would be gained
+    losses = _one_by_one(engine, works, draws) if stays else _Step(engine, model).run(works, draws)
+    next((now for now, before in zip(reversed(draws), reversed(begin)) if now != before), begin[0]).resume(engine.device)
+    return losses
 
 
 def _engine(model: nn.Module):
@@ -79,6 +86,26 @@ def _engine(model: nn.Module):
     return next(iter(owners.values()))
 
 
+def _loss(loss: Callable, model: nn.Module, micro_batch: object) -> torch.Tensor:
+    value = loss(model, micro_batch)
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"infinity.accumulate: loss returned a {type(value).__name__}, expected a tensor")
+    return value
+
+
+def _one_by_one(engine, works: list[Callable], draws: list[Draws]) -> list[torch.Tensor]:
+    losses = []
+    with engine.cycle.one_backward("infinity.accumulate", known=False):
+        for number, work in enumerate(works):
+            draws[number].resume(engine.device)
+            value = work()
+            draws[number] = Draws.now(engine.device)
+            value.backward()
+            engine.cycle.reduce_all()
+            losses.append(value.detach())
+    return losses
+
+
 class MicroBatch:
     """One micro-batch of a step: its forward pass, its graph, and what of its gradients waits for more."""
 
@@ -87,7 +114,7 @@ class MicroBatch:
         self.cutter = Cutter()
         self.glue = Glue(self.cutter, self._refuse_change)
         self.turns = Turns(work, self._surroundings, name)
-        self.begin = self.draws = draws
+        self.draws = draws
         self.first_use: dict[ParameterState, int] = {}  # the segment
         self._waiting: dict[ParameterState, torch.Tensor] = {}  # gradients of what earlier segments use, too
         self._turn = Turn([], touched=self.cutter.segments[0].touched)
@@ -171,8 +198,6 @@ class MicroBatch:
 
     def _look(self) -> None:
         """The forward pass is over: learn from its graph which segment is the first to use a parameter."""
-        if not isinstance(self.turns.result, torch.Tensor):
-            raise ConfigError(f"infinity.accumulate: loss returned a {type(self.turns.result).__name__}, expected a tensor")
         registry, last = self.step.engine.registry, self.cutter.segments[-1]
         for position, segment in enumerate(self.cutter.segments):
             leaves, reached = segment.leaves(self.turns.result if segment is last else None)
@@ -221,15 +246,14 @@ class _Step:
         self.running: MicroBatch | None = None
         self._goes_back: MicroBatch | None = None
 
-    def run(self, given: list, loss: Callable) -> list[torch.Tensor]:
-        device, calls = self.engine.device, self.engine.calls
-        draws = Draws.now(device)
-        for number, micro_batch in enumerate(given):
-            work, own = functools.partial(loss, self.model, micro_batch), draws.another(number, device) if number else draws
+    def run(self, works: list[Callable], draws: list[Draws]) -> list[torch.Tensor]:
+        """works: the forward passes. draws: their streams, left as they are then."""
+        calls = self.engine.calls
+        for number, (work, own) in enumerate(zip(works, draws, strict=True)):
             self.micro_batches.append(MicroBatch(self, work, f"micro-batch-{number}", own))
         before = calls.swap(Turn([], threading.get_ident()))
         try:
-            with self.cycle.one_backward("infinity.accumulate", known=False, num_together=len(given), withhold=self._withhold):
+            with self.cycle.one_backward("infinity.accumulate", known=False, num_together=len(works), withhold=self._withhold):
                 try:
                     with called_by(self.blocks, self._call), without_caches(self.model):
                         losses = self._forward()
@@ -239,8 +263,7 @@ class _Step:
                         micro.end()
         finally:
             calls.swap(before._replace(thread=threading.get_ident()))
-        drawn = [micro for micro in self.micro_batches if micro.draws != micro.begin]
-        (drawn or self.micro_batches)[-1 if drawn else 0].draws.resume(device)
+        draws[:] = [micro.draws for micro in self.micro_batches]
         return losses
 
     def _forward(self) -> list[torch.Tensor]:

@@ -41,8 +41,6 @@ class ResidentHooks(Hooks):
     def _before(self, module, args, kwargs):
         phase, frames = self._next_phase(module), self.calls.frames
         op = self.doors.op_of(module)
-        if op is not None and self.calls.touched is not None and phase == FORWARD:
-            self.calls.touched.update(op.params)
         if op is None or (frames and frames[-1].module is not module):
             return
         outermost = not frames and phase == FORWARD

@@ -168,5 +168,11 @@ class Draws:
         return all(map(torch.equal, self.states, other.states))
 
 
+def streams(number: int, device: torch.device) -> list[Draws]:
+    """Of so many micro-batches."""
+    first = Draws.now(device)
+    return [first, *(first.another(index, device) for index in range(1, number))]
+
+
 def _seed(state: torch.Tensor, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(state.numpy().tobytes() + number.to_bytes(4, "little"), digest_size=7).digest(), "little")
