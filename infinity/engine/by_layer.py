@@ -12,7 +12,8 @@ Knows micro-batches, segments, and the engine by a few calls. Must not know chun
 # Each micro-batch's `loss(model, micro_batch)` has a thread, which pauses as a segment begins: of those that have come least far the first
 # goes on. So control flow is the model's own, whether or not it is the same for all. The last segment of a micro-batch goes backward as
 # soon as its loss is there; when all are, the segments do so from the last to the first, in each the micro-batches in their order. So the
-# gradients of a parameter add up in the order of the ordinary loop, and its chunk is complete with the first segment that uses it. What
+# gradients of a parameter add up in the order of the ordinary loop, on the device on one rank ([Note: room for sums] in sums.py), where
+# they are reduced one by one on several, and its chunk is complete with the first segment that uses it. What
 # several segments use, such as a tied embedding, has one gradient a micro-batch: later segments' parts of it wait on the device.
 #
 # Blocks are checkpointed, but those that are already, by who calls them (other hooks for saved tensors are in force) or by themselves. A
@@ -42,6 +43,7 @@ from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import owner_of
 from infinity.model.recompute import checkpoint
 from infinity.tiers.state import ChunkState, ParameterState
+from infinity.tiers.sums import Sums
 
 
 def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Module, object], torch.Tensor]) -> list[torch.Tensor]:
@@ -223,6 +225,8 @@ class MicroBatch:
         with DisableTorchFunctionSubclass():
             roots += [(get_gradient_edge(state.param), self._waiting.pop(state)) for state in segment.touched & self._waiting.keys()]
         segments.pop()
+        if roots and self.step.sums is not None:
+            self.step.sums.begin(segment.touched, segments[-1].touched if segments else ())
         if roots:
             torch.autograd.backward(*zip(*roots))
 
@@ -245,12 +249,15 @@ class _Step:
         self.micro_batches: list[MicroBatch] = []
         self.running: MicroBatch | None = None
         self._goes_back: MicroBatch | None = None
+        self.sums: Sums | None = None
 
     def run(self, works: list[Callable], draws: list[Draws]) -> list[torch.Tensor]:
         """works: the forward passes. draws: their streams, left as they are then."""
         calls = self.engine.calls
         for number, (work, own) in enumerate(zip(works, draws, strict=True)):
             self.micro_batches.append(MicroBatch(self, work, f"micro-batch-{number}", own))
+        if len(works) > 1 and self.engine.ranks.world == 1:
+            self.sums = Sums(self.engine.gradients)
         before = calls.swap(Turn([], threading.get_ident()))
         try:
             with self.cycle.one_backward("infinity.accumulate", known=False, num_together=len(works), withhold=self._withhold):
@@ -261,6 +268,8 @@ class _Step:
                 finally:
                     for micro in self.micro_batches:
                         micro.end()
+                    if self.sums is not None:
+                        self.sums.abandon()
         finally:
             calls.swap(before._replace(thread=threading.get_ident()))
         draws[:] = [micro.draws for micro in self.micro_batches]
@@ -287,7 +296,11 @@ class _Step:
             with self._segment():
                 for micro in self.micro_batches:
                     self._go_back(micro, position)
+            if self.sums is not None:
+                self.sums.end(complete.get(position, []))
             self.cycle.complete(complete.get(position, []))
+        if self.sums is not None:
+            self.sums.close()
 
     def _segment(self):
         """What is fetched inside the block stays for the micro-batches that follow."""

@@ -180,17 +180,19 @@ class Gradients:
         chunk.gradient.job = chunk.gradient.squares = None
         chunk.gradient.received = set()
 
-    def send(self, chunk: ChunkState, arrived: Job) -> Job:
-        """The update of a record that is not on the device begins: have the gradient that stayed there, with this job, follow it."""
+    def send(self, chunk: ChunkState, arrived: Job, memory: torch.Tensor | None = None) -> Job:
+        """The update of a record that is not on the device begins: have the gradient that stayed there, with this job, follow it. memory:
+        of one that stays no more, and leaves whether or not its update begins."""
         ready = chunk.gradient.made  # not what the stream is to do by now: the next forward pass may have begun
 
         def work() -> None:
             arrived.wait()
-            chunk.gradient.follow()  # not before: on several ranks its last part may be on the way to what stayed
-            with self._open(chunk) as memory:
+            if memory is None:
+                chunk.gradient.follow()  # not before: on several ranks its last part may be on the way to what stayed
+            with self._open(chunk) as shard:
                 begin = now()
-                marks = self.adder.put(memory, chunk.gradient.device_shard, True, ready)
-            self.events.moved("gc", chunk.index, memory.nbytes, begin, now(), marks)
+                marks = self.adder.put(shard, chunk.gradient.device_shard if memory is None else memory, True, ready)
+            self.events.moved("gc", chunk.index, shard.nbytes, begin, now(), marks)
 
         return self.gc.push(work, chunk.title)
 

@@ -347,6 +347,11 @@ class DeviceTier:
             self.other_nbytes += nbytes
         self._note_peak()
 
+    def lend(self, nbytes: int) -> None:
+        """So much of what spans may take is something else's, which books it; less than nothing: it is given back."""
+        self.used_nbytes += nbytes
+        self.book(-nbytes)
+
     def pin(self, span: SpanState) -> None:
         """An allocated span is there to stay; it no longer counts against the budget of those that come and go."""
         span.pinned = True
@@ -416,6 +421,10 @@ class GradientState:
     def sum_by(self, job) -> None:
         """What is there now has its squares summed by this job."""
         self.squares = job
+
+    def come_by(self, job) -> None:
+        """All that has come so far is in the shard after this job."""
+        self.job = job
 
     def stay(self, *, here: bool = False) -> None:
         """From now on what arrives stays on the device until its update begins. here: what has arrived already is there, too."""

@@ -1,0 +1,92 @@
+"""Gradients of several micro-batches that add up on the device, and leave for host memory once, with all of them in it.
+
+Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments: it is told which parameters have gradients
+soon, and when a chunk has all of its. The training thread calls it, on one rank.
+"""
+
+# [Note: room for sums]
+# Sums lie in what the device has for spans that come and go, as far as this has room for them beside all that the ops of the moment may
+# need: what has no room adds up in host memory. Their room is spans' again once they have left, which is looked at when more is wanted.
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+
+from infinity.system.lanes import Job
+from infinity.tiers.gradients import Gradients
+from infinity.tiers.state import ChunkState, DeviceTier, ParameterState
+
+_ITEMSIZE = 4  # fp32, whatever the model's dtype
+
+
+class Sums:
+    """Those of one step."""
+
+    def __init__(self, gradients: Gradients):
+        self.gradients, self.registry, self.tier = gradients, gradients.registry, gradients.tier
+        self._here: dict[ChunkState, int] = {}  # bytes of those that add up
+        self._leaving: deque[tuple[Job, int]] = deque()
+        self._nbytes = 0  # of both
+
+    def begin(self, params: Collection[ParameterState], following: Iterable[ParameterState]) -> None:
+        """Gradients of these parameters come; ops use them meanwhile, and `following`."""
+        spans = {self.registry.span_of(state) for state in (*params, *following)}
+        room = self.tier.budget_nbytes - sum(span.nbytes for span in spans if not span.pinned)
+        self._settle()
+        if self._nbytes > room:
+            self.end(list(self._here))
+            self._settle(room)
+        for chunk in dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state)):
+            gradient, nbytes = chunk.gradient, chunk.record.numel * _ITEMSIZE
+            if chunk in self._here or not chunk.trainable or chunk.gradient_on_device or gradient.job is not None:
+                continue
+            self._settle(room - nbytes)
+            if self._nbytes + nbytes <= room:
+                self._here[chunk] = nbytes
+                self._take(nbytes)
+                gradient.stay()
+
+    def end(self, chunks: Iterable[ChunkState]) -> None:
+        """All that was to come of these has: it leaves, where it has added up here."""
+        for chunk in chunks:
+            if (nbytes := self._here.pop(chunk, None)) is None:
+                continue
+            arrived = chunk.gradient.job
+            memory, _ = chunk.gradient.leave()
+            if memory is None:  # nothing came
+                self._take(-nbytes)
+            else:
+                job = self.gradients.send(chunk, arrived, memory)
+                chunk.gradient.come_by(job)
+                self._leaving.append((job, nbytes))
+
+    def close(self) -> None:
+        """No more gradients come in this step."""
+        self.end(list(self._here))
+        self._settle(0)
+
+    def abandon(self) -> None:
+        """None that came is wanted."""
+        self.gradients.drain()
+        self._settle()
+        while self._here:
+            chunk, nbytes = self._here.popitem()
+            memory, _ = chunk.gradient.leave()
+            self._take(-nbytes)
+            if memory is not None:
+                self.tier.book(-nbytes)
+
+    def _settle(self, room: int | None = None) -> None:
+        """Give back the room of what has left; wait for what is leaving where more than `room` is taken."""
+        while self._leaving and (self._leaving[0][0].done or (room is not None and self._nbytes > room)):
+            job, nbytes = self._leaving.popleft()
+            try:
+                job.wait()
+            finally:
+                self._take(-nbytes)
+                self.tier.book(-nbytes)
+
+    def _take(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self.tier.lend(nbytes)
