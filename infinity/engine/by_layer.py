@@ -148,6 +148,9 @@ class MicroBatch:
         before = self.step.engine.calls.swap(self._turn)
         self.turns.end()
         self.step.engine.calls.swap(before)
+        self.turns.result = None
+        self.cutter.drop()
+        self._waiting.clear()
 
     @contextlib.contextmanager
     def _surroundings(self):
@@ -257,7 +260,7 @@ class _Step:
         for number, (work, own) in enumerate(zip(works, draws, strict=True)):
             self.micro_batches.append(MicroBatch(self, work, f"micro-batch-{number}", own))
         if len(works) > 1 and self.engine.ranks.world == 1:
-            self.sums = Sums(self.engine.gradients)
+            self.sums = Sums(self.engine.gradients, self.engine.weights)
         before = calls.swap(Turn([], threading.get_ident()))
         try:
             with self.cycle.one_backward("infinity.accumulate", known=False, num_together=len(works), withhold=self._withhold):

@@ -66,7 +66,7 @@ class Segment:
             if node in seen:
                 continue
             seen.add(node)
-            if hasattr(node, "variable"):
+            if isinstance(node, torch._C._functions.AccumulateGrad):
                 found.add(node.variable)
             elif node._sequence_nr() < self.begin:
                 return found, node.name()
@@ -107,7 +107,12 @@ class Cutter:
         return self._known[key]
 
     def end(self) -> None:
+        """No more comes."""
         self._known = {}
+
+    def drop(self) -> None:
+        """Nobody wants the graph."""
+        self.segments.clear()
 
 
 class _Enter(torch.autograd.Function):

@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
+from infinity.plan.slots import farthest_first
 from infinity.system.lanes import Job
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.state import ChunkState, DeviceTier, ParameterState
+from infinity.tiers.state import ChunkState, ParameterState
+from infinity.tiers.weights import Weights
 
 _ITEMSIZE = 4  # fp32, whatever the model's dtype
 
@@ -23,15 +25,17 @@ _ITEMSIZE = 4  # fp32, whatever the model's dtype
 class Sums:
     """Those of one step."""
 
-    def __init__(self, gradients: Gradients):
-        self.gradients, self.registry, self.tier = gradients, gradients.registry, gradients.tier
+    def __init__(self, gradients: Gradients, weights: Weights):
+        self.gradients, self.weights = gradients, weights
+        self.registry, self.tier = weights.registry, weights.tier
         self._here: dict[ChunkState, int] = {}  # bytes of those that add up
         self._leaving: deque[tuple[Job, int]] = deque()
         self._nbytes = 0  # of both
 
     def begin(self, params: Collection[ParameterState], following: Iterable[ParameterState]) -> None:
         """Gradients of these parameters come; ops use them meanwhile, and `following`."""
-        spans = {self.registry.span_of(state) for state in (*params, *following)}
+        self.weights.drain_dropped()
+        spans = {self.registry.span_of(state) for state in (*params, *following)}.union(self.weights.held.values())
         room = self.tier.budget_nbytes - sum(span.nbytes for span in spans if not span.pinned)
         self._settle()
         if self._nbytes > room:
@@ -46,6 +50,7 @@ class Sums:
                 self._here[chunk] = nbytes
                 self._take(nbytes)
                 gradient.stay()
+        self._evict()
 
     def end(self, chunks: Iterable[ChunkState]) -> None:
         """All that was to come of these has: it leaves, where it has added up here."""
@@ -86,6 +91,13 @@ class Sums:
             finally:
                 self._take(-nbytes)
                 self.tier.book(-nbytes)
+
+    def _evict(self) -> None:
+        """Spans that are used last make way for what was taken."""
+        for index in farthest_first(self.weights.evictable(), self.weights.course.next_use):
+            if self.tier.fits(0):
+                return
+            self.weights.evict(self.registry.spans[index])
 
     def _take(self, nbytes: int) -> None:
         self._nbytes += nbytes

@@ -3,12 +3,13 @@
 import contextlib
 import signal
 import threading
+import weakref
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NVME, assert_nothing_held, assert_same_states, on_gpu, states_of, training
+from helpers import NVME, assert_nothing_held, assert_same_states, least_device_memory, least_host_memory, on_gpu, states_of, training
 from test_vertical import Block, Chain
 from torch import nn
 
@@ -229,6 +230,48 @@ def test_the_number_of_micro_batches_may_change_and_ordinary_steps_may_come_betw
             found.append((losses, states_of(engine, model)))
     assert found[0][0] == found[1][0]
     assert_same_states(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("make", [Chain, Odd])
+def test_the_least_memory_is_enough(make, update, tmp_path):
+    """Then a segment is not held for all micro-batches, and sums have no room on the device."""
+    config = NVME | {"dtype": "bf16", "update": update}
+    device = least_device_memory(make, tmp_path, **config, options={"accumulation_steps": 2})
+    host = least_host_memory(make, tmp_path, **config, options={"accumulation_steps": 2})
+    expected = run(tmp_path, False, make=make, **config)
+    for budgets in ({"device_memory": device, "host_memory": host}, {"device_memory": 2 * device}, {"device_memory": 5 * device}):
+        with training(make, tmp_path, options={"accumulation_steps": 3}, **config | budgets) as (model, engine, optimizer):
+            losses = []
+            for step in range(3):
+                losses += one_step(model, tokens(step), loss_of, True)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert losses == expected[0]
+            assert_same_states(states_of(engine, model), expected[1])
+            assert engine.stats()["peak_device_nbytes"] <= budgets["device_memory"]
+
+
+def test_what_a_block_computes_is_gone_before_the_next_one_begins(tmp_path):
+    with training(Chain, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        made, alive = [], []
+        for block in model.blocks:
+            block.up.register_forward_hook(lambda module, args, output: made.append(weakref.ref(output)))
+            block.register_forward_pre_hook(lambda module, args: alive.append(sum(output() is not None for output in made)))
+        infinity.accumulate(model, tokens(0), loss_of)
+        optimizer.step()
+        assert len(made) == 2 * 3 * 5 and max(alive) == 0
+
+
+def test_updates_begin_while_earlier_segments_go_backward(tmp_path):
+    with training(Chain, tmp_path, options={"accumulation_steps": 3}, update="backward", **NVME) as (model, engine, optimizer):
+        early = []
+        model.blocks[0].register_forward_pre_hook(lambda *_: early.append(sum(chunk.update.is_early for chunk in engine.registry.chunks)))
+        for _ in range(2):
+            infinity.accumulate(model, tokens(0), loss_of)
+            optimizer.step()
+        assert early[:3] == early[6:9] == [0, 0, 0]
+        assert all(found > len(engine.registry.chunks) / 2 for found in (*early[3:6], *early[9:]))
 
 
 # ---- dropout ----

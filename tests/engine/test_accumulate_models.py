@@ -9,8 +9,6 @@ from helpers import NVME, assert_same_states
 from test_accumulate import PLACES, assert_as_the_ordinary_loop, run, scaled
 from test_transformers import ADAPTED, CASES, total, two_ranks  # noqa: F401
 
-import infinity
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LONG = pytest.mark.long
@@ -38,7 +36,8 @@ def loss_of(model, batch):
 
 
 def how(case, dtype="fp32", **config):
-    return {"batches": batches_of(case, dtype), "loss": loss_of, "dtype": dtype, "num_steps": 3, "make": case.build} | scaled(dtype) | config
+    found = {"batches": batches_of(case, dtype), "loss": loss_of, "dtype": dtype, "make": case.build}
+    return found | scaled(dtype) | config
 
 
 @pytest.mark.parametrize("name, dtype", WAYS)
