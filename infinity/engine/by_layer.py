@@ -50,7 +50,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     """Forward and backward of all micro-batches of a step, layer by layer; then call step().
 
     loss(model, micro_batch) -> the scalar on which an ordinary loop would call backward(), such as model(**micro_batch).loss / number; it
-    is called in a thread of its own, of which one runs at a time. Gradients are those of `for micro_batch in micro_batches: loss(model,
+    is called in a thread of its own, of which one runs at a time, so what it switches for a while in the model, others find. Gradients are those of `for micro_batch in micro_batches: loss(model,
     micro_batch).backward()`, bit by bit; random numbers (dropout) are others. Returns the losses, detached. The optimizer's
     accumulation_steps is to be 2 or more, so that sums are in fp32; how many micro-batches there are may differ from it. Raises ConfigError
     or UsageError if it cannot begin, and where a model cannot be cut.
@@ -68,8 +68,11 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
         )
     if any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in pytree.tree_leaves(micro_batches)):
         raise ConfigError("infinity.accumulate: a micro-batch has a gradient, which ends where the model begins; detach it")
-    if engine.ranks.world > 1 and engine.ranks.most([len(micro_batches), -len(micro_batches)])[0] != len(micro_batches):
-        raise UsageError("infinity.accumulate: the ranks have different numbers of micro-batches; give each as many")
+    most, least = engine.ranks.most([len(micro_batches), -len(micro_batches)])
+    if most != -least:
+        raise UsageError(f"infinity.accumulate: one rank has {most} micro-batches, another {-least}; give each as many")
+    engine.cycle.end_interrupted()
+    engine.calls.refuse_running("infinity.accumulate")
     works = [functools.partial(_loss, loss, model, micro_batch) for micro_batch in micro_batches]
     begin = streams(len(works), engine.device)
     draws = list(begin)
@@ -294,8 +297,8 @@ class _Step:
 
     def _backward(self) -> None:
         complete = self._chunks_by_first_use()
-        last = max(complete, default=0)
-        for position in range(max(last, *(micro.position for micro in self.micro_batches)), -1, -1):
+        (last,) = self.engine.ranks.most([max(*complete, *(micro.position for micro in self.micro_batches))])
+        for position in range(last, -1, -1):
             with self._segment():
                 for micro in self.micro_batches:
                     self._go_back(micro, position)

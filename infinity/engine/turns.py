@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _push_mode
 
 from infinity.system.interrupts import uninterrupted
 from infinity.system.waits import THREADS
@@ -139,8 +139,8 @@ class Surroundings:
             torch.set_autocast_cache_enabled(False)  # casts of weights would be parts of other threads' graphs
             for kind, (enabled, dtype) in self.casts.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-            for mode in self.modes:
-                stack.enter_context(mode)
+            for mode in self.modes:  # they were entered where they come from; here they go with the thread
+                _push_mode(mode)
             yield
 
 

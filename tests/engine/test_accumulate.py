@@ -536,6 +536,36 @@ def test_it_says_what_it_cannot_begin(tmp_path):
         optimizer.zero_grad()
 
 
+def test_it_is_refused_where_something_else_runs(tmp_path):
+    with training(Chain, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
+        with infinity.gathered(model.parameters()):
+            with pytest.raises(infinity.UsageError, match="infinity.accumulate while the model runs or inside infinity.gathered"):
+                infinity.accumulate(model, tokens(0, 2), loss_of)
+        with pytest.raises(infinity.UsageError, match="infinity.accumulate inside .* another accumulation by layer"):
+            infinity.accumulate(model, tokens(0, 2), lambda model, batch: infinity.accumulate(model, [batch], loss_of)[0])
+        optimizer.zero_grad()
+
+
+def test_a_loss_finds_what_torch_keeps_for_each_thread(tmp_path):
+    seen = []
+
+    def loss(model, batch):
+        modes = [type(mode).__name__ for mode in torch.overrides._get_current_function_mode_stack()]
+        seen.append((modes[0], torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return loss_of(model, batch)
+
+    with training(Chain, tmp_path, options={"accumulation_steps": 2}, dtype="bf16", **NVME) as (model, engine, optimizer):
+        with torch.device("cpu"), torch.autocast("cpu", torch.bfloat16):
+            infinity.accumulate(model, tokens(0, 2), loss)
+        assert torch.utils._device.CURRENT_DEVICE is None
+        optimizer.step()
+    assert seen == [("DeviceContext", True, torch.bfloat16)] * 2
+
+
+def test_a_step_is_traced(tmp_path):
+    assert_as_the_ordinary_loop(tmp_path, trace=True, **NVME)
+
+
 def test_a_reference_model_may_run_inside_the_loss(tmp_path):
     """With a switch that is set for its pass alone, as adapters are switched off."""
 
