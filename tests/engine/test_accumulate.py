@@ -87,7 +87,7 @@ def scaled(dtype):
     return {"options": {"loss_scale": LossScale(initial=256.0)}} if dtype == "fp16" else {}
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=LONG), 3, pytest.param(5, marks=LONG)])
 @pytest.mark.parametrize("dtype, update", WAYS)
 def test_losses_and_states_are_those_of_the_ordinary_loop(update, dtype, n, tmp_path):
     config = scaled(dtype)
@@ -147,7 +147,7 @@ class Gated(nn.Module):
         return self.block(x) * torch.sigmoid(bias), bias
 
 
-@pytest.mark.parametrize("places", ["nvme", "device"])
+@pytest.mark.parametrize("places", ["nvme", pytest.param("device", marks=LONG)])
 @pytest.mark.parametrize("dtype, update", WAYS)
 def test_what_is_between_blocks_is_cut_wherever_it_is_used(update, places, dtype, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Odd, dtype=dtype, update=update, **PLACES[places], **scaled(dtype))
@@ -205,6 +205,19 @@ def test_weights_are_read_as_for_one_micro_batch(n, tmp_path):
     *_, once = run(tmp_path, False, n=1, **config | {"options": {"accumulation_steps": 1}})
     *_, found = run(tmp_path, True, n=n, **config)
     assert found <= 1.02 * once, found / once
+
+
+@pytest.mark.parametrize("make", [Chain, Odd])
+def test_steps_have_one_plan_whatever_the_number_of_micro_batches(make, tmp_path):
+    with training(make, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
+        for step, n in enumerate((2, 5, 3, 2, 4)):
+            infinity.accumulate(model, tokens(step, n), loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                late = engine.stats()["num_fetches_late"]
+        assert engine.stats()["num_plans"] == 1
+        assert engine.stats()["num_fetches_late"] == late
 
 
 def test_the_number_of_micro_batches_may_change_and_ordinary_steps_may_come_between(tmp_path):

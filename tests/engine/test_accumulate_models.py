@@ -15,7 +15,10 @@ LONG = pytest.mark.long
 SHORT = {"Llama": ["fp32", "bf16", "fp16"], "GPT-2": ["fp32"], "T5": ["bf16"], "Whisper": ["bf16"], "ViT": ["fp32"], "Mixtral": ["bf16"]}
 NAMES = [name for name in CASES if "dropout" not in name]
 WAYS = [
-    pytest.param(name, dtype, marks=() if dtype in SHORT.get(name, ()) else LONG) for name in NAMES for dtype in ("fp32", "bf16", "fp16")
+    pytest.param(name, dtype, marks=() if dtype in SHORT.get(name, ()) else LONG)
+    for name in NAMES
+    for dtype in ("fp32", "bf16", "fp16")
+    if name != "ResNet" or dtype == "fp32"  # its batch norms have statistics in fp32, and mix with nothing else
 ]
 
 
