@@ -58,13 +58,14 @@ def called_by(blocks: list[nn.Module], call: Callable) -> Iterator[None]:
 def without_caches(model: nn.Module) -> Iterator[None]:
     """Inside the block no model of transformers fills a cache of keys and values, which it does in training, too, and which a block that
     runs again would fill again."""
-    configs = {id(config): config for module in model.modules() if getattr(config := getattr(module, "config", None), "use_cache", None) is True}
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    filling = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     try:
-        for config in configs.values():
+        for config in filling:
             config.use_cache = False
         yield
     finally:
-        for config in configs.values():
+        for config in filling:
             config.use_cache = True
 
 

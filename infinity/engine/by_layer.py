@@ -49,9 +49,10 @@ from infinity.tiers.sums import Sums
 def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Module, object], torch.Tensor]) -> list[torch.Tensor]:
     """Forward and backward of all micro-batches of a step, layer by layer; then call step().
 
-    loss(model, micro_batch) -> the scalar on which an ordinary loop would call backward(), such as model(**micro_batch).loss / number; it
-    is called in a thread of its own, of which one runs at a time, so what it switches for a while in the model, others find. Gradients are those of `for micro_batch in micro_batches: loss(model,
-    micro_batch).backward()`, bit by bit; random numbers (dropout) are others. Returns the losses, detached. The optimizer's
+    loss(model, micro_batch) -> the scalar on which an ordinary loop would call backward(), such as model(**micro_batch).loss / number. It
+    runs in a thread of its own, others of which run in between: what it switches in the model for a while, those find. Blocks of the model
+    run again for backward, with their hooks, as with activation checkpointing. Gradients are those of `for micro_batch in micro_batches:
+    loss(model, micro_batch).backward()`, bit by bit; random numbers (dropout) are others. Returns the losses, detached. The optimizer's
     accumulation_steps is to be 2 or more, so that sums are in fp32; how many micro-batches there are may differ from it. Raises ConfigError
     or UsageError if it cannot begin, and where a model cannot be cut.
     """
@@ -63,8 +64,8 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
         raise ConfigError("infinity.accumulate: there are no micro-batches")
     if len(micro_batches) > 1 and not engine.accumulating:
         raise UsageError(
-            "infinity.accumulate adds gradients up in fp32, for which the engine has made no room: give its optimizer accumulation_steps=2, "
-            "or any larger number; how many micro-batches there are may differ from it"
+            "infinity.accumulate adds gradients up in fp32, for which the engine has made no room: give its optimizer "
+            "accumulation_steps=2, or any larger number; how many micro-batches there are may differ from it"
         )
     if any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in pytree.tree_leaves(micro_batches)):
         raise ConfigError("infinity.accumulate: a micro-batch has a gradient, which ends where the model begins; detach it")

@@ -35,9 +35,9 @@ def refuse_modes(device_type: str, dtype: str) -> None:
 def no_optimizer(name: str) -> str:
     """A gradient of a parameter comes."""
     return (
-        f"a backward pass brings a gradient to {name}, and its engine has no optimizer. Make infinity.AdamW(model.parameters()) before the "
-        f"first forward pass; or freeze the model, with model.requires_grad_(False), where gradients are only to pass through, as through a "
-        f"critic, a reward model or a teacher."
+        f"a backward pass brings a gradient to {name}, and its engine has no optimizer. Make infinity.AdamW(model.parameters()) before "
+        f"the first forward pass; or freeze the model, with model.requires_grad_(False), where gradients are only to pass through, as "
+        f"through a critic, a reward model or a teacher."
     )
 
 
@@ -52,7 +52,7 @@ def no_more_passes(num_backwards: int, num_passes: int, *, by_layer: bool) -> st
 
 
 def refuse_by_layer(who: str, *, runs: bool, failed: bool, begun: bool) -> None:
-    """It brings all gradients of a step. runs: a backward pass is under way. failed: the last one raised. begun: there was one in this step."""
+    """It brings all gradients of a step. runs: a backward pass is under way; failed: the last one raised; begun: this step has had one."""
     if runs:
         raise UsageError(f"{who} inside a backward pass or another accumulation by layer")
     if failed:

@@ -48,7 +48,6 @@ from infinity.tiers.state import ChunkState, ParameterState
 _MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
 _TORN = "a backward pass after one that failed half-way and had begun to update; see step()"
 _EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
-_withhold_nothing = lambda state, grad: False
 _MOST_FORWARDS = 16  # in a cycle that no step() ends: graphs may be built that never go backward
 
 
@@ -540,3 +539,7 @@ class Cycle:
     @staticmethod
     def in_backward() -> bool:
         return torch._C._current_graph_task_id() != -1
+
+
+def _withhold_nothing(state: ParameterState, grad: torch.Tensor) -> bool:
+    return False
