@@ -349,6 +349,14 @@ def test_gradients_are_of_the_masks_that_were_drawn(wraps, tmp_path):
     assert_same_states(found[0][1], found[1][1])
 
 
+def test_what_is_drawn_depends_neither_on_places_nor_on_segments(tmp_path):
+    expected = run(tmp_path, True, make=Dropping, **NVME)
+    for places in (PLACES["device"], NVME | {"chunk_mib": 1 / 32}, NVME | {"device_memory": "1MiB"}):
+        losses, states, *_ = run(tmp_path, True, make=Dropping, **places)
+        assert losses == expected[0]
+        assert_same_states(states, expected[1])
+
+
 def test_a_program_draws_as_if_nobody_else_had_unless_the_model_does(tmp_path):
     with training(Chain, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         before = torch.get_rng_state()
