@@ -14,7 +14,8 @@ Knows micro-batches, segments, and the engine by a few calls. Must not know chun
 # soon as its loss is there; when all are, the segments do so from the last to the first, in each the micro-batches in their order. So the
 # gradients of a parameter add up in the order of the ordinary loop, on the device on one rank ([Note: room for sums] in sums.py), where
 # they are reduced one by one on several, and its chunk is complete with the first segment that uses it. What
-# several segments use, such as a tied embedding, has one gradient a micro-batch: later segments' parts of it wait on the device.
+# several segments use, such as a tied embedding, has one gradient a micro-batch: later segments' parts of it wait on the device, or where
+# activations are kept.
 #
 # Blocks are checkpointed, but those that are already, by who calls them (other hooks for saved tensors are in force) or by themselves. A
 # pass that builds no graph, such as that of a reference model, does not pause: what surrounds it may be for it alone. Of a model whose
@@ -42,6 +43,8 @@ from infinity.engine.turns import Draws, Surroundings, Turns, streams
 from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import owner_of
 from infinity.model.recompute import checkpoint
+from infinity.system import interrupts
+from infinity.tiers.activations import Saved
 from infinity.tiers.state import ChunkState, ParameterState
 from infinity.tiers.sums import Sums
 
@@ -72,6 +75,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     most, least = engine.ranks.most([len(micro_batches), -len(micro_batches)])
     if most != -least:
         raise UsageError(f"infinity.accumulate: one rank has {most} micro-batches, another {-least}; give each as many")
+    interrupts.guard()  # forward passes, which do so as they begin, have other threads
     engine.cycle.end_interrupted()
     engine.calls.refuse_running("infinity.accumulate")
     works = [functools.partial(_loss, loss, model, micro_batch) for micro_batch in micro_batches]
@@ -122,7 +126,7 @@ class MicroBatch:
         self.turns = Turns(work, self._surroundings, name)
         self.draws = draws
         self.first_use: dict[ParameterState, int] = {}  # the segment
-        self._waiting: dict[ParameterState, torch.Tensor] = {}  # gradients of what earlier segments use, too
+        self._waiting: dict[ParameterState, torch.Tensor | Saved] = {}  # gradients of what earlier segments use, too
         self._turn = Turn([], touched=self.cutter.segments[0].touched)
         self._in_block = False
         self._at = 0  # the segment whose backward pass runs
@@ -230,7 +234,7 @@ class MicroBatch:
             self.turns.result = None
         roots += segment.roots()
         with DisableTorchFunctionSubclass():
-            roots += [(get_gradient_edge(state.param), self._waiting.pop(state)) for state in segment.touched & self._waiting.keys()]
+            roots += [(get_gradient_edge(state.param), self._so_far(state)) for state in segment.touched & self._waiting.keys()]
         segments.pop()
         if roots and self.step.sums is not None:
             self.step.sums.begin(segment.touched, segments[-1].touched if segments else ())
@@ -241,8 +245,13 @@ class MicroBatch:
         """Whether an earlier segment adds to a parameter's gradient, which waits for that here."""
         if self.first_use.get(state, self._at) >= self._at:
             return False
-        self._waiting[state] = gradient
+        activations = self.step.engine.activations
+        self._waiting[state] = (activations.save(gradient) if activations is not None else None) or gradient
         return True
+
+    def _so_far(self, state: ParameterState) -> torch.Tensor:
+        gradient = self._waiting.pop(state)
+        return self.step.engine.activations.restore(gradient) if isinstance(gradient, Saved) else gradient
 
 
 class _Step:
