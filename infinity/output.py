@@ -5,6 +5,7 @@ Knows paths, rows and columns. Must not know what they say.
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,12 @@ def write_text(path: Path, text: str) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def say(text: str) -> None:
+    """A line on standard error, in place of what a line of progress left there."""
+    erase = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{erase}infinity: {text}", file=sys.stderr, flush=True)
 
 
 def write_json(path: Path, report) -> None:

@@ -92,10 +92,6 @@ class Engine:
     def stats(self) -> dict:
         """Sizes in bytes, and what has happened so far on this rank, by link."""
         self.start()
-        links = {
-            link: {"nbytes": m.nbytes, "busy_seconds": m.busy_seconds, "stall_seconds": m.stall_seconds}
-            for link, m in self.events.meters.items()
-        }
         return {
             "num_parameters": self.layout.num_parameters,
             "state_nbytes": sum(chunk.record.nbytes for chunk in self.registry.chunks),
@@ -117,7 +113,8 @@ class Engine:
             "loss_scale": self.cycle.scaler.scale if self.cycle.scaler is not None else None,
             "num_skipped_steps": self.cycle.num_skipped,
             "activations": self.activations.stats() if self.activations is not None else None,
-            "links": links,
+            "by_layer_speedup": self.cycle.advice.speedup,  # expected of infinity.accumulate; None where that is not known
+            "links": {link: meter.totals() for link, meter in self.events.meters.items()},
         }
 
     @uninterrupted

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.engine.advice import Advice
 from infinity.engine.build import Assembly
 from infinity.engine.calls import Calls
 from infinity.engine.completions import Completions
@@ -87,7 +88,7 @@ class Cycle:
         self._trainable = [state for state in self.registry.params if state.trainable]
         self.param_grads = ParamGrads()
         self.completions = Completions(self.course, self.updater, self.registry, ranks)
-        self.pace = Pace(events, f"{ranks.name}, " if ranks.world > 1 else "")
+        self.pace, self.advice = (part(events, f"{ranks.name}, " if ranks.world > 1 else "") for part in (Pace, Advice))
         self._reset()
         self.first_step = True
 
@@ -122,11 +123,11 @@ class Cycle:
             self.num_forwards += trains
             if trains and self.optimizer is not None and not self.num_backwards:
                 self.pace.begin()
+                self.advice.begin()
             if trains and not self._looked:
                 self._refuse_other_optimizers()
                 self._looked = True
-            passes = torch.is_grad_enabled() and not (self.num_forwards or self.num_backwards)
-            if self.optimizer is None or passes:
+            if self.optimizer is None or (torch.is_grad_enabled() and not (self.num_forwards or self.num_backwards)):
                 self._begin_passing()
         if self.course.backward_task is None and self.optimizer is not None and torch.is_grad_enabled():
             self._begin_step_of(by_layer=False)
@@ -290,6 +291,7 @@ class Cycle:
         self.num_forwards = 0
         self.param_grads.depart(self.expectations.end_pass(number))
         self.due.update_waiting()
+        self.advice.pass_done()
         if self.num_backwards < self.num_passes:
             self.margin.pass_done()
 
@@ -401,6 +403,7 @@ class Cycle:
         self.param_grads.end_step()
         self.events.step_done()
         self.pace.step_done()
+        self.advice.step_done()
         self.follower.begin_step()
 
     def _skip(self, ready: list[ChunkState]) -> None:

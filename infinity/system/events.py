@@ -50,6 +50,9 @@ class Meter:
         self._busy.append((start, end))
         self.busy_seconds += end - start
 
+    def totals(self) -> dict[str, float]:
+        return {"nbytes": self.nbytes, "busy_seconds": self.busy_seconds, "stall_seconds": self.stall_seconds}
+
 
 class Event(NamedTuple):
     """One piece of work: lane, what it was, its start and end in seconds of `now`, and the bytes that it moved.

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import sys
 import threading
 from collections import deque
 
+from infinity.output import say
 from infinity.system.events import LINKS, Events, now
 from infinity.system.waits import of_the_program
 
@@ -70,8 +70,7 @@ class Pace:
             self._said = now()
         usual = "" if median_s is None else f", {median_s:.2f} s as a rule"
         text = f"{self._who}step {self._num_steps + 1} takes {seconds:.1f} s so far{usual}. Waits {wait.seconds:.1f} s for {wait}"
-        erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # what a line of progress left there
-        print(f"{erase}infinity: {text}{self._by_link()}", file=sys.stderr, flush=True)
+        say(text + self._by_link())
 
     def _by_link(self) -> str:
         """What the step has waited for before, for at least a tenth of a second, longest first."""
