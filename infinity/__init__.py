@@ -8,7 +8,6 @@ from infinity.engine.by_layer import accumulate
 from infinity.engine.construction import init
 from infinity.engine.engine import Engine, engine_of, gathered, offload
 from infinity.engine.trace_file import save_trace
-from infinity.engine.vertical import vertical
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
 from infinity.model.leaves import leaf
 from infinity.model.recompute import checkpoint
@@ -54,7 +53,6 @@ __all__ = [
     "save_dcp",
     "save_trace",
     "tile_large_layers",
-    "vertical",
 ]
 
 

@@ -251,10 +251,10 @@ class ScriptedGauge:
         return self.failures
 
 
-def run_micro_batches(model, segments, batches, loss_of, by_layer):
+def run_micro_batches(model, batches, loss_of, by_layer):
     """All backward passes of a step, by layer or in the ordinary loop; their losses."""
     if by_layer:
-        return [loss.item() for loss in infinity.vertical(segments, batches, loss_of)]
+        return [loss.item() for loss in infinity.accumulate(model, batches, lambda model, batch: loss_of(model(batch[0]), batch[1]))]
     losses = []
     for x, y in batches:
         loss = loss_of(model(x), y)

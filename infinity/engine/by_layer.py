@@ -105,7 +105,7 @@ def _loss(loss: Callable, model: nn.Module, micro_batch: object) -> torch.Tensor
 
 def _one_by_one(engine, works: list[Callable], draws: list[Draws]) -> list[torch.Tensor]:
     losses = []
-    with engine.cycle.one_backward("infinity.accumulate", known=False):
+    with engine.cycle.one_backward():
         for number, work in enumerate(works):
             draws[number].resume(engine.device)
             value = work()
@@ -276,7 +276,7 @@ class _Step:
             self.sums = Sums(self.engine.gradients, self.engine.weights)
         before = calls.swap(Turn([], threading.get_ident()))
         try:
-            with self.cycle.one_backward("infinity.accumulate", known=False, num_together=len(works), withhold=self._withhold):
+            with self.cycle.one_backward(num_together=len(works), withhold=self._withhold):
                 try:
                     with called_by(self.blocks, self._call), without_caches(self.model):
                         losses = self._forward()

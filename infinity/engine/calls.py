@@ -66,7 +66,6 @@ class Calls:
         self.timeline = follower.weights.events.timeline  # None without tracing
         self.frames: list[Frame] = []
         self.kept: dict[int, SpanState] | None = None
-        self.in_pieces = False  # the modules that are called are pieces of the model, by `infinity.vertical`
         self.touched: set[ParameterState] | None = None  # of the ops that a micro-batch has called in a segment, where that is asked for
         self.thread: int | None = None  # that called the model last
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
@@ -98,7 +97,7 @@ class Calls:
     def begin_outermost(self) -> None:
         """Nothing is under way, and a forward pass of this thread comes."""
         self.thread = threading.get_ident()
-        self.recording = torch.is_grad_enabled() or self.in_pieces
+        self.recording = torch.is_grad_enabled()
         self.release_escaped()
 
     def begin(self, frame: Frame, phase: str) -> None:
@@ -133,7 +132,7 @@ class Calls:
             frame.release()
             if frame.pushed and frame.task == _current_graph_task_id():
                 _pop_saved_tensors_default_hooks()
-            if frame.op.whole and frame.spans and not self.in_pieces and _current_graph_task_id() != -1:
+            if frame.op.whole and frame.spans and _current_graph_task_id() != -1:
                 self.backward.keep_loose(frame.op)  # its backward follows, on each rank with what it has chosen
             self._let_go(frame, self._escaping(output) if (frame.spans or frame.viewed) and frame.module is module else ())
             if frame.module is module:
@@ -290,14 +289,14 @@ class Calls:
     # What steps call.
 
     @contextlib.contextmanager
-    def segment(self, *, in_pieces: bool = False) -> Iterator[None]:
+    def segment(self) -> Iterator[None]:
         """What the block's ops fetch stays until it ends."""
-        self.kept, self.in_pieces = {}, in_pieces
+        self.kept = {}
         try:
             yield
         finally:
             self._let_kept_go()
-            self.kept, self.in_pieces = None, False
+            self.kept = None
 
     @uninterrupted
     def _let_kept_go(self) -> None:

@@ -28,7 +28,7 @@ class Expectations:
 
     def begin_pass(self, number: int, forwards: int, *, known: bool, later: bool) -> None:
         """forwards: forward passes that came before it. known: the last step was of this kind. later: forward passes are still to come."""
-        as_before = known and forwards == self._forwards_last.get(number) and (forwards or later)
+        as_before = known and forwards and forwards == self._forwards_last.get(number)
         self._forwards_last[number] = forwards
         for state in self.params:
             state.arrivals = 0

@@ -95,7 +95,7 @@ class Hooks:
 
     def _scales(self, op: Op, outermost: bool) -> bool:
         """Whether the call's outputs are what an fp16 model returns."""
-        if self.cycle.scaler is None or self.calls.frames or self.calls.in_pieces or not torch.is_grad_enabled():
+        if self.cycle.scaler is None or self.calls.frames or not torch.is_grad_enabled():
             return False
         whole = op.index == 0
         if outermost and not whole:
@@ -126,7 +126,7 @@ class Hooks:
         frame = self.calls.end(module, output)
         if frame is None or output is None:
             return None
-        whole = frame.op.index == 0 and not self.calls.frames and not self.calls.in_pieces
+        whole = frame.op.index == 0 and not self.calls.frames
         if whole:
             output = self.cycle.scaled(output)
         anchored = output

@@ -44,21 +44,21 @@ def no_optimizer(name: str) -> str:
 def no_more_passes(num_backwards: int, num_passes: int, *, by_layer: bool) -> str:
     """A backward pass comes after so many, of so many that make a step."""
     if by_layer:
-        return "a backward pass after infinity.accumulate, or infinity.vertical, which brings all gradients of a step: call step() first"
+        return "a backward pass after infinity.accumulate, which brings all gradients of a step: call step() first"
     return (
         f"backward pass {num_backwards + 1} since the last step, but accumulation_steps={num_passes}. Declare it: "
         f"infinity.AdamW(..., accumulation_steps=...)."
     )
 
 
-def refuse_by_layer(who: str, *, runs: bool, failed: bool, begun: bool) -> None:
+def refuse_by_layer(*, runs: bool, failed: bool, begun: bool) -> None:
     """It brings all gradients of a step. runs: a backward pass is under way; failed: the last one raised; begun: this step has had one."""
     if runs:
-        raise UsageError(f"{who} inside a backward pass or another accumulation by layer")
+        raise UsageError("infinity.accumulate inside a backward pass or another accumulation by layer")
     if failed:
-        raise UsageError(f"{who} after a backward pass that raised; call zero_grad() first")
+        raise UsageError("infinity.accumulate after a backward pass that raised; call zero_grad() first")
     if begun:
-        raise UsageError(f"{who} brings all gradients of a step, and there was a backward pass since the last one; call step() before it")
+        raise UsageError("infinity.accumulate brings all gradients of a step, and there was a backward pass since the last one; call step() before it")
 
 
 def refuse_thawed(frozen: Iterable[ParameterState]) -> None:

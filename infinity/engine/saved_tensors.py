@@ -100,9 +100,9 @@ class SavedTensors:
         return Handle(self.calls.weights.dropped, frame.op if frame is not None else None, span, tensor)
 
     def _activation(self, tensor: torch.Tensor) -> Saved | None:
-        """None: it stays where it is, such as what a backward pass, or a segment that goes backward next, computes anew."""
+        """None: it stays where it is, such as what a backward pass computes anew."""
         activations = self.calls.activations
-        if activations is None or self.calls.in_pieces or _current_graph_task_id() != -1:
+        if activations is None or _current_graph_task_id() != -1:
             return None
         return activations.save(tensor)
 

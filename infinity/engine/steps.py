@@ -209,13 +209,13 @@ class Cycle:
         """Backward passes that make the step under way."""
         return 1 if self.by_layer else self.optimizer.accumulation_steps
 
-    def _expect_gradients(self, *, known: bool = True) -> None:
+    def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.num_passes
         in_backward = moment(deferred=self.updater.deferred, on_device=False, in_memory=False) is Moment.GRADIENT
         self.due.early_hyper = self._hyper() if last and in_backward else None
         self.due.sums_squares = last and (self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite)
         later = self.course.backward_task == _MANY_GRAPHS  # forward passes are still to come
-        self.expectations.begin_pass(self.num_backwards, self.num_forwards, known=known and not self.first_step, later=later)
+        self.expectations.begin_pass(self.num_backwards, self.num_forwards, known=not (self.first_step or later), later=later)
         for chunk in self.registry.chunks:
             chunk.gradient.expect(sum(self.registry.params[param].expected > 0 for param in chunk.whole_pieces))
             self.updater.expect(chunk, self.due.early_hyper is not None and chunk.trainable and chunk.gradient.missing > 0)
@@ -306,18 +306,17 @@ class Cycle:
     # What accumulation by layer calls.
 
     @contextlib.contextmanager
-    def one_backward(self, who: str, *, known: bool = True, num_together: int = 1, withhold: Callable | None = None):
-        """All backward passes of a step are one inside the block, however many graphs it runs, for `who` calls it. known: each parameter
-        has as many gradients as in the last step; else `complete` says when a chunk has all. withhold(parameter, gradient): whether a
-        gradient is to come once more, with what is still missing in it."""
+    def one_backward(self, *, num_together: int = 1, withhold: Callable | None = None):
+        """All backward passes of a step are one inside the block, however many graphs it runs; `complete` says when a chunk has all
+        gradients. withhold(parameter, gradient): whether one is to come once more, with what is still missing in it."""
         self._check_open()
-        refuse_by_layer(who, runs=self.course.backward_task is not None, failed=self.failed, begun=self.num_backwards > 0)
+        refuse_by_layer(runs=self.course.backward_task is not None, failed=self.failed, begun=self.num_backwards > 0)
         self._refuse_torn()
         self._begin_step_of(by_layer=True)
         self.pace.begin()
         self.course.backward_task, self.trains, self.came = _MANY_GRAPHS, True, True
         self.num_together, self._withhold = num_together, withhold or _withhold_nothing
-        self._expect_gradients(known=known)
+        self._expect_gradients()
         try:
             yield
         except BaseException:

@@ -40,8 +40,8 @@ from models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
 from test_faults import no_hang, our_threads
 from test_ranks import gpt, num_descriptors, ranks, settings, share, tokens, worlds  # noqa: F401, which finds no use of a fixture
 from test_ranks import states_of as bytes_of
-from test_vertical import Chain, micro_batches
-from test_vertical import loss_of as loss_of_chain
+from test_by_layer import Chain, micro_batches
+from test_by_layer import loss_of as loss_of_chain
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -115,7 +115,7 @@ def train_trait(model, optimizer, step):
 
 
 def train_by_layer(model, optimizer, step):
-    losses = run_micro_batches(model, model.segments(), micro_batches(step), loss_of_chain, by_layer=True)
+    losses = run_micro_batches(model, micro_batches(step), loss_of_chain, by_layer=True)
     optimizer.step()
     optimizer.zero_grad()
     return sum(losses)
@@ -279,8 +279,8 @@ CASES = {
     "fp16-overflow": Case(
         options={"loss_scale": LossScale(initial=2.0**32, interval=2)}, config=NVME | {"dtype": "fp16", "update": "deferred"}
     ),
-    "vertical": Case(make=Chain, train=train_by_layer, options={"accumulation_steps": 8}),
-    "vertical-bf16-host": Case(
+    "by-layer": Case(make=Chain, train=train_by_layer, options={"accumulation_steps": 8}),
+    "by-layer-bf16-host": Case(
         make=Chain, train=train_by_layer, options={"accumulation_steps": 8}, config={"dtype": "bf16", "weights": "host", "states": "nvme"}
     ),
     "tight": Case(config=NVME | {"device_memory": "tight", "host_memory": "tight"}),

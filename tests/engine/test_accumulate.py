@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import NVME, assert_nothing_held, assert_same_states, least_device_memory, least_host_memory, on_gpu, states_of, training
-from test_vertical import Block, Chain
+from test_by_layer import Block, Chain
 from torch import nn
 
 import infinity

@@ -512,7 +512,7 @@ def test_after_an_allocation_that_failed_all_goes_home_and_is_measured_anew(gaug
 
 
 def test_ops_that_hold_more_than_the_least_may_have_it_in_the_first_step(gauge, tmp_path):
-    """The passes of `infinity.vertical` hold a whole segment, of which the least budget knows nothing."""
+    """A step by layer holds a whole segment, of which the least budget knows nothing."""
     gauge.capacity = 1 << 30
     options = {"accumulation_steps": 2}
 
@@ -525,7 +525,7 @@ def test_ops_that_hold_more_than_the_least_may_have_it_in_the_first_step(gauge, 
             gauge.tier = engine.tier
             batches = [(torch.full((2, 24), 0.1 * i), None) for i in range(2)]
             for _ in range(2):
-                infinity.vertical(list(model), batches, lambda y, _: y.square().mean())
+                infinity.accumulate(model, batches, lambda model, batch: model(batch[0]).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
             return states_of(engine, model)

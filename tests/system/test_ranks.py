@@ -642,7 +642,7 @@ def accumulated(folder, by_layer, dtype, micros=3):
     with infinity.engine_of(model) as engine:
         for step in range(4):
             batch = [tuple(map(share, tokens(step, micro))) for micro in range(micros)]
-            losses += run_micro_batches(model, list(model), batch, loss_of, step % 2 if by_layer is None else by_layer)
+            losses += run_micro_batches(model, batch, loss_of, step % 2 if by_layer is None else by_layer)
             adam.step()
             adam.zero_grad()
         return losses, states_of(engine, model)

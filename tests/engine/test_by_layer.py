@@ -1,4 +1,5 @@
-"""Accumulation by layer: the gradients of the ordinary loop, each weight read once forward and once backward."""
+"""Accumulation by layer of chains of blocks: the gradients of the ordinary loop, each weight read once forward and once backward, and steps
+of both kinds in turn. What else there is to it is in test_accumulate.py."""
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
     with training(make, directory, options=options, **config) as (model, engine, optimizer):
         for step in range(num_steps):
             batches = [(x.to(engine.device), y.to(engine.device)) for x, y in micro_batches(step)]
-            losses += run_micro_batches(model, model.segments(), batches, loss_of, by_layer)
+            losses += run_micro_batches(model, batches, loss_of, by_layer)
             optimizer.step()
             optimizer.zero_grad()
             assert_nothing_held(engine)
@@ -110,7 +111,7 @@ def test_eight_micro_batches_read_14_bytes_a_parameter(update, tmp_path):
             for step in range(4):
                 if step == 2:
                     begin = engine.stats()["nvme_read_nbytes"]
-                run_micro_batches(model, model.segments(), micro_batches(step), loss_of, by_layer)
+                run_micro_batches(model, micro_batches(step), loss_of, by_layer)
                 optimizer.step()
                 optimizer.zero_grad()
             stats = engine.stats()
@@ -118,23 +119,6 @@ def test_eight_micro_batches_read_14_bytes_a_parameter(update, tmp_path):
     print(f"{update}: {read[True]:.2f} bytes a parameter and step, the ordinary loop {read[False]:.2f}")
     assert 12.5 < read[True] < 14.0 * 1.03  # what slots carry across the border of two passes is not read again
     assert 36 < read[False] < 42.0 * 1.03
-
-
-def test_dropout_draws_the_same_in_both_forwards(tmp_path):
-    class Dropping(Chain):
-        def segments(self):
-            return [self.first, *(nn.Sequential(block, nn.Dropout(0.5)) for block in self.blocks), self.last]
-
-    with training(Dropping, tmp_path, options={"accumulation_steps": MICROS}, **NVME) as (model, engine, optimizer):
-        segments, seen = model.segments(), {}
-        for index, segment in enumerate(segments[1:-1]):
-            segment[1].register_forward_hook(lambda module, args, output, i=index: seen.setdefault(i, []).append(output.detach().clone()))
-        infinity.vertical(segments, micro_batches(0), loss_of)
-        optimizer.step()
-        for outputs in seen.values():
-            assert len(outputs) == 2 * MICROS
-            assert all(torch.equal(a, b) for a, b in zip(outputs[:MICROS], outputs[MICROS:]))
-            assert not torch.equal(outputs[0] == 0, outputs[1] == 0)
 
 
 class Odd(Chain):
@@ -189,53 +173,8 @@ def test_steps_by_layer_and_ordinary_ones_may_alternate(order, make, update, tmp
         with training(make, tmp_path / "other", options={"accumulation_steps": MICROS}, weights="host", states="host") as other:
             for step, by_layer in enumerate(order):
                 for net, adam in ((model, optimizer), (other[0], other[2])):
-                    run_micro_batches(net, net.segments(), micro_batches(step), loss_of, by_layer and net is model)
+                    run_micro_batches(net, micro_batches(step), loss_of, by_layer and net is model)
                     adam.step()
                     adam.zero_grad()
             for ours, theirs in zip(model.parameters(), other[0].parameters(), strict=True):
                 torch.testing.assert_close(engine.read_state(ours)["weight"], other[1].read_state(theirs)["weight"], rtol=1e-5, atol=1e-6)
-
-
-def test_a_segment_that_changes_its_input_is_refused(tmp_path):
-    with training(Chain, tmp_path, options={"accumulation_steps": MICROS}, **NVME) as (model, engine, optimizer):
-        first, *rest = model.segments()
-        with pytest.raises(infinity.UsageError, match="Sequential changes its input in place"):
-            infinity.vertical([first, nn.Sequential(nn.ReLU(inplace=True), rest[0]), *rest[1:]], micro_batches(0), loss_of)
-        optimizer.zero_grad()
-
-
-def test_an_input_that_needs_a_gradient_is_refused(tmp_path):
-    with training(Chain, tmp_path, options={"accumulation_steps": 1}, **NVME) as (model, engine, optimizer):
-        with pytest.raises(infinity.ConfigError, match="an input needs a gradient"):
-            infinity.vertical([*model.blocks, model.last], [(torch.randn(2, 7, 32, requires_grad=True), None)], loss_of)
-
-
-def test_a_function_as_a_segment_is_refused_and_a_module_of_its_code_is_one(tmp_path):
-    class Doubled(nn.Module):
-        def forward(self, x):
-            return 2 * x
-
-    with training(Chain, tmp_path, options={"accumulation_steps": MICROS}, update="deferred", **NVME) as (model, engine, optimizer):
-        segments = model.segments()
-        with pytest.raises(infinity.ConfigError, match=r"segments\[1\] is a function, expected a torch.nn.Module.* as forward"):
-            infinity.vertical([segments[0], lambda x: 2 * x, *segments[1:]], micro_batches(0), loss_of)
-        assert len(infinity.vertical([segments[0], Doubled(), *segments[1:]], micro_batches(0), loss_of)) == MICROS
-        optimizer.step()
-
-
-def test_it_says_what_it_cannot_begin_and_recovers_from_an_exception(tmp_path):
-    with pytest.raises(infinity.ConfigError, match="parameters of one engine"):
-        infinity.vertical([nn.Linear(2, 2)], [], loss_of)
-    with training(Chain, tmp_path, options={"accumulation_steps": MICROS}, update="deferred", **NVME) as (model, engine, optimizer):
-        with pytest.raises(infinity.UsageError, match="takes all 2 micro-batches of a step at once, but there is accumulation_steps=8"):
-            infinity.vertical(model.segments(), micro_batches(0)[:2], loss_of)
-        with pytest.raises(ZeroDivisionError):
-            infinity.vertical(model.segments(), micro_batches(0), lambda output, target: 1 / 0)
-        optimizer.zero_grad()
-        assert_nothing_held(engine)
-        found = [loss.item() for loss in infinity.vertical(model.segments(), micro_batches(0), loss_of)]
-        optimizer.step()
-        states = states_of(engine, model)
-    losses, expected = run(tmp_path, False, num_steps=1, update="deferred", **NVME)
-    assert found == losses
-    assert_same_states(states, expected)
