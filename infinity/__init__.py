@@ -16,6 +16,7 @@ from infinity.model.tiling import tile_large_layers
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizers import SGD, Adam, AdamW, Elementwise, Lion
 from infinity.optim.rules import Rule
+from infinity.version import __version__
 
 __all__ = [
     "Adam",
@@ -38,6 +39,7 @@ __all__ = [
     "TiledEmbedding",
     "TiledLinear",
     "UsageError",
+    "__version__",
     "accumulate",
     "checkpoint",
     "engine_of",

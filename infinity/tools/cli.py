@@ -12,6 +12,8 @@ import re
 import sys
 from pathlib import Path
 
+import torch
+
 from infinity.checkpoints.convert import EXPORT_DTYPES
 from infinity.config import CHOICES, LARGEST_CHUNK_MIB, LARGEST_SEED, LEAST_CHUNK_MIB
 from infinity.config_files import DEFAULT_NAME
@@ -24,6 +26,7 @@ from infinity.tools.predict import planning
 from infinity.tools.train import status
 from infinity.tools.train.saver import KEEP
 from infinity.tools.train.training import OPTIMIZERS, train
+from infinity.version import __version__
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +35,11 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # paths may be of any bytes
     try:
-        arguments = _parser().parse_args(argv)
+        parser = _parser()
+        if not (sys.argv[1:] if argv is None else argv):
+            parser.print_help()
+            return 0
+        arguments = parser.parse_args(argv)
         given = {f"--{name}": getattr(arguments, name, None) for name in ("json", "trace", "plot")}
         check_different({option: path for option, path in given.items() if isinstance(path, Path)})  # --json may be a flag
         return arguments.command(arguments)
@@ -63,6 +70,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message):
         unknown = re.match(r"unrecognized arguments: (-[^\s=]*)", message)
         known = [name for name in self._option_string_actions if name.startswith("--")]
+        if command := re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose", message):
+            unknown, known = command, [name for action in self._actions if action.metavar == "COMMAND" for name in action.choices]
+            message = f"there is no command {command[1]!r}"
         near = difflib.get_close_matches(unknown[1], known, n=1) if unknown else ()
         hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
         raise ConfigError(message + hint)
@@ -84,6 +94,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 def _parser():
     parser = _Parser(prog="infinity", description="Train models far larger than device memory.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"infinity {__version__}, PyTorch {torch.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_train(commands)
     _add_checkpoint(commands)

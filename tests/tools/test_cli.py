@@ -1,4 +1,5 @@
 import dataclasses
+import importlib.metadata
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import infinity
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.model.gpt import GPT, Batches
@@ -70,8 +72,6 @@ def test_options_reach_the_arguments():
 @pytest.mark.parametrize(
     "options, expected",
     [
-        ("", "the following arguments are required: COMMAND"),
-        ("trian", "invalid choice: 'trian'"),
         ("train --hiden 5", "unrecognized arguments: --hiden 5; did you mean --hidden?"),
         ("train --zzz", "see infinity train --help"),
         ("train extra", "unrecognized arguments: extra"),
@@ -434,3 +434,35 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
     done = run_command("-m", "infinity", "train", *SMALL, "--batch", "3", RANK="1", WORLD_SIZE="2")
     assert done.returncode == 2
     assert done.stderr == "infinity: error: rank 1: batch=3 cannot be shared by 2 ranks; use a multiple of 2\n"
+
+
+# Versions and help
+
+
+def test_it_says_its_version_which_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"infinity {infinity.__version__}, PyTorch {torch.__version__}\n"
+    assert importlib.metadata.version("infinity") == infinity.__version__
+
+
+def test_without_arguments_it_shows_its_help(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["infinity"])
+    assert main() == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("usage: infinity") and "train a GPT" in shown.out and not shown.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean train?"),
+        (["checkpoint", "exprot"], "there is no command 'exprot'; did you mean export?"),
+        (["xyz"], "there is no command 'xyz'; see infinity --help"),
+        (["checkpoint"], "the following arguments are required: COMMAND; see infinity checkpoint --help"),
+    ],
+    ids=str,
+)
+def test_a_command_that_is_not_there_is_named_with_what_was_meant(argv, said, capsys):
+    assert main(argv) == 2
+    assert capsys.readouterr().err == f"infinity: error: {said}\n"
