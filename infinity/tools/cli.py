@@ -149,6 +149,7 @@ def _add_train(commands):
     )
     run.add_argument("--batch", type=_whole, default=8, metavar="N", help="sequences in a micro-batch, over all ranks")
     run.add_argument("--accumulate", type=_whole, default=1, metavar="N", help="micro-batches in a step")
+    run.add_argument("--by-layer", action="store_true", help="all of these pass a block before the next is fetched: infinity.accumulate")
     run.add_argument("--steps", type=_whole, default=70, metavar="N", help="optimizer steps")
     run.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw, adam, sgd (momentum 0.9) or lion")
     run.add_argument("--lr", type=_positive, default=3e-4, metavar="X", help="learning rate")

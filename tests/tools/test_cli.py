@@ -59,7 +59,7 @@ def test_options_reach_the_arguments():
     values = vars(arguments)
     del values["command"]
     assert values == {
-        "hidden": 8, "layers": 1, "heads": 2, "vocab": 300, "seq": 9, "batch": 3, "steps": 7, "accumulate": 2, "lr": 0.01,
+        "hidden": 8, "layers": 1, "heads": 2, "vocab": 300, "seq": 9, "batch": 3, "steps": 7, "accumulate": 2, "by_layer": False, "lr": 0.01,
         "max_grad_norm": 0.5, "dtype": "bf16", "nvme": ["a", "b"], "weights": "host", "states": "nvme", "residency": "none",
         "host_memory": "1GiB", "device_memory": "2GiB", "chunk_mib": 0.5, "update": "deferred",
         "checkpoint_activations": True, "seed": 9, "data": ["x", "y"], "json": Path("out.json"), "tie": True, "device": "cpu",
@@ -434,6 +434,17 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
     done = run_command("-m", "infinity", "train", *SMALL, "--batch", "3", RANK="1", WORLD_SIZE="2")
     assert done.returncode == 2
     assert done.stderr == "infinity: error: rank 1: batch=3 cannot be shared by 2 ranks; use a multiple of 2\n"
+
+
+def test_training_by_layer_has_the_losses_of_the_loop_and_reads_less(directory):
+    found = {}
+    for option in ([], ["--by-layer"]):
+        options = ["train", *SMALL, *ON_NVME, "--layers", "6", "--accumulate", "4", *option, "--json", "out.json"]
+        assert main(options) == 0
+        found[bool(option)] = json.loads((directory / "out.json").read_text())
+    assert found[True]["losses"] == found[False]["losses"]
+    read = {by_layer: report["links"]["nc"]["bytes_per_step"] for by_layer, report in found.items()}
+    assert read[True] < 0.7 * read[False]
 
 
 # Versions and help

@@ -251,15 +251,19 @@ class TrainingRun:
         return mine or not agreed
 
     def _step(self, step):
-        losses = []
-        for micro in range(self.arguments.accumulate):
-            x, y = (rows.to(self.config.device) for rows in self.batches(step, micro))
-            loss = self.model(x, y)
-            (loss / self.arguments.accumulate).backward()
-            losses.append(loss.detach())
+        num = self.arguments.accumulate
+        micro_batches = ([rows.to(self.config.device) for rows in self.batches(step, micro)] for micro in range(num))
+        if self.arguments.by_layer:
+            losses = infinity.accumulate(self.model, micro_batches, lambda model, batch: model(*batch) / num)
+        else:
+            losses = []
+            for batch in micro_batches:
+                loss = self.model(*batch) / num
+                loss.backward()
+                losses.append(loss.detach())
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return torch.stack(losses).mean().item()  # waits for the device, so that the clock means something
+        return torch.stack(losses).sum().item()  # waits for the device, so that the clock means something
 
     def report(self):
         """What the run did, over all ranks: the value of --json. A collective, if there is a process group.
