@@ -281,14 +281,15 @@ class OnDrive:
         self.arena.close()
 
 
-def place(whole, records, *, least_crowded_out=0, **options):
-    """A placement, by the fields of Needs, of Budgets (those of a tier as `device_budget`) and of Candidate together."""
+def place(whole, records, *, first=None, least_crowded_out=0, **options):
+    """A placement, by the fields of Needs, of Budgets (those of a tier as `device_budget`) and of Candidate together. first: the records of
+    the first rank."""
     options = {name.replace("_budget", "_nbytes"): value for name, value in options.items()}
     candidate = {name: value for name, value in options.items() if name in Candidate.__dataclass_fields__}
     needs, budgets = ({name: options[name] for name in kind.__dataclass_fields__ if name in options} for kind in (Needs, Budgets))
     assert not options.keys() - candidate.keys() - needs.keys() - budgets.keys()
-    made = Candidate(layout=whole, records=records, **candidate)
-    return planner.place(made, Needs(**needs), Budgets(**budgets), least_crowded_out=least_crowded_out)
+    made, of_first = (Candidate(layout=whole, records=own, **candidate) for own in (records, first or records))
+    return planner.place(made, Needs(**needs), Budgets(**budgets), first=of_first, least_crowded_out=least_crowded_out)
 
 
 def arranged(model, config, *, compresses=False, **options):

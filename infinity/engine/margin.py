@@ -12,8 +12,9 @@ training thread calls it, on every rank at the same point.
 # first: their gradients come last and their weights are needed first, so nothing else could hide their update. They are
 # updated on the device. Each keeps its place in its home, host memory or NVMe, to which it returns when inputs grow. Gradients that wait
 # for step(), and have no place of their own in host memory, come before records: they stay until their update begins; in
-# a step of several passes that is measured, what has arrived comes to the device behind the first of them. Only where host memory and NVMe
-# are too small for the model do the first records live on the device from the start, and stay.
+# a step of several passes that is measured, what has arrived comes to the device behind the first of them. So that more records visit,
+# host memory has places for gradients before it has homes for visitors ([Note: how budgets are spent] in placement.py). Only where host
+# memory and NVMe are too small for the model do the first records live on the device from the start, and stay.
 #
 # An allocation that fails, whoever asked, says that ops need more than they were seen to take: before the next pass all goes home, and
 # that step is measured anew. So a program that catches the error and runs the step again has all the memory that there is.

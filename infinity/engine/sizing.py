@@ -77,11 +77,11 @@ def arrange(
     may_be_late = training.can_advance and not training.accumulating and config.dtype == "bf16" and config.compression != "off"
     ways = (True, False) if compresses and config.compression != "on" else (compresses,)
     way, numel = chunk_size.choose(place, numels, ways, may_be_late=may_be_late, nvme_nbytes=budgets.nvme_nbytes)
-    candidate, agreed = cuts.candidate(way, numel, rank), 0
-    found = planner.place(candidate, cuts.needs, budgets)
+    first, candidate, agreed = cuts.candidate(way, numel, 0), cuts.candidate(way, numel, rank), 0
+    found = planner.place(candidate, cuts.needs, budgets, first=first)
     while (number := most(found.num_crowded_out)) > agreed:  # the same spans on all ranks, whose shards differ a little
         agreed = number
-        found = planner.place(candidate, cuts.needs, budgets, least_crowded_out=agreed)
+        found = planner.place(candidate, cuts.needs, budgets, first=first, least_crowded_out=agreed)
     return candidate.layout, candidate.records, found
 
 

@@ -34,13 +34,23 @@ class Shared:
     nvme_nbytes: int = 0
 
 
-def share_out(
-    candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], visitors: Collection[int], staying: Collection[int]
-) -> Shared:
+@dataclass(frozen=True)
+class Guests:
+    """Chunks that the device has room for as a rule: visitors with their records, those that stay with gradients that wait for step() alone.
+
+    records_first: homes of visitors' records come before all gradients.
+    """
+
+    visitors: frozenset[int] = frozenset()
+    staying: frozenset[int] = frozenset()
+    records_first: bool = False
+
+
+def share_out(candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], guests: Guests) -> Shared:
     """Share out host memory, the rest goes to NVMe. Chunks that are crowded out need no place; visitors of the device seldom need theirs,
     and those whose gradients stay on it none for these, so they come last. Raises BudgetError where there is too little for the fewest
     slots."""
-    sharing = _Sharing(candidate, needs, budgets, crowded_out, visitors, staying)
+    sharing = _Sharing(candidate, needs, budgets, crowded_out, guests)
     sharing.require_least()
     sharing.settle_gradients()
     sharing.grow_slots()
@@ -51,17 +61,8 @@ def share_out(
 class _Sharing:
     """homes: of each kind and chunk, as far as they are known. counts: of slots."""
 
-    def __init__(
-        self,
-        candidate: Candidate,
-        needs: Needs,
-        budgets: Budgets,
-        crowded_out: Collection[int],
-        visitors: Collection[int],
-        staying: Collection[int],
-    ):
-        self.candidate, self.needs, self.budgets = candidate, needs, budgets
-        self.visitors, self.staying = visitors, staying
+    def __init__(self, candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], guests: Guests):
+        self.candidate, self.needs, self.budgets, self.guests = candidate, needs, budgets, guests
         self.sizes = candidate.sizes(needs)
         self.in_slots = candidate.in_slots(self.sizes)
         self.budget = int(budgets.host_nbytes * budgets.host_share)
@@ -110,9 +111,12 @@ class _Sharing:
         )
 
     def settle_gradients(self) -> None:
-        """Those that wait for step() in host memory stay there, where all of them have room."""
+        """Those that wait for step() in host memory stay there, where all of them have room; but for those that lie on the device."""
+        if self.guests.records_first:
+            return
         sizes, homes = self.sizes[GRADIENTS], self.homes[GRADIENTS]
-        away = [index for index, home in enumerate(homes) if home == "nvme" and index not in self.staying]
+        on_device = self.guests.visitors | self.guests.staying
+        away = [index for index, home in enumerate(homes) if home == "nvme" and index not in on_device]
         if self.needs.deferred and self.host_nbytes(self.counts) + sum(sizes[index] for index in away) <= self.budget:
             for index in away:
                 homes[index] = "host"
@@ -142,13 +146,13 @@ class _Sharing:
         """Of what is left a pool has its part, if it comes before states; the rest keeps copies."""
         order = self.order()
         sharing, shared = {kind: self.homes[kind].count("nvme") for kind in order}, self.slots(self.counts)
-        stays = self._stays()
+        stays, visitors = self._stays(), sorted(self.guests.visitors, reverse=True)
         self._reserve(order, stays)
         self.left -= self.reserved
-        turns = [(kind, indices) for indices in (stays, sorted(self.visitors, reverse=True)) for kind in order]
-        turns = [(kind, [i for i in indices if kind != GRADIENTS or i not in self.staying]) for kind, indices in turns]
-        turns.append((GRADIENTS, sorted(self.staying, reverse=True)))
-        if order[-1:] == [GRADIENTS] and self._has_room_for_all(order[:-1]):
+        turns = [(kind, [i for i in stays if kind != GRADIENTS or i not in self.guests.staying]) for kind in order]
+        turns += [(kind, visitors) for kind in order if kind != GRADIENTS]
+        turns += [(GRADIENTS, indices) for indices in (visitors, sorted(self.guests.staying, reverse=True)) if GRADIENTS in order]
+        if self.guests.records_first or (order[-1:] == [GRADIENTS] and self._has_room_for_all(order[:-1])):
             turns.sort(key=lambda turn: turn[0] == GRADIENTS)  # they share slots, and nothing is read from NVMe whoever visits
         for kind, indices in turns:
             for index in indices:
@@ -169,7 +173,7 @@ class _Sharing:
         return nbytes <= self.budget
 
     def _stays(self) -> list[int]:
-        return [index for index in reversed(range(len(self.candidate.records))) if index not in self.visitors]
+        return [index for index in reversed(range(len(self.candidate.records))) if index not in self.guests.visitors]
 
     def _late_gradients(self, stays: list[int]) -> list[int]:
         return [self.candidate.late_nbytes[index] for index in stays if self.homes[STATES][index] == "nvme"]
@@ -179,7 +183,8 @@ class _Sharing:
             return
         homes, sizes = self.homes, self.sizes
         first = [(WEIGHTS, index) for index in stays if WEIGHTS in order]
-        first += [(GRADIENTS, index) for index in stays if self.needs.deferred and index not in self.staying]
+        if self.needs.deferred and not self.guests.records_first:
+            first += [(GRADIENTS, index) for index in stays if index not in self.guests.staying]
         room = max(0, self.left - sum(sizes[kind][index] for kind, index in first if homes[kind][index] == "nvme"))
         gradients = self._late_gradients(stays)
         if STATES not in order:

@@ -7,11 +7,15 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # First what training cannot do without: the most that one op and those around it hold on the device, and the fewest slots
 # with which a record can be read, updated and written. A budget below that is refused with the number that it needs. Then
 # slots that let stages overlap. What is then left of the host keeps weights (each byte saves three of NVMe traffic: read
-# forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two); those of
-# records that will visit the device ([Note: the device margin] in margin.py) come after all others, since they seldom move; but where
-# all of them fit, before gradients that do not wait: so larger inputs, for which they return, need nothing of NVMe. Gradients that do
-# wait come last, too, where the device has room for them: they stay there until their update begins. The last ones of a kind cost
-# nothing: they take the place of the slots that they would have shared.
+# forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two). Homes of records that
+# will visit the device ([Note: the device margin] in margin.py) come after all others, since they seldom move, and their gradients, which
+# lie there with them, last; but where all of them fit, before gradients that do not wait: so larger inputs, for which they return,
+# need nothing of NVMe. Gradients that do wait and find no place stay on the device until their update begins, where it has room.
+# The more stay, the fewer records visit: 4 bytes of a sum in host memory leave room to a third of a record there, whose sum and weights
+# need none then. So what visits and what stays are found by turns, beginning with all that could visit. But where host memory can hold all
+# records, and the device the gradients that then find no place, that comes first, unless enough more would visit otherwise: records
+# whose homes are on NVMe are written there at the start, in the first step and where inputs grow. The last ones of a kind cost nothing:
+# they take the place of the slots that they would have shared.
 # Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. A pool for those of late
 # moments ([Note: late moments] in redo.py) gets what is left over, if it holds one of each record that stays on NVMe. Where floats are not
 # coded it saves four for the first update in a row, and comes before states, which share what is left with it. Where NVMe is
@@ -25,12 +29,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
-from infinity.plan.host_memory import Shared, exact, share_out
+from infinity.plan.host_memory import Guests, Shared, exact, share_out
 from infinity.plan.needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes, span_nbytes
 from infinity.plan.packing import Chunk, Layout, Span
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.sizes import format_bytes, round_up
 
+GUEST_ROUNDS = 8  # each halves, about, what the one before has changed
+LOST_FOR_GAINED = 2  # records that lose their homes in host memory for each one that visits the device the more by it
 UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is ample room: fewer make small ops wait for threads
 
 
@@ -70,8 +76,11 @@ class Placement:
     may_stay: frozenset[int]
 
 
-def place(candidate: Candidate, needs: Needs, budgets: Budgets, *, least_crowded_out: int = 0) -> Placement:
-    """least_crowded_out: so many spans' records live on the device whatever this rank needs, since another one needs that.
+def place(
+    candidate: Candidate, needs: Needs, budgets: Budgets, *, first: Candidate | None = None, least_crowded_out: int = 0
+) -> Placement:
+    """first: the candidate of the first rank, whose shards are the largest, so that all expect the same on the device. least_crowded_out:
+    so many spans' records live on the device whatever this rank needs, since another one needs that.
 
     Raises BudgetError where the device or host budget is below the least that works.
     """
@@ -84,8 +93,7 @@ def place(candidate: Candidate, needs: Needs, budgets: Budgets, *, least_crowded
     if budgets.device_nbytes < needed:
         raise _too_small(candidate, budgets, needed, pinned, on_device)
 
-    visitors: frozenset[int] = frozenset()
-    staying: frozenset[int] = frozenset()
+    guests = Guests()
     may_visit = records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
     if needs.states == "device":
@@ -93,11 +101,11 @@ def place(candidate: Candidate, needs: Needs, budgets: Budgets, *, least_crowded
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
         if may_visit:
-            visitors, staying = _guests(candidate, needs, budgets.device_nbytes - gradient_limit - candidate.snapshot_nbytes)
-        shared = share_out(candidate, needs, budgets, (), visitors, staying)
+            room = budgets.device_nbytes - gradient_limit - candidate.snapshot_nbytes
+            guests = _guests(first or candidate, needs, budgets, room)
+        shared = share_out(candidate, needs, budgets, (), guests)
         if may_choose and budgets.nvme_nbytes is not None:
             room = budgets.device_nbytes - needed - candidate.snapshot_nbytes
-            guests = visitors, staying
             shared, crowded_out = _crowd_out(candidate, needs, budgets, guests, shared, room_nbytes=room, least=least_crowded_out)
         if crowded_out:
             on_device = candidate.snapshot_nbytes + sum(nbytes for _, nbytes in crowded_out)
@@ -125,7 +133,7 @@ def place(candidate: Candidate, needs: Needs, budgets: Budgets, *, least_crowded
         num_late=shared.num_late,
         nvme_nbytes=shared.nvme_nbytes,
         num_crowded_out=len(crowded_out),
-        visitors=visitors,
+        visitors=guests.visitors,
         may_stay=frozenset(index for index, home in waiting if home == "nvme"),
     )
 
@@ -160,19 +168,48 @@ def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int,
     )
 
 
-def _guests(candidate: Candidate, needs: Needs, room_nbytes: int) -> tuple[frozenset[int], frozenset[int]]:
-    """Chunks whose records, and those whose gradients alone, the device has room for as a rule."""
-    layout, records = candidate.layout, candidate.records
-    may_stay = range(len(records)) if needs.deferred else ()
-    at_home = ("host",) * len(records)
-    itemsize = needs.gradient_itemsize
-    found = share_device(layout, records, at_home, room_nbytes=room_nbytes, gradient_itemsize=itemsize, may_stay=may_stay)
-    visitors, staying = (frozenset(index for span, _ in spans for index in layout.spans[span].chunks) for spans in found)
-    return visitors, staying
+def _guests(first: Candidate, needs: Needs, budgets: Budgets, room_nbytes: int) -> Guests:
+    """What the device has room for as a rule: as many visitors as there can be; but where host memory holds all records, and both together
+    all gradients that wait, only if those that visit the more are worth it."""
+    most, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=False)
+    away = _records_on_nvme(shared)
+    if not needs.deferred or not away or sum(record.nbytes for record in first.records) > budgets.host_nbytes:
+        return most
+    fewer, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=True)
+    gradients = {index for index, home in enumerate(shared.homes[GRADIENTS]) if home == "nvme"}
+    if _records_on_nvme(shared) or gradients - fewer.visitors - fewer.staying:
+        return most
+    lost, gained = (sum(first.records[index].nbytes for index in chunks) for chunks in (away, most.visitors - fewer.visitors))
+    return most if away <= most.visitors and lost <= LOST_FOR_GAINED * gained else fewer
+
+
+def _guests_by_turns(
+    first: Candidate, needs: Needs, budgets: Budgets, room_nbytes: int, *, records_first: bool
+) -> tuple[Guests, Shared]:
+    """Of the gradients that wait those stay on the device that find no place in host memory: found by turns, since the more stay the fewer
+    records visit. Returns what is left to share of host memory, too."""
+    layout, options = first.layout, {"room_nbytes": room_nbytes, "gradient_itemsize": needs.gradient_itemsize}
+    at_home, may_stay = ("host",) * len(first.records), frozenset()
+    for _ in range(GUEST_ROUNDS):
+        found = share_device(layout, first.records, at_home, may_stay=may_stay, **options)
+        visitors, staying = (frozenset(index for span, _ in spans for index in layout.spans[span].chunks) for spans in found)
+        guests = Guests(visitors, staying & may_stay, records_first)
+        shared = share_out(first, needs, budgets, (), guests)
+        waiting = enumerate(shared.homes[GRADIENTS]) if needs.deferred else ()
+        lacking = {index for index, home in waiting if home == "nvme" and index not in visitors}
+        if lacking <= may_stay:
+            break
+        may_stay |= lacking
+    return guests, shared
+
+
+def _records_on_nvme(shared: Shared) -> set[int]:
+    """Chunks whose weights or states have their home there."""
+    return {index for kind in (WEIGHTS, STATES) for index, home in enumerate(shared.homes[kind]) if home == "nvme"}
 
 
 def _crowd_out(
-    candidate: Candidate, needs: Needs, budgets: Budgets, guests: tuple, shared: Shared, *, room_nbytes: int, least: int
+    candidate: Candidate, needs: Needs, budgets: Budgets, guests: Guests, shared: Shared, *, room_nbytes: int, least: int
 ) -> tuple[Shared, list[tuple[int, int]]]:
     """Where NVMe is too small for what host memory leaves to it, put the first spans' records on the device, as far as that has room.
 
@@ -187,7 +224,7 @@ def _crowd_out(
             lacking -= sum(shared.on_nvme[kind][index] for kind in KINDS for index in layout.spans[span].chunks)
             crowded_out.append((span, nbytes))
         chunks = {index for span, _ in crowded_out for index in layout.spans[span].chunks}
-        shared = share_out(candidate, needs, budgets, chunks, *guests)
+        shared = share_out(candidate, needs, budgets, chunks, guests)
         if not left or left[0][1] > room_nbytes:
             break  # the drive refuses what is too much for it
     return shared, crowded_out

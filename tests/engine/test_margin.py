@@ -26,6 +26,7 @@ HOMES = {
     "host": {"host_memory": "64MiB"},
     "nvme": {"host_memory": "320KiB"},
 }
+FEW_SLOTS = {"host_memory": "48KiB"}  # about the least: gradients that wait find no place in host memory
 
 
 def budgets(make, directory, **config):
@@ -90,7 +91,7 @@ def test_every_split_between_device_and_home_has_the_same_bits(numbers, options,
     expected, *_ = run(weights="host", states="host")
     counts = []
     for some in (0, 1, len(records) // 2, len(records) - 1, 2 * len(records)):
-        states, count, total = run(device_memory=least + sum((2 * records)[:some]), **HOMES[home])
+        states, count, total = run(device_memory=least + sum((2 * records)[:some]), **(FEW_SLOTS if home == "nvme" else HOMES[home]))
         assert_same_states(states, expected, f"{count} of {total} spans")
         counts.append(count)
     if home == "nvme" and options.keys() & {"max_grad_norm", "accumulation_steps"}:
@@ -210,7 +211,7 @@ def test_what_nvme_has_no_room_for_lives_on_the_device_with_the_same_bits(number
 
     least, records = budgets(tiny_gpt, tmp_path, options=options, **numbers)
     expected, *_ = run(weights="host", states="host")
-    *_, nvme_nbytes = run(device_memory=least, **CROWDED)
+    *_, nvme_nbytes = run(device_memory=least + sum(records[:-1]), **CROWDED)
     counts = []
     for share in (1, 3 / 4, 1 / 2, 1 / 4):
         small_drive(int(share * nvme_nbytes))

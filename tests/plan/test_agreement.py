@@ -5,11 +5,15 @@ import random
 import pytest
 from helpers import place
 from test_schedule import random_case
+from torch import nn
 
+from infinity.config import Config
+from infinity.engine.sizing import Training, arrange
 from infinity.errors import BudgetError
+from infinity.plan.needs import Budgets
 from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
 from infinity.plan.placement import share_device
-from infinity.plan.record import STATES, record_layout
+from infinity.plan.record import ADAM_MOMENTS, STATES, record_layout
 from infinity.plan.schedule import Read, ReadStates, plan
 
 
@@ -49,7 +53,7 @@ def test_ranks_have_the_same_room_on_the_device(block):
         options |= {"held_nbytes": 80_000, "op_gradient_nbytes": 40_000, "buffers_nbytes": 40_000}
         records = [[record_layout(chunk.shard_used(rank), "bf16", chunk.trainable) for chunk in whole.chunks] for rank in range(world)]
         try:
-            found = [place(whole, own, **options) for own in records]
+            found = [place(whole, own, first=records[0], **options) for own in records]
         except BudgetError:
             continue
         num_placed += 1
@@ -61,3 +65,17 @@ def test_ranks_have_the_same_room_on_the_device(block):
         assert promoted == promoted[:1] * world, seed
         num_promoted += bool(promoted[0])
     assert num_placed > 30 and num_that_differ > 5 and num_promoted > 5
+
+
+def test_ranks_expect_the_same_records_on_the_device_where_one_needs_less_host_memory():
+    """Of chunks of 3,000 elements the last of four ranks has none: by its own shards, more would visit the device."""
+    model = nn.Sequential(*(nn.Linear(3000, 1, bias=False, device="meta") for _ in range(24)))
+    config, how = Config(device="cpu", dtype="bf16", chunk_mib=1 / 128), Training(moments=ADAM_MOMENTS, deferred=True, accumulating=True)
+    for host_nbytes in (80_000, 120_000, 480_000):
+        budgets = Budgets(device_nbytes=300_000, host_nbytes=host_nbytes)
+        found = [arrange(model, list(model.named_parameters()), config, budgets, how, (rank, 4)) for rank in range(4)]
+        whole, records, placement = found[-1]
+        assert all(other.visitors == placement.visitors for _, _, other in found)
+        options = {"weights": "auto", "states": "auto", "keep": True, "deferred": True, "gradient_itemsize": 4, "held_nbytes": 8192}
+        options |= {"op_gradient_nbytes": 6000, "buffers_nbytes": 16_000, "device_budget": 300_000, "host_budget": host_nbytes}
+        assert len(place(whole, records, **options).visitors) > len(place(whole, records, first=found[0][1], **options).visitors)

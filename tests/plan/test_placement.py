@@ -296,13 +296,14 @@ def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(worl
     assert 0 in counts and len(counts) > 3 and differ
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(deferred, few_slots):
+THREE_VISIT = 2 * WEIGHT + NUM * WEIGHT + 3 * (STATE + GRADIENT)  # device bytes
+
+
+def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(few_slots):
     """Three spans' records fit there beside all weights; the five others come first, weights before states."""
-    device = 2 * WEIGHT + NUM * WEIGHT + 3 * STATE + (NUM if deferred else 3) * GRADIENT  # those that wait stay there, too
     seen = set()
     for host in range(150 << 10, 600 << 10, 4096):
-        found = placed(device_budget=device, host_budget=host, deferred=deferred)
+        found = placed(device_budget=THREE_VISIT, host_budget=host)
         assert found.visitors == {0, 1, 2}
         by_kind = {kind: [home == "host" for home in found.homes[kind]] for kind in (WEIGHTS, STATES)}
         seen |= {(sum(here[3:]), sum(here[:3])) for here in by_kind.values()}
@@ -310,7 +311,31 @@ def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(defe
         assert all(by_kind[STATES][3:]) or sum(by_kind[WEIGHTS][:3]) * WEIGHT < STATE and not any(by_kind[STATES][:3])
     assert {(5, 0), (5, 3)} <= seen, seen
     for changes in ({"states": "nvme"}, {"keep": False}, {"weights": "nvme"}):
-        assert placed(device_budget=device, host_budget=400 << 10, **changes).visitors == frozenset()
+        assert placed(device_budget=THREE_VISIT, host_budget=400 << 10, **changes).visitors == frozenset()
+
+
+@pytest.mark.parametrize(
+    "host_kib, num_visit, weights, states, gradients",
+    [
+        (150, 2, "nnnnnhhh", "nnnnnnnn", "nnhnnnnn"),  # those that find no place stay, so fewer records visit
+        (158, 3, "nnnnnnnn", "nnnnnnnn", "nnnhhhhh"),  # here there is just one for each that has no place on the device
+        (198, 3, "nnnhhhhh", "nnnnnnnn", "nnnhhhhh"),
+        (278, 3, "nnnhhhhh", "nnnnnnhh", "nnnhhhhh"),
+        (286, 3, "hhhhhhhh", "nnnnnnhh", "nnnhhhhh"),  # visitors: weights, where no other states have room
+        (398, 3, "nnnhhhhh", "nnnhhhhh", "nnnhhhhh"),
+        (406, 2, "hhhhhhhh", "hhhhhhhh", "nnnnnnnn"),  # all records, for the price of one visitor
+        (438, 3, "hhhhhhhh", "hhhhhhhh", "nnnnhhhh"),
+        (446, 3, "hhhhhhhh", "hhhhhhhh", "nnnhhhhh"),  # those of visitors come last
+        (454, 3, "hhhhhhhh", "hhhhhhhh", "hhhhhhhh"),
+    ],
+)
+def test_gradients_that_wait_come_before_homes_of_visitors_and_these_before_their_gradients(
+    host_kib, num_visit, weights, states, gradients, few_slots
+):
+    found = placed(device_budget=THREE_VISIT, host_budget=host_kib << 10, deferred=True)
+    homes = ["".join(home[0] for home in found.homes[kind]) for kind in (WEIGHTS, STATES, GRADIENTS)]
+    assert (found.visitors, homes) == (set(range(num_visit)), [weights, states, gradients])
+    assert found.may_stay == {index for index, home in enumerate(gradients) if home == "n"}
 
 
 def test_gradients_that_do_not_wait_leave_room_to_records_where_all_of_these_fit(few_slots):
@@ -352,6 +377,70 @@ def test_gradients_that_stay_on_the_device_leave_their_room_to_records_that_live
         assert found == ([], [(index, GRADIENT) for index in reversed(range(NUM - count, NUM))])
     visitor = [(3, STATE + GRADIENT)], [(index, GRADIENT) for index in (7, 6, 5, 4)]
     assert share_device(whole, records, homes, room_nbytes=at_home + 5 * GRADIENT + STATE, **options) == visitor
+
+
+# ---- models of billions ----
+
+GB = 10**9
+
+
+def blocks(layers, dim, ffn, kv, vocab):
+    """Elements of the parameters of a Llama."""
+    block = [dim, dim * dim, kv * dim, kv * dim, dim * dim, dim, *(3 * [ffn * dim])]
+    return [vocab * dim, *(layers * block), dim, vocab * dim]
+
+
+LARGE = {3.2: blocks(28, 3072, 8192, 1024, 64_000), 8.03: blocks(32, 4096, 14_336, 1024, 128_256), 14.8: blocks(48, 5120, 13_824, 1024, 152_064)}
+
+
+def settled(size, accumulation_steps, device, once_measured, host, nvme):
+    """Budgets in GB, that of the device when it is planned and once activations are known. Billions of parameters that the host updates,
+    gigabytes that a step reads and writes on NVMe then, those of records whose homes are there."""
+    specs = [ParameterSpec(f"p{i}", numel, "bf16", True) for i, numel in enumerate(LARGE[size])]
+    whole = layout(specs, chunk_numel=11 << 20, world=1)
+    records = [record_layout(chunk.shard_used(0), "bf16", True) for chunk in whole.chunks]
+    itemsize, most = 4 if accumulation_steps > 1 else None, 2 * max(LARGE[size])
+    options = {"weights": "auto", "states": "auto", "keep": True, "deferred": True, "gradient_itemsize": itemsize}
+    options |= {"host_budget": host * GB, "nvme_budget": nvme * GB, "held_nbytes": 2 * most, "op_gradient_nbytes": most}
+    found = place(whole, records, device_budget=device * GB, **options)
+    assert found.host_nbytes <= host * GB and found.nvme_nbytes <= nvme * GB
+    room = max(once_measured * GB, found.least_nbytes) - found.gradient_limit_nbytes
+    spans = share_device(whole, records, found.homes[STATES], room_nbytes=room, gradient_itemsize=itemsize, may_stay=found.may_stay)
+    visiting, staying = ({index for span, _ in those for index in whole.spans[span].chunks} for those in spans)
+    updated = [i for i in range(len(records)) if i not in visiting and found.homes[STATES][i] != "device"]
+
+    def on_nvme(kind, chunks):
+        return sum(found.sizes[kind][index] for index in chunks if found.homes[kind][index] == "nvme")
+
+    waiting = on_nvme(GRADIENTS, [index for index in updated if index not in staying])
+    waiting = max(0, waiting - found.slots[GRADIENTS] * max(found.in_slots[GRADIENTS]))
+    moved = 2 * (on_nvme(WEIGHTS, updated) + on_nvme(STATES, updated) + accumulation_steps * waiting)  # all weights stay on the device
+    homes = on_nvme(WEIGHTS, range(len(records))) + on_nvme(STATES, range(len(records)))
+    return sum(records[index].numel for index in updated) / GB, moved / GB, homes / GB
+
+
+@pytest.mark.parametrize("device, once_measured", [(75, 75), (60, 60), (40, 60)])
+def test_records_that_host_memory_holds_beside_gradients_as_small_as_weights_are_all_there(device, once_measured):
+    updated, moved, homes = settled(8.03, 1, device, once_measured, host=107, nvme=68)
+    assert updated <= 4.7 and moved == homes == 0
+
+
+@pytest.mark.parametrize(
+    "case, most_updated, most_moved, most_homes",
+    [
+        ((8.03, 4, 75, 75, 107, 68), 4.1, 0, 8),
+        ((8.03, 4, 60, 60, 107, 68), 5.2, 0, 12),
+        ((8.03, 4, 40, 60, 107, 68), 5.2, 0, 20),
+        ((14.8, 8, 135, 135, 107, 68), 7.7, 33, 55),
+        ((14.8, 8, 115, 115, 107, 68), 9.1, 80, 61),
+        ((3.2, 4, 20, 20, 24, 68), 2.4, 33, 28),
+        ((8.03, 4, 60, 60, 4, 200), 7.0, 166, 97),  # what nothing else holds stays on the device
+    ],
+    ids=str,
+)
+def test_sums_of_gradients_lie_in_host_memory_so_that_more_records_visit_the_device(case, most_updated, most_moved, most_homes):
+    updated, moved, homes = settled(*case)
+    assert updated <= most_updated and moved <= most_moved and homes <= most_homes, (updated, moved, homes)
 
 
 # ---- the size of chunks ----
