@@ -94,7 +94,7 @@ def test_every_split_between_device_and_home_has_the_same_bits(numbers, options,
         states, count, total = run(device_memory=least + sum((2 * records)[:some]), **(FEW_SLOTS if home == "nvme" else HOMES[home]))
         assert_same_states(states, expected, f"{count} of {total} spans")
         counts.append(count)
-    if home == "nvme" and options.keys() & {"max_grad_norm", "accumulation_steps"}:
+    if home == "nvme" and (options or numbers["dtype"] == "fp16"):  # gradients wait
         assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == total and 0 < max(stay) <= total
     else:
         assert counts == [0, 1, len(records) // 2, len(records) - 1, total] and not any(stay)
