@@ -13,9 +13,10 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # need nothing of NVMe. Gradients that do wait and find no place stay on the device until their update begins, where it has room.
 # The more stay, the fewer records visit: 4 bytes of a sum in host memory leave room to a third of a record there, whose sum and weights
 # need none then. So what visits and what stays are found by turns, beginning with all that could visit. But where host memory can hold all
-# records, and the device the gradients that then find no place, that comes first, unless enough more would visit otherwise: records
-# whose homes are on NVMe are written there at the start, in the first step and where inputs grow. The last ones of a kind cost nothing:
-# they take the place of the slots that they would have shared.
+# records, and the device the gradients that then find no place, that comes first: records whose homes are on NVMe are written there at the
+# start, in the first step and where inputs grow, and the more that visit gain nothing. (8.0 B parameters, 4 micro-batches, on 80 GB: the
+# host updates 4.9 B instead of 6.5 B then, and adds up gradients for them; 9.50 s a step, 9.45 s with all records in host memory.) The last
+# ones of a kind cost nothing: they take the place of the slots that they would have shared.
 # Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. A pool for those of late
 # moments ([Note: late moments] in redo.py) gets what is left over, if it holds one of each record that stays on NVMe. Where floats are not
 # coded it saves four for the first update in a row, and comes before states, which share what is left with it. Where NVMe is
@@ -36,7 +37,6 @@ from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.sizes import format_bytes, round_up
 
 GUEST_ROUNDS = 8  # each halves, about, what the one before has changed
-LOST_FOR_GAINED = 2  # records that lose their homes in host memory for each one that visits the device the more by it
 UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is ample room: fewer make small ops wait for threads
 
 
@@ -170,17 +170,13 @@ def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int,
 
 def _guests(first: Candidate, needs: Needs, budgets: Budgets, room_nbytes: int) -> Guests:
     """What the device has room for as a rule: as many visitors as there can be; but where host memory holds all records, and both together
-    all gradients that wait, only if those that visit the more are worth it."""
+    all gradients that wait, as many as leave it at that."""
     most, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=False)
-    away = _records_on_nvme(shared)
-    if not needs.deferred or not away or sum(record.nbytes for record in first.records) > budgets.host_nbytes:
+    if not needs.deferred or not _has_records_on_nvme(shared) or sum(record.nbytes for record in first.records) > budgets.host_nbytes:
         return most
     fewer, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=True)
     gradients = {index for index, home in enumerate(shared.homes[GRADIENTS]) if home == "nvme"}
-    if _records_on_nvme(shared) or gradients - fewer.visitors - fewer.staying:
-        return most
-    lost, gained = (sum(first.records[index].nbytes for index in chunks) for chunks in (away, most.visitors - fewer.visitors))
-    return most if away <= most.visitors and lost <= LOST_FOR_GAINED * gained else fewer
+    return most if _has_records_on_nvme(shared) or gradients - fewer.visitors - fewer.staying else fewer
 
 
 def _guests_by_turns(
@@ -203,9 +199,9 @@ def _guests_by_turns(
     return guests, shared
 
 
-def _records_on_nvme(shared: Shared) -> set[int]:
-    """Chunks whose weights or states have their home there."""
-    return {index for kind in (WEIGHTS, STATES) for index, home in enumerate(shared.homes[kind]) if home == "nvme"}
+def _has_records_on_nvme(shared: Shared) -> bool:
+    """Whether weights or states of any chunk have their home there."""
+    return any(home == "nvme" for kind in (WEIGHTS, STATES) for home in shared.homes[kind])
 
 
 def _crowd_out(
