@@ -143,7 +143,9 @@ class Glue(TorchFunctionMode):
         if not changed:
             return func(*args, **kwargs)
         versions = [tensor._version for tensor in changed]
-        result = func(*self._let_in(args), **self._let_in(kwargs))
+        if torch.is_grad_enabled():  # else nothing comes back to what it is given
+            args, kwargs = self._let_in(args), self._let_in(kwargs)
+        result = func(*args, **kwargs)
         if versions != [tensor._version for tensor in changed]:
             self.refuse(getattr(func, "__name__", str(func)))
         return result

@@ -153,6 +153,23 @@ def test_what_is_between_blocks_is_cut_wherever_it_is_used(update, places, dtype
     assert_as_the_ordinary_loop(tmp_path, make=Odd, dtype=dtype, update=update, **PLACES[places], **scaled(dtype))
 
 
+class Measured(Chain):
+    """Looks at what earlier blocks have made without a graph, in between."""
+
+    def forward(self, x):
+        x = first = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            with torch.no_grad():
+                size = first.norm() + x.norm()
+            x = x + first / size
+        return self.last(x)
+
+
+def test_what_is_between_blocks_may_build_no_graph(tmp_path):
+    assert_as_the_ordinary_loop(tmp_path, make=Measured, **NVME)
+
+
 class Skipping(Chain):
     """Micro-batches of few rows take fewer blocks."""
 
@@ -510,7 +527,7 @@ def test_what_cannot_be_cut_is_named(tmp_path):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("where", ["block", "glue"])
+@pytest.mark.parametrize("where", ["block", "glue", "glue without a graph"])
 def test_a_change_in_place_of_what_is_needed_again_is_refused(where, tmp_path):
     class Changing(Block):
         def forward(self, x):
@@ -521,8 +538,9 @@ def test_a_change_in_place_of_what_is_needed_again_is_refused(where, tmp_path):
             x = first = self.first(x)
             for block in self.blocks:
                 x = block(x)
-                if where == "glue":
-                    first.add_(1.0)
+                if where != "block":
+                    with torch.set_grad_enabled(where == "glue"):
+                        first.add_(1.0)
             return self.last(x)
 
     def make():
