@@ -39,6 +39,7 @@ from infinity.engine.blocks import blocks_of, borders, called_by, same_buffers, 
 from infinity.engine.calls import Turn
 from infinity.engine.cuts import Cutter, Glue
 from infinity.engine.saved_tensors import SavedTensors
+from infinity.engine.trees import containers_in, write_back
 from infinity.engine.turns import Draws, Surroundings, Turns, streams
 from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import owner_of
@@ -187,11 +188,15 @@ class MicroBatch:
         flat, structure = pytree.tree_flatten((args, kwargs))
         given = [(x, x._version) for x in flat if isinstance(x, torch.Tensor) and not x.is_inference()]
         flat = [self.cutter.let_in(x) if self.cutter.is_earlier(x) else x for x in flat]
+        first = [(args, kwargs)]  # which the caller may look into afterwards; when it runs again, nobody does
 
         def run(*flat):
-            args, kwargs = pytree.tree_unflatten(list(flat), structure)
+            own = args, kwargs = pytree.tree_unflatten(list(flat), structure)
+            containers = containers_in(first.pop(), own) if first else []
             with same_buffers(block) if _current_graph_task_id() != -1 else contextlib.nullcontext():
-                return inner(*args, **kwargs)
+                output = inner(*args, **kwargs)
+            write_back(containers)
+            return output
 
         output = run(*flat) if self._is_checkpointed(block) else checkpoint(run, *flat)
         if any(x._version != version for x, version in given):

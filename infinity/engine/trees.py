@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -53,3 +54,30 @@ def map_tensors(value, function):
     if isinstance(value, (tuple, list)):
         return type(value)(map_tensors(item, function) for item in value)
     return value
+
+
+def containers_in(value, copied) -> list[tuple]:
+    """(list or dict, the one at its place in a copy, what this holds now) of all those in tuples, lists and dicts, however nested."""
+    if type(value) is not type(copied) or not isinstance(value, (tuple, list, dict)):
+        return []
+    found = [(value, copied, copy.copy(copied))] if type(value) in _FILLED else []
+    pairs = zip(value.values(), copied.values()) if isinstance(value, dict) else zip(value, copied)
+    return found + [pair for both in pairs for pair in containers_in(*both)]
+
+
+def write_back(containers: list[tuple]) -> None:
+    """What has been changed in the copies, `containers_in` says since when, changes in what they are copies of."""
+    for value, copied, before in containers:
+        if _held_by(copied) == _held_by(before):
+            continue
+        value.clear()
+        value.update(copied) if isinstance(value, dict) else value.extend(copied)
+
+
+_FILLED = (list, dict, OrderedDict, defaultdict)
+
+
+def _held_by(container: list | dict) -> list:
+    """By which two are told to hold the very same."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return [(key, id(item)) for key, item in items]

@@ -170,6 +170,33 @@ def test_what_is_between_blocks_may_build_no_graph(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Measured, **NVME)
 
 
+class Noting(Block):
+    def forward(self, state, found, *, by_name):
+        state["x"] = super().forward(state["x"])
+        found.append(state["x"].mean())
+        by_name["inner"][len(found)] = state.pop("last", None)
+        state["last"] = state["x"].square()
+
+
+class Filling(Chain):
+    """Blocks return nothing: they fill lists and dicts that they are given."""
+
+    def __init__(self):
+        super().__init__(num_blocks=0)
+        self.blocks = nn.ModuleList(Noting(32) for _ in range(4))
+
+    def forward(self, x):
+        state, found, by_name = {"x": self.first(x)}, [], {"inner": {}}
+        for block in self.blocks:
+            block(state, found, by_name=by_name)
+        assert by_name["inner"].pop(1) is None
+        return self.last(state["x"] + sum(by_name["inner"].values())) + sum(found)
+
+
+def test_blocks_may_fill_what_they_are_given(tmp_path):
+    assert_as_the_ordinary_loop(tmp_path, make=Filling, **NVME)
+
+
 class Skipping(Chain):
     """Micro-batches of few rows take fewer blocks."""
 
