@@ -69,17 +69,46 @@ def without_caches(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-@contextlib.contextmanager
-def same_buffers(module: nn.Module) -> Iterator[None]:
-    """What the block writes to buffers, such as statistics of a batch norm, is undone."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
+class Buffers:
+    """Of a module that runs twice: the second run finds them as the first one did, and leaves them as they are. Such as the statistics of a
+    batch norm, or the vectors of a spectral norm."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self._changed: list[tuple[nn.Module, str, torch.Tensor]] = []  # by the first run; what they were before it
+
+    @contextlib.contextmanager
+    def first_run(self) -> Iterator[None]:
+        places = list(_places(self.module))
+        before = {buffer: (buffer._version, buffer.detach().clone()) for *_, buffer in places}
         yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                with torch.autograd._unsafe_preserve_version_counter(buffer):
-                    buffer.copy_(value)
+        for owner, name, buffer in places:
+            version, value = before[buffer]
+            if owner._buffers.get(name) is not buffer or buffer._version != version:
+                self._changed.append((owner, name, value))
+
+    @contextlib.contextmanager
+    def second_run(self) -> Iterator[None]:
+        places = list(_places(self.module))
+        for owner, name, value in self._changed:
+            owner._buffers[name] = value
+        others = {buffer: buffer.clone() for *_, buffer in _places(self.module)}  # written to in a way that torch does not count
+        try:
+            yield
+        finally:
+            for owner, name, buffer in places:
+                owner._buffers[name] = buffer
+            with torch.no_grad():
+                for buffer, value in others.items():
+                    with torch.autograd._unsafe_preserve_version_counter(buffer):
+                        buffer.copy_(value)
+
+
+def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and not buffer.is_inference():
+                yield owner, name, buffer
 
 
 def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -35,7 +35,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from infinity.engine.blocks import blocks_of, borders, called_by, same_buffers, without_caches
+from infinity.engine.blocks import Buffers, blocks_of, borders, called_by, without_caches
 from infinity.engine.calls import Turn
 from infinity.engine.cuts import Cutter, Glue
 from infinity.engine.saved_tensors import SavedTensors
@@ -189,11 +189,12 @@ class MicroBatch:
         given = [(x, x._version) for x in flat if isinstance(x, torch.Tensor) and not x.is_inference()]
         flat = [self.cutter.let_in(x) if self.cutter.is_earlier(x) else x for x in flat]
         first = [(args, kwargs)]  # which the caller may look into afterwards; when it runs again, nobody does
+        buffers = Buffers(block)
 
         def run(*flat):
             own = args, kwargs = pytree.tree_unflatten(list(flat), structure)
-            containers = containers_in(first.pop(), own) if first else []
-            with same_buffers(block) if _current_graph_task_id() != -1 else contextlib.nullcontext():
+            containers, run_of = (containers_in(first.pop(), own), buffers.first_run) if first else ([], buffers.second_run)
+            with run_of():
                 output = inner(*args, **kwargs)
             write_back(containers)
             return output

@@ -241,6 +241,32 @@ def test_buffers_are_written_once(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Normed, batches=rows, loss=loss_of_rows, **NVME)
 
 
+class Centred(Block):
+    """Uses statistics of earlier passes, and writes them: in place, and by putting others there."""
+
+    def __init__(self, hidden):
+        super().__init__(hidden)
+        self.register_buffer("mean", torch.zeros(hidden))
+        self.register_buffer("size", torch.ones(()))
+        self.mix = nn.utils.parametrizations.spectral_norm(nn.Linear(hidden, hidden))
+
+    def forward(self, x):
+        output = super().forward(torch.tanh(self.mix(x - self.mean)) / self.size)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+            self.size = 0.9 * self.size + 0.1 * x.square().mean().sqrt()
+        return output
+
+
+def test_a_block_that_runs_again_finds_the_buffers_of_its_first_run(tmp_path):
+    def make():
+        model = Chain(num_blocks=0)
+        model.blocks = nn.ModuleList(Centred(32) for _ in range(3))
+        return model
+
+    assert_as_the_ordinary_loop(tmp_path, make=make, **NVME)
+
+
 @pytest.mark.parametrize("n", [2, 6])
 def test_weights_are_read_as_for_one_micro_batch(n, tmp_path):
     make = lambda: Chain(hidden=64, num_blocks=12)
