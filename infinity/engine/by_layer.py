@@ -293,6 +293,7 @@ class _Step:
                     if self.sums is not None:
                         self.sums.abandon()
         finally:
+            calls.end_all()  # blocks that ran again have been called in this thread
             calls.swap(before._replace(thread=threading.get_ident()))
         draws[:] = [micro.draws for micro in self.micro_batches]
         return losses

@@ -531,9 +531,10 @@ def test_so_does_an_exception_in_a_block(place, tmp_path):
         assert_same_states(states_of(engine, model), expected[1])
 
 
+@pytest.mark.parametrize("place", ["blocks.3", "blocks.3.up"])
 @pytest.mark.parametrize("calls_before", [1, 2, 4, 6])
-def test_an_interrupt_ends_all_threads(calls_before, tmp_path):
-    """In a forward pass, and in one that runs again for backward."""
+def test_an_interrupt_ends_all_threads(calls_before, place, tmp_path):
+    """In a forward pass, and in one that runs again for backward; before a block, and inside of it."""
     expected = run(tmp_path, True, num_steps=1, update="deferred", **NVME)
     with training(Chain, tmp_path, options={"accumulation_steps": 3}, update="deferred", **NVME) as (model, engine, optimizer):
         calls = []
@@ -543,7 +544,7 @@ def test_an_interrupt_ends_all_threads(calls_before, tmp_path):
             if len(calls) == calls_before:
                 signal.raise_signal(signal.SIGINT)
 
-        handle = model.blocks[3].register_forward_pre_hook(interrupt)
+        handle = model.get_submodule(place).register_forward_pre_hook(interrupt)
         before = threading.active_count()
         with pytest.raises(KeyboardInterrupt):
             infinity.accumulate(model, tokens(0), loss_of)
