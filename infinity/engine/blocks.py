@@ -5,9 +5,9 @@ Knows modules. Must not know threads, graphs or engines.
 
 # [Note: what is a segment]
 # Blocks are the members, with parameters, of lists of modules (ModuleList, Sequential) of which two or more are of one class, of the
-# outermost such lists. A segment begins as one of them is called that `borders` has, and goes on until the next one is: so whatever lies
-# between, before the first and after the last, such as embeddings, norms, a head and the loss, is of a segment, too. Small blocks are a
-# segment together.
+# outermost such lists. Small blocks are a group. A segment begins as the first block of a group is called, or another one while one of
+# another group was the last, and goes on until the next one begins: so whatever lies between, before the first and after the last, such as
+# embeddings, norms, a head and the loss, is of a segment, too.
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(_blocks_of(model)))
 
 
-def borders(blocks: list[nn.Module], least_nbytes: int) -> set[nn.Module]:
-    """The blocks that begin a segment: each but the last has weights of so many bytes or more."""
-    found, nbytes = set(), least_nbytes
+def groups_of(blocks: list[nn.Module], least_nbytes: int) -> list[list[nn.Module]]:
+    """Runs of blocks that are a segment together: each but the last has weights of so many bytes or more."""
+    groups, nbytes = [], least_nbytes
     for block in blocks:
         if nbytes >= least_nbytes:
-            found.add(block)
+            groups.append([])
             nbytes = 0
+        groups[-1].append(block)
         nbytes += sum(param.numel() * param.element_size() for param in block.parameters())
-    return found
+    return groups
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ Knows micro-batches, segments, and the engine by a few calls. Must not know chun
 #
 # [Note: the order of things by layer]
 # Each micro-batch's `loss(model, micro_batch)` has a thread, which pauses as a segment begins: of those that have come least far the first
-# goes on. So control flow is the model's own, whether or not it is the same for all. The last segment of a micro-batch goes backward as
+# goes on. How far that is, blocks tell: those of a group have a position, and in each further round through the model another one. So
+# control flow is the model's own, whether or not it is the same for all. The last segment of a micro-batch goes backward as
 # soon as its loss is there; when all are, the segments do so from the last to the first, in each the micro-batches in their order. So the
 # gradients of a parameter add up in the order of the ordinary loop, on the device on one rank ([Note: room for sums] in sums.py), where
 # they are reduced one by one on several, and its chunk is complete with the first segment that uses it. What
@@ -35,7 +36,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from infinity.engine.blocks import Buffers, blocks_of, borders, called_by, without_caches
+from infinity.engine.blocks import Buffers, blocks_of, called_by, groups_of, without_caches
 from infinity.engine.calls import Turn
 from infinity.engine.cuts import Cutter, Glue
 from infinity.engine.saved_tensors import SavedTensors
@@ -134,8 +135,8 @@ class MicroBatch:
 
     @property
     def position(self) -> int:
-        """The segment that it is at."""
-        return len(self.cutter.segments) - 1
+        """Of the segment that it is at, forward, or that is the last that is left."""
+        return self.cutter.segments[-1].position if self.cutter.segments else -1
 
     def go_on(self) -> None:
         """Run a segment."""
@@ -177,8 +178,9 @@ class MicroBatch:
         self._in_block = True
         try:
             with self.glue.paused():
-                if block in self.step.borders:
-                    self.cutter.begin(type(block).__name__)
+                position = self.step.position(block, self.position)
+                if position != self.position:
+                    self.cutter.begin(type(block).__name__, position)
                     self.turns.pause()
                 return self._call(block, inner, args, kwargs)
         finally:
@@ -218,7 +220,7 @@ class MicroBatch:
     def _look(self) -> None:
         """The forward pass is over: learn from its graph which segment is the first to use a parameter."""
         registry, last = self.step.engine.registry, self.cutter.segments[-1]
-        for position, segment in enumerate(self.cutter.segments):
+        for segment in self.cutter.segments:
             leaves, reached = segment.leaves(self.turns.result if segment is last else None)
             if reached is not None:
                 raise UsageError(
@@ -227,13 +229,13 @@ class MicroBatch:
                 )
             segment.touched.update(state for leaf in leaves if (state := registry.find(leaf)) is not None)
             for state in segment.touched:
-                self.first_use.setdefault(state, position)
+                self.first_use.setdefault(state, segment.position)
 
     def backward(self, position: int) -> None:
         """Run the backward pass of a segment, the last that is left."""
-        segments = self.cutter.segments
-        if position != len(segments) - 1:
+        if position != self.position:
             return
+        segments = self.cutter.segments
         segment, roots, self._at = segments[-1], [], position
         if self.turns.result is not None:
             roots.append((self.turns.result, None))
@@ -267,7 +269,8 @@ class _Step:
         self.engine, self.cycle, self.model = engine, engine.cycle, model
         self.surroundings = Surroundings(engine.device)
         self.blocks = blocks_of(model)
-        self.borders = borders(self.blocks, max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks))
+        self.groups = groups_of(self.blocks, max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks))
+        self.group = {block: number for number, group in enumerate(self.groups) for block in group}
         self.micro_batches: list[MicroBatch] = []
         self.running: MicroBatch | None = None
         self._goes_back: MicroBatch | None = None
@@ -314,8 +317,10 @@ class _Step:
 
     def _backward(self) -> None:
         complete = self._chunks_by_first_use()
-        (last,) = self.engine.ranks.most([max(*complete, *(micro.position for micro in self.micro_batches))])
-        for position in range(last, -1, -1):
+        here = {segment.position for micro in self.micro_batches for segment in micro.cutter.segments}.union(complete)
+        (last,) = self.engine.ranks.most([max(here, default=-1)])
+        there = self.engine.ranks.most([position in here for position in range(last + 1)])
+        for position in (position for position in range(last, -1, -1) if there[position]):
             with self._segment():
                 for micro in self.micro_batches:
                     self._go_back(micro, position)
@@ -324,6 +329,14 @@ class _Step:
             self.cycle.complete(complete.get(position, []))
         if self.sums is not None:
             self.sums.close()
+
+    def position(self, block: nn.Module, at: int) -> int:
+        """Where a forward pass is that calls a block at a position: the next one that is the block's, in every forward pass. So those that
+        leave blocks out meet the others again, and gradients of a block add up in the order of micro-batches."""
+        number = self.group[block]
+        if at and (at - 1) % len(self.groups) == number and block is not self.groups[number][0]:
+            return at
+        return at + 1 + (number - at) % len(self.groups)
 
     def _segment(self):
         """What is fetched inside the block stays for the micro-batches that follow."""

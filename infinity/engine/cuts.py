@@ -42,10 +42,10 @@ class Cut:
 
 
 class Segment:
-    """The part of a graph between two borders. begin: the number that its first node has."""
+    """The part of a graph between two borders. position: among those of all forward passes; begin: the number that its first node has."""
 
-    def __init__(self, name: str, begin: int):
-        self.name, self.begin = name, begin
+    def __init__(self, name: str, position: int, begin: int):
+        self.name, self.position, self.begin = name, position, begin
         self.made: dict[tuple, Cut] = {}  # by it, and used later
         self.entered: list[tuple[GradientEdge, Cut]] = []  # what it uses
         self.touched: set = set()  # parameters of ops that it has called
@@ -78,13 +78,13 @@ class Cutter:
     """Cuts the graph of one forward pass, in the thread in which it runs. segments: so far."""
 
     def __init__(self):
-        self.segments = [Segment("", 0)]
+        self.segments = [Segment("", 0, 0)]
         self._known: dict[tuple, torch.Tensor] = {}  # what has been let into the segment under way
         self._handle = torch.empty(0, requires_grad=True, device="cpu")
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, position: int) -> None:
         """A segment begins here."""
-        self.segments.append(Segment(name, torch.autograd._get_sequence_nr()))
+        self.segments.append(Segment(name, position, torch.autograd._get_sequence_nr()))
         self._known = {}
 
     def is_earlier(self, value: object) -> bool:

@@ -208,12 +208,12 @@ class Skipping(Chain):
         return self.last(x)
 
 
+@pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 32])  # a segment is a block, and two or more
+@pytest.mark.parametrize("n", [2, 5])
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_micro_batches_may_take_different_ways(update, tmp_path):
-    losses, states, *_ = run(tmp_path, True, make=Skipping, n=2, update=update, **NVME)
-    expected_losses, expected_states, *_ = run(tmp_path, False, make=Skipping, n=2, update=update, **NVME)
-    assert losses == expected_losses
-    assert_same_states(states, expected_states)
+def test_micro_batches_may_take_different_ways(update, n, chunk_mib, tmp_path):
+    make = lambda: Skipping(num_blocks=7)
+    assert_as_the_ordinary_loop(tmp_path, make=make, n=n, update=update, chunk_mib=chunk_mib, **NVME)
 
 
 class Normed(nn.Module):
