@@ -129,7 +129,7 @@ class MicroBatch:
         self.draws = draws
         self.first_use: dict[ParameterState, int] = {}  # the segment
         self._waiting: dict[ParameterState, torch.Tensor | Saved] = {}  # gradients of what earlier segments use, too
-        self._turn = Turn([], touched=self.cutter.segments[0].touched)
+        self._turn = Turn([], threading.get_ident(), touched=self.cutter.segments[0].touched)  # until its thread has begun
         self._in_block = False
         self._at = 0  # the segment whose backward pass runs
 
@@ -164,6 +164,7 @@ class MicroBatch:
 
     @contextlib.contextmanager
     def _surroundings(self):
+        self.step.engine.calls.thread = threading.get_ident()  # so a call of any other is refused, also before the model's first one
         try:
             with self.step.surroundings.again(), self.glue:
                 yield

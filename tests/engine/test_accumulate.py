@@ -640,6 +640,34 @@ def test_it_is_refused_where_something_else_runs(tmp_path):
         optimizer.zero_grad()
 
 
+def test_another_thread_that_evaluates_meanwhile_is_refused(tmp_path):
+    """Before a micro-batch calls the model, and behind that."""
+    found = []
+
+    def evaluate(model, batch):
+        try:
+            with torch.no_grad():
+                found.append(model(batch[0]))
+        except infinity.UsageError as error:
+            found.append("another thread is in a forward or backward pass" in str(error))
+
+    def loss(model, batch):
+        for is_over in (False, True):
+            value = loss_of(model, batch) if is_over else None
+            beside = threading.Thread(target=evaluate, args=(model, batch))
+            beside.start()
+            beside.join()
+        return value
+
+    expected = run(tmp_path, False, num_steps=1, update="deferred", **NVME)
+    with training(Chain, tmp_path, options={"accumulation_steps": 3}, update="deferred", **NVME) as (model, engine, optimizer):
+        losses = [value.item() for value in infinity.accumulate(model, tokens(0), loss)]
+        optimizer.step()
+        assert found == [True] * 6
+        assert losses == expected[0]
+        assert_same_states(states_of(engine, model), expected[1])
+
+
 def test_a_loss_finds_what_torch_keeps_for_each_thread(tmp_path):
     seen = []
 
