@@ -1,6 +1,6 @@
 """Where a model can be cut: its blocks, which of them begin a segment, and that their calls come to whoever cuts.
 
-Knows modules. Must not know threads, graphs or engines.
+Knows modules. Must not know who runs them, graphs or engines.
 """
 
 # [Note: what is a segment]
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from infinity.model.leaves import is_leaf
+from infinity.system.interrupts import uninterrupted
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -49,10 +50,7 @@ def called_by(blocks: list[nn.Module], call: Callable) -> Iterator[None]:
             module.__dict__[name] = functools.partial(call, module, getattr(module, name))
         yield
     finally:
-        for module, name in names.items():
-            module.__dict__.pop(name, None)
-            if before[module] is not None:
-                module.__dict__[name] = before[module]
+        _give_back(before, names)
 
 
 @contextlib.contextmanager
@@ -66,8 +64,7 @@ def without_caches(model: nn.Module) -> Iterator[None]:
             config.use_cache = False
         yield
     finally:
-        for config in filling:
-            config.use_cache = True
+        _fill(filling)
 
 
 class Buffers:
@@ -103,6 +100,20 @@ class Buffers:
                 for buffer, value in others.items():
                     with torch.autograd._unsafe_preserve_version_counter(buffer):
                         buffer.copy_(value)
+
+
+@uninterrupted
+def _give_back(calls: dict[nn.Module, Callable | None], names: dict[nn.Module, str]) -> None:
+    for module, call in calls.items():
+        module.__dict__.pop(names[module], None)
+        if call is not None:
+            module.__dict__[names[module]] = call
+
+
+@uninterrupted
+def _fill(configs: list) -> None:
+    for config in configs:
+        config.use_cache = True
 
 
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

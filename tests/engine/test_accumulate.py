@@ -557,6 +557,32 @@ def test_an_interrupt_ends_all_threads(calls_before, place, tmp_path):
         assert_same_states(states_of(engine, model), expected[1])
 
 
+def test_an_interrupt_at_the_end_leaves_the_model_as_it_was(tmp_path):
+    given_back = []
+
+    class Switch:
+        value = True
+
+        @property
+        def use_cache(self):
+            return self.value
+
+        @use_cache.setter
+        def use_cache(self, value):
+            self.value = value
+            given_back.append(value)
+            if value and given_back.count(True) == 1:
+                signal.raise_signal(signal.SIGINT)
+
+    with training(Chain, tmp_path, options={"accumulation_steps": 3}, update="deferred", **NVME) as (model, engine, optimizer):
+        for block in model.blocks:
+            block.config = Switch()
+        with pytest.raises(KeyboardInterrupt):
+            infinity.accumulate(model, tokens(0), loss_of)
+        optimizer.zero_grad()
+        assert all(block.config.use_cache and "_call_impl" not in vars(block) for block in model.blocks)
+
+
 def test_what_cannot_be_cut_is_named(tmp_path):
     class Kept(Chain):
         def forward(self, x):
