@@ -57,9 +57,10 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     loss(model, micro_batch) -> the scalar on which an ordinary loop would call backward(), such as model(**micro_batch).loss / number. It
     runs in a thread of its own, others of which run in between: what it switches in the model for a while, those find. Blocks of the model
     run again for backward, with their hooks, as with activation checkpointing. Gradients are those of `for micro_batch in micro_batches:
-    loss(model, micro_batch).backward()`, bit by bit; random numbers (dropout) are others. Returns the losses, detached. The optimizer's
-    accumulation_steps is to be 2 or more, so that sums are in fp32; how many micro-batches there are may differ from it. Raises ConfigError
-    or UsageError if it cannot begin, and where a model cannot be cut.
+    loss(model, micro_batch).backward()`, bit by bit, unless three or more leave the model after different blocks (early exits): what they
+    share behind these, and the blocks before, adds up in another order. Random numbers (dropout) are others. Returns the losses, detached.
+    The optimizer's accumulation_steps is to be 2 or more, so that sums are in fp32; how many micro-batches there are may differ from it.
+    Raises ConfigError or UsageError if it cannot begin, and where a model cannot be cut.
     """
     micro_batches = list(micro_batches)
     engine = _engine(model)
