@@ -99,7 +99,7 @@ def test_reshard_writes_what_its_dry_run_says(saved, capsys, tmp_path):
     "options, words",
     [
         ("", "the following arguments are required: COMMAND"),
-        ("inspct x", "invalid choice: 'inspct'"),
+        ("inspct x", "there is no command 'inspct'; did you mean inspect?"),
         ("inspect", "the following arguments are required: DIR"),
         ("inspect x --jsn", "did you mean --json?"),
         ("export x", "the following arguments are required: OUT"),
