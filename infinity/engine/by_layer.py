@@ -1,6 +1,7 @@
 """`infinity.accumulate`: all micro-batches of a step pass a segment of the model before the next segment is fetched.
 
-Knows micro-batches, segments, and the engine by a few calls. Must not know chunks' bytes, tiers or plans.
+Knows micro-batches, segments, which chunks these have, and the engine by a few calls. Must not know plans, where records live, or how
+bytes move: sums.py is told which gradients come, and when they are complete.
 """
 
 # [Note: what accumulation by layer reads]

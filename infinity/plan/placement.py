@@ -36,7 +36,7 @@ from infinity.plan.packing import Chunk, Layout, Span
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.sizes import format_bytes, round_up
 
-GUEST_ROUNDS = 8  # each halves, about, what the one before has changed
+GUEST_ROUNDS = 8  # then the last answer is taken: the device is divided anew once activations are known
 UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is ample room: fewer make small ops wait for threads
 
 

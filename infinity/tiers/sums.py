@@ -19,8 +19,6 @@ from infinity.tiers.gradients import Gradients
 from infinity.tiers.state import ChunkState, ParameterState
 from infinity.tiers.weights import Weights
 
-_ITEMSIZE = 4  # fp32, whatever the model's dtype
-
 
 class Sums:
     """Those of one step."""
@@ -42,7 +40,7 @@ class Sums:
             self.end(list(self._here))
             self._settle(room)
         for chunk in dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state)):
-            gradient, nbytes = chunk.gradient, chunk.record.numel * _ITEMSIZE
+            gradient, nbytes = chunk.gradient, chunk.record.numel * self.gradients.dtype(chunk).itemsize
             if chunk in self._here or not chunk.trainable or chunk.gradient_on_device or gradient.job is not None:
                 continue
             self._settle(room - nbytes)

@@ -1,4 +1,8 @@
-"""infinity.accumulate: the losses and weights of the ordinary loop, for models as they are, each weight read once forward and once backward."""
+"""infinity.accumulate: the losses and weights of the ordinary loop, for models as they are, each weight read once forward and once backward.
+
+What it does with classes of transformers and diffusers is in test_accumulate_models.py. Long because each way in which a model, a program or
+a fault can meet a border between segments is a small model of its own.
+"""
 
 import contextlib
 import signal
@@ -385,24 +389,31 @@ def test_dropout_draws_the_same_in_both_forwards_and_something_else_for_each_mic
             assert sorted(Counter(states).values()) == [2, 2, 2]
 
 
+def checkpointing(base, *, use_reentrant):
+    """A class of models that checkpoint their blocks themselves."""
+
+    class Checkpointing(base):
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant)
+            return self.last(x)
+
+    return Checkpointing
+
+
 @pytest.mark.parametrize("wraps", [False, True])
 def test_gradients_are_of_the_masks_that_were_drawn(wraps, tmp_path):
     """Each micro-batch by itself, with the stream that it had; also where the program checkpoints the blocks."""
 
-    class Wrapped(Dropping):
-        def forward(self, x):
-            x = self.first(x)
-            for block in self.blocks:
-                x = infinity.checkpoint(block, x) if wraps else block(x)
-            return self.last(x)
-
+    make = checkpointing(Dropping, use_reentrant=False) if wraps else Dropping
     states, found = [], []
 
     def noting(model, batch):
         states.append(torch.get_rng_state())
         return loss_of(model, batch)
 
-    with training(Wrapped, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+    with training(make, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         losses = infinity.accumulate(model, tokens(0), noting)
         optimizer.step()
         found.append(([loss.item() for loss in losses], states_of(engine, model)))
@@ -411,7 +422,7 @@ def test_gradients_are_of_the_masks_that_were_drawn(wraps, tmp_path):
         torch.set_rng_state(states.pop(0))
         return loss_of(model, batch)
 
-    with training(Wrapped, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+    with training(make, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         losses = one_step(model, tokens(0), restoring, False)
         optimizer.step()
         found.append((losses, states_of(engine, model)))
@@ -444,15 +455,9 @@ def test_a_program_draws_as_if_nobody_else_had_unless_the_model_does(tmp_path):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_blocks_that_the_program_checkpoints_are_left_alone(use_reentrant, tmp_path):
-    class Checkpointed(Chain):
-        def forward(self, x):
-            x = self.first(x)
-            for block in self.blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant)
-            return self.last(x)
-
-    assert_as_the_ordinary_loop(tmp_path, make=Checkpointed, **NVME)
-    with training(Checkpointed, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
+    make = checkpointing(Chain, use_reentrant=use_reentrant)
+    assert_as_the_ordinary_loop(tmp_path, make=make, **NVME)
+    with training(make, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
         calls = []
         model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(None))
         infinity.accumulate(model, tokens(0, 2), loss_of)
