@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.sizing import ACTIVATION_SHARE, Named, Training, arrange, budgets, may_compress, written_in_forward
+from infinity.engine.sizing import ACTIVATION_SHARE, Named, Training, arrange, budgets, expected_device_nbytes, may_compress, written_in_forward
 from infinity.plan import compression
 from infinity.plan import placement as planner
 from infinity.plan.needs import Budgets
@@ -84,7 +84,12 @@ def assemble(
         model,
         named,
         config,
-        Budgets(device_nbytes=device_budget, host_nbytes=host_budget, nvme_nbytes=nvme_budget),
+        Budgets(
+            device_nbytes=device_budget,
+            expected_nbytes=expected_device_nbytes(config, device.type, device_budget),
+            host_nbytes=host_budget,
+            nvme_nbytes=nvme_budget,
+        ),
         training,
         (ranks.rank, ranks.world),
         compresses=bool(compresses),

@@ -30,6 +30,7 @@ from infinity.tiers.state import TORCH_DTYPES
 ACTIVATION_SHARE = 1 / 4  # of host memory, where they live there
 HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
 DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # likewise for device_memory="auto", as long as activations are not known
+EXPECTED_DEVICE_SHARE = 0.8  # of what is free there: what most steps leave to the engine
 MOST_OF_FREE = 0.95  # of what is free while parameters still have their memory
 
 Named = list[tuple[str, nn.Parameter]]
@@ -139,6 +140,13 @@ def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable
     auto = ranks.least([device_share, host_share])
     given = (config.device_memory, config.host_memory)
     return tuple(share if value == "auto" else value for value, share in zip(given, auto))
+
+
+def expected_device_nbytes(config: Config, device: str, device_nbytes: int) -> int:
+    """What is likely to be for the engine once activations are known, where it plans with device_nbytes until then; 0 where only these bound
+    it, or no activations."""
+    chosen = config.device_memory == "auto" and device == "cuda"
+    return int(device_nbytes * EXPECTED_DEVICE_SHARE / DEVICE_SHARES["cuda"]) if chosen else 0
 
 
 def may_compress(config: Config, device: str, num_parameters: int) -> bool:

@@ -101,8 +101,7 @@ def place(
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
         if may_visit:
-            room = budgets.device_nbytes - gradient_limit - candidate.snapshot_nbytes
-            guests = _guests(first or candidate, needs, budgets, room)
+            guests = _guests(first or candidate, needs, budgets, taken_nbytes=gradient_limit + candidate.snapshot_nbytes)
         shared = share_out(candidate, needs, budgets, (), guests)
         if may_choose and budgets.nvme_nbytes is not None:
             room = budgets.device_nbytes - needed - candidate.snapshot_nbytes
@@ -168,11 +167,15 @@ def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int,
     )
 
 
-def _guests(first: Candidate, needs: Needs, budgets: Budgets, room_nbytes: int) -> Guests:
+def _guests(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int) -> Guests:
     """What the device has room for as a rule: as many visitors as there can be; but where host memory holds all records, and both together
-    all gradients that wait, as many as leave it at that."""
+    all gradients that wait, as many as leave it at that. taken_nbytes: of the device, by what comes before visitors."""
+    room_nbytes, has_room_for_all = budgets.device_nbytes, sum(record.nbytes for record in first.records) <= budgets.host_nbytes
+    if not has_room_for_all:  # so many bytes are on NVMe whoever visits: those of too many visitors cost nothing
+        room_nbytes = max(room_nbytes, budgets.expected_nbytes)
+    room_nbytes -= taken_nbytes
     most, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=False)
-    if not needs.deferred or not _has_records_on_nvme(shared) or sum(record.nbytes for record in first.records) > budgets.host_nbytes:
+    if not needs.deferred or not _has_records_on_nvme(shared) or not has_room_for_all:
         return most
     fewer, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=True)
     gradients = {index for index, home in enumerate(shared.homes[GRADIENTS]) if home == "nvme"}

@@ -338,6 +338,19 @@ def test_gradients_that_wait_come_before_homes_of_visitors_and_these_before_thei
     assert found.may_stay == {index for index, home in enumerate(gradients) if home == "n"}
 
 
+def test_visitors_are_those_that_are_expected_where_host_memory_cannot_hold_all_records_anyway(few_slots):
+    """The others' states then lie in the places that the visitors' would have had; where it can, those with which all fits for certain."""
+    whole, one_visits = NUM * (WEIGHT + STATE), THREE_VISIT - 2 * (STATE + GRADIENT)
+    options = {"deferred": True, "expected_nbytes": THREE_VISIT}
+    for host in range(150 << 10, whole, 4096):
+        here = placed(device_budget=one_visits, host_budget=host, **options)
+        there = placed(device_budget=THREE_VISIT, host_budget=host, deferred=True)
+        assert (here.visitors, here.homes) == (there.visitors, there.homes)
+        assert (here.device_nbytes, here.least_nbytes) == (one_visits, there.least_nbytes)
+    here, there = (placed(device_budget=one_visits, host_budget=whole, **each) for each in (options, {"deferred": True}))
+    assert (here.visitors, here.homes) == (there.visitors, there.homes)
+
+
 def test_gradients_that_do_not_wait_leave_room_to_records_where_all_of_these_fit(few_slots):
     """Records that visit the device return where inputs grow: then nothing is read from NVMe if host memory holds them all."""
     device = 2 * WEIGHT + NUM * WEIGHT + 3 * (STATE + GRADIENT)

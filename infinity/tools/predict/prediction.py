@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.margin import SLACK
-from infinity.engine.sizing import DEVICE_SHARES, HOST_SHARES, Training, arrange, may_compress
+from infinity.engine.sizing import DEVICE_SHARES, HOST_SHARES, Training, arrange, expected_device_nbytes, may_compress
 from infinity.errors import BudgetError, ConfigError
 from infinity.plan import compression
 from infinity.plan import placement as planner
@@ -185,6 +185,7 @@ def arrangement(
         config,
         Budgets(
             device_nbytes=device_budget,
+            expected_nbytes=expected_device_nbytes(config, machine.device, auto_device_nbytes(machine)),
             host_nbytes=host_budget,
             nvme_nbytes=(machine.total("capacity") // share or None) if machine.drives else 0,
         ),
