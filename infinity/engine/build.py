@@ -23,10 +23,12 @@ from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.redo import most_late
 from infinity.plan.slots import HostCache
 from infinity.system.arena import PAGE_NBYTES, Arena, Slots
+from infinity.system.capacity import host_free_nbytes
 from infinity.system.events import Events
 from infinity.system.failure import FirstFailure
 from infinity.system.freed_memory import keep_freed_memory
 from infinity.system.lanes import Lane, Monitor
+from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.system.swap import Swap
 from infinity.system.swap_directory import reclaim, room_nbytes
@@ -45,7 +47,7 @@ from infinity.tiers.weights import Weights
 @dataclass
 class Assembly:
     """The parts of one engine. swap is None where nothing lives on NVMe, compressor where all its bytes are moved each time, activations
-    where they stay on the device."""
+    where they stay on the device. ahead: of all parameters' first values."""
 
     layout: Layout
     placement: planner.Placement
@@ -61,6 +63,7 @@ class Assembly:
     values: Values
     weights: Weights
     activations: Activations | None
+    ahead: ReadAhead | None = None
 
 
 def assemble(
@@ -74,32 +77,31 @@ def assemble(
 ) -> Assembly:
     """named: the parameters to manage, in registration order.
 
-    Raises BudgetError, ConfigError or SwapError where something does not fit.
+    What of the parameters' values is in mapped files is read meanwhile. Raises BudgetError, ConfigError or SwapError where something does
+    not fit.
     """
     device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
-    reclaim(config.nvme)
-    compresses = may_compress(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
-    nvme_budget, compresses = ranks.least([room_nbytes(config.nvme) // ranks.num_local, compresses])
-    layout_, records, placement = arrange(
-        model,
-        named,
-        config,
-        Budgets(
-            device_nbytes=device_budget,
-            expected_nbytes=expected_device_nbytes(config, device.type, device_budget),
-            host_nbytes=host_budget,
-            nvme_nbytes=nvme_budget,
-        ),
-        training,
-        (ranks.rank, ranks.world),
-        compresses=bool(compresses),
-        most=lambda number: ranks.most([number])[0],
-    )
-    of_any = ranks.most([index in placement.may_stay for index in range(len(records))])  # the same on all ranks, whose shards differ
-    placement = replace(placement, may_stay=frozenset(index for index, stays in enumerate(of_any) if stays))
-    num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
-    swap, extents, compresses = _make_swap(config, ranks, placement, num_cores)
+    expected = expected_device_nbytes(config, device.type, device_budget)
     with contextlib.ExitStack() as undo:  # what is made is closed again if something after it cannot be made
+        ahead = _read_ahead(named, host_free_nbytes() // ranks.num_local - host_budget)
+        undo.callback(ahead.close)
+        reclaim(config.nvme)
+        compresses = may_compress(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
+        nvme_budget, compresses = ranks.least([room_nbytes(config.nvme) // ranks.num_local, compresses])
+        layout_, records, placement = arrange(
+            model,
+            named,
+            config,
+            Budgets(device_nbytes=device_budget, expected_nbytes=expected, host_nbytes=host_budget, nvme_nbytes=nvme_budget),
+            training,
+            (ranks.rank, ranks.world),
+            compresses=bool(compresses),
+            most=lambda number: ranks.most([number])[0],
+        )
+        of_any = ranks.most([index in placement.may_stay for index in range(len(records))])  # the same on all ranks, whose shards differ
+        placement = replace(placement, may_stay=frozenset(index for index, stays in enumerate(of_any) if stays))
+        num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
+        swap, extents, compresses = _make_swap(config, ranks, placement, num_cores)
         if swap is not None:
             undo.callback(swap.close)
         made = _connect(
@@ -121,7 +123,18 @@ def assemble(
             undo,
         )
         undo.pop_all()
+    made.ahead = ahead
     return made
+
+
+def _read_ahead(named: Named, free_nbytes: int) -> ReadAhead:
+    """Has the kernel begin to read what of the parameters is in mapped files, while all else is made: into half of what host memory has
+    beside the engine's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        memory = [(param.data_ptr(), param.numel() * param.element_size()) for _, param in named]
+    ahead = ReadAhead(memory, free_nbytes // 2)
+    ahead.reach(0)
+    return ahead
 
 
 def _connect(

@@ -46,6 +46,7 @@ from infinity.system.events import Events
 from infinity.system.freed_memory import Freed
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Lane
+from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.system.timeline import timeline_of
 from infinity.tiers.state import TORCH_DTYPES
@@ -363,7 +364,7 @@ class Engine:
         self.follower, self.calls = self.cycle.follower, self.cycle.calls
         self.ranks.listen(self._give_up)
         try:
-            self._let_go(model)
+            self._let_go(model, parts.ahead)
         except BaseException as error:
             self.gate.break_off(error)
             self._close_parts()
@@ -389,9 +390,9 @@ class Engine:
     def __reduce_ex__(self, protocol):
         raise UsageError(NO_COPY)
 
-    def _let_go(self, model: nn.Module) -> None:
+    def _let_go(self, model: nn.Module, ahead: ReadAhead) -> None:
         """Give the parameters' values to their records, and the modules to the hooks."""
-        self.values.write_initial(self.answers.initial_value)
+        self.values.write_initial(self.answers.initial_value, ahead)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-AHEAD_NBYTES = 2 << 30  # as much as a fast drive reads in a second or less; what is free of memory holds it
+LEAST_AHEAD_NBYTES = 2 << 30  # as much as a fast drive reads in a second or less; what is free of memory holds it
 
 _MAPS = Path("/proc/self/maps")
 
@@ -52,10 +52,12 @@ class MappedFiles:
 class ReadAhead:
     """Has the kernel read what of some memory, (address, nbytes) in the order of its use, is mapped files'. A context manager.
 
-    The kernel itself reads some 100 KiB ahead of who touches mapped memory, and nothing while nobody does.
+    The kernel itself reads some 100 KiB ahead of who touches mapped memory, and nothing while nobody does. ahead_nbytes: so much is read
+    before it is used, if it is more than the least.
     """
 
-    def __init__(self, memory: Iterable[tuple[int, int]]):
+    def __init__(self, memory: Iterable[tuple[int, int]], ahead_nbytes: int = 0):
+        self._ahead_nbytes = max(ahead_nbytes, LEAST_AHEAD_NBYTES)
         files = MappedFiles()
         self._parts: Sequence[Part | None] = [files.find(*place) for place in memory]
         self._begins = [0, *itertools.accumulate(part.nbytes if part is not None else 0 for part in self._parts)]
@@ -66,11 +68,15 @@ class ReadAhead:
         return self
 
     def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ask for nothing any more. Idempotent."""
         self._pool.shutdown(cancel_futures=True)
 
     def reach(self, index: int) -> None:
         """The memory of that number is used now."""
-        while self._num_asked < len(self._parts) and self._begins[self._num_asked] <= self._begins[index] + AHEAD_NBYTES:
+        while self._num_asked < len(self._parts) and self._begins[self._num_asked] <= self._begins[index] + self._ahead_nbytes:
             if (part := self._parts[self._num_asked]) is not None:
                 self._pool.submit(_ask, part)
             self._num_asked += 1

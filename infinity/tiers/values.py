@@ -129,17 +129,12 @@ class Values:
         return found
 
     @torch.no_grad()
-    def write_initial(self, initial: Callable[[int, torch.nn.Parameter], torch.Tensor]) -> None:
-        """Write every chunk's first record, one span's parameters at a time, and let these go."""
-        params = [state.param for span in self.registry.spans for state in span.params]
-        with torch._C.DisableTorchFunctionSubclass():
-            memory = [(param.data_ptr(), param.numel() * param.element_size()) for param in params]
-        with ReadAhead(memory) as ahead:
-            num_passed = 0
+    def write_initial(self, initial: Callable[[int, torch.nn.Parameter], torch.Tensor], ahead: ReadAhead) -> None:
+        """Write every chunk's first record, one span's parameters at a time, and let these go. ahead: of all parameters, as registered."""
+        with ahead:
             for span in self.registry.spans:
-                ahead.reach(num_passed)
+                ahead.reach(min(state.index for state in span.params))
                 self._write_first(span, initial)
-                num_passed += len(span.params)
         self.records.flush()
 
     def _write_first(self, span: SpanState, initial: Callable[[int, torch.nn.Parameter], torch.Tensor]) -> None:
