@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import itertools
+import mmap
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,14 +19,18 @@ from typing import NamedTuple
 LEAST_AHEAD_NBYTES = 2 << 30  # as much as a fast drive reads in a second or less; what is free of memory holds it
 
 _MAPS = Path("/proc/self/maps")
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it, and mmap.madvise keeps its lock
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 class Part(NamedTuple):
-    """Bytes of a file: nbytes from offset on."""
+    """Bytes of a file, nbytes from offset on, and the address where they are mapped."""
 
     path: str
     offset: int
     nbytes: int
+    address: int
 
 
 class MappedFiles:
@@ -46,14 +52,15 @@ class MappedFiles:
         if index < 0 or nbytes < 1:
             return None
         begin, (end, offset, path) = self._begins[index], self._files[index]
-        return Part(path, offset + address - begin, nbytes) if address + nbytes <= end else None
+        return Part(path, offset + address - begin, nbytes, address) if address + nbytes <= end else None
 
 
 class ReadAhead:
     """Has the kernel read what of some memory, (address, nbytes) in the order of its use, is mapped files'. A context manager.
 
-    The kernel itself reads some 100 KiB ahead of who touches mapped memory, and nothing while nobody does. ahead_nbytes: so much is read
-    before it is used, if it is more than the least.
+    The kernel itself reads some 100 KiB ahead of who touches mapped memory, and nothing while nobody does; and who touches it first takes
+    a fault every 64 KiB, 0.4 s a gigabyte, which are taken here. ahead_nbytes: so much is read before it is used, if it is more than the
+    least.
     """
 
     def __init__(self, memory: Iterable[tuple[int, int]], ahead_nbytes: int = 0):
@@ -62,7 +69,7 @@ class ReadAhead:
         self._parts: Sequence[Part | None] = [files.find(*place) for place in memory]
         self._begins = [0, *itertools.accumulate(part.nbytes if part is not None else 0 for part in self._parts)]
         self._num_asked = 0
-        self._pool = ThreadPoolExecutor(1, "infinity-ahead")
+        self._pool = ThreadPoolExecutor(2, "infinity-ahead")  # one asks for more while the other waits for bytes
 
     def __enter__(self) -> ReadAhead:
         return self
@@ -89,3 +96,5 @@ def _ask(part: Part) -> None:
             os.posix_fadvise(file, part.offset, part.nbytes, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(file)
+        begin = part.address // mmap.PAGESIZE * mmap.PAGESIZE
+        _madvise(begin, part.address + part.nbytes - begin, _MADV_POPULATE_READ)  # an older kernel refuses
