@@ -200,8 +200,11 @@ class RunEnded(SystemExit):
         self.so_far = list(so_far)
 
 
-def on_ranks(script: str, arguments: Sequence[str], num_ranks: int, timeout: float) -> list[dict]:
-    """What each rank of a script left with `leave`, started by torchrun on so many ranks of this host; seconds of time.
+def on_ranks(
+    script: str, arguments: Sequence[str], num_ranks: int, timeout: float, told: Callable[[dict], None] = lambda report: None
+) -> list[dict]:
+    """What each rank of a script left with `leave`, started by torchrun on so many ranks of this host; seconds of time. Whatever rank 0
+    leaves by `leave_so_far` is told within a second.
 
     Raises RunError.
     """
@@ -212,7 +215,7 @@ def on_ranks(script: str, arguments: Sequence[str], num_ranks: int, timeout: flo
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen([*command, script, *arguments], env=environment, **pipes) as process:
             try:
-                said, _ = process.communicate(timeout=timeout)
+                said = _follow(process, Path(folder, "so-far0"), timeout, told)
             except BaseException as error:
                 process.terminate()  # torchrun ends its ranks
                 process.communicate()
@@ -233,6 +236,23 @@ def on_ranks(script: str, arguments: Sequence[str], num_ranks: int, timeout: flo
         codes = re.findall(r"exitcode\s*: (-?\d+)", said) or [process.returncode]
         raise RunError(f"a rank ended with exit code {codes[0]} and without a word", so_far)
     return [reports[f"rank{rank}"] for rank in range(num_ranks)]
+
+
+def _follow(process: subprocess.Popen, so_far: Path, timeout: float, told: Callable[[dict], None]) -> str:
+    """What a process says until it ends, while its reports are told. Raises TimeoutExpired."""
+    end, last = time.monotonic() + timeout, None
+    while True:
+        try:
+            said, _ = process.communicate(timeout=min(1.0, max(0.0, end - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            said = None
+        if so_far.exists() and (report := so_far.read_text()) != last:
+            last = report
+            told(json.loads(report))
+        if said is not None:
+            return said
+        if time.monotonic() >= end:
+            raise subprocess.TimeoutExpired(process.args, timeout)
 
 
 def _left(folder: str, kind: str) -> dict[str, dict]:

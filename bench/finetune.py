@@ -178,7 +178,12 @@ def measure(options, row: Row, engine: str, tokens: int, round_: int, num_parame
             case = given(options) | cut(options, tokens) | {"engine": engine, "nvme": folder, "trace": trace}
             if engine == "deepspeed" and not round_ and tokens == (options.curve or [tokens])[0]:
                 on_ranks(__file__, ["--case", json.dumps(case | TINY)], options.ranks, options.limit)  # compiles its kernels
-            ranks = on_ranks(__file__, ["--case", json.dumps(case)], options.ranks, options.limit)
+
+            def told(report):
+                steps = report["seconds"]
+                print(f"  {engine}, step {len(steps)}: {steps[-1]:.3f} s, by rank 0", file=sys.stderr, flush=True)
+
+            ranks = on_ranks(__file__, ["--case", json.dumps(case)], options.ranks, options.limit, told)
     except RunError as error:
         killed = "exit code -9" in str(error)
         row.reason, ranks = f"{error}{': as when host memory is used up' if killed else ''}", error.so_far
