@@ -43,6 +43,8 @@ from infinity.tiers.updates import Updater
 from infinity.tiers.values import Values
 from infinity.tiers.weights import Weights
 
+REGION_NBYTES = 4 << 30  # of records that stay in host memory: one is pinned while the next is touched
+
 
 @dataclass
 class Assembly:
@@ -203,17 +205,18 @@ def _connect(
     records_ = Records(compressor_ or swap, caches, lock, events, failure, keep=keep, who=who)
     undo.callback(records_.close)
     next_uses = (course.next_weights_use, course.next_states_use, course.next_gradient_use)
-    for kind, next_use in zip(KINDS, next_uses):
-        sizes, count = placement.sizes[kind], placement.slots[kind]
-        caches[kind] = HostCache(kind, Slots(arena, kind, max(placement.in_slots[kind]), count) if count else None, next_use)
-        resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index] == "host"}
-        for index, area in _areas(arena, resident).items():
-            caches[kind].add_resident(chunks[index], area)
-
     staging = None
-    if cuda:
-        largest = max(chunk.record.numel for chunk in chunks) * dtype.itemsize
-        staging = arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
+    with arena.together():
+        for kind, next_use in zip(KINDS, next_uses):
+            sizes, count = placement.sizes[kind], placement.slots[kind]
+            caches[kind] = HostCache(kind, Slots(arena, kind, max(placement.in_slots[kind]), count) if count else None, next_use)
+            resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index] == "host"}
+            for index, area in _areas(arena, resident).items():
+                caches[kind].add_resident(chunks[index], area)
+        if cuda:
+            largest = max(chunk.record.numel for chunk in chunks) * dtype.itemsize
+            staging = arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
+
     gather_lane, gather_stream = Lane("gg", failure, "the exchange between ranks"), torch.cuda.Stream(device) if cuda else None
     undo.callback(gather_lane.close)
     gradients = Gradients(
@@ -284,10 +287,13 @@ def _make_swap(
 
 
 def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Resident]:
-    """Fixed places, page-aligned, of one region."""
-    offsets, total = {}, 0
+    """Fixed places, page-aligned, of regions of some REGION_NBYTES."""
+    areas, offsets, total = {}, {}, 0
     for index, size in nbytes.items():
         offsets[index] = total
         total += -(-size // PAGE_NBYTES) * PAGE_NBYTES
-    region = arena.region(max(total, 1)) if nbytes else None
-    return {index: Resident(region, offset, nbytes[index]) for index, offset in offsets.items()}
+        if total >= REGION_NBYTES or len(areas) + len(offsets) == len(nbytes):
+            region = arena.region(max(total, 1))
+            areas |= {each: Resident(region, offset, nbytes[each]) for each, offset in offsets.items()}
+            offsets, total = {}, 0
+    return areas

@@ -13,7 +13,7 @@ import os
 import resource
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -45,6 +45,7 @@ class Arena:
     def __init__(self, *, pin: bool = False):
         self.pin = pin
         self._regions: list[Region] = []
+        self._pinning: tuple[ThreadPoolExecutor, list[Future]] | None = None  # in a `together` block
 
     @property
     def nbytes(self) -> int:
@@ -53,9 +54,27 @@ class Arena:
 
     def region(self, nbytes: int) -> Region:
         """Zeroed memory of nbytes, rounded up to 4096. Raises BudgetError if it cannot be pinned, OSError if not mapped."""
-        region = Region(nbytes, pin=self.pin)
+        region = Region(nbytes)
+        if self.pin and self._pinning is not None:
+            pool, under_way = self._pinning
+            under_way.append(pool.submit(region.pin))
+        elif self.pin:
+            region.pin()
         self._regions.append(region)
         return region
+
+    @contextlib.contextmanager
+    def together(self):
+        """Regions made inside the block are pinned by a thread, each while the next one is touched, and all once it ends, which then
+        raises what `region` does."""
+        with ThreadPoolExecutor(1, "infinity-pin") as pool:
+            self._pinning = pool, []
+            try:
+                yield
+                for each in self._pinning[1]:
+                    each.result()
+            finally:
+                self._pinning = None
 
     def give_back(self, region: Region) -> None:
         """Give one back; nothing uses it."""
@@ -74,7 +93,7 @@ class Arena:
 class Region:
     """A contiguous piece of an arena that starts on a 2 MiB border. buffer: a memoryview of its nbytes."""
 
-    def __init__(self, nbytes: int, *, pin: bool):
+    def __init__(self, nbytes: int):
         if nbytes < 1:
             raise ValueError(f"a region of {nbytes} bytes was asked for, expected 1 or more")
         self.nbytes = _round_up(nbytes, PAGE_NBYTES)
@@ -90,11 +109,13 @@ class Region:
         self._tensors: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
         _touch(self.buffer)
         self._unpin: weakref.finalize | None = None
-        if pin:
-            _register(self.address, self.nbytes)
-            # Also where nobody closes it: CUDA must not know addresses that are about to be another mapping's.
-            self._unpin = weakref.finalize(self, _unregister, self.address, os.getpid())
-            self._unpin.atexit = False
+
+    def pin(self) -> None:
+        """Register it with CUDA, once. Raises BudgetError."""
+        _register(self.address, self.nbytes)
+        # Also where nobody closes it: CUDA must not know addresses that are about to be another mapping's.
+        self._unpin = weakref.finalize(self, _unregister, self.address, os.getpid())
+        self._unpin.atexit = False
 
     def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
         """A 1-D view [numel] of the bytes from offset_nbytes; the same object each time."""

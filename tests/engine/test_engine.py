@@ -26,6 +26,7 @@ from models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt, t
 from torch import nn
 
 import infinity
+from infinity.engine import build
 from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.model.gpt import GPT
 from infinity.model.state_dict import DepartedGradient
@@ -175,6 +176,11 @@ def test_placement_never_changes_a_bit(case, tmp_path, expected):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_placement_never_changes_a_bit_in_all_mixes(case, tmp_path, expected):
     check_placement(case, tmp_path, expected)
+
+
+def test_records_in_regions_of_their_own_have_the_same_bits(tmp_path, expected, monkeypatch):
+    monkeypatch.setattr(build, "REGION_NBYTES", 1)
+    check_placement(("accumulate", "bf16", "host", "host", "auto", "deferred", 1 / 64, "ample"), tmp_path, expected)
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])

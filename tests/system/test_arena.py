@@ -175,6 +175,42 @@ def test_too_low_a_memlock_is_named_with_its_cure(monkeypatch):
     assert arena.nbytes == 0
 
 
+def test_regions_made_together_are_pinned_once_the_block_ends_and_no_region_before_it_is_touched(monkeypatch):
+    class Cudart(FakeCudart):
+        def cudaHostRegister(self, address, nbytes, flags):
+            resident.append(mapping_at(address)[1])
+            threads.add(threading.current_thread().name)
+            return super().cudaHostRegister(address, nbytes, flags)
+
+    resident, threads, cudart = [], set(), Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    arena = Arena(pin=True)
+    with arena.together():
+        regions = [arena.region(n * MIB) for n in (1, 8, 3)]
+    assert cudart.registered == [(r.address, r.nbytes) for r in regions]
+    assert resident == [r.nbytes for r in regions] and threads == {"infinity-pin_0"}
+    assert arena.region(MIB) and threads == {"infinity-pin_0", threading.current_thread().name}
+    arena.close()
+    assert cudart.registered == []
+
+
+def test_one_of_several_regions_that_cannot_be_pinned_is_an_error_once_the_block_ends(monkeypatch):
+    class Cudart(FakeCudart):
+        def cudaHostRegister(self, address, nbytes, flags):
+            return 2 if nbytes == 8 * MIB else super().cudaHostRegister(address, nbytes, flags)
+
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    arena = Arena(pin=True)
+    with pytest.raises(BudgetError, match="pinning 8.0 MiB"):
+        with arena.together():
+            for n in (1, 8, 3):
+                arena.region(n * MIB)
+    assert len(cudart.registered) == 2
+    arena.close()
+    assert cudart.registered == []
+
+
 def test_slots_are_page_aligned_apart_and_counted():
     arena = Arena()
     slots = Slots(arena, "record", 5000, 3)
