@@ -8,11 +8,10 @@ The whole interface, and what it promises, is at the head of aio.c.
 """
 
 try:
-    from aio_ext._aio import DEMAND, PREFETCH, WRITE, Queue, Ticket, crc32c, direct_alignment
+    from aio_ext._aio import DEMAND, PREFETCH, WRITE, Queue, Ticket, crc32c, direct_alignment, require_libaio
 except ImportError as error:
     raise ImportError(
-        f"aio_ext is not built or libaio is missing ({error}). Install libaio (Debian: apt install libaio-dev; "
-        "Fedora: dnf install libaio-devel), then run `pip install .` or `python setup.py build_ext --inplace`."
+        f"aio_ext is not built ({error}): in a checkout run `make build`, or `python setup.py build_ext --inplace`; else `pip install .`"
     ) from error
 
-__all__ = ["DEMAND", "PREFETCH", "WRITE", "Queue", "Ticket", "crc32c", "direct_alignment"]
+__all__ = ["DEMAND", "PREFETCH", "WRITE", "Queue", "Ticket", "crc32c", "direct_alignment", "require_libaio"]

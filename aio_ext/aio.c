@@ -27,6 +27,7 @@
  *         done: bool                      # finished, well or not; what was read with sums may still be found wrong
  *         nbytes, offset: int
  *
+ *     def require_libaio()                          # OSError(ELIBACC) that says what to install, where a Queue could not be made
  *     def direct_alignment(fd) -> (memory, offset)  # bytes; 4096 where the kernel says nothing, 0: no direct I/O
  *     def crc32c(buffer, value=0, into=None) -> int # of a contiguous buffer; crc32c(b, crc32c(a)) == crc32c(a + b);
  *                                                   # into: a buffer of the same size, which gets a copy
@@ -175,6 +176,17 @@ static void set_os_error(int code, PyObject *text)
     Py_XDECREF(arguments);
 }
 
+/* -1 with the error that says what to install. */
+static int check_libaio(void)
+{
+    const char *why = aio_kernel_load();
+    if (why)
+        set_os_error(ELIBACC, PyUnicode_FromFormat("transfers between files and memory need libaio, which cannot be used (%s). Install it: "
+                                                   "Debian and Ubuntu: apt install libaio1 (newer ones: libaio1t64); "
+                                                   "Fedora and RHEL: dnf install libaio; Arch: pacman -S libaio", why));
+    return why ? -1 : 0;
+}
+
 static PyObject *Queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"block_nbytes", "inflight_nbytes", "inflight_write_nbytes", "depth", NULL};
@@ -193,9 +205,9 @@ static PyObject *Queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         parse_size("depth", depth, 1, 65536, 1) < 0)
         return NULL;
     State *state = PyType_GetModuleState(type);
-    if (!state)
+    if (!state || check_libaio() < 0)
         return NULL;
-    Queue *self = (Queue *)type->tp_alloc(type, 0);
+    Queue *self = (Queue *)PyType_GenericAlloc(type, 0);
     if (!self)
         return NULL;
     Shared *shared = PyMem_Calloc(1, sizeof *shared);
@@ -248,7 +260,7 @@ static void Queue_dealloc(PyObject *object)
         PyErr_Restore(kind, value, trace);
         shared_decref(self->shared);
     }
-    type->tp_free(object);
+    PyObject_Free(object);
     Py_DECREF(type);
 }
 
@@ -318,8 +330,8 @@ static PyObject *queue_submit(Queue *self, PyObject *args, PyObject *kwargs, int
     if (sums != Py_None && (PyObject_GetBuffer(sums, &table, is_write ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0 ||
                             !(own_sums = sums_of(&view, &table, is_write))))
         goto error;
-    State *state = PyType_GetModuleState(Py_TYPE(self));
-    ticket = (Ticket *)state->ticket_type->tp_alloc(state->ticket_type, 0);
+    State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
+    ticket = (Ticket *)PyType_GenericAlloc(state->ticket_type, 0);
     if (!ticket)
         goto error;
     Request *request = core_request_new(shared->core);
@@ -331,7 +343,7 @@ static PyObject *queue_submit(Queue *self, PyObject *args, PyObject *kwargs, int
     ticket->shared = shared;
     ticket->request = request;
     ticket->view = view;
-    request->owner = Py_NewRef(ticket);
+    request->owner = Py_NewRef((PyObject *)ticket);
     request->fd = fd;
     request->is_write = is_write;
     request->priority = priority;
@@ -357,7 +369,7 @@ static PyObject *queue_submit(Queue *self, PyObject *args, PyObject *kwargs, int
     else
         PyErr_Format(PyExc_ValueError, "%s on a closed queue", is_write ? "write" : "read");
 error:
-    Py_XDECREF(ticket);
+    Py_XDECREF((PyObject *)ticket);
     PyMem_Free(own_sums);
     PyBuffer_Release(&table);
     PyBuffer_Release(&view);
@@ -492,7 +504,7 @@ static void Ticket_dealloc(PyObject *object)
         core_request_free(self->shared->core, self->request);
         shared_decref(self->shared);
     }
-    type->tp_free(object);
+    PyObject_Free(object);
     Py_DECREF(type);
 }
 
@@ -661,6 +673,11 @@ static PyObject *direct_alignment(PyObject *Py_UNUSED(module), PyObject *argumen
     return Py_BuildValue("(II)", memory, offset);
 }
 
+static PyObject *require_libaio(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return check_libaio() < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 static PyObject *checksum(PyObject *args, PyObject *kwargs, const char *format,
                           uint32_t (*function)(uint32_t, const void *, size_t))
 {
@@ -737,7 +754,7 @@ static PyObject *inject(PyObject *Py_UNUSED(module), PyObject *args, PyObject *k
             rule.call = (enum aio_call)i;
     if (PyFloat_Check(result)) {
         rule.effect = AIO_FRACTION;
-        rule.fraction = PyFloat_AS_DOUBLE(result);
+        rule.fraction = PyFloat_AsDouble(result);
     } else if (result != Py_None) {
         rule.value = PyLong_AsLongLong(result);
         if (rule.value == -1 && PyErr_Occurred())
@@ -768,6 +785,8 @@ static PyObject *close_all(PyObject *module, PyObject *Py_UNUSED(ignored))
 }
 
 static PyMethodDef module_methods[] = {
+    {"require_libaio", require_libaio, METH_NOARGS,
+     "require_libaio()\n--\n\nRaises OSError, with what to install, where libaio is not to be had, so that no Queue can be made."},
     {"direct_alignment", direct_alignment, METH_O,
      "direct_alignment(fd) -> (memory, offset)\n--\n\nBytes that O_DIRECT needs: 4096 where unknown, 0 where it is refused."},
     {"crc32c", (PyCFunction)(void (*)(void))checksum_best, METH_VARARGS | METH_KEYWORDS,

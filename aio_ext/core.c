@@ -581,7 +581,7 @@ int core_start(Core *core)
     core->has_thread = 1;
     return 0;
 error:
-    io_destroy(core->context);
+    aio_kernel.destroy(core->context);
     return result;
 }
 

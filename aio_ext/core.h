@@ -80,7 +80,7 @@ typedef struct {
     struct io_event *events;
 } Core;
 
-/* Whose system calls are used from now on: aio_kernel at first. */
+/* Whose system calls are used from now on: aio_kernel at first, which must have been loaded. */
 void core_use(const struct aio_calls *calls);
 
 Core *core_new(size_t block_nbytes, size_t inflight_limit, size_t inflight_write_limit, int depth); /* NULL: no memory */

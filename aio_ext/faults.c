@@ -2,14 +2,20 @@
  *
  * [Note: faults are real] A block that shall come back short, or with an error, is handed to the kernel with that
  * much less to do, and a delayed block is handed over late. So bytes that the queue wrongly believes moved are
- * missing in the buffer or the file, where a test finds them. */
+ * missing in the buffer or the file, where a test finds them.
+ *
+ * [Note: libaio at run time] libaio is opened when the first queue is made, not linked. So a program that moves nothing to or from files
+ * runs without it, and one build serves distributions that call it libaio.so.1 and those that call it libaio.so.1t64. Not linked
+ * statically, since it is under the LGPL, whose users may replace it. Its header alone is needed to build. */
 #define _GNU_SOURCE
 #include "faults.h"
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -68,7 +74,39 @@ static void kernel_sleep(int eventfd, int64_t timeout_ns)
     (void)got;
 }
 
-const struct aio_calls aio_kernel = {io_setup, io_submit, io_getevents, io_destroy, kernel_sleep};
+struct aio_calls aio_kernel = {.sleep = kernel_sleep};
+
+static char missing[256]; /* why, once it was looked for and not found */
+
+static void find_libaio(void)
+{
+    void *library = dlopen("libaio.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!library)
+        snprintf(missing, sizeof missing, "%s", dlerror());
+    if (!library && !(library = dlopen("libaio.so.1t64", RTLD_NOW | RTLD_LOCAL)))
+        return;
+    struct {
+        const char *name;
+        void *place;
+    } calls[] = {{"io_setup", &aio_kernel.setup},
+                 {"io_submit", &aio_kernel.submit},
+                 {"io_getevents", &aio_kernel.getevents},
+                 {"io_destroy", &aio_kernel.destroy}};
+    missing[0] = 0;
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
+        void *found = dlsym(library, calls[i].name);
+        if (!found)
+            snprintf(missing, sizeof missing, "it has no %s", calls[i].name);
+        memcpy(calls[i].place, &found, sizeof found); /* POSIX has it that functions fit into void * */
+    }
+}
+
+const char *aio_kernel_load(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, find_libaio);
+    return missing[0] ? missing : NULL;
+}
 
 /* ---- the faulty table ---- */
 
@@ -126,12 +164,12 @@ static int refused(enum aio_call call, int *result)
 static int faulty_setup(int depth, io_context_t *context)
 {
     int result;
-    return refused(AIO_SETUP, &result) ? result : io_setup(depth, context);
+    return refused(AIO_SETUP, &result) ? result : aio_kernel.setup(depth, context);
 }
 
 static int faulty_destroy(io_context_t context)
 {
-    int result = 0, real = io_destroy(context);
+    int result = 0, real = aio_kernel.destroy(context);
     pthread_mutex_lock(&lock);
     for (int i = 0; i < MAX_BLOCKS && num_touched; i++)
         if (touched[i].iocb && touched[i].context == context) {
@@ -168,7 +206,7 @@ static int hand_over(io_context_t context, struct iocb *iocb, unsigned long nbyt
 {
     unsigned long asked = iocb->u.c.nbytes;
     iocb->u.c.nbytes = nbytes;
-    int accepted = io_submit(context, 1, &iocb);
+    int accepted = aio_kernel.submit(context, 1, &iocb);
     iocb->u.c.nbytes = asked;
     return accepted;
 }
@@ -244,7 +282,7 @@ static int faulty_getevents(io_context_t context, long least, long most, struct 
         }
     }
     pthread_mutex_unlock(&lock);
-    int real = got < most ? io_getevents(context, got ? 0 : least, most - got, events + got, timeout) : 0;
+    int real = got < most ? aio_kernel.getevents(context, got ? 0 : least, most - got, events + got, timeout) : 0;
     if (real < 0)
         return got ? got : real;
     pthread_mutex_lock(&lock);

@@ -17,8 +17,11 @@ struct aio_calls {
     void (*sleep)(int eventfd, int64_t timeout_ns);
 };
 
-extern const struct aio_calls aio_kernel; /* what everyone uses */
+extern struct aio_calls aio_kernel;       /* what everyone uses, once aio_kernel_load has filled it */
 extern const struct aio_calls aio_faulty; /* the same with the rules below applied */
+
+/* Finds libaio, see [Note: libaio at run time] in faults.c. NULL, or why it is not to be had. The first call decides, from any thread. */
+const char *aio_kernel_load(void);
 
 enum aio_call { AIO_SETUP, AIO_SUBMIT, AIO_GETEVENTS, AIO_DESTROY, AIO_READ, AIO_WRITE, AIO_NUM_CALLS };
 enum aio_effect { AIO_PASS, AIO_RESULT, AIO_MISSING, AIO_FRACTION };

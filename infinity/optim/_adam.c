@@ -704,7 +704,7 @@ static PyObject *py_isas(PyObject *module, PyObject *unused)
         if (name == NULL)
             Py_CLEAR(names);
         else
-            PyTuple_SET_ITEM(names, i, name);
+            PyTuple_SetItem(names, i, name);
     }
     return names;
 }

@@ -590,12 +590,12 @@ static PyObject *py_decode_last(PyObject *module, PyObject *parts)
     (void)module;
     Py_buffer buffer;
     int itemsize;
-    Py_ssize_t nbytes, last = PyList_Check(parts) ? PyList_GET_SIZE(parts) - 1 : -1;
+    Py_ssize_t nbytes, last = PyList_Check(parts) ? PyList_Size(parts) - 1 : -1;
     if (last < 0)
         return PyErr_Format(PyExc_ValueError, "decode_last: expected a list with something in it");
-    if (!PyTuple_Check(PyList_GET_ITEM(parts, last)))
+    if (!PyTuple_Check(PyList_GetItem(parts, last)))
         return PyErr_Format(PyExc_TypeError, "decode_last: expected a list of tuples");
-    if (!PyArg_ParseTuple(PyList_GET_ITEM(parts, last), "w*in:decode_last", &buffer, &itemsize, &nbytes))
+    if (!PyArg_ParseTuple(PyList_GetItem(parts, last), "w*in:decode_last", &buffer, &itemsize, &nbytes))
         return NULL;
     int sound = 1;
     if (itemsize == 0)

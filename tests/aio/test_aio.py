@@ -292,6 +292,39 @@ def test_a_bad_descriptor_is_an_error(direct):
         assert queue.read(fd, memory(BLOCK), 0).wait()
 
 
+def without_libaio(monkeypatch, folder):
+    """Processes that start from now on find files of its names that are no libraries."""
+    folder.mkdir()
+    for name in ("libaio.so.1", "libaio.so.1t64"):
+        (folder / name).touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
+
+
+def test_without_libaio_all_but_transfers_goes_on_and_these_say_what_to_install(tmp_path, monkeypatch):
+    without_libaio(monkeypatch, tmp_path / "libraries")
+    source = """
+        import errno, os, sys
+        import torch, infinity, aio_ext
+        model = torch.nn.Linear(8, 8)
+        infinity.offload(model, infinity.Config(device="cpu", dtype="fp32", weights="host", states="host"))
+        optimizer = infinity.AdamW(model.parameters())
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        print(aio_ext.crc32c(b"123456789"), aio_ext.direct_alignment(os.open(sys.argv[1], os.O_RDONLY))[0] >= 0)
+        for use in (aio_ext.require_libaio, aio_ext.Queue, lambda: infinity.save(sys.argv[1] + "/saved", model, optimizer)):
+            try:
+                use()
+            except OSError as error:
+                print(error.errno == errno.ELIBACC, error)
+    """
+    done = run_python(source, tmp_path)
+    first, *refused = done.stdout.splitlines()
+    assert first == f"{0xE3069283} True", done.stderr
+    assert len(refused) == 3
+    for line in refused:
+        assert line.startswith("True ") and "libaio.so.1: file too short" in line and "apt install libaio1" in line
+
+
 def test_a_file_size_limit_is_an_error(tmp_path):
     source = """
         import aio_ext, errno, mmap, os, resource, sys

@@ -94,6 +94,14 @@ def test_aio_requests():
     assert system.aio_requests(65536, 65500, 64) == attention("aio-max-nr", detail, "sudo sysctl fs.aio-max-nr=1048576")
 
 
+def test_libaio():
+    assert system.libaio(None) == ok("libaio", "found")
+    missing = OSError(errno.ELIBACC, "transfers need libaio, which cannot be used (libaio.so.1: none). Install it: apt install libaio1")
+    detail = "transfers need libaio, which cannot be used (libaio.so.1: none)"
+    assert system.libaio(missing) == attention("libaio", detail, "Install it: apt install libaio1")
+    assert doctor._libaio_failure() is None
+
+
 def test_locked_memory_matters_where_it_is_pinned():
     assert system.locked_memory(8 << 20, 0) == absent("memlock", "limit 8.0 MiB; without a GPU no memory is pinned")
     assert system.locked_memory(None, 8) == ok("memlock", "limit none; pinning host memory works")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import aio_ext
 from infinity import config_files
 from infinity.config import DEFAULT_NVME, Config
 from infinity.errors import BudgetError, ConfigError
@@ -117,6 +118,7 @@ def _system(cards: list[devices.Card], directories: list[Path]) -> Iterator[Chec
     yield "kernel", lambda: system.kernel(platform.release(), platform.machine())
     yield "versions", lambda: devices.versions(devices.read_versions(cards))
     yield "extensions", lambda: devices.kernels(_adam.isas(), platform.machine())
+    yield "libaio", lambda: system.libaio(_libaio_failure())
     yield "settings", _settings
     yield "memory", lambda: system.memory(Path("/proc/meminfo").read_text(), system.read_memory_limit())
     yield "CPUs", lambda: system.processors(os.cpu_count(), len(os.sched_getaffinity(0)), system.read_cpu_quota())
@@ -160,6 +162,13 @@ def _rates(path: Path, folder: Path, seconds: float) -> Finding:
     if seconds <= 0:
         return absent("rates", f"{path}: left out: the time was over; see --seconds")
     return volumes.rates(path, folder, seconds)
+
+
+def _libaio_failure() -> OSError | None:
+    try:
+        aio_ext.require_libaio()
+    except OSError as error:
+        return error
 
 
 def _settings() -> Finding:

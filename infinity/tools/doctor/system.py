@@ -36,6 +36,14 @@ def aio_requests(limit: int, used: int, needed: int) -> Finding:
     return attention("aio-max-nr", f"{detail}: queues are made smaller, or refused", remedy)
 
 
+def libaio(failure: OSError | None) -> Finding:
+    """failure: of aio_ext.require_libaio()."""
+    if failure is None:
+        return ok("libaio", "found")
+    detail, _, remedy = failure.strerror.partition(". ")
+    return attention("libaio", detail, remedy)
+
+
 def locked_memory(limit: int | None, num_devices: int, failure: str = "") -> Finding:
     """limit: RLIMIT_MEMLOCK in bytes, None for none. failure: why memory could not be pinned for a device, if it was tried and failed."""
     detail = f"limit {'none' if limit is None else format_bytes(limit)}"
