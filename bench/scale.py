@@ -1,6 +1,6 @@
 """Simulated: a GPT of a trillion parameters on one node of eight GPUs and eight drives, and on up to 64 such nodes.
 
-    python bench/scale.py [--params 1e12] [--machine bench/h200x8.toml] [--batches 2 4 8] [--nodes 1 2 ... 64] [--json FILE] [--plot FILE]
+    python bench/scale.py [--params 1e12] [--machine h200x8] [--batches 2 4 8] [--nodes 1 2 ... 64] [--json FILE] [--plot FILE]
 
 Nothing runs but the simulator: the machine is a file, and each node has its own drives, so the bytes that a drive moves a step fall with
 the number of nodes while each device computes as much as before.
@@ -28,7 +28,7 @@ SEQ, VOCAB = 1024, 50257
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=_common.positive_float, default=1e12)
-    parser.add_argument("--machine", type=Path, default=Path(__file__).with_name("h200x8.toml"))
+    parser.add_argument("--machine", type=Path, default=Path("h200x8"))
     parser.add_argument("--batches", type=_common.positive, nargs="+", default=[2, 4, 8], help="sequences a device and step")
     parser.add_argument("--nodes", type=_common.positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     options = _common.parse(parser)

@@ -11,7 +11,7 @@ SOURCES = sorted(
     path for folder in ("infinity", "aio_ext", "bench", "tests") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".c", ".h")
 )
 PATH = re.compile(r"(?:`|\]\()((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|c|h|md|toml|png))?|[\w-]+\.(?:md|toml|png))(?:::(\w+))?(?:[`)\s])")
-MADE_LATER = {"infinity.toml", "./infinity.toml"}  # by commands: no checkout has them
+MADE_LATER = {"infinity.toml", "./infinity.toml", ".venv/bin/", "dist/"}  # by commands: no checkout has them
 CITED = re.compile(r"\[Note: ([^\]]+)\](?: in `?([\w/]+\.(?:py|c|h))`?)?")
 
 

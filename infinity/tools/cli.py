@@ -360,7 +360,7 @@ def _add_plan(commands):
     model.add_argument("--batch", type=_whole, default=1, metavar="N", help="sequences a device and step")
     model.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in backward")
     machine = command.add_argument_group("machine")
-    table = f"with a table [machine]; by default ./{DEFAULT_NAME}, as `infinity tune` writes it"
+    table = f"a file with a table [machine], or h200x8; by default ./{DEFAULT_NAME}, as `infinity tune` writes it"
     machine.add_argument("--machine", type=Path, metavar="FILE", help=table)
     machine.add_argument("--nodes", type=_whole, metavar="N", help="so many nodes of the kind")
     machine.add_argument("--devices", type=_whole, metavar="N", help="devices a node")

@@ -225,8 +225,7 @@ def test_sizes_of_a_gpt_are_counted_not_estimated():
 
 @pytest.mark.long
 def test_a_trillion_on_one_node_of_eight(tmp_path, capsys):
-    machine = str(Path(__file__).parents[2] / "bench" / "h200x8.toml")
-    status, report = report_of(capsys, tmp_path, "--params", "1T", "--batch", "8", "--machine", machine)
+    status, report = report_of(capsys, tmp_path, "--params", "1T", "--batch", "8", "--machine", "h200x8")
     assert status == 0
     assert report["num_parameters"] == pytest.approx(1e12, rel=0.1)
     assert report["largest_parameters"] > 2e12

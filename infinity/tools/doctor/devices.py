@@ -11,13 +11,13 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from infinity.sizes import format_bytes
 from infinity.tools.doctor.findings import Finding, absent, attention, ok
+from infinity.version import __version__
 
 _QUERY = "index,pci.bus_id,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
 _REINSTALL = "pip install --force-reinstall torch, from an index with CUDA (pytorch.org)"
@@ -121,11 +121,8 @@ def read_versions(cards: Sequence[Card]) -> dict[str, str | None]:
     nccl = None
     if torch.cuda.is_available() and has_backend("nccl"):
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    package = None
-    with contextlib.suppress(metadata.PackageNotFoundError):  # run from a checkout that is not installed
-        package = metadata.version("infinity")
     driver = cards[0].driver if cards else _loaded_driver()
-    numbers = {"infinity": package, "Python": platform.python_version(), "PyTorch": torch.__version__}
+    numbers = {"infinity": __version__, "Python": platform.python_version(), "PyTorch": torch.__version__}
     return numbers | {"CUDA": torch.version.cuda, "NCCL": nccl, "driver": driver}
 
 

@@ -23,6 +23,8 @@ from infinity import config_files
 from infinity.errors import ConfigError
 from infinity.sizes import parse_bytes
 
+MACHINES = Path(__file__).with_name("machines")  # a file each that comes with the package
+
 
 @dataclass(frozen=True, kw_only=True)
 class DriveRates:
@@ -116,7 +118,12 @@ class Machine:
 
     @classmethod
     def load(cls, path: Path | str) -> Machine:
-        """The machine that a file describes. Raises ConfigError that lists what is wrong or missing."""
+        """The machine that a file describes, or one of MACHINES by its name. Raises ConfigError that lists what is wrong or missing."""
+        if not Path(path).exists() and Path(path).suffix == "":
+            names = sorted(file.stem for file in MACHINES.glob("*.toml"))
+            if str(path) not in names:
+                raise ConfigError(f"machine {path}: there is no such file, and the machines that come with infinity are {', '.join(names)}")
+            path = MACHINES / f"{path}.toml"
         content = config_files.read(path).get("machine")
         if not isinstance(content, Mapping):
             raise ConfigError(f"{path} has no table [machine]; `infinity tune` writes one")
