@@ -66,6 +66,13 @@ def write_json(path: Path, report) -> None:
     write_text(path, json.dumps(report, indent=2) + "\n")
 
 
+def give(report, text: str, as_json: bool, output: Path | None = None) -> None:
+    """What a command found: on standard output the text, or the report in its place; the report in a file, too, where one is named."""
+    print(json.dumps(report, indent=2) if as_json else text, flush=True)
+    if output is not None:
+        write_json(output, report)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text as wide as they must be: the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]

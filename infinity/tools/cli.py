@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
             parser.print_help()
             return 0
         arguments = parser.parse_args(argv)
-        given = {f"--{name}": getattr(arguments, name, None) for name in ("json", "trace", "plot")}
-        check_different({option: path for option, path in given.items() if isinstance(path, Path)})  # --json may be a flag
+        given = {f"--{name}": getattr(arguments, name, None) for name in ("output", "trace", "plot")}
+        check_different({option: path for option, path in given.items() if path is not None})
         return arguments.command(arguments)
     except (CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError) as error:
         return _failed(str(error))
@@ -73,6 +73,8 @@ class _Parser(argparse.ArgumentParser):
         if command := re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose", message):
             unknown, known = command, [name for action in self._actions if action.metavar == "COMMAND" for name in action.choices]
             message = f"there is no command {command[1]!r}"
+        if "--output" in known and re.match(r"unrecognized arguments: [^\s-]\S*\.json$", message):
+            message += "; --json takes no file: write one with --output"
         near = difflib.get_close_matches(unknown[1], known, n=1) if unknown else ()
         hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
         raise ConfigError(message + hint)
@@ -119,6 +121,13 @@ def _group(commands, name, text, description):
     """A command that has its own."""
     parser = commands.add_parser(name, allow_abbrev=False, help=text, description=description)
     return parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
+
+
+def _add_json(command, *, with_output=False):
+    """For commands that say what they found; see `infinity.output.give`."""
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    if with_output:
+        command.add_argument("--output", type=Path, metavar="FILE", help="write the same JSON to FILE, too")
 
 
 def _add_train(commands):
@@ -172,7 +181,7 @@ def _add_train(commands):
         help="go on from the latest checkpoint in --save, if there is one; --steps counts from the very first step",
     )
 
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE, too")
+    _add_json(command, with_output=True)
     command.add_argument("--trace", type=Path, metavar="FILE", help="write what happened when to FILE, for `infinity trace` and Perfetto")
     command.add_argument("--live", action="store_true", help="show links, memory and checkpoints, too, while it goes on")
 
@@ -206,7 +215,7 @@ def _add_trace(commands):
         "Print the share of a step that each lane of a trace was busy and waited for.",
     )
     command.add_argument("file", type=Path, metavar="FILE", help="that `infinity train --trace` or infinity.save_trace wrote")
-    command.add_argument("--json", action="store_true", help="print JSON, with every rank's numbers")
+    _add_json(command)
 
 
 def _add_status(commands):
@@ -220,6 +229,7 @@ def _add_status(commands):
     )
     command.add_argument("run", nargs="?", metavar="RUN", help="its process, or its status file; by default all are listed")
     command.add_argument("--follow", action="store_true", help="show it again and again, until it ends")
+    _add_json(command)
 
 
 def _add_checkpoint(commands):
@@ -233,7 +243,7 @@ def _add_checkpoint(commands):
 
     command = add("inspect", checkpoints.inspect, "say what a checkpoint holds")
     command.add_argument("--parameters", action="store_true", help="list the parameters instead")
-    command.add_argument("--json", action="store_true", help="print JSON")
+    _add_json(command)
     add("verify", checkpoints.verify, "read all of a checkpoint and compare every checksum")
     command = add("export", checkpoints.export_weights, "write the weights as safetensors, as transformers' from_pretrained reads them")
     command.add_argument("target", type=Path, metavar="OUT", help="directory for the files; put the model's config.json beside them")
@@ -261,7 +271,7 @@ def _add_config(commands):
         "--from-deepspeed", type=Path, metavar="FILE", help="show what DeepSpeed's JSON becomes here, instead of files of settings"
     )
     _add_config_options(command)
-    command.add_argument("--json", action="store_true", help="print JSON")
+    _add_json(command)
 
 
 def _add_config_options(command):
@@ -286,6 +296,7 @@ def _add_tune(commands):
     command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="swap directories, one a drive")
     command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
     command.add_argument("--output", type=Path, default=Path(DEFAULT_NAME), metavar="FILE", help="what is written")
+    _add_json(command)
 
 
 def _add_bench(commands):
@@ -299,7 +310,7 @@ def _add_bench(commands):
         command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
         if link in benchmarks.NVME_LINKS:
             command.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
-        command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE, too")
+        _add_json(command, with_output=True)
         command.add_argument("--plot", type=Path, metavar="FILE", help="draw bandwidth against size into FILE, such as nc.png")
     command = _command(
         commands,
@@ -318,7 +329,7 @@ def _add_bench(commands):
     command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
     command.add_argument("--compute-ms", type=_positive, metavar="X", help="compute a layer; by default as long as the longest transfer")
     command.add_argument("--balance", action="store_true", help="on the CPU: lengthen every stage to the same length, see README")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE, too")
+    _add_json(command, with_output=True)
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw the times, and one pass, into FILE, such as overlap.png")
 
 
@@ -335,7 +346,7 @@ def _add_doctor(commands):
     text = "swap directories, one a drive; by default those of infinity.toml, else ./infinity-swap, else the current directory"
     command.add_argument("directories", nargs="*", type=Path, metavar="DIR", help=text)
     command.add_argument("--seconds", type=_seconds, default=60.0, metavar="N", help="that the self-test may take; 0 leaves it out")
-    command.add_argument("--json", action="store_true", help="print JSON")
+    _add_json(command)
 
 
 def _add_plan(commands):
@@ -365,7 +376,7 @@ def _add_plan(commands):
     machine.add_argument("--nodes", type=_whole, metavar="N", help="so many nodes of the kind")
     machine.add_argument("--devices", type=_whole, metavar="N", help="devices a node")
     _add_config_options(command.add_argument_group("settings of the engine"))
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE, too")
+    _add_json(command, with_output=True)
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw efficiency against bandwidth for this machine")
 
 

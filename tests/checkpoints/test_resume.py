@@ -45,7 +45,7 @@ def directory(tmp_path, monkeypatch):
 
 def train(*options, steps):
     """The losses of a run in this process."""
-    assert main(["train", *MODEL, *ON_NVME, "--steps", str(steps), "--json", "out.json", *options]) == 0
+    assert main(["train", *MODEL, *ON_NVME, "--steps", str(steps), "--output", "out.json", *options]) == 0
     return report()["losses"]
 
 
@@ -65,7 +65,7 @@ def uninterrupted(steps):
 
 def start(*options, steps, launcher=("-m", "infinity"), **environment):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    command = [sys.executable, *launcher, "train", *MODEL, *ON_NVME, "--steps", str(steps), "--json", "out.json", *options]
+    command = [sys.executable, *launcher, "train", *MODEL, *ON_NVME, "--steps", str(steps), "--output", "out.json", *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -94,7 +94,7 @@ RUNS = """
 def run_two_ranks(*runs):
     """One after the other, each a list of options and a number of steps: the losses of each, and all that went to stderr."""
     Path("runs.py").write_text(dedent(RUNS))
-    runs = [[*options, "--steps", str(steps), "--json", f"out{index}.json"] for index, (*options, steps) in enumerate(runs)]
+    runs = [[*options, "--steps", str(steps), "--output", f"out{index}.json"] for index, (*options, steps) in enumerate(runs)]
     commands = json.dumps([["train", *MODEL, *ON_NVME, *options] for options in runs])
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *TORCHRUN, "runs.py", commands]
@@ -399,7 +399,7 @@ def test_a_checkpoint_that_fails_ends_the_run(capsys, monkeypatch, every, whole)
 
     num_finished = [None] * len(whole)
     monkeypatch.setattr(writer.Writer, "finish", fail)
-    options = ["train", *MODEL, *ON_NVME, "--save", "saved", "--save-every", every, "--steps", "4", "--json", "out.json"]
+    options = ["train", *MODEL, *ON_NVME, "--save", "saved", "--save-every", every, "--steps", "4", "--output", "out.json"]
     assert main(options) == 2
     assert "infinity: error: [Errno 5] a file could not be brought to the disk" in capsys.readouterr().err
     assert [int(name[5:]) for name in names()] == whole

@@ -26,7 +26,7 @@ def bench(*arguments):
 @pytest.mark.parametrize("link", ["nc", "cn", "cg", "gc"])
 def test_each_link_is_measured_by_size(paths, tmp_path, link, capsys):
     nvme = ("--nvme", *paths[:2]) if link in ("nc", "cn") else ()
-    assert bench(link, "--device", "cpu", *nvme, "--json", "report.json") == 0
+    assert bench(link, "--device", "cpu", *nvme, "--output", "report.json") == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["link"], report["device"], report["world"]) == (link, "cpu", 1)
     assert [result["chunk_nbytes"] for result in report["sizes"]] == [64 << 10, MIB]
@@ -50,7 +50,7 @@ def test_the_default_directory_is_made_and_goes_again(tmp_path, capsys):
 
 
 def test_sizes_are_measured_once_and_in_order(tmp_path, capsys):
-    assert main("bench cg --device cpu --repeats 1 --sizes 64KiB 4KiB 65536 --json report.json".split()) == 0
+    assert main("bench cg --device cpu --repeats 1 --sizes 64KiB 4KiB 65536 --output report.json".split()) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert [result["chunk_nbytes"] for result in report["sizes"]] == [4 << 10, 64 << 10]
 
@@ -64,7 +64,7 @@ def test_a_wrong_byte_ends_in_one_line_and_leaves_nothing(paths, monkeypatch, ca
         return seconds
 
     monkeypatch.setattr(probes.SwapTransfers, "move", move)
-    assert bench("nc", "--device", "cpu", "--nvme", paths[0], "--json", "report.json") == 2
+    assert bench("nc", "--device", "cpu", "--nvme", paths[0], "--output", "report.json") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("infinity: error:") and "is not what was sent" in error
     assert everything_in(*paths) == [] and not os.path.exists("report.json")
@@ -77,7 +77,7 @@ def test_a_wrong_byte_ends_in_one_line_and_leaves_nothing(paths, monkeypatch, ca
         (["rs"], "run `torchrun --nproc-per-node 2 -m infinity bench rs`"),
         (["nc", "--nvme", "nowhere"], "nowhere does not exist; create it"),
         (["cg", "--device", "tpu"], "expected 'cpu', 'cuda' or 'cuda:N'"),
-        (["cg", "--json", "no/where.json"], "there is no directory no"),
+        (["cg", "--output", "no/where.json"], "there is no directory no"),
         (["cg", "--sizes", "1000"], "expected a multiple of 4096"),
         (["cg", "--sizes", "0"], "expected a multiple of 4096"),
         (["cg", "--sizes", "4M"], "expected bytes"),
@@ -109,7 +109,7 @@ RANKS = """
     import torch.distributed as dist
     dist.init_process_group("gloo")
     for link in ("gg", "rs", "cg"):
-        assert main(["bench", link, "--device", "cpu", "--sizes", "64KiB", "256KiB", "--repeats", "2", "--json", link]) == 0
+        assert main(["bench", link, "--device", "cpu", "--sizes", "64KiB", "256KiB", "--repeats", "2", "--output", link]) == 0
     dist.destroy_process_group()
 """
 

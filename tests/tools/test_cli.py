@@ -16,6 +16,7 @@ from infinity.errors import ConfigError
 from infinity.model.gpt import GPT, Batches
 from infinity.output import check_different, check_file, write_json
 from infinity.tools.cli import _parser, main
+from infinity.tools.measure import benchmarks
 from infinity.tools.progress import StepProgress
 from infinity.tools.train.training import CONFIG_OPTIONS, LINKS, TrainingRun, _config, _table
 
@@ -43,7 +44,7 @@ def test_every_option_has_a_sensible_default():
     assert arguments.hidden % arguments.heads == 0
     assert (arguments.vocab, arguments.accumulate, arguments.max_grad_norm, arguments.lr) == (256, 1, None, 3e-4)
     assert {getattr(arguments, name) for name in CONFIG_OPTIONS} == {None}  # Config has the defaults, or a file
-    assert (arguments.data, arguments.json, arguments.config, arguments.set) == (None, None, None, [])
+    assert (arguments.data, arguments.json, arguments.output, arguments.config, arguments.set) == (None, False, None, None, [])
 
 
 def test_options_reach_the_arguments():
@@ -51,7 +52,7 @@ def test_options_reach_the_arguments():
         *"--hidden 8 --layers 1 --heads 2 --vocab 300 --seq 9 --batch 3 --steps 7 --accumulate 2 --lr 1e-2".split(),
         *"--max-grad-norm 0.5 --dtype bf16 --nvme a b --weights host --states nvme --residency none".split(),
         *"--host-memory 1GiB --device-memory 2GiB --chunk-mib 0.5 --update deferred --checkpoint-activations".split(),
-        *"--seed 9 --data x y --json out.json --tie --device cpu --moments bf16 --optimizer lion".split(),
+        *"--seed 9 --data x y --output out.json --tie --device cpu --moments bf16 --optimizer lion".split(),
         *"--activations host --tile-above 1MiB --save saved --save-every 4 --keep 3 --resume".split(),
         *"--config a.toml --set trace=true --set residency=auto --trace t.json --live".split(),
     )
@@ -61,7 +62,7 @@ def test_options_reach_the_arguments():
         "hidden": 8, "layers": 1, "heads": 2, "vocab": 300, "seq": 9, "batch": 3, "steps": 7, "accumulate": 2, "by_layer": False, "lr": 0.01,
         "max_grad_norm": 0.5, "dtype": "bf16", "nvme": ["a", "b"], "weights": "host", "states": "nvme", "residency": "none",
         "host_memory": "1GiB", "device_memory": "2GiB", "chunk_mib": 0.5, "update": "deferred",
-        "checkpoint_activations": True, "seed": 9, "data": ["x", "y"], "json": Path("out.json"), "tie": True, "device": "cpu",
+        "checkpoint_activations": True, "seed": 9, "data": ["x", "y"], "json": False, "output": Path("out.json"), "tie": True, "device": "cpu",
         "moments": "bf16", "optimizer": "lion", "activations": "host", "tile_above": "1MiB",
         "save": Path("saved"), "save_every": 4, "keep": 3, "resume": True,
         "config": Path("a.toml"), "set": ["trace=true", "residency=auto"], "trace": Path("t.json"), "live": True,
@@ -111,11 +112,12 @@ def test_options_reach_the_arguments():
         ("train --data missing.txt", "data: cannot read missing.txt: No such file or directory"),
         ("train --data text --seq 20000", "20000 bytes are too few for seq=20000"),
         ("train --data text --vocab 100", "vocab=100: expected at least 256"),
-        ("train --json missing/out.json", "there is no directory missing"),
-        ("train --json .", "is a directory; name a file"),
-        ("train --json a --trace ./a", "--json a and --trace a are one file, and one would replace the other; name two"),
-        ("plan --json a.png --plot a.png", "--json a.png and --plot a.png are one file"),
-        ("bench nc --json a.png --plot a.png", "--json a.png and --plot a.png are one file"),
+        ("train --output missing/out.json", "there is no directory missing"),
+        ("train --output .", "is a directory; name a file"),
+        ("train --output a --trace ./a", "--output a and --trace a are one file, and one would replace the other; name two"),
+        ("plan --output a.png --plot a.png", "--output a.png and --plot a.png are one file"),
+        ("bench nc --output a.png --plot a.png", "--output a.png and --plot a.png are one file"),
+        ("train --json out.json", "unrecognized arguments: out.json; --json takes no file: write one with --output"),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_status_2(directory, capsys, options, expected):
@@ -237,7 +239,7 @@ def test_a_run_takes_its_settings_from_files(directory, capsys):
         '[config]\nnvme = "swap"\nweights = "nvme"\nstates = "nvme"\nseed = 3\ndevice_memory = "8MiB"\nresidency = "none"\n'
         'chunk_mib = 0.0625\n'
     )
-    assert main(["train", *SMALL, "--config", "run/my.toml", "--set", "host_memory=64MiB", "--json", "out.json"]) == 0
+    assert main(["train", *SMALL, "--config", "run/my.toml", "--set", "host_memory=64MiB", "--output", "out.json"]) == 0
     report = json.loads((directory / "out.json").read_text())
     assert report["losses"] == pytest.approx(plain_losses(5, seed=3), rel=1e-6)
     assert (report["device_budget_bytes"], report["options"]["seed"]) == (8 * 2**20, 3)
@@ -284,14 +286,39 @@ def test_a_link_is_judged_by_where_its_target_would_be_written(directory):
     (directory / "kept").mkdir()
     for link, target in (("good", "kept/out.json"), ("bad", "missing/out.json"), ("loop", "loop"), ("folder", "kept")):
         (directory / link).symlink_to(target)
-    check_file(Path("good"), "--json")
+    check_file(Path("good"), "--output")
     write_json(Path("good"), 1)
     assert (directory / "kept" / "out.json").read_text() == "1\n" and (directory / "good").is_symlink()
     for link, message in (("bad", "no directory .*/missing; create it"), ("loop", "leads to itself"), ("folder", "is a directory")):
-        with pytest.raises(ConfigError, match=f"--json {link}.*{message}"):
-            check_file(Path(link), "--json")
-    with pytest.raises(ConfigError, match="--json good and --plot kept/out.json are one file"):
-        check_different({"--json": Path("good"), "--plot": Path("kept/out.json")})
+        with pytest.raises(ConfigError, match=f"--output {link}.*{message}"):
+            check_file(Path(link), "--output")
+    with pytest.raises(ConfigError, match="--output good and --plot kept/out.json are one file"):
+        check_different({"--output": Path("good"), "--plot": Path("kept/out.json")})
+
+
+def test_json_is_one_thing_everywhere():
+    """A flag of each command that says what it found: JSON in place of text."""
+    found = {}
+
+    def walk(parser, name):
+        for action in parser._actions:
+            if action.metavar == "COMMAND":
+                for command, below in action.choices.items():
+                    walk(below, (*name, command))
+            elif "--json" in action.option_strings:
+                found[" ".join(name)] = type(action).__name__
+
+    walk(_parser(), ())
+    links = [f"bench {link}" for link in (*benchmarks.LINKS, "overlap")]
+    expected = ["train", "status", "trace", "checkpoint inspect", "config show", "doctor", "tune", *links, "plan"]
+    assert found == dict.fromkeys(expected, "_StoreTrueAction")
+
+
+def test_with_json_nothing_else_is_on_standard_output(directory, capsys):
+    assert main(["train", *SMALL, "--steps", "2", "--json", "--output", "out.json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == json.loads((directory / "out.json").read_text()) and len(json.loads(out)["losses"]) == 2
+    assert "GPT of " in err and "step 2/2" in err
 
 
 # Runs
@@ -350,7 +377,7 @@ def test_a_report_is_of_the_steps_after_the_second():
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
-    options = ["train", *SMALL, *ON_NVME, "--steps", "12", "--accumulate", str(accumulate), "--json", "out.json"]
+    options = ["train", *SMALL, *ON_NVME, "--steps", "12", "--accumulate", str(accumulate), "--output", "out.json"]
     assert main(options) == 0
     out, err = capsys.readouterr()
     report = json.loads((directory / "out.json").read_text())
@@ -372,7 +399,7 @@ def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
     assert report["states_over_device_budget"] == report["state_bytes"] / 2**23
     assert list(report["stall_seconds"]) == list(report["links"]) == list(LINKS)
     assert report["links"]["nc"]["bytes_per_step"] > 0 and report["links"]["cn"]["bytes_per_step"] > 0
-    assert report["options"]["nvme"] is None and report["options"]["json"] == "out.json"
+    assert report["options"]["nvme"] is None and report["options"]["output"] == "out.json"
     assert report["versions"]["torch"] == torch.__version__
 
     assert "step 12/12" in err
@@ -382,7 +409,7 @@ def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
 
 
 def test_a_run_too_short_for_a_steady_step_says_nothing_of_it(directory, capsys):
-    assert main(["train", *SMALL, "--steps", "2", "--json", "out.json"]) == 0
+    assert main(["train", *SMALL, "--steps", "2", "--output", "out.json"]) == 0
     report = json.loads((directory / "out.json").read_text())
     assert (report["nvme_read_bytes_per_param"], report["nvme_write_bytes_per_param"]) == (None, None)
     assert report["measured_steps"] == 2
@@ -398,7 +425,7 @@ def test_named_swap_directories_are_used(directory, capsys):
 
 def test_random_data_and_a_tied_checkpointed_model(directory, capsys):
     options = [*SMALL[: SMALL.index("--data")], "--data", "random", "--vocab", "100", "--tie", "--checkpoint-activations"]
-    assert main(["train", *options, "--json", "out.json"]) == 0
+    assert main(["train", *options, "--output", "out.json"]) == 0
     losses = json.loads((directory / "out.json").read_text())["losses"]
     assert losses[0] == pytest.approx(math.log(100), rel=0.05)
 
@@ -419,7 +446,7 @@ def test_two_ranks_see_the_same_losses_under_torchrun(directory):
         *"-m torch.distributed.run --standalone --nproc-per-node 2 -m infinity train".split(),
         *SMALL,
         *ON_NVME,
-        *"--json out.json".split(),
+        *"--output out.json".split(),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((directory / "out.json").read_text())
@@ -438,7 +465,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
 def test_training_by_layer_has_the_losses_of_the_loop_and_reads_less(directory):
     found = {}
     for option in ([], ["--by-layer"]):
-        options = ["train", *SMALL, *ON_NVME, "--layers", "6", "--accumulate", "4", *option, "--json", "out.json"]
+        options = ["train", *SMALL, *ON_NVME, "--layers", "6", "--accumulate", "4", *option, "--output", "out.json"]
         assert main(options) == 0
         found[bool(option)] = json.loads((directory / "out.json").read_text())
     assert found[True]["losses"] == found[False]["losses"]

@@ -135,7 +135,7 @@ def test_compute_cannot_be_shorter_than_what_it_takes_of_itself(make_bench, tmp_
 
 def test_layers_that_host_memory_has_no_room_for_are_refused_before_they_are_made(monkeypatch, capsys):
     monkeypatch.setattr(overlap, "host_free_nbytes", lambda: 6 << 20)
-    options = ["--device", "cpu", "--chunk-mib", "0.5", "2", "--layers", "4", "--json", "o.json"]
+    options = ["--device", "cpu", "--chunk-mib", "0.5", "2", "--layers", "4", "--output", "o.json"]
     assert main(["bench", "overlap", *options]) == 2
     assert capsys.readouterr().err == (
         "infinity: error: --chunk-mib 2: 4 layers, and what they are compared with, take 10.0 MiB of host memory, of which 6.0 MiB are "
@@ -157,7 +157,7 @@ def test_a_byte_that_was_changed_on_the_drive_is_found(make_bench):
 
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     sizes = ["--chunk-mib", "0.125", str(CHUNK_MIB), "--depth", "2", "4", "--layers", str(LAYERS), "--repeats", "3"]
-    assert main(["bench", "overlap", "--nvme", str(tmp_path), "--device", "cpu", *sizes, "--json", str(tmp_path / "o.json")]) == 0
+    assert main(["bench", "overlap", "--nvme", str(tmp_path), "--device", "cpu", *sizes, "--output", str(tmp_path / "o.json")]) == 0
     report = json.loads((tmp_path / "o.json").read_text())
     assert overlap.text(report) in capsys.readouterr().out and report["hint"] == overlap.hint_of(report["rows"])
     assert [(row["chunk_mib"], row["depth"]) for row in report["rows"]] == [(0.125, 2), (0.125, 4), (CHUNK_MIB, 2), (CHUNK_MIB, 4)]
@@ -203,7 +203,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(options, message, capsys
 def test_two_ranks_gather_as_a_stage_of_its_own(tmp_path):
     options = ["--nvme", tmp_path, "--device", "cpu", "--chunk-mib", "0.25", "--depth", "4", "--layers", "6", "--repeats", "2"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "infinity", "bench", "overlap"]
-    command = [*launcher, *options, "--balance", "--json", tmp_path / "o.json"]
+    command = [*launcher, *options, "--balance", "--output", tmp_path / "o.json"]
     subprocess.run([str(word) for word in command], check=True, timeout=240)
     report = json.loads((tmp_path / "o.json").read_text())
     assert report["world"] == 2 and list(report["rows"][0]["stages"]) == ["nc", "cg", "gg", "compute"]

@@ -50,7 +50,7 @@ def run(capsys, *arguments):
 
 
 def report_of(capsys, tmp_path, *arguments):
-    status, _, errors = run(capsys, *arguments, "--json", str(tmp_path / "plan.json"))
+    status, _, errors = run(capsys, *arguments, "--output", str(tmp_path / "plan.json"))
     assert not errors
     return status, json.loads((tmp_path / "plan.json").read_text())
 
@@ -84,7 +84,7 @@ def test_a_plan_counts_the_bytes_of_compressed_records_and_says_so(node, capsys)
     on_nvme = [*SMALL, "--set", "weights=nvme", "--set", "states=nvme", "--set", "residency=none"]
     moved = []
     for choice in ("on", "off"):
-        _, out, _ = run(capsys, *on_nvme, "--set", f"compression={choice}", "--json", str(node / "plan.json"))
+        _, out, _ = run(capsys, *on_nvme, "--set", f"compression={choice}", "--output", str(node / "plan.json"))
         report = json.loads((node / "plan.json").read_text())
         assert report["compresses_nvme"] == ("compressed on NVMe" in out) == (choice == "on")
         moved.append([report["links"][link]["bytes_per_step"] for link in ("nc", "cn")])
@@ -127,7 +127,7 @@ def test_more_nodes_and_devices_than_the_file_says(node, capsys):
 
 
 def test_json_and_text_are_the_same_numbers(node, capsys):
-    _, out, _ = run(capsys, *SMALL, "--json", str(node / "plan.json"))
+    _, out, _ = run(capsys, *SMALL, "--output", str(node / "plan.json"))
     report = json.loads((node / "plan.json").read_text())
     assert f"{report['step_seconds']:.3g} s predicted" in out
 
@@ -199,7 +199,7 @@ def test_the_plot_is_drawn(node, capsys):
         (["--params", "1e30"], "below 10000T"),
         (["--hidden", "100", "--layers", "2", "--heads", "3"], "does not divide"),
         (["--params", "7B", "--machine", "nothing.toml"], "nothing.toml"),
-        (["--params", "7B", "--json", "nowhere/plan.json"], "there is no directory"),
+        (["--params", "7B", "--output", "nowhere/plan.json"], "there is no directory"),
         (["--params", "7B", "--set", "host_memry=1GiB"], "did you mean"),
         (["--model", "nothing.json"], "--model nothing.json"),
     ],
@@ -270,7 +270,7 @@ def test_a_capacity_that_nobody_knows_is_no_number(node, capsys):
     path = node / "unknown.toml"
     drives = tuple(dataclasses.replace(drive, capacity=0) for drive in NODE.drives)
     path.write_text(config_files.to_toml({"machine": dataclasses.replace(NODE, drives=drives).to_table()}))
-    status, out, _ = run(capsys, *SMALL, "--machine", str(path), "--json", str(node / "plan.json"))
+    status, out, _ = run(capsys, *SMALL, "--machine", str(path), "--output", str(node / "plan.json"))
     assert status == 0 and "not known" in out
     assert json.loads((node / "plan.json").read_text())["memory"]["nvme"]["there"] is None
 

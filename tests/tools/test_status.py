@@ -270,6 +270,7 @@ def test_a_run_that_was_killed_is_dead_before_its_parent_asks(place, capsys):
 def test_no_run_is_no_error(capsys):
     assert main(["status"]) == 0
     assert capsys.readouterr().out == "no run of yours is training on this machine\n"
+    assert main(["status", "--json"]) == 0 and json.loads(capsys.readouterr().out) == []
 
 
 def test_a_run_is_shown_by_process_and_by_file(place, capsys):
@@ -277,6 +278,10 @@ def test_a_run_is_shown_by_process_and_by_file(place, capsys):
     for run in (str(os.getpid()), str(place / f"{os.getpid()}.json")):
         assert main(["status", run]) == 0
         assert capsys.readouterr().out == view(FULL) + "\n"
+        assert main(["status", run, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataclasses.asdict(FULL)))
+    assert main(["status", "--json"]) == 0
+    assert [found["pid"] for found in json.loads(capsys.readouterr().out)] == [os.getpid()]
 
 
 @pytest.mark.parametrize(
@@ -298,6 +303,22 @@ def test_what_is_no_running_job_is_told_in_one_line(tmp_path, capsys, text, expe
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("infinity: error: ") and err.count("\n") == 1
     assert expected in err
+
+
+def test_a_run_is_followed_as_json_a_line_at_a_time(place, capsys, monkeypatch):
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        put(place, pid=process.pid, born=status._born(process.pid))
+        looks = []
+
+        def go_on(seconds):
+            looks.append(seconds)
+            if len(looks) == 3:
+                process.kill()
+                process.wait()
+
+        monkeypatch.setattr(status.time, "sleep", go_on)
+        assert main(["status", str(process.pid), "--json", "--follow"]) == 0
+    assert [json.loads(line)["pid"] for line in capsys.readouterr().out.splitlines()] == [process.pid] * 3
 
 
 def test_following_needs_a_run(capsys):

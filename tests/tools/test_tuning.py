@@ -204,7 +204,7 @@ def test_what_is_written_is_what_was_measured_and_what_engines_read(paths, tmp_p
     assert f"{paths[0]}: around its settings" in shown and "all at once" in shown and str(output) in shown
 
 
-def test_what_the_file_held_besides_stays(paths, tmp_path, small):
+def test_what_the_file_held_besides_stays(paths, tmp_path, small, capsys):
     output = tmp_path / "mine.toml"
     machine = {
         "name": "tiny", "nodes": 3, "network_gbps": 50.0, "chunk_overhead_us": 7.0, "device_memory": 1, "device_tflops": 1.0,
@@ -213,8 +213,11 @@ def test_what_the_file_held_besides_stays(paths, tmp_path, small):
         "drives": [{"path": str(paths[0]), "read_gbps": 1.0, "write_gbps": 1.0, "mixed_gbps": 1.0, "endurance": 99}],
     }  # fmt: skip
     output.write_text(config_files.to_toml({"config": {"dtype": "fp32", "nvme": ["elsewhere"]}, "plan": {"hidden": 8}, "machine": machine}))
-    assert tune(paths[0], "--output", output) == 0
+    assert tune(paths[0], "--output", output, "--json") == 0
+    report = json.loads(capsys.readouterr().out)  # and nothing else
     content = config_files.read(output)
+    assert report["output"] == str(output) and Machine.from_table(report["machine"]) == Machine.load(output)
+    assert [drive["path"] for drive in report["drives"]] == [str(paths[0])] and report["drives"][0]["alone"]["read"] > 0
     assert content["config"] == {"dtype": "fp32", "nvme": [str(paths[0])]} and content["plan"] == {"hidden": 8}
     found = Machine.load(output)
     assert (found.name, found.nodes, found.network_gbps) == ("tiny", 3, 50.0)

@@ -12,7 +12,7 @@ import torch
 
 from infinity.config import DEFAULT_NVME, Config
 from infinity.errors import ConfigError, UsageError
-from infinity.output import check_file, check_plot, pyplot, table, write_json
+from infinity.output import check_file, check_plot, give, pyplot, table
 from infinity.sizes import format_bytes, parse_bytes
 from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.ranks import Ranks
@@ -35,7 +35,7 @@ SIZES = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB", "32MiB", "64MiB")
 def transfers(arguments) -> int:
     """The `bench nc`, `cg`, `gg`, `rs`, `gc` and `cn` commands. Whatever moves is compared with what was sent."""
     link, sizes = arguments.link, sorted({_size(text) for text in arguments.sizes or SIZES})
-    check_file(arguments.json, "--json")
+    check_file(arguments.output, "--output")
     check_plot(arguments.plot, "--plot")
     with contextlib.ExitStack() as stack:
         device, ranks = stack.enter_context(probes.launched(arguments.device))
@@ -63,9 +63,7 @@ def transfers(arguments) -> int:
         ranks.barrier()
     if first:
         report = {"link": link, "what": LINKS[link], "device": str(device), "world": ranks.world, "sizes": results}
-        print(_table(report))
-        if arguments.json:
-            write_json(arguments.json, report)
+        give(report, _table(report), arguments.json, arguments.output)
         if arguments.plot:
             _plot(report, arguments.plot)
     return 0

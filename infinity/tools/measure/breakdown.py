@@ -5,14 +5,13 @@ Knows traces by rank. Must not know engines, nor how a trace is made or stored.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 
 from infinity.engine.trace_file import LANES, RankTrace, Slice, read_trace
 from infinity.errors import UsageError
-from infinity.output import table
+from infinity.output import give, table
 from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS, STALL, STEP
 
@@ -30,7 +29,7 @@ def trace(arguments) -> int:
         text = _text(report)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{arguments.file} is a damaged trace: {type(error).__name__}: {error}") from error
-    print(json.dumps(report, indent=2) if arguments.json else text)
+    give(report, text, arguments.json)
     return 0
 
 

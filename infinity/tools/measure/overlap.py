@@ -42,7 +42,7 @@ from torch import nn
 from infinity.config import DEFAULT_NVME, Config
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, SwapError
-from infinity.output import check_file, check_plot, pyplot, table, write_json
+from infinity.output import check_file, check_plot, give, pyplot, table
 from infinity.plan.packing import default_chunk_numel
 from infinity.plan.host_memory import WEIGHT_SLOTS
 from infinity.plan.record import WEIGHTS
@@ -67,7 +67,7 @@ _NUM_PRODUCTS = 50  # that are timed to know how many take as long as asked for
 
 def overlap(arguments) -> int:
     """The `bench overlap` command."""
-    check_file(arguments.json, "--json")
+    check_file(arguments.output, "--output")
     check_plot(arguments.plot, "--plot")
     if arguments.layers > WEIGHT_SLOTS:
         raise ConfigError(
@@ -91,9 +91,7 @@ def overlap(arguments) -> int:
         if ranks.rank == 0:
             head = {"device": str(device), "world": ranks.world, "layers": arguments.layers, "repeats": arguments.repeats}
             report = head | {"balanced": arguments.balance, "hint": hint_of(rows), "rows": rows}
-            print(text(report))
-            if arguments.json:
-                write_json(arguments.json, report)
+            give(report, text(report), arguments.json, arguments.output)
             if arguments.plot:
                 draw(report, arguments.plot)
     return 0

@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -29,7 +29,7 @@ import torch
 from infinity import config_files
 from infinity.config import Config
 from infinity.errors import ConfigError, SwapError
-from infinity.output import check_file, table, write_json, write_text
+from infinity.output import check_file, give, table, write_json, write_text
 from infinity.sizes import format_bytes
 from infinity.system import drives
 from infinity.system.drives import Drive
@@ -88,9 +88,10 @@ def tune(arguments) -> int:
         if ranks.rank == 0:
             machine = _machine(device, ranks.world, found, links, known)
             progress.finish()
-            _print(found, links, ranks.world)
+            give(_report(output, machine, found, links), _text(found, links, ranks.world), arguments.json)
             _write(output, config_files.read(output) if output.exists() else {}, machine, found)
-            print(f"\nwritten to {output}, and to {drives.CACHE_NAME} in each directory")
+            if not arguments.json:
+                print(f"\nwritten to {output}, and to {drives.CACHE_NAME} in each directory")
     return 0
 
 
@@ -342,24 +343,38 @@ def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) ->
         write_text(output, config_files.to_toml(content))
 
 
-def _print(found: list[_Path], links: dict[str, float], world: int) -> None:
+def _report(output: Path, machine: Machine, found: list[_Path], links: dict[str, float]) -> dict:
+    """The value of --json: what is written to `output`, and what else was measured, in bytes and units a second."""
+    measured = [
+        {
+            "path": str(each.path),
+            "settings": asdict(each.drive),
+            "alone": each.alone,
+            "together": each.together,
+            "around": [{"setting": name, "value": value} | rates for (name, value), rates in each.seen.items()],
+        }
+        for each in found
+    ]
+    return {"output": str(output), "machine": machine.to_table(), "drives": measured, "links": links}
+
+
+def _text(found: list[_Path], links: dict[str, float], world: int) -> str:
+    lines = []
     for each in found:
         rows = []
         for (name, value), rates in each.seen.items():
             size = str(value) if name == "num_queues" else format_bytes(value)
             mark = " *" if getattr(each.drive, name) == value else ""
             rows.append([f"{_AXES[name]} {size}{mark}", *(f"{rates[mix] / 1e9:.2f}" for mix in drives.MIXES)])
-        print(f"\n{each.path}: around its settings (*), measured once each\n")
-        print(table(["GB/s", *drives.MIXES], rows))
-    print(f"\n{'drives, each alone and all at once' if len(found) > 1 else 'the drive'}\n")
+        lines += [f"\n{each.path}: around its settings (*), measured once each\n", table(["GB/s", *drives.MIXES], rows)]
+    lines.append(f"\n{'drives, each alone and all at once' if len(found) > 1 else 'the drive'}\n")
     head = ["GB/s", "block", "in the kernel", "writes of it", "queues", *drives.MIXES]
     rows = [_row(each, each.alone) for each in found]
     if len(found) > 1:
         rows += [_row(each, each.together, " at once") for each in found]
         rows.append(["sum", *[""] * 4, *(f"{sum(each.together[mix] for each in found) / 1e9:.2f}" for mix in drives.MIXES)])
-    print(table(head, rows))
-    print(f"\nlinks and processors{f', {world} devices' if world > 1 else ''}\n")
-    print(table(["", "one device", "all at once, each", ""], _link_rows(links)))
+    lines += [table(head, rows), f"\nlinks and processors{f', {world} devices' if world > 1 else ''}\n"]
+    return "\n".join([*lines, table(["", "one device", "all at once, each", ""], _link_rows(links))])
 
 
 def _row(each: _Path, rates: dict[str, float], suffix: str = "") -> list[str]:

@@ -22,7 +22,7 @@ from infinity.config import Config, command_layers
 from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.model.gpt import GPT
 from infinity.model.tiling import tile_limits, tile_to_fit
-from infinity.output import check_file, check_plot, pyplot, table, write_json
+from infinity.output import check_file, check_plot, give, pyplot, table
 from infinity.plan.packing import WEIGHT_NBYTES
 from infinity.plan.record import ADAM_MOMENTS, record_layout
 from infinity.sizes import format_bytes
@@ -54,7 +54,7 @@ class Subject:
 
 def plan(arguments) -> int:
     """The `plan` command. Exit status 1, with what is short, if the model does not fit."""
-    check_file(arguments.json, "--json")
+    check_file(arguments.output, "--output")
     check_plot(arguments.plot, "--plot")
     machine = _machine(arguments)
     if arguments.plot is not None:
@@ -78,16 +78,13 @@ def plan(arguments) -> int:
             say("some steps, played")
             prediction = predict(subject.model, load, machine, config)
     except BudgetError as error:
-        print(f"{subject.title}\ndoes not fit {_title(machine)}: {error}")
+        text = f"{subject.title}\ndoes not fit {_title(machine)}: {error}"
         if largest:
-            print(f"the largest GPT that fits has {largest} parameters")
-        if arguments.json:
-            write_json(arguments.json, {"fits": False, "short": str(error), "largest_parameters": largest and largest.parameters})
+            text += f"\nthe largest GPT that fits has {largest} parameters"
+        give({"fits": False, "short": str(error), "largest_parameters": largest and largest.parameters}, text, arguments.json, arguments.output)
         return 1
     report = _report(prediction, largest)
-    print(_text(subject, prediction, report, largest))
-    if arguments.json:
-        write_json(arguments.json, report)
+    give(report, _text(subject, prediction, report, largest), arguments.json, arguments.output)
     return 0
 
 

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -272,26 +272,38 @@ def status(arguments) -> int:
     if arguments.run is None:
         if arguments.follow:
             raise UsageError("--follow needs a run: name its process, as `infinity status` lists them")
-        _list()
+        _list(arguments.json)
         return 0
     path = _path(arguments.run)
     found = read_status(path)
     if not is_running(found):
         raise UsageError(f"{path}: process {found.pid} has ended; `infinity status` lists those that are running")
     if not arguments.follow:
-        print(view(found))
+        print(json.dumps(dataclasses.asdict(found), indent=2) if arguments.json else view(found))
+        return 0
+    if arguments.json:
+        for now in _followed(path, found):
+            print(json.dumps(dataclasses.asdict(now)), flush=True)  # a line each
         return 0
     with LiveView(sys.stdout) as show:
-        while is_running(found):
+        for found in _followed(path, found):
             show(found)
-            time.sleep(WRITE_SECONDS)
-            try:
-                found = read_status(path)
-            except UsageError:  # its file went with it
-                break
         show(found, last=True)
     print(f"process {found.pid} has ended")
     return 0
+
+
+def _followed(path: Path, found: Status) -> Iterator[Status]:
+    """How the run stands, once in WRITE_SECONDS until it ends; the first is given."""
+    while True:
+        yield found
+        time.sleep(WRITE_SECONDS)
+        try:
+            found = read_status(path)
+        except UsageError:  # its file went with it
+            return
+        if not is_running(found):
+            return
 
 
 def _path(run: str) -> Path:
@@ -301,11 +313,14 @@ def _path(run: str) -> Path:
         raise UsageError(f"the directory of status files cannot be used: {error}") from error
 
 
-def _list() -> None:
+def _list(as_json: bool) -> None:
     try:
         runs = running()
     except OSError as error:
         raise UsageError(f"the directory of status files cannot be used: {error}") from error
+    if as_json:
+        print(json.dumps([dataclasses.asdict(found) for found in runs], indent=2))
+        return
     if not runs:
         print("no run of yours is training on this machine")
         return

@@ -23,7 +23,7 @@ import infinity
 from infinity.config import Config, command_layers
 from infinity.errors import CheckpointError, ConfigError
 from infinity.model.gpt import GPT, Batches, read_bytes, standard_library_paths
-from infinity.output import check_file, write_json
+from infinity.output import check_file, give
 from infinity.sizes import format_bytes
 from infinity.system.capacity import device_of
 from infinity.system.events import LINKS
@@ -52,7 +52,7 @@ def train(arguments) -> int:
     """The `train` command. Everything that can be refused is refused before the first byte is written."""
     if arguments.hidden % arguments.heads:
         raise ConfigError(f"--heads {arguments.heads} does not divide --hidden {arguments.hidden}; choose one that does")
-    check_file(arguments.json, "--json")
+    check_file(arguments.output, "--output")
     check_file(arguments.trace, "--trace")
     check_options(arguments)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -71,9 +71,8 @@ def train(arguments) -> int:
     found = checkpoint_to_resume(arguments, options)
     if found is not None and found.step >= arguments.steps:
         if rank == 0:
-            print(f"nothing to train: {found.path} is of step {found.step}, and --steps is {arguments.steps}")
-            if arguments.json:
-                write_json(arguments.json, _head(arguments, found.step, found.path) | {"losses": [], "step_seconds": []})
+            report = _head(arguments, found.step, found.path) | {"losses": [], "step_seconds": []}
+            give(report, f"nothing to train: {found.path} is of step {found.step}, and --steps is {arguments.steps}", arguments.json, arguments.output)
         return 0
 
     if config.device.startswith("cuda"):
@@ -90,9 +89,7 @@ def train(arguments) -> int:
     if distributed:  # not after an error: it may wait for ranks that wait for this one
         dist.destroy_process_group()
     if rank == 0:
-        print(_table(report))
-        if arguments.json:
-            write_json(arguments.json, report)
+        give(report, _table(report), arguments.json, arguments.output)
     return 0
 
 
@@ -158,6 +155,7 @@ class TrainingRun:
             f"states {format_bytes(stats['state_nbytes'])}, "
             f"device budget {format_bytes(stats['device_budget_nbytes'])}, "
             f"host arena {format_bytes(stats['host_arena_nbytes'])}{', each a rank' if self.world > 1 else ''}",
+            file=sys.stderr if self.arguments.json else sys.stdout,
             flush=True,
         )
 
