@@ -108,7 +108,10 @@ class _Cuts:
         config, itemsize = self.config, self.itemsize
         cut = layout(self.specs, chunk_numel=chunk_numel, world=self.world)
         moments = self.training.moments, config.moments
-        records = [record_layout(chunk.shard_used(rank), config.dtype, chunk.trainable, *moments) for chunk in cut.chunks]
+        kinds = [(chunk.shard_used(rank), chunk.trainable) for chunk in cut.chunks]
+        made = {(numel, trainable): record_layout(numel, config.dtype, trainable, *moments) for numel, trainable in set(kinds)}  # few
+        records = [made[kind] for kind in kinds]
+        pooled = {kind: compression.pooled_nbytes(record, codes=way.compresses) for kind, record in made.items() if way.late}
         snapshots = {cut.homes[index].span for index in self.written} if config.dtype != "fp32" else ()
         return Candidate(
             layout=cut,
@@ -119,7 +122,7 @@ class _Cuts:
             buffers_nbytes=_buffers_nbytes(self.model, self.params, cut, itemsize) if self.world > 1 else 0,
             snapshot_nbytes=sum(cut.spans[span].numel * itemsize for span in snapshots if cut.spans[span].trainable),
             compression_nbytes=compression.buffers_nbytes(records) if way.compresses else 0,
-            late_nbytes=[compression.pooled_nbytes(record, codes=way.compresses) for record in records] if way.late else None,
+            late_nbytes=[pooled[kind] for kind in kinds] if way.late else None,
             late_on_nvme=way.compresses and config.moments == "fp32",  # else it saves little or nothing
             late_first=not way.compresses and config.moments == "fp32",  # else states save as much
         )

@@ -303,7 +303,8 @@ def _largest_on_device(chunk: Chunk, record: Record, gradient_itemsize: int | No
     """Bytes of states and gradient of the largest shard: what lies on the device is decided alike on all ranks."""
     if not chunk.trainable:
         return 0
-    states = sum(round_up(chunk.shard_used(0) * segment.itemsize, PAGE_NBYTES) for segment in record.segments[1:])
+    numel = chunk.shard_used(0)
+    states = sum(round_up(numel * segment.itemsize, PAGE_NBYTES) for segment in record.segments[1:])
     return states + _gradient_on_device(chunk, gradient_itemsize)
 
 

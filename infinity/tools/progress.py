@@ -40,7 +40,7 @@ class Progress:
     def _in_place(self, text):
         """What overwrites the text before; a line that the terminal would break is cut."""
         width = shutil.get_terminal_size().columns - 1
-        lines = [line[:width] for line in text.splitlines()]
+        lines = [line[:width] for line in text.splitlines()] or [""]
         up, self.num_lines = self.num_lines - 1, len(lines)
         below = "\x1b[J" if up else ""
         return "\r" + (f"\x1b[{up}A" if up else "") + "\x1b[K\n".join(lines) + "\x1b[K" + below

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,7 @@ def test_drives():
     ]
     virtual = volumes.drive("vda", "1\n", "none [mq-deadline] kyber bfq\n", 1.4)
     assert virtual[0] == ok("drive", "vda, which calls itself rotating and is faster than such a drive can be")
+    assert volumes.drive("vda", "1\n", "none\n", 0.2)[0] == absent("drive", "vda, a virtual one: the kernel does not know of which kind")
     assert volumes.drive("mmc", None, None, 0.0) == [absent("drive", "mmc; the kernel does not say of which kind")]
 
 
@@ -452,6 +454,21 @@ def test_a_check_that_fails_hides_no_other(capsys):
         "",
         "2 of 5 need attention",
     ]
+
+
+def test_on_a_terminal_what_is_checked_stands_there_until_it_is_found(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    seen = []
+
+    def checks():
+        for what in ("first", "second"):
+            yield what, lambda what=what: seen.append(capsys.readouterr().err) or ok(what, "fine")
+
+    report = doctor._Report(shown=True)
+    report.section("a section", checks())
+    assert report.close() == 0
+    assert [text.split("\r")[-1] for text in seen] == ["checking first\x1b[K", "checking second\x1b[K"]
+    assert capsys.readouterr().err.endswith("\r\x1b[K")  # and nothing stays
 
 
 # ---- self-test ----

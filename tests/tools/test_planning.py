@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import json
-from pathlib import Path
+import sys
 
 import pytest
 import torch
@@ -295,6 +295,21 @@ def test_the_largest_of_very_many_ranks_is_larger_than_what_fits(node):
     machine = dataclasses.replace(NODE, nodes=2048, host_memory=1 << 40)
     arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
     assert largest_parameters(machine, Config(dtype="bf16"), arguments).parameters > 1e12
+
+
+def test_the_largest_is_found_in_few_layouts_and_told_on_a_terminal(node, capsys, monkeypatch):
+    tried, arrangement = [], planning.arrangement
+
+    def count(model, *rest):
+        tried.append(sum(param.numel() for param in model.parameters()))
+        return arrangement(model, *rest)
+
+    monkeypatch.setattr(planning, "arrangement", count)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    status, out, errors = run(capsys, "--params", "9999T", "--machine", "h200x8")
+    assert status == 1 and "the largest GPT that fits has about 4." in out
+    assert 1 <= len(tried) <= 3 and errors.count("the largest GPT that fits: ") == len(tried)
+    assert tried[-1] > 4e12
 
 
 @pytest.mark.parametrize("params", ["100T", "9999T"])

@@ -61,17 +61,18 @@ def _doctor(arguments) -> int:
 
 
 class _Report:
-    """Findings by section, printed as they come."""
+    """Findings by section, printed as they come; on a terminal with what is being checked, until that is found."""
 
     def __init__(self, shown: bool):
         self.shown = shown
         self.findings: list[tuple[str, Finding]] = []
+        self._progress = Progress()
 
     def section(self, title: str, checks: Iterator[Check], *, at_once: bool = True) -> None:
         """at_once: not only after the last one, as is better where progress is shown meanwhile."""
         self._print(f"\n{title}" if self.findings else title)
         late = []
-        for finding in _findings(title, checks):
+        for finding in _findings(title, checks, self._say if at_once else None):
             self.findings.append((title, finding))
             if at_once:
                 self._print(finding)
@@ -82,6 +83,7 @@ class _Report:
 
     def close(self) -> int:
         """The last line; the exit status."""
+        self._say("")
         num = sum(finding.status is Verdict.ATTENTION for _, finding in self.findings)
         if not self.shown:
             listed = [{"section": title} | asdict(finding) | {"status": finding.status.name.lower()} for title, finding in self.findings]
@@ -91,14 +93,22 @@ class _Report:
 
     def _print(self, line) -> None:
         if self.shown:
+            self._say("")
             print(line, flush=True)
 
+    def _say(self, text: str) -> None:
+        """On standard error, in place of what was said before."""
+        if self._progress.live:
+            self._progress.show(text, last=True)
 
-def _findings(title: str, checks: Iterator[Check]) -> Iterator[Finding]:
-    """Of all checks; an error of one, or of what comes before the next, is a finding."""
+
+def _findings(title: str, checks: Iterator[Check], say: Callable[[str], None] | None = None) -> Iterator[Finding]:
+    """Of all checks; an error of one, or of what comes before the next, is a finding. say: told what is checked next."""
     try:
         with contextlib.closing(checks):
             for what, check in checks:
+                if say is not None:
+                    say(f"checking {what}")
                 try:
                     found = check()
                 except Exception as error:

@@ -86,6 +86,8 @@ def drive(name: str, rotational: str | None, scheduler: str | None, gbps: float)
         findings.append(ok("drive", f"{name}, not rotating"))
     elif gbps > ROTATING_GBPS:
         findings.append(ok("drive", f"{name}, which calls itself rotating and is faster than such a drive can be"))
+    elif name.startswith(("vd", "xvd")):  # how fast it is may change from call to call; what it is does not
+        findings.append(absent("drive", f"{name}, a virtual one: the kernel does not know of which kind"))
     else:
         remedy = f"name a directory on an SSD; if this is one: echo 0 | sudo tee /sys/block/{name}/queue/rotational"
         findings.append(attention("drive", f"{name} calls itself rotating", remedy))

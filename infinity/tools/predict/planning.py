@@ -5,6 +5,7 @@ Knows predictions and how they are shown. Must not know how they are made, nor h
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from infinity import config_files
 from infinity.config import Config, command_layers
@@ -36,7 +38,8 @@ from infinity.tools.progress import Progress
 
 TITLES = {COMPUTE: "device compute", **LINKS}
 DAY_SECONDS = 86400
-LEAST_PARAMETERS, LARGEST_STEP = 1e6, 2**0.25  # of the largest model that is looked for, and between those that are tried
+# Of the largest model that is looked for: from 10^6 to some 3 * 10^16.
+LEAST_PARAMETERS, LARGEST_STEP, NUM_STEPS = 1e6, 2**0.25, 140
 COARSE_CHUNKS = 4000
 MOST_TENSORS = 25_000  # of a model, tiles included: laying out, running and playing it takes about a minute
 COARSEST_SHARE = 16  # a chunk takes no more than this part of a device: several must be there at once
@@ -68,12 +71,14 @@ def plan(arguments) -> int:
     try:
         with Progress() as progress:
             say = functools.partial(progress.show, last=True) if progress.live else lambda text: None
+            num = sum(param.numel() for param in subject.model.parameters())
+            with contextlib.suppress(BudgetError):  # which is told once the largest is known; a model in too many parts is told at once
+                require_place(num, machine, config)
+                cut_to_fit(subject.model, machine, config)
             if not arguments.model:
-                say("the largest GPT that fits")
-                largest = largest_parameters(machine, config, arguments)
-            require_place(sum(param.numel() for param in subject.model.parameters()), machine, config)
+                largest = largest_parameters(machine, config, arguments, say)
+            require_place(num, machine, config)
             say(f"{subject.title}: what its ops need")
-            cut_to_fit(subject.model, machine, config)
             load = _workload(subject, recompute=not arguments.keep_activations)
             say("some steps, played")
             prediction = predict(subject.model, load, machine, config)
@@ -91,7 +96,7 @@ def plan(arguments) -> int:
 def gpt(hidden: int, layers: int, heads: int, vocab: int, seq: int, batch: int, dtype: str) -> Subject:
     """A GPT by its sizes; batch: sequences a device."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NothingDrawn():
             model = GPT(hidden, layers, heads, vocab, seq).to(TORCH_DTYPES[dtype])
         tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     except RuntimeError as error:
@@ -99,6 +104,15 @@ def gpt(hidden: int, layers: int, heads: int, vocab: int, seq: int, batch: int, 
     num = sum(param.numel() for param in model.parameters())
     title = f"GPT of {_count(num)} parameters: hidden {hidden}, {layers} layers, {batch} x {seq} tokens a device, {dtype}"
     return Subject(title, model, lambda: model(tokens, tokens), batch * seq)
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Initialisers leave alone what has no values anyway: they take most of the time of building a model on the meta device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
@@ -175,18 +189,27 @@ class Largest:
         return f"{'about' if self.is_most else 'at least'} {_count(self.parameters)}"
 
 
-def largest_parameters(machine: Machine, config: Config, arguments) -> Largest | None:
+def largest_parameters(machine: Machine, config: Config, arguments, say: Callable[[str], None] = lambda text: None) -> Largest | None:
     """The largest GPT that fits; None if none does, or a drive's capacity is not known."""
     if machine.drives and not machine.total("capacity"):
         return None
     batch, seq, is_most = arguments.batch, arguments.seq, True
 
+    def sizes(step: int) -> tuple[int, int, int]:
+        hidden, layers = formulas.gpt_size(LEAST_PARAMETERS * LARGEST_STEP**step)
+        return hidden, layers, 12 * layers * hidden**2
+
+    def has_place(step: int) -> bool:
+        try:
+            require_place(sizes(step)[-1], machine, config)
+        except BudgetError:
+            return False
+        return True
+
     def fitting(step: int) -> int | None:
         nonlocal is_most
-        hidden, layers = formulas.gpt_size(LEAST_PARAMETERS * LARGEST_STEP**step)
-        num = 12 * layers * hidden**2
+        hidden, layers, num = sizes(step)
         try:
-            require_place(num, machine, config)
             with few_tensors():
                 subject = gpt(hidden, layers, _num_heads(hidden), arguments.vocab, seq, batch, config.dtype)
             cut_to_fit(subject.model, machine, config)
@@ -207,12 +230,16 @@ def largest_parameters(machine: Machine, config: Config, arguments) -> Largest |
             return None
         return sum(param.numel() for param in subject.model.parameters())
 
-    least, most = 0, 140  # 10^6 and some 3 * 10^16
-    found = fitting(least)
-    while found is not None and most - least > 1:
-        middle = (least + most) // 2
+    # To lay a model out takes a second or two, and what limits it is mostly the room that has been compared by then: so from above.
+    least, most, stride, found = -1, bisect.bisect(range(NUM_STEPS), 0, key=lambda step: not has_place(step)), 1, None
+    while most - least > 1:
+        middle = max(least + 1, most - stride) if found is None else (least + most) // 2
+        say(f"the largest GPT that fits: {_count(sizes(middle)[-1])} parameters")
         fits = fitting(middle)
-        least, most, found = (middle, most, fits) if fits is not None else (least, middle, found)
+        if fits is None:
+            most, stride = middle, 2 * stride
+        else:
+            least, found = middle, fits
     return None if found is None else Largest(found, is_most)
 
 
