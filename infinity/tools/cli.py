@@ -19,7 +19,7 @@ from infinity.config import CHOICES, LARGEST_CHUNK_MIB, LARGEST_SEED, LEAST_CHUN
 from infinity.config_files import DEFAULT_NAME
 from infinity.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError, printable
 from infinity.output import check_different
-from infinity.tools import checkpoints, configuration
+from infinity.tools import checkpoints, completion, configuration
 from infinity.tools.doctor import doctor
 from infinity.tools.measure import benchmarks, breakdown, overlap, tuning
 from infinity.tools.predict import planning
@@ -107,6 +107,7 @@ def _parser():
     _add_tune(commands)
     _add_bench(commands)
     _add_plan(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -378,6 +379,18 @@ def _add_plan(commands):
     _add_config_options(command.add_argument_group("settings of the engine"))
     _add_json(command, with_output=True)
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw efficiency against bandwidth for this machine")
+
+
+def _add_completion(commands):
+    """The `completion` command."""
+    text = "Print what makes a shell complete commands and options. In ~/.bashrc or ~/.zshrc: source <(infinity completion bash), or zsh."
+    command = _command(commands, "completion", _completion, "make a shell complete commands and options", text)
+    command.add_argument("shell", choices=completion.SHELLS, help="bash or zsh")
+
+
+def _completion(arguments) -> int:
+    print(completion.script(_parser(), arguments.shell), end="")
+    return 0
 
 
 def _either(field):
