@@ -27,7 +27,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 C_SOURCES := $(wildcard infinity/*/*.c infinity/*/*.h aio_ext/*.c aio_ext/*.h)
 C_TESTS := $(wildcard tests/aio/*.py tests/optim/test_adam*.py) tests/tiers/test_compression.py
 
-.PHONY: train test test-long test-torch test-gpu bench sanitize sanitize-thread wheels build clean
+.PHONY: train test test-long test-torch test-gpu docs bench sanitize sanitize-thread wheels build clean
 .DELETE_ON_ERROR:
 
 # Every state lives in ./infinity-swap: ten times the device budget, four times the host budget.
@@ -50,6 +50,10 @@ test-torch:
 
 test-gpu: build
 	$(PY) -m pytest -m gpu $(TESTS)
+
+# The pages of docs/, as a site, in build/site.
+docs: build
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 bench: build
 	$(PY) -m bench all
@@ -107,7 +111,7 @@ $(VENV)/.packages: pyproject.toml | $(PY)
 	  echo "no NVIDIA driver here: PyTorch for processors alone, unless one is there: some 0.2 GB to download"; index="--index-url $(CPU_INDEX)"; \
 	else echo "no NVIDIA driver here, and $(CPU_INDEX) does not answer: PyTorch of pip's own index, up to 2.8 GB to download"; fi; \
 	set -x; $(PIP) install $$index "$(TORCH)"
-	$(PIP) install --quiet --no-build-isolation --editable ".[test]"
+	$(PIP) install --quiet --no-build-isolation --editable ".[test,docs]"
 	@touch $@
 
 $(PY): | build/.prerequisites

@@ -329,7 +329,7 @@ def _add_bench(commands):
     command.add_argument("--repeats", type=_whole, default=7, metavar="N", help="measurements of each size and depth")
     command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
     command.add_argument("--compute-ms", type=_positive, metavar="X", help="compute a layer; by default as long as the longest transfer")
-    command.add_argument("--balance", action="store_true", help="on the CPU: lengthen every stage to the same length, see README")
+    command.add_argument("--balance", action="store_true", help="on the CPU: lengthen every stage to the same length")
     _add_json(command, with_output=True)
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw the times, and one pass, into FILE, such as overlap.png")
 

@@ -1,0 +1,173 @@
+"""README and the pages of docs/ as programs: which code they hold, and how a page runs.
+
+Knows fences, the comments that this file lists, and a few commands. Must not know what a page is about, but for what stands in its stead here.
+
+    <!-- given            What the reader has by then, in Python. It runs at its place, with the page's own blocks.
+    ...
+    -->
+    <!-- not run: WHY --> Before a block that takes what no test has: its syntax and its options are looked at.
+    <!-- file: NAME -->   Before a block that is a file: later blocks find it.
+"""
+
+import atexit
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+IN_PLACE = {  # of what the text names, where a page runs
+    "/ssd0/": "ssd0/",
+    "/ssd1/": "ssd1/",
+    "/shared/": "shared/",
+    "/models/": "models/",
+    "--steps 20 ": "--steps 2 --hidden 96 --layers 2 ",
+    "--steps 10 ": "--steps 6 --hidden 96 --layers 2 ",
+    "--steps 4 ": "--steps 4 --hidden 96 --layers 2 ",
+    "--params 8B": "--params 2M --vocab 512",
+    "--hidden 4096 --layers 32": "--hidden 128 --layers 2 --vocab 512",
+    '= "80 GB"': '= "80 MB"',  # of the machine, whose largest model is looked for
+    '= "128 GB"': '= "128 MB"',
+    '= "3.84 TB"': '= "384 MB"',
+}
+DIRECTORIES = ("ssd0/swap", "ssd1/swap", "shared/run", "models")
+LANGUAGES = ("python", "sh", "toml", "text", "given")
+
+_PIECE = re.compile(
+    r"^<!-- given\n(?P<given>.*?)^-->$"
+    r"|^(?:<!-- (?:not run: (?P<reason>[^\n]+)|file: (?P<file>\S+)) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code of a page. line: its first in the file, counted from 1. reason: why it does not run, or None. file: whose content it is."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    reason: str | None = None
+    file: str | None = None
+
+    def __str__(self):
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    source, found = page.read_text(), []
+    for match in _PIECE.finditer(source):
+        part = "text" if match["given"] is None else "given"
+        line = source.count("\n", 0, match.start(part)) + 1
+        found.append(Block(page, line, match["language"] if part == "text" else "given", match[part], match["reason"], match["file"]))
+    return found
+
+
+def run_page(page: Path, folder: Path) -> None:
+    """Run all of a page in this process, which ends, in a folder, where `output` holds what it prints. Its status is 0 if all went well."""
+    os.chdir(folder)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for path in DIRECTORIES:
+        os.makedirs(path, exist_ok=True)
+    with open("output", "w", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    status, names = 1, {"__name__": "__main__"}
+    try:
+        for block in blocks_of(page):
+            if block.reason is None:
+                _run(block, names)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    names.clear()
+    atexit._run_exitfuncs()  # which an interpreter of its own would do
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run(block: Block, names: dict) -> None:
+    text = block.text
+    for told, here in IN_PLACE.items():
+        text = text.replace(told, here)
+    if block.file is not None:
+        Path(block.file).write_text(text)
+    elif block.language == "sh":
+        for words in commands_in(text):
+            print("$", *words, flush=True)
+            _run_command(words)
+    elif block.language in ("python", "given"):
+        exec(compile("\n" * (block.line - 1) + text, str(block.page), "exec"), names)
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """The words of each line of a shell's text that is not empty; comments are none."""
+    lines = (shlex.split(line, comments=True) for line in text.replace("\\\n", "").splitlines())
+    return [words for words in lines if words]
+
+
+def _run_command(words: list[str]) -> None:
+    words, target, mode = redirected(words)
+    if words[0] != "infinity":
+        assert words[0] in ("cp", "mkdir"), f"{words[0]}: say why this is not run"
+        subprocess.run(words, check=True)
+        return
+    from infinity.tools.cli import main
+
+    with open(target, mode) if target else contextlib.nullcontext(sys.stdout) as file, contextlib.redirect_stdout(file):
+        try:
+            status = main(words[1:])
+        except SystemExit as end:  # of argparse, behind --help and --version
+            status = end.code
+    assert not status, f"{shlex.join(words)} ended with {status}"
+
+
+def redirected(words: list[str]) -> tuple[list[str], str | None, str]:
+    """Words without `> FILE` or `>> FILE` at their end; the file, and the mode that it is opened in."""
+    if len(words) > 2 and words[-2] in (">", ">>"):
+        return words[:-2], words[-1], "w" if words[-2] == ">" else "a"
+    return words, None, "w"
+
+
+def parse(block: Block) -> None:
+    """Look at a block that is not run. Raises SyntaxError, ValueError or ConfigError for what cannot be meant."""
+    if block.language in ("python", "given"):
+        compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
+    elif block.language == "sh":
+        for words in commands_in(block.text):
+            _parse_command(redirected(words)[0])
+    elif block.language == "toml":
+        tomllib.loads(block.text)
+
+
+def _parse_command(words: list[str]) -> None:
+    from infinity.tools.cli import _parser
+
+    command, *rest = words
+    if command == "infinity":
+        _parser().parse_args(rest)
+    elif command == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        told = get_args_parser().parse_args(rest)
+        if told.module:
+            assert told.training_script == "infinity", told.training_script
+            _parser().parse_args(told.training_script_args)
+    elif command == "make":
+        subprocess.run(["make", "--dry-run", "--always-make", *rest], cwd=ROOT, check=True, capture_output=True)
+    elif command == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert rest[0] == "install", rest
+        told = {name.strip() for word in rest[1:] for names in re.findall(r"\[(.*)\]", word) for name in names.split(",")}
+        assert told <= extras.keys(), f"no extra {sorted(told - extras.keys())}"
+    else:
+        assert command in ("sudo", "git", "cd", "."), f"{command}: a command that this file does not know"

@@ -1,0 +1,168 @@
+"""README and the pages of docs/: their code runs, what they name is there, and they name all that is public."""
+
+import argparse
+import dataclasses
+import html
+import importlib
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import LANGUAGES, PAGES, ROOT, Block, blocks_of, parse, run_page
+
+import infinity
+from infinity.config import CHOICES
+from infinity.tools.cli import _parser
+
+TEXTS = {page: page.read_text() for page in PAGES}
+SECONDS = 300  # for a page; it takes two or three where nothing else runs
+NEEDS = {"fine-tune.md": "transformers"}
+MEASURED = re.compile(r"\| one H100.*?\n\n", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """Processes that have PyTorch, and the engine, from the beginning."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "infinity.tools.cli"])
+    return context
+
+
+def run(forks, page, folder):
+    """The exit status of a page that runs in a process of its own, and what it printed."""
+    process = forks.Process(target=run_page, args=(page, folder))
+    process.start()
+    process.join(SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    output = folder / "output"
+    return process.exitcode, output.read_text() if output.exists() else ""
+
+
+def named(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.language in ("python", "sh") for block in blocks_of(page))], ids=named)
+def test_the_code_of_a_page_runs(page, forks, tmp_path):
+    if page.name in NEEDS:
+        pytest.importorskip(NEEDS[page.name])
+    status, output = run(forks, page, tmp_path)
+    assert status == 0, output[-4000:]
+
+
+def test_a_page_whose_code_fails_is_found(forks, tmp_path):
+    page = tmp_path / "page.md"
+    for text in ("```python\nimport infinity\ninfinity.no_such_name\n```\n", "```sh\ninfinity config show --config nowhere.toml\n```\n"):
+        page.write_text(f"# A page\n\n{text}")
+        status, output = run(forks, page, tmp_path)
+        assert status == 1 and ("no_such_name" in output or "nowhere.toml" in output)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_code_that_is_not_run_is_code_and_all_code_is_found(page):
+    blocks = blocks_of(page)
+    assert 2 * sum(block.language != "given" for block in blocks) == len(re.findall(r"(?m)^\s*(?:```|~~~)", TEXTS[page]))
+    assert len(re.findall(r"(?m)^<!-- (?:given|not run|file)", TEXTS[page])) == sum(
+        block.language == "given" or block.reason is not None or block.file is not None for block in blocks
+    )
+    for block in blocks:
+        assert block.language in LANGUAGES, f"{block}: {block.language!r}"
+        assert block.language != "toml" or block.file, f"{block}: which file is it?"
+        if block.reason is not None:
+            parse(block)
+
+
+@pytest.mark.parametrize(
+    "language, text",
+    [
+        ("python", "for x in"),
+        ("sh", "infinity train --no-such-option"),
+        ("sh", "torchrun --nproc-per-node 2 -m infinity train --no-such-option"),
+        ("sh", "torchrun --no-such-option 2 train.py"),
+        ("sh", "make no-such-target"),
+        ("sh", "pip install .[no-such-extra]"),
+        ("sh", "no-such-command"),
+    ],
+)
+def test_code_that_is_not_run_and_cannot_be_meant_is_found(language, text):
+    with pytest.raises((SyntaxError, ValueError, AssertionError, SystemExit, subprocess.CalledProcessError)):
+        parse(Block(ROOT / "README.md", 1, language, text, "a test"))
+
+
+def leaves(parser, name="infinity"):
+    """Every command without commands of its own: its name -> its parser."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    found = {} if groups else {name: parser}
+    for group in groups:
+        for word, command in group.choices.items():
+            found |= leaves(command, f"{name} {word}")
+    return found
+
+
+def test_every_command_is_in_the_table_of_commands():
+    assert re.findall(r"(?m)^\| `(infinity [^`]+)` \|", TEXTS[ROOT / "docs/command-line.md"]) == list(leaves(_parser()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_and_options_that_the_text_names_are_there(page):
+    known = leaves(_parser())
+    for text in re.findall(r"`(infinity [^`]+)`", TEXTS[page]):
+        name = " ".join(re.match(r"infinity(?: [a-z]+)*", text)[0].split())
+        parsers = [parser for command, parser in known.items() if f"{name} ".startswith(f"{command} ") or command.startswith(f"{name} ")]
+        options = set(re.findall(r"--[\w-]+", text)) - {"--help", "--version"}
+        assert parsers or text == "infinity COMMAND", text
+        assert not options or any(options <= parser._option_string_actions.keys() for parser in parsers), text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_names_that_the_text_has_of_the_package_are_there(page):
+    for name in re.findall(r"\binfinity\.((?!toml|json)[a-zA-Z_]\w*)", TEXTS[page]):
+        assert hasattr(infinity, name) or importlib.util.find_spec(f"infinity.{name}"), f"infinity.{name}"
+
+
+def test_every_public_name_has_its_entry_in_the_reference():
+    entries = re.findall(r"(?m)^::: infinity\.(\S+)$", TEXTS[ROOT / "docs/reference.md"])
+    assert sorted(name.rpartition(".")[2] for name in entries) == sorted(infinity.__all__)
+
+
+def test_every_setting_and_its_choices_are_in_the_table_of_the_configuration():
+    rows = re.findall(r"(?m)^\| (`[a-z_`, ]+`) \| ([^|]+) \|", TEXTS[ROOT / "docs/configuration.md"])
+    values = {name: set(re.findall(r"`([^`]+)`", told)) for names, told in rows for name in re.findall(r"`(\w+)`", names)}
+    assert list(values) != [] and values.keys() == {field.name for field in dataclasses.fields(infinity.Config)}
+    for name, choices in CHOICES.items():
+        assert values[name] == set(choices), name
+
+
+def test_every_error_and_its_kind_is_in_the_table_of_errors():
+    rows = dict(re.findall(r"(?m)^\| `(\w+Error)` \| `(\w+)` \|", TEXTS[ROOT / "docs/fails.md"]))
+    errors = {name: getattr(infinity, name) for name in infinity.__all__ if name.endswith("Error")}
+    assert rows == {name: error.__base__.__name__ for name, error in errors.items()}
+
+
+def test_what_was_measured_is_the_same_wherever_it_stands():
+    tables = {MEASURED.search(TEXTS[ROOT / path])[0] for path in ("README.md", "docs/index.md", "docs/measured.md")}
+    assert len(tables) == 1
+
+
+def test_the_site_is_built_without_a_warning_and_has_every_command_and_public_name(tmp_path):
+    """--strict: every link is to what is there, every anchor, too, and every name of the reference is found."""
+    for package in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python"):
+        pytest.importorskip(package, reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    page = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "site/command-line/index.html").read_text()))
+    for name, parser in leaves(_parser()).items():
+        assert f"usage: {name} " in page
+        assert all(option in page for option in parser._option_string_actions)
+    reference = (tmp_path / "site/reference/index.html").read_text()
+    for name in infinity.__all__:
+        assert re.search(rf'id="infinity\.(\w+\.)*{name}"', reference), name
+    assert len(list(Path(tmp_path / "site").rglob("peers.png"))) == 1
