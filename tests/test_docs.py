@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from pages import LANGUAGES, PAGES, ROOT, Block, blocks_of, parse, run_page
 
 import infinity
@@ -143,6 +144,13 @@ def test_every_error_and_its_kind_is_in_the_table_of_errors():
     rows = dict(re.findall(r"(?m)^\| `(\w+Error)` \| `(\w+)` \|", TEXTS[ROOT / "docs/fails.md"]))
     errors = {name: getattr(infinity, name) for name in infinity.__all__ if name.endswith("Error")}
     assert rows == {name: error.__base__.__name__ for name, error in errors.items()}
+
+
+def test_every_key_of_stats_is_in_its_table(tmp_path):
+    told = re.search(r"(?s)All of `stats\(\)`.*?\n\n(.*?)\n\n", TEXTS[ROOT / "docs/slow.md"])[1]
+    keys = [key for row in told.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])]
+    with infinity.offload(torch.nn.Linear(4, 4), infinity.Config(nvme=tmp_path, device="cpu")) as engine:
+        assert keys == list(engine.stats())
 
 
 def test_what_was_measured_is_the_same_wherever_it_stands():
