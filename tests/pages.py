@@ -28,6 +28,7 @@ IN_PLACE = {  # of what the text names, where a page runs
     "/ssd1/": "ssd1/",
     "/shared/": "shared/",
     "/models/": "models/",
+    "--live ": "--live --steps 2 --hidden 96 --layers 2 ",
     "--steps 20 ": "--steps 2 --hidden 96 --layers 2 ",
     "--steps 10 ": "--steps 6 --hidden 96 --layers 2 ",
     "--steps 4 ": "--steps 4 --hidden 96 --layers 2 ",
@@ -71,12 +72,28 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
+def program_of(page: Path) -> str:
+    """All Python of a page, as a program."""
+    return "\n".join(in_place(block.text) for block in blocks_of(page) if block.language in ("python", "given") and block.reason is None)
+
+
+def make_directories(folder: Path) -> None:
+    """Those that pages name."""
+    for path in DIRECTORIES:
+        os.makedirs(folder / path, exist_ok=True)
+
+
+def in_place(text: str) -> str:
+    for told, here in IN_PLACE.items():
+        text = text.replace(told, here)
+    return text
+
+
 def run_page(page: Path, folder: Path) -> None:
     """Run all of a page in this process, which ends, in a folder, where `output` holds what it prints. Its status is 0 if all went well."""
     os.chdir(folder)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    for path in DIRECTORIES:
-        os.makedirs(path, exist_ok=True)
+    make_directories(folder)
     with open("output", "w", buffering=1) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -96,9 +113,7 @@ def run_page(page: Path, folder: Path) -> None:
 
 
 def _run(block: Block, names: dict) -> None:
-    text = block.text
-    for told, here in IN_PLACE.items():
-        text = text.replace(told, here)
+    text = in_place(block.text)
     if block.file is not None:
         Path(block.file).write_text(text)
     elif block.language == "sh":

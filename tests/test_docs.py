@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import LANGUAGES, PAGES, ROOT, Block, blocks_of, parse, run_page
+from pages import LANGUAGES, PAGES, ROOT, Block, blocks_of, make_directories, parse, program_of, run_page
 
 import infinity
 from infinity.config import CHOICES
@@ -22,6 +22,7 @@ from infinity.tools.cli import _parser
 TEXTS = {page: page.read_text() for page in PAGES}
 SECONDS = 300  # for a page; it takes two or three where nothing else runs
 NEEDS = {"fine-tune.md": "transformers"}
+PATHS = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 MEASURED = re.compile(r"\| one H100.*?\n\n", re.DOTALL)
 
 
@@ -63,6 +64,18 @@ def test_a_page_whose_code_fails_is_found(forks, tmp_path):
         page.write_text(f"# A page\n\n{text}")
         status, output = run(forks, page, tmp_path)
         assert status == 1 and ("no_such_name" in output or "nowhere.toml" in output)
+
+
+@pytest.mark.long
+def test_the_program_for_several_nodes_runs_on_two_ranks_and_goes_on_from_its_last_checkpoint(tmp_path):
+    make_directories(tmp_path)
+    program = program_of(ROOT / "docs/pre-train.md") + '\nprint(f"steps {first} to {step}")\n'
+    assert program.count("NUM_STEPS, EVERY = 4, 2") == 1
+    for number, expected in (4, "steps 0 to 3"), (6, "steps 4 to 5"):
+        (tmp_path / "pretrain.py").write_text(program.replace("NUM_STEPS, EVERY = 4, 2", f"NUM_STEPS, EVERY = {number}, 2"))
+        command = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2 pretrain.py".split()]
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ | PATHS, capture_output=True, text=True, timeout=SECONDS)
+        assert done.returncode == 0 and done.stdout.count(expected) == 2, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -163,7 +176,7 @@ def test_the_site_is_built_without_a_warning_and_has_every_command_and_public_na
     for package in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="the extra `docs` is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | PATHS | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     page = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "site/command-line/index.html").read_text()))
