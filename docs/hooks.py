@@ -15,7 +15,8 @@ from infinity.tools.cli import _parser
 
 ROOT = Path(__file__).parent.parent
 CHECKOUT = "checkout/"  # where files from outside of docs/ lie in the site, with their paths
-SHOWN = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "bench/RESULTS.md", *(f"bench/{path.name}" for path in ROOT.glob("bench/*.png")))
+PLOTS = (f"bench/{path.name}" for path in sorted(ROOT.glob("bench/*.png")))
+SHOWN = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "bench/RESULTS.md", *PLOTS)
 MARK = "<!-- The help of every command stands here in the site. -->"
 WIDTH = 100
 

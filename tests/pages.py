@@ -38,6 +38,7 @@ IN_PLACE = {  # of what the text names, where a page runs
     '= "128 GB"': '= "128 MB"',
     '= "3.84 TB"': '= "384 MB"',
 }
+HERE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}  # pages give the engine data from the CPU
 DIRECTORIES = ("ssd0/swap", "ssd1/swap", "shared/run", "models")
 LANGUAGES = ("python", "sh", "toml", "text", "given")
 
@@ -92,7 +93,7 @@ def in_place(text: str) -> str:
 def run_page(page: Path, folder: Path) -> None:
     """Run all of a page in this process, which ends, in a folder, where `output` holds what it prints. Its status is 0 if all went well."""
     os.chdir(folder)
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ |= HERE
     make_directories(folder)
     with open("output", "w", buffering=1) as file:
         os.dup2(file.fileno(), 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import LANGUAGES, PAGES, ROOT, Block, blocks_of, make_directories, parse, program_of, run_page
+from pages import HERE, LANGUAGES, PAGES, ROOT, Block, blocks_of, make_directories, parse, program_of, run_page
 
 import infinity
 from infinity.config import CHOICES
@@ -74,7 +74,7 @@ def test_the_program_for_several_nodes_runs_on_two_ranks_and_goes_on_from_its_la
     for number, expected in (4, "steps 0 to 3"), (6, "steps 4 to 5"):
         (tmp_path / "pretrain.py").write_text(program.replace("NUM_STEPS, EVERY = 4, 2", f"NUM_STEPS, EVERY = {number}, 2"))
         command = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2 pretrain.py".split()]
-        done = subprocess.run(command, cwd=tmp_path, env=os.environ | PATHS, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ | PATHS | HERE, capture_output=True, text=True, timeout=SECONDS)
         assert done.returncode == 0 and done.stdout.count(expected) == 2, done.stdout + done.stderr
 
 
