@@ -87,7 +87,7 @@ def test_the_wheel_is_of_every_python_and_says_whose_it_is(wheel):
     assert {Path(name).suffix for name in names} == {".py", ".so", ".typed", ".toml"}
     assert (said["Name"], said["Version"], said["Author"]) == ("infinity-offload", infinity.__version__, "The infinity authors")
     assert said["License-Expression"] == "MIT" and said["Summary"] and said["Requires-Python"] == ">=3.11"
-    assert set(said.get_all("Provides-Extra")) == {"hf", "lightning", "plot", "progress", "test"}
+    assert set(said.get_all("Provides-Extra")) == {"docs", "hf", "lightning", "plot", "progress", "test"}
 
 
 def test_the_wheel_works_outside_of_a_checkout(installed, tmp_path):
