@@ -7,6 +7,7 @@ from infinity.config import Config
 from infinity.engine.by_layer import accumulate
 from infinity.engine.construction import init
 from infinity.engine.engine import Engine, engine_of, gathered, offload
+from infinity.engine.no_sync import no_sync
 from infinity.engine.trace_file import save_trace
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
 from infinity.model.leaves import leaf
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "load_dcp",
     "load_safetensors",
+    "no_sync",
     "offload",
     "save",
     "save_dcp",

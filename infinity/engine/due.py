@@ -148,7 +148,46 @@ class Due:
         if chunk.states_home == "nvme" and chunk.trainable and chunk.update.stage not in (UpdateStage.EARLY, UpdateStage.ANNOUNCED):
             self.records.request(chunk, STATES, pin=False)
 
-    # The norm of all gradients.
+    # What has come of gradients.
+
+    def pending(self) -> list[ChunkState]:
+        """Chunks whose gradient no update has taken."""
+        found = [chunk for chunk in self.registry.chunks if chunk.gradient.job is not None]
+        return [chunk for chunk in found if not (chunk.update.is_early or chunk.update.is_announced)]
+
+    def drop_pending(self) -> None:
+        """The program wants none of them."""
+        dropped = [
+            chunk
+            for chunk in self.registry.chunks
+            if not (chunk.update.is_early or chunk.update.is_announced)
+            if chunk.gradient.job or chunk.gradient.flat is not None or chunk.gradient.received  # the last alone after an interrupt on the way
+            if not chunk.update.is_running
+        ]
+        if dropped:
+            self.gradients.drain()
+            self.updater.drain()  # sums of their squares
+        for chunk in dropped:
+            self.gradients.drop(chunk)
+
+    def refuse_late(self) -> None:
+        """Raise UsageError where updates have begun, which what the program wants of gradients must come before."""
+        if self.early_hyper is not None:
+            raise UsageError(
+                "gradients are clipped, or asked for their norm, after a backward pass that has begun to update with them. Tell the optimizer "
+                "before: infinity.AdamW(..., max_grad_norm=...), which may be math.inf where only the norm is of interest; or use "
+                "update='deferred'."
+            )
+
+    def first_nonfinite(self, chunks: list[ChunkState]) -> str:
+        """Where the first gradient of these is that is not finite, in words."""
+        for chunk in chunks:
+            with self.gradients.shard(chunk) as gradient:
+                for piece in chunk.pieces:
+                    part = gradient[piece.start : piece.start + piece.numel]
+                    if piece.param in chunk.gradient.received and not part.isfinite().all():
+                        return f"the first is of {self.registry.params[piece.param].name}"
+        return "they lie in the shards of other ranks"
 
     def sum_squares(self, chunk: ChunkState) -> None:
         """Add up the squares of a complete gradient behind the backward pass, if the norm is asked for."""

@@ -1,25 +1,42 @@
-"""What a program finds in `param.grad`: where a gradient has left for its tier, something that says so.
+"""What a program finds in `param.grad`: where a gradient has left for its tier, something that says so, and what it may do with that.
 
-Knows parameters. Must not know tiers, or when a step begins and ends.
+Knows parameters. Must not know tiers, how a norm is summed, or when a step begins and ends.
 """
+
+# [Note: what may be done with gradients that have left]
+# What torch.nn.utils.clip_grad_norm_ does, which is all that tools ask for: the norm of all of them together, and one factor for all of
+# them. The norm is the engine's own, as of max_grad_norm, and the same on all ranks; the factor waits for step(), whose updates multiply
+# each gradient by it. So both are exact, in whatever tier the gradients are. Of some of them alone neither is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Callable, Collection, Iterable
 
 from torch._C import DisableTorchFunctionSubclass
 
 from infinity.errors import UsageError
 from infinity.model.parameters import get_grad, set_grad
+from infinity.model.state_dict import DepartedGradient
+from infinity.system.ranks import Ranks
 from infinity.tiers.state import ParameterState
 
 
-class ParamGrads:
-    """Of the parameters of one engine."""
+_ALL = "{what} of {some} gradients, of {all}: the engine has one for all of them. Give it all parameters of the model in one call"
 
-    def __init__(self):
+
+class ParamGrads:
+    """Of the parameters of one engine. norm(): of all gradients of the step under way, before step()."""
+
+    def __init__(self, states: Iterable[ParameterState], norm: Callable[[], float]):
+        for state in states:
+            state.departed.answer_by(self)
+        self._norm = norm
         self._departed: list[ParameterState] = []  # whose gradients have left
         self._wait = False  # for a step() or zero_grad()
+        self._factors: dict[DepartedGradient, float] = {}  # by which those of the last pass were multiplied
+        self.factor = 1.0  # by which step() multiplies all
+        self.norm_was_asked = False
 
     def depart(self, states: Iterable[ParameterState]) -> None:
         """A backward pass is over that has brought gradients of these."""
@@ -32,6 +49,48 @@ class ParamGrads:
     def end_step(self) -> None:
         """They were used, or given up."""
         self._wait = False
+        self._factors.clear()
+        self.factor = 1.0
+
+    # What they answer, see [Note: what may be done with gradients that have left].
+
+    def norm(self, gradients: Collection[DepartedGradient]) -> float:
+        """Of all gradients, which these must be."""
+        self._require_waiting()
+        self._require_all(gradients, "the norm")
+        self.norm_was_asked = True
+        return self._norm() * self.settled_factor()
+
+    def scale(self, gradient: DepartedGradient, factor: float) -> None:
+        """Multiply it once step() uses it."""
+        self._require_waiting()
+        self._factors[gradient] = self._factors.get(gradient, 1.0) * factor
+
+    def settled_factor(self) -> float:
+        """By which step() multiplies all gradients. Raises UsageError where the program has scaled some only, or by other factors."""
+        if self._factors:
+            self._require_all(self._factors, "a factor")
+            factors = {str(factor) for factor in self._factors.values()}  # no NaN equals another one
+            if len(factors) > 1:
+                raise UsageError(f"gradients were multiplied by {len(factors)} different factors; the engine has one for all of them")
+            self.factor *= next(iter(self._factors.values()))
+            self._factors.clear()
+        return self.factor
+
+    def agreed_factor(self, ranks: Ranks) -> float:
+        """As `settled_factor`; raises UsageError where ranks would multiply by different ones."""
+        factor = self.settled_factor()
+        if not ranks.agree(*struct.unpack("q", struct.pack("d", factor))):
+            raise UsageError(f"{ranks.name} multiplies gradients by {factor}, another rank by another factor")
+        return factor
+
+    def _require_waiting(self) -> None:
+        if not self._wait:
+            raise UsageError("there are no gradients: step() has used them. Clip, or ask for their norm, after backward() and before step()")
+
+    def _require_all(self, gradients: Collection[DepartedGradient], what: str) -> None:
+        if len(gradients) < len(self._departed):
+            raise UsageError(_ALL.format(what=what, some=len(gradients), all=len(self._departed)))
 
     def were_dropped(self) -> bool:
         """Whether the program has dropped all of them, as model.zero_grad() does; raises UsageError where it dropped some only, or too
@@ -54,6 +113,10 @@ class ParamGrads:
 
     def clear(self) -> None:
         """Autograd is to find no gradient to add to."""
+        self.settled_factor()
+        self.close()
+
+    def close(self) -> None:
         with DisableTorchFunctionSubclass():
             for state in self._departed:
                 set_grad(state.param, None)

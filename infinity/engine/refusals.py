@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from infinity.errors import UsageError
-from infinity.tiers.state import ParameterState
+from infinity.tiers.state import TORCH_DTYPES, ParameterState
 
 
 def refuse_modes(device_type: str, dtype: str) -> None:
@@ -25,11 +25,18 @@ def refuse_modes(device_type: str, dtype: str) -> None:
             "torch.jit.trace notes the memory that weights are in for the moment, and would read it when they are elsewhere. Trace a "
             "model that is in no engine, with this one's values: plain.load_state_dict(model.state_dict())."
         )
-    if torch.is_autocast_enabled(device_type) and dtype == "fp32":
+    if torch.is_autocast_enabled(device_type) and (wanted := torch.get_autocast_dtype(device_type)) is not TORCH_DTYPES[dtype]:
+        name = next((name for name, known in TORCH_DTYPES.items() if known is wanted), wanted)
         raise UsageError(
-            "torch.autocast over an fp32 engine casts weights that come and go, and caches the casts. Use "
-            'infinity.Config(dtype="bf16") instead, which keeps fp32 masters.'
+            f"torch.autocast to {wanted} over an engine of dtype {dtype!r} casts weights that come and go, and caches the casts. Leave autocast "
+            f'out, or use infinity.Config(dtype="{name}"), which computes in it and keeps fp32 masters; autocast changes no weight then.'
         )
+
+
+SCALED = (
+    "a backward pass after gradients of its step were clipped or multiplied: those that it brings would not be. Clip after the last backward "
+    "pass, before step()."
+)
 
 
 def no_optimizer(name: str) -> str:
@@ -47,7 +54,7 @@ def no_more_passes(num_backwards: int, num_passes: int, *, by_layer: bool) -> st
         return "a backward pass after infinity.accumulate, which brings all gradients of a step: call step() first"
     return (
         f"backward pass {num_backwards + 1} since the last step, but accumulation_steps={num_passes}. Declare it: "
-        f"infinity.AdamW(..., accumulation_steps=...)."
+        f"infinity.AdamW(..., accumulation_steps=...); or tell which passes are not the last: with infinity.no_sync(model)."
     )
 
 

@@ -32,8 +32,9 @@ from infinity.engine.follow import Follower
 from infinity.engine.foreign import refuse_optimizers
 from infinity.engine.margin import Margin
 from infinity.engine.param_grads import ParamGrads, drop_half_arrived
-from infinity.engine.refusals import no_more_passes, no_optimizer, refuse_by_layer, refuse_modes, refuse_thawed
+from infinity.engine.refusals import SCALED, no_more_passes, no_optimizer, refuse_by_layer, refuse_modes, refuse_thawed
 from infinity.engine.trees import map_tensors, tensors_in
+from infinity.engine.window import Window
 from infinity.errors import NonFiniteError, UsageError
 from infinity.optim.loss_scale import Scaler
 from infinity.plan.placement import look_ahead
@@ -86,7 +87,8 @@ class Cycle:
         self._withhold: Callable[[ParameterState, torch.Tensor], bool] = _withhold_nothing
         self._frozen = [state for state in self.registry.params if not state.trainable]
         self._trainable = [state for state in self.registry.params if state.trainable]
-        self.param_grads = ParamGrads()
+        self.window = Window()
+        self.param_grads = ParamGrads(self._trainable, self._norm)
         self.completions = Completions(self.course, self.updater, self.registry, ranks)
         self.pace, self.advice = (part(events, f"{ranks.name}, " if ranks.world > 1 else "") for part in (Pace, Advice))
         self._reset()
@@ -96,7 +98,7 @@ class Cycle:
         """Nothing may follow."""
         self.closed = True
         self.pace.end()
-        self.param_grads.clear()
+        self.param_grads.close()
 
     @property
     def backward_task(self) -> int | None:
@@ -177,6 +179,7 @@ class Cycle:
         self.await_end()
         self.course.backward_task = torch._C._current_graph_task_id()
         self.calls.recording = True  # an evaluation may have run since the forward pass
+        self.window.begin_pass(self.num_backwards)
         self.trains, self.came = self.num_forwards > 0 and self._why_not_train() is None, False
         if self.trains:
             self._expect_gradients()
@@ -189,6 +192,8 @@ class Cycle:
             return no_optimizer(state.name if state else "a parameter")
         if self.torn:
             return _TORN
+        if self.param_grads.factor != 1.0:
+            return SCALED
         if self.num_backwards >= self.num_passes:
             return no_more_passes(self.num_backwards, self.num_passes, by_layer=self.by_layer)
         return None
@@ -207,13 +212,13 @@ class Cycle:
     @property
     def num_passes(self) -> int:
         """Backward passes that make the step under way."""
-        return 1 if self.by_layer else self.optimizer.accumulation_steps
+        return 1 if self.by_layer else self.window.num_passes(self.optimizer.accumulation_steps)
 
     def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.num_passes
         in_backward = moment(deferred=self.updater.deferred, on_device=False, in_memory=False) is Moment.GRADIENT
         self.due.early_hyper = self._hyper() if last and in_backward else None
-        self.due.sums_squares = last and (self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite)
+        self.due.sums_squares = last and (self._needs_norm or self.param_grads.norm_was_asked)
         later = self.course.backward_task == _MANY_GRAPHS  # forward passes are still to come
         self.expectations.begin_pass(self.num_backwards, self.num_forwards, known=not (self.first_step or later), later=later)
         for chunk in self.registry.chunks:
@@ -260,8 +265,11 @@ class Cycle:
         state.arrivals += 1
         if state.arrivals == state.expected:
             for chunk in chunks:
-                if chunk.gradient.complete_one():
-                    self._complete(chunk)
+                if chunk.gradient.complete_one():  # no op of this pass wants its weights again
+                    self.weights.expect_no_copy(chunk)
+                    self.completions.note(self.num_backwards, chunk)
+                    if self.ranks.world == 1:
+                        self.due.gradient_ready(chunk)
         elif state.arrivals > state.expected:
             for chunk in chunks:
                 chunk.gradient.exceed()
@@ -311,7 +319,8 @@ class Cycle:
         gradients. withhold(parameter, gradient): whether one is to come once more, with what is still missing in it."""
         self._check_open()
         refuse_by_layer(runs=self.course.backward_task is not None, failed=self.failed, begun=self.num_backwards > 0)
-        self._refuse_torn()
+        if self.torn:
+            raise UsageError(_TORN)
         self._begin_step_of(by_layer=True)
         self.pace.begin()
         self.course.backward_task, self.trains, self.came = _MANY_GRAPHS, True, True
@@ -349,30 +358,20 @@ class Cycle:
     def step(self) -> None:
         """Ends a step; called without gradients."""
         self.check_gradients()
-        if self.course.backward_task is not None:
-            self.abandon_backward()
-        if self.torn:
-            raise UsageError(
-                "the last backward pass failed after some chunks had been updated: weights are of two steps. Start again from "
-                "a checkpoint; with update='deferred' a failed backward pass can be repeated."
-            )
-        if self.failed:
-            raise UsageError("step() after a backward pass that raised; call zero_grad() and run it again")
-        if not (self.num_backwards or self.has_passed):
-            raise UsageError("step() without a finished backward pass since the last step")
-        self.calls.refuse_running("step()")
-        self.raise_failure()
+        self._require_gradients("step()")
         hyper = self._hyper()
         if self.due.early_hyper is not None and self.due.early_hyper.groups != hyper.groups:
             raise UsageError(
                 "hyper-parameters changed between the backward pass, which has begun to update, and step(). Change them after "
                 "step(), or use update='deferred'."
             )
-        ready = [chunk for chunk in self.registry.chunks if chunk.gradient.job is not None]
-        ready = [chunk for chunk in ready if not (chunk.update.is_early or chunk.update.is_announced)]
+        if (factor := self.param_grads.agreed_factor(self.ranks)) != 1.0:
+            self.due.refuse_late()
+            hyper.grad_scale *= factor
+        ready = self.due.pending()
         if not self.updater.deferred:
             ready.sort(key=lambda chunk: chunk.gradient.number)  # in the order in which their gradients came
-        if self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite:
+        if self._needs_norm:
             norm = self.due.norm(ready) * hyper.grad_scale
             overflow = self.config.watches_nonfinite and not math.isfinite(norm)
             if self.scaler is not None:
@@ -395,6 +394,34 @@ class Cycle:
                 self.due.begin_update(chunk, hyper)
         self._end_step()
 
+    def _require_gradients(self, what: str) -> None:
+        """Those of whole backward passes since the last step, between two of which this is asked for."""
+        if self.course.backward_task is not None:
+            self.abandon_backward()
+        if self.torn:
+            raise UsageError(
+                "the last backward pass failed after some chunks had been updated: weights are of two steps. Start again from "
+                "a checkpoint; with update='deferred' a failed backward pass can be repeated."
+            )
+        if self.failed:
+            raise UsageError(f"{what} after a backward pass that raised; call zero_grad() and run it again")
+        if not (self.num_backwards or self.has_passed):
+            raise UsageError(f"{what} without a finished backward pass since the last step")
+        self.calls.refuse_running(what)
+        self.raise_failure()
+
+    @property
+    def _needs_norm(self) -> bool:
+        return self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite
+
+    @uninterrupted
+    @torch.no_grad()
+    def _norm(self) -> float:
+        """Of all gradients that have come since the last step; every rank must call it."""
+        self._require_gradients("the norm of all gradients")
+        self.due.refuse_late()
+        return self.due.norm(self.due.pending()) * self._hyper().grad_scale
+
     def _end_step(self) -> None:
         completions = self.completions.for_plan(self.num_passes)
         self.follower.adopt(*completions, anew=self.margin.settle(by_step=True))
@@ -409,7 +436,7 @@ class Cycle:
         """Forget the step's gradients, which are not finite on some rank: no state changes, on any rank."""
         self.num_skipped += 1
         raises = self.config.nonfinite == "raise"
-        found = self._first_nonfinite(ready) if raises else None
+        found = self.due.first_nonfinite(ready) if raises else None
         for chunk in ready:
             self.gradients.wait_for(chunk)
             self.gradients.drop(chunk)
@@ -419,15 +446,6 @@ class Cycle:
                 f"{self.ranks.name}: gradients of this step are not finite; {found}. No state was "
                 f"changed; a lower learning rate or max_grad_norm may help, nonfinite='skip' goes on without the step."
             )
-
-    def _first_nonfinite(self, ready: list[ChunkState]) -> str:
-        for chunk in ready:
-            with self.gradients.shard(chunk) as gradient:
-                for piece in chunk.pieces:
-                    part = gradient[piece.start : piece.start + piece.numel]
-                    if piece.param in chunk.gradient.received and not part.isfinite().all():
-                        return f"the first is of {self.registry.params[piece.param].name}"
-        return "they lie in the shards of other ranks"
 
     def zero_grad(self) -> None:
         self.param_grads.end_step()
@@ -440,18 +458,7 @@ class Cycle:
                 "zero_grad() between a backward pass that has begun to update and its step(). Call it after step(), or use "
                 "update='deferred'."
             )
-        dropped = [
-            chunk
-            for chunk in self.registry.chunks
-            if not (chunk.update.is_early or chunk.update.is_announced)
-            if chunk.gradient.job or chunk.gradient.flat is not None or chunk.gradient.received  # the last alone after an interrupt on the way
-            if not chunk.update.is_running
-        ]
-        if dropped:
-            self.gradients.drain()
-            self.updater.drain()  # sums of their squares
-        for chunk in dropped:
-            self.gradients.drop(chunk)
+        self.due.drop_pending()
         self.course.trace.clear()
         self._reset(torn=self.torn)
 
@@ -478,10 +485,6 @@ class Cycle:
         if self.half_loaded:
             raise UsageError("the last infinity.load failed half-way: weights are of two states. Load one that is whole.")
 
-    def _refuse_torn(self) -> None:
-        if self.torn:
-            raise UsageError(_TORN)
-
     def check_gradients(self) -> None:
         """Drop what model.zero_grad() did; raises UsageError where it dropped some only, or too late."""
         if self.param_grads.were_dropped():
@@ -495,13 +498,6 @@ class Cycle:
     def _check_open(self) -> None:
         if self.closed:
             raise UsageError("the engine is closed")
-
-    def _complete(self, chunk: ChunkState) -> None:
-        """All gradients that are expected of a chunk have arrived: no op of this pass wants its weights again."""
-        self.weights.expect_no_copy(chunk)
-        self.completions.note(self.num_backwards, chunk)
-        if self.ranks.world == 1:
-            self.due.gradient_ready(chunk)
 
     # Steps and passes.
 
@@ -533,6 +529,7 @@ class Cycle:
         self.came = False  # it has brought a gradient: until it is over on this rank, then on any
         self.has_passed = False  # a backward pass is over
         self.due.reset()
+        self.window.end_step()
         self.torn = torn
         self.failed = False  # a backward pass raised
         self.completions.reset()

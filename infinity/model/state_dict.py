@@ -9,7 +9,8 @@ Knows modules and an engine that reads and writes whole parameters. Must not kno
 # assign=True put another parameter in its place; the key does not count as missing afterwards.
 #
 # [Note: gradients that have left]
-# After a backward pass `param.grad` is an object that has the gradient's shape, dtype and device, and refuses everything else
+# After a backward pass `param.grad` is an object that has the gradient's shape, dtype and device. Of all together it gives the norm, and
+# it takes a factor for all: that is what torch.nn.utils.clip_grad_norm_ asks for, which so does what it says. It refuses everything else
 # with the remedy: what clips, scales or sums gradients must not silently find none. It goes before the next gradient arrives.
 
 from __future__ import annotations
@@ -35,9 +36,21 @@ NO_SCALER = (
 class DepartedGradient(torch.Tensor):
     """Stands in `param.grad` for a gradient that the engine has taken."""
 
+    _answers = staticmethod(lambda: None)
+
     @staticmethod
     def __new__(cls, like: torch.Tensor):
         return torch.Tensor._make_subclass(cls, like.detach(), False)
+
+    def answer_by(self, answers) -> None:
+        """answers: has `norm(gradients)` of all gradients together, and `scale(gradient, factor)`."""
+        self._answers = weakref.ref(answers)
+
+    @property
+    def answers(self):
+        if (answers := self._answers()) is None:
+            raise UsageError("the engine of this gradient is gone")
+        return answers
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -48,10 +61,14 @@ class DepartedGradient(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if is_conversion(func) and converts_to_itself(func, args, kwargs or {}):  # as by model.cpu()
             return args[0]
+        if func in _NORMS and _is_euclidean(*args, **(kwargs or {})):
+            return PartOfNorm(args[0]) if isinstance(args[0], DepartedGradient) else tuple(map(_norm_of, args[0]))
+        if func in _FACTORS and len(args) == 2 and not isinstance(args[1], (tuple, list)):
+            return _scale(*args)
         raise UsageError(
-            "gradients leave param.grad for the engine's tiers as they arrive, so they cannot be clipped, scaled or read there. "
-            "Clip with the optimizer's max_grad_norm=..., which also leaves the norm in optimizer.grad_norm; drop them with "
-            "optimizer.zero_grad(); to look at one, use param.register_hook(...)."
+            "gradients leave param.grad for the engine's tiers as they arrive, so they cannot be read or changed there one by one. "
+            "torch.nn.utils.clip_grad_norm_ clips all of them, as the optimizer's max_grad_norm=... does, which leaves the norm in "
+            "optimizer.grad_norm; drop them with optimizer.zero_grad(); to look at one, use param.register_hook(...)."
         )
 
     def __repr__(self, **options):
@@ -59,6 +76,67 @@ class DepartedGradient(torch.Tensor):
 
     def __deepcopy__(self, memo):
         return None
+
+
+class PartOfNorm(torch.Tensor):
+    """The norm of a gradient that the engine has taken, on its way into that of all, which alone is known."""
+
+    gradient: DepartedGradient
+
+    @staticmethod
+    def __new__(cls, gradient: DepartedGradient):
+        with torch._C.DisableTorchFunctionSubclass():
+            nothing = torch.full((), float("nan"), dtype=torch.float32, device=gradient.device)
+            made = torch.Tensor._make_subclass(cls, nothing, False)
+            made.gradient = gradient
+            return made
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.stack:
+            return torch.stack(_norms(args[0]), **(kwargs or {}))
+        if func is torch.Tensor.to:  # the device of the first
+            return args[0]
+        if is_metadata(func, args, kwargs or {}):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise UsageError(
+            "the norm of one gradient is not known: gradients leave for the engine's tiers, which sum the squares of all. "
+            "torch.nn.utils.clip_grad_norm_ and get_total_norm give the norm of all; to look at one gradient, use param.register_hook(...)."
+        )
+
+    def __repr__(self, **options):
+        return "PartOfNorm()"
+
+
+def _norm_of(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(gradient)
+
+
+def _norms(parts) -> list[torch.Tensor]:
+    """One a set of answers, for all parts of the norm that are of it, and what else is among the parts."""
+    norms = [part for part in parts if not isinstance(part, PartOfNorm)]
+    gradients: dict[object, list[DepartedGradient]] = {}
+    for part in parts:
+        if isinstance(part, PartOfNorm):
+            gradients.setdefault(part.gradient.answers, []).append(part.gradient)
+    device = parts[0].device
+    return norms + [torch.tensor(answers.norm(own), dtype=torch.float32, device=device) for answers, own in gradients.items()]
+
+
+def _is_euclidean(of, ord=2, **options) -> bool:
+    return ord == 2 and not any(value is not None for value in options.values())
+
+
+def _scale(gradients, factor):
+    number = float(factor)
+    for gradient in gradients if isinstance(gradients, (tuple, list)) else [gradients]:
+        gradient.answers.scale(gradient, number) if isinstance(gradient, DepartedGradient) else gradient.mul_(factor)
+    return gradients
+
+
+_NORMS = frozenset({torch.linalg.vector_norm, torch._foreach_norm})
+_FACTORS = frozenset({torch.Tensor.mul_, torch._foreach_mul_})
 
 
 class Facade:

@@ -9,7 +9,7 @@ import sys
 import helpers
 import pytest
 import torch
-from helpers import NVME, assert_equals_reference, assert_nothing_held, plain, training
+from helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_states, plain, states_of, training
 from models import TRAITS, H, Model, attention, inputs, loss_of, max_norm, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +18,7 @@ import infinity
 from infinity.engine.calls import live_calls
 from infinity.engine.resident import ResidentHooks
 from infinity.errors import UsageError
+from infinity.tiers.state import TORCH_DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -508,10 +509,25 @@ def test_a_backward_pass_that_fails_before_any_update_is_not_torn(tmp_path, bomb
 # What is refused, or noticed
 
 
-def test_autocast_over_fp32_is_refused(tmp_path):
-    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
-        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UsageError, match='dtype="bf16"'):
-            model(inputs(model, 0))
+@pytest.mark.parametrize("dtype, wanted", [("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "bf16")])
+def test_autocast_to_another_dtype_is_refused(tmp_path, dtype, wanted):
+    with training(mlp, tmp_path, dtype=dtype, **NVME) as (model, engine, optimizer):
+        with torch.autocast("cpu", dtype=TORCH_DTYPES[wanted]), pytest.raises(UsageError, match=f'dtype="{wanted}"'):
+            model(inputs(model, 0).to(TORCH_DTYPES[dtype]))
+
+
+def test_autocast_to_the_dtype_of_the_engine_changes_nothing(tmp_path, one_thread):
+    def trained(context):
+        with training(mlp, tmp_path, dtype="bf16", **NVME) as (model, engine, optimizer):
+            for step in range(3):
+                with context:
+                    output = model(inputs(model, step).bfloat16())
+                output.float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return states_of(engine, model)
+
+    assert_same_states(trained(torch.autocast("cpu", dtype=torch.bfloat16)), trained(contextlib.nullcontext()))
 
 
 def test_functional_gradients_over_parameters_are_refused_or_right(tmp_path):
