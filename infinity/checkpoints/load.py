@@ -30,6 +30,7 @@ from infinity.config import checked_path
 from infinity.engine import pause
 from infinity.engine.engine import Engine, engine_of
 from infinity.errors import CheckpointError, ConfigError
+from infinity.optim.optimizers import follow_references_by
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.sizes import listed
 from infinity.system.interrupts import Shield
@@ -61,6 +62,9 @@ def load(
         return pause.shielded(engine.device, lambda shield: _load(engine, path, optimizer, scheduler, progress, shield))
 
 
+follow_references_by(load)
+
+
 def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progress: Progress | None, shield: Shield) -> Loaded:
     checked_path(path)
     checkpoint = engine.ranks.together(lambda: Checkpoint(path), undo=Checkpoint.close)
@@ -71,6 +75,8 @@ def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progres
             raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")
         with pause.loading(engine):
             engine.ranks.together(lambda: loading.run(progress, shield))
+        if engine.optimizer is not None:  # whose moments begin anew where it was not given
+            engine.optimizer.refer_to(None if optimizer is None else os.path.abspath(path))
         return Loaded(checkpoint.manifest.step, loading.extra, checkpoint.manifest.world)
     finally:
         checkpoint.close()

@@ -89,6 +89,8 @@ def save(
         pause.ready_to_save(engine, optimizer)
         nbytes = parse_bytes(host_memory)
         saving = pause.shielded(engine.device, lambda shield: Saving(engine, checked_path(path), scheduler, extra, nbytes))
+        if engine.optimizer is not None:
+            engine.optimizer.refer_to(str(saving.path.absolute()), saving.wait)
         if wait:
             saving.wait(progress)
     return saving

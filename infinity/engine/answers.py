@@ -59,6 +59,11 @@ class Answers:
             raise ConfigError("the parameter is not one of this engine's")
         return self.values.read(state)
 
+    def num_updates(self, param: torch.Tensor) -> int:
+        """That have been made of a parameter; of those under way nothing is known."""
+        state = self.registry.find(param)
+        return max(chunk.steps[state.index] for chunk in self.registry.chunks_of(state))
+
     def is_held(self, param: torch.Tensor) -> bool:
         """Whether the program may read and change the parameter now, as inside `gathered` or its module's forward."""
         return self._gate.has_started and self.registry.params[self._indices[id(param)]].num_holders > 0

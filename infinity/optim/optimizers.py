@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -17,7 +18,15 @@ from infinity.optim.loss_scale import LossScale
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise, failures_named
 from infinity.plan.record import FORMATS
 
+# [Note: a state_dict that refers]
+# Moments are larger than what a dict may hold in memory, so the dict says where they are: in the checkpoint that infinity.save has made of
+# this very state, or infinity.load has brought. As long as no step() came after that, the dict is plain data, which any library may pickle,
+# and load_state_dict of it is infinity.load. At all other times there is nothing to refer to, and the dict refuses to be pickled.
+
 REMEDY = "infinity.save and infinity.load keep them, infinity.save_dcp and load_dcp move them to and from other engines"
+
+REFERENCE = "infinity"  # the key of a state_dict under which it says where moments are
+_follow: Callable | None = None  # a reference, given (path, model, optimizer)
 
 _OF_KERNELS = ("foreach", "fused", "capturable", "differentiable")  # of torch's optimizers, without an effect on what they compute
 _RESERVED = tuple(dict.fromkeys(segment.name for format in FORMATS.values() for segment in format))  # weight, residual, master
@@ -62,6 +71,7 @@ class Elementwise(torch.optim.Optimizer):
         self.accumulation_steps = accumulation_steps
         self.loss_scale = loss_scale
         self.grad_norm: float | None = None
+        self._saved: tuple[str, Callable] | None = None  # where this state is whole, once a function has returned
         self._names = tuple(defaults)
         super().__init__(params, {name: _tuples(value) for name, value in defaults.items()})
         self.state = States()
@@ -95,6 +105,7 @@ class Elementwise(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.snapshot()
+        self._saved = None
         self._engine.step()
         return loss
 
@@ -107,18 +118,32 @@ class Elementwise(torch.optim.Optimizer):
             raise UsageError("parameter groups are fixed once the optimizer is made; give all of them to its constructor")
         super().add_param_group(param_group)
 
+    def refer_to(self, path: str | None, wait: Callable[[], object] = lambda: None) -> None:
+        """The state is that of the checkpoint at `path`, which is whole once `wait` has returned, until the next step(); None: of no one."""
+        self._saved = None if path is None else (path, wait)
+
     def state_dict(self):
-        """The hyper-parameters of each group, for libraries that ask, and a warning: states live in the engine's tiers. So it cannot be
-        pickled, and its "state" refuses to be read."""
-        warnings.warn(f"optimizer.state_dict() has hyper-parameters, and no moments or step counts: {REMEDY}", UserWarning, stacklevel=2)
-        return HyperParameters(super().state_dict() | {"state": States()})
+        """Hyper-parameters, and after infinity.save or load, until the next step(), the step counts and where the moments are: plain data, see
+        [Note: a state_dict that refers]. At other times its "state" refuses to be read, and it cannot be pickled; a warning says so."""
+        found = super().state_dict()
+        if self._saved is None:
+            warnings.warn(f"optimizer.state_dict() has hyper-parameters, and no moments or step counts: {REMEDY}", UserWarning, stacklevel=2)
+            return HyperParameters(found | {"state": States()})
+        path, wait = self._saved
+        wait()
+        params = [param for group in self.param_groups for param in group["params"]]
+        state = {index: {"step": self._engine.answers.num_updates(param)} for index, param in enumerate(params) if self._engine.manages(param)}
+        return found | {"state": state, REFERENCE: {"checkpoint": path}}
 
     def load_state_dict(self, state_dict):
-        """Set hyper-parameters. Raises UsageError for a dict with states: `infinity.load` and `infinity.load_dcp` load these."""
+        """Set hyper-parameters, and of a dict that refers to a checkpoint all that infinity.load brings, the weights included: call it on all
+        ranks then. Raises UsageError for a dict with states of another kind: `infinity.load` and `infinity.load_dcp` load these."""
         state = state_dict.get("state")
-        if not isinstance(state, States) and state:
+        if (reference := state_dict.get(REFERENCE)) is not None:
+            _follow(reference["checkpoint"], self._engine.model, self)
+        elif not isinstance(state, States) and state:
             raise UsageError(f"the optimizer's states live in the engine's tiers and are not loaded from a dict: {REMEDY}")
-        super().load_state_dict({**state_dict, "state": {}})
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != REFERENCE} | {"state": {}})
         self.state = States()
 
     def snapshot(self) -> list[dict]:
@@ -195,7 +220,16 @@ class HyperParameters(dict):
     """What an optimizer's `state_dict` has without states."""
 
     def __reduce_ex__(self, protocol):
-        raise UsageError(f"optimizer.state_dict() has no states, for these live in the engine's tiers, and cannot be saved or copied: {REMEDY}")
+        raise UsageError(
+            f"optimizer.state_dict() has no states, for these live in the engine's tiers, and cannot be saved or copied: {REMEDY}. After "
+            f"infinity.save(folder, model, optimizer), until the next step(), it refers to that folder and can be saved."
+        )
+
+
+def follow_references_by(load: Callable) -> None:
+    """load(path, model, optimizer) brings the state that a state_dict refers to."""
+    global _follow
+    _follow = load
 
 
 class AdamW(Elementwise):

@@ -1,5 +1,6 @@
 """What has no moments says so: the optimizer's state_dict, optimizer.state, and whoever looks for them there; and what is no plain parameter."""
 
+import io
 import json
 
 import pytest
@@ -53,6 +54,33 @@ def test_a_state_dict_without_moments_says_so_and_the_remedy_keeps_them(tmp_path
         train(model, optimizer, 1)
         infinity.load(tmp_path / "saved", model, optimizer)
         assert_same_states(states_of(engine, model), expected)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_state_dict_of_what_was_saved_refers_to_it_and_is_plain_data(tmp_path, wait):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        for step in range(3):
+            train(model, optimizer, step)
+        infinity.save(tmp_path / "saved", model, optimizer, wait=wait)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        expected = states_of(engine, model)
+        train(model, optimizer, 3)
+        with pytest.warns(UserWarning, match="no moments"), pytest.raises(UsageError, match="After infinity.save"):
+            torch.save(optimizer.state_dict(), io.BytesIO())
+        optimizer.param_groups[0]["lr"] = 0.5
+    found = torch.load(file, weights_only=True)
+    assert found["infinity"] == {"checkpoint": str(tmp_path / "saved")}
+    assert found["state"] == {index: {"step": 3} for index in range(len(found["state"]))} and len(found["state"]) == len(expected)
+    with training(mlp, tmp_path / "again", seed=1, options={"lr": 0.25}, **NVME) as (model, engine, optimizer):
+        optimizer.load_state_dict(found)
+        assert_same_states(states_of(engine, model), expected)
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        assert optimizer.state_dict() == found, "nothing has changed since"
+        infinity.load(tmp_path / "saved", model)
+        with pytest.warns(UserWarning, match="no moments"):
+            optimizer.state_dict()
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.state_dict")
