@@ -32,7 +32,7 @@ FLOORS = [
     {"engine"},
     {"checkpoints"},
     {"__init__"},
-    {"tools"},
+    {"integrations", "tools"},
     {"__main__"},
 ]
 FLOOR = {name: floor for floor, row in enumerate(FLOORS) for name in row}

@@ -1,0 +1,17 @@
+"""What an engine counts as one line of numbers, for TensorBoard, Weights & Biases, MLflow and the like.
+
+Knows nested dicts of numbers. Must not know what they say.
+"""
+
+from __future__ import annotations
+
+
+def flattened(stats: dict, prefix: str = "infinity/") -> dict[str, float]:
+    """`Engine.stats()` as numbers by name, such as "infinity/links/nc/nbytes"; what is not known (None) is left out."""
+    found: dict[str, float] = {}
+    for name, value in stats.items():
+        if isinstance(value, dict):
+            found |= flattened(value, f"{prefix}{name}/")
+        elif value is not None:
+            found[prefix + name] = int(value) if isinstance(value, bool) else value
+    return found

@@ -1,0 +1,61 @@
+"""What tests of integrations share: a tiny Llama, its data and tokenizer, and Trainers of both kinds over them."""
+
+import pytest
+import torch
+
+import infinity
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+VOCAB = 64
+NUMBERS = ("loss", "grad_norm", "eval_loss", "learning_rate", "mean_token_accuracy")  # of what is logged
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=64, **sizes))
+
+
+def rows(count, length=12, seed=1):
+    tokens = torch.randint(4, VOCAB, (count, length), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "<bos>": 3} | {f"w{number}": number for number in range(4, VOCAB)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>", "bos_token": "<bos>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def words(count, length, seed):
+    numbers = torch.randint(4, VOCAB, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [" ".join(f"w{number}" for number in row) for row in numbers]
+
+
+def engine_config(folder, **changes):
+    places = {"nvme": folder, "dtype": "fp32", "device": "cpu", "weights": "nvme", "states": "nvme"}
+    return infinity.Config(**places | {"host_memory": "64MiB", "device_memory": "16MiB"} | changes)
+
+
+def arguments(folder, kind=transformers.TrainingArguments, **changes):
+    """Two epochs of 11 batches, three a step: the last window of each is short."""
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2, "learning_rate": 1e-2}
+    quiet = {"logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    return kind(output_dir=str(folder), seed=0, **options | quiet | changes)
+
+
+def logged(trainer):
+    """What a Trainer has logged, a line an event, of what should be equal."""
+    lines = [{name: value for name, value in line.items() if name in NUMBERS} for line in trainer.state.log_history]
+    return [line for line in lines if line]
+
+
+def assert_equal_lines(got, expected):
+    assert [line.keys() for line in got] == [line.keys() for line in expected] and got
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
