@@ -21,12 +21,30 @@ from infinity.tiers.state import SpanState
 
 
 class Answers:
-    """named: the parameters, in order. dtype: that the model computes in. initial(index, param): a parameter's value at the start, 1-D."""
+    """named: the parameters, in order. dtype: that the model computes in. initial(index, param): a parameter's value at the start, 1-D;
+    None: that which it has."""
 
-    def __init__(self, gate: Gate, ranks: Ranks, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype, initial: Callable):
-        self._gate, self._ranks, self._named, self._dtype, self._initial = gate, ranks, named, dtype, initial
+    def __init__(self, gate: Gate, ranks: Ranks, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype, initial: Callable | None):
+        self._gate, self._ranks, self._named, self._dtype, self._initial = gate, ranks, named, dtype, initial or _own_value
         self._indices = {id(param): index for index, (_, param) in enumerate(named)}
         self._loaded: dict[int, torch.Tensor] = {}  # values that were asked for or given before the start, by index
+
+    def renew(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        """Of these parameters from now on, which may have other names and places than before. The engine has not started. Raises UsageError
+        for one that was made of values which are away."""
+        before, initial, loaded = self._indices, self._initial, self._loaded
+        self._named, self._indices = named, {id(param): index for index, (_, param) in enumerate(named)}
+        if self._indices == before:
+            return
+        for name, param in named:
+            if id(param) not in before and param.isnan().any():
+                raise UsageError(
+                    f"{name} has joined the model with values that are no numbers, as if made of parameters whose values have left. Make it "
+                    f"inside `with infinity.init(config):`, or inside infinity.gathered of what it is made of."
+                )
+        values = {index: value for index, (_, param) in enumerate(named) if (value := loaded.get(before.get(id(param)))) is not None}
+        self._loaded = values
+        self._initial = lambda index, param: initial(before[id(param)], param) if id(param) in before else _own_value(index, param)
 
     def begin(self, parts, cycle) -> None:
         """The engine has its parts."""
@@ -171,6 +189,10 @@ class Answers:
         """The program puts other data into a parameter that is held."""
         state = self.registry.find(param)
         state.put(data)
+
+
+def _own_value(index: int, param: nn.Parameter) -> torch.Tensor:
+    return param.detach().reshape(-1)
 
 
 def is_here(param: nn.Parameter) -> bool:

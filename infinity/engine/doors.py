@@ -19,7 +19,7 @@ from infinity.engine.ops import Op, op_of, ops_of
 from infinity.errors import BudgetError, UsageError
 from infinity.model.compiled import Door, compiles, door_of, find_wrappers, has_compiled_forward, is_wrapper
 from infinity.model.leaves import note_region
-from infinity.model.parameters import NO_COPY
+from infinity.model.parameters import NO_COPY, NotCopied
 from infinity.sizes import format_bytes
 from infinity.tiers.state import DeviceTier, Registry
 
@@ -33,7 +33,7 @@ class Hooked(NamedTuple):
     handles: list[RemovableHandle]
 
 
-class Doors:
+class Doors(NotCopied):
     """before(module, args, kwargs) and after(module, args, output) are called around each call of an op, with the door instead of the
     module where that is compiled; see [Note: compiled regions] in compiled.py. Holds no module."""
 
@@ -42,12 +42,6 @@ class Doors:
         self.before, self.after = before, after
         self._ops: dict[int, Op] = {}  # by the identity of the module or door
         self._hooked: dict[int, Hooked] = {}
-
-    def __deepcopy__(self, memo):
-        raise UsageError(NO_COPY)
-
-    def __reduce_ex__(self, protocol):
-        raise UsageError(NO_COPY)
 
     def attach(self, model: nn.Module) -> None:
         for module, op in ops_of(model, self.registry):

@@ -31,7 +31,7 @@ from infinity.errors import ConfigError, UsageError
 from infinity.model.buffers import refuse_unmixed
 from infinity.model.compiled import find_compiled, watch_wrappers
 from infinity.model.leaves import note_region
-from infinity.model.parameters import NO_COPY, is_open, owner_of, set_owner
+from infinity.model.parameters import NotCopied, is_open, owner_of, set_owner
 from infinity.model.sharing import part_versions, refuse_shared
 from infinity.model.state_dict import Facade
 from infinity.model.tiling import tile_to_fit
@@ -52,7 +52,7 @@ from infinity.system.timeline import timeline_of
 from infinity.tiers.state import TORCH_DTYPES
 
 
-class Engine:
+class Engine(NotCopied):
     """Trains one model from device, host and NVMe memory. A context manager: leaving it closes it.
 
     initial: gives a parameter's initial value, `initial(index, param) -> 1-D tensor on any device`. Nothing is built or
@@ -74,19 +74,17 @@ class Engine:
         self.turn = threading.RLock()  # of who saves or loads: a forward pass of another thread begins before that, or after it
         self.saving = None  # the checkpoint under way, or the last one
         self.last_save = None  # of what a checkpoint that is whole holds
-        initial = initial or (lambda index, param: param.detach().reshape(-1))
         self.answers = Answers(self.gate, self.ranks, self._named, TORCH_DTYPES[config.dtype], initial)
-        for _, param in self._named:
-            set_owner(param, self)
         engines.add(self, model)
         watch_replicas()
         watch_wrappers(_note_wrapper)
-        life = engines.put_life(model, self.manages)
+        life = engines.Life(model)
         self._life = weakref.ref(life)
         self._dropped = close_with(life, self)
         interrupts.prepare()
         engines.guard_before_start(model, self._begin)
-        self._facade = Facade(self.answers, model)
+        self._facade = Facade(self.answers)
+        self.adopt()
 
     # The user's face.
 
@@ -263,6 +261,16 @@ class Engine:
                 if (state := self.registry.find(param)) is not None:
                     state.group = index
 
+    def adopt(self) -> None:
+        """Take what parameters the model has by now, such as adapters. Before the start."""
+        model = self._model()
+        self._named = [(name, param) for name, param in _parameters(model) if owner_of(param) in (None, self)]
+        for _, param in self._named:
+            set_owner(param, self)
+        self.answers.renew(self._named)
+        engines.put_life(model, self.manages, self._life())
+        self._facade.attach(model)
+
     @uninterrupted
     @torch.no_grad()
     def step(self) -> None:
@@ -331,6 +339,7 @@ class Engine:
         if engines.are_others_open(self):
             gc.collect()  # what the program has dropped, such as a notebook's cell that is run again, gives its memory back first
         refuse_shared(model)  # the program may have changed the model since the engine was made
+        self.adopt()
         part_versions(param for _, param in self._named)
         for module in find_compiled(model):
             note_region(module)
@@ -383,12 +392,6 @@ class Engine:
         self.start()
         self.hooks.doors.end_call(module)
         return self.hooks._before(module, args, kwargs)
-
-    def __deepcopy__(self, memo):
-        raise UsageError(NO_COPY)
-
-    def __reduce_ex__(self, protocol):
-        raise UsageError(NO_COPY)
 
     def _let_go(self, model: nn.Module, ahead: ReadAhead) -> None:
         """Give the parameters' values to their records, and the modules to the hooks."""

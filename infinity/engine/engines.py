@@ -32,8 +32,10 @@ def add(engine, model: nn.Module) -> None:
 
 
 def find(model: nn.Module):
-    """The engine that a model is in, or None."""
-    reference = _engines.get(model)
+    """The engine that a model is in, or the only model that it wraps, or None."""
+    if (reference := _engines.get(model)) is None:
+        inside = [reference for module in model.modules() if (reference := _engines.get(module)) is not None]
+        reference = inside[0] if len(inside) == 1 else None
     return reference() if reference is not None else None
 
 
@@ -90,12 +92,10 @@ class Life:
         return type(None), ()
 
 
-def put_life(model: nn.Module, manages: Callable[[nn.Parameter], bool]) -> Life:
-    life = Life(model)
+def put_life(model: nn.Module, manages: Callable[[nn.Parameter], bool], life: Life) -> None:
     for module in model.modules():
         if any(manages(param) for param in module.parameters()):
             module.__dict__[_LIFE] = life
-    return life
 
 
 def take_life(model: nn.Module) -> None:

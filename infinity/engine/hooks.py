@@ -21,12 +21,12 @@ from infinity.engine.steps import Cycle
 from infinity.engine.trees import map_tensors, tensors_in
 from infinity.errors import UsageError
 from infinity.model.compiled import behind
-from infinity.model.parameters import NO_COPY, get_grad, set_grad
+from infinity.model.parameters import NotCopied, get_grad, set_grad
 from infinity.system.interrupts import uninterrupted
 from infinity.tiers.state import ParameterState
 
 
-class Hooks:
+class Hooks(NotCopied):
     """All hooks of one model. `cycle` is told of begin_forward, begin_backward and gradients.
 
     Holds no module: graphs hold this, and a loss that is kept would keep the model.
@@ -47,12 +47,6 @@ class Hooks:
             if state.trainable:
                 self._handles.append(state.param.register_hook(functools.partial(self._expect_gradient, state)))
                 self._handles.append(state.param.register_post_accumulate_grad_hook(functools.partial(self._gradient, state)))
-
-    def __deepcopy__(self, memo):
-        raise UsageError(NO_COPY)
-
-    def __reduce_ex__(self, protocol):
-        raise UsageError(NO_COPY)
 
     def remove(self) -> None:
         """Leave the modules as they were; parameters keep whatever they point to."""

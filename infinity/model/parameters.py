@@ -37,6 +37,16 @@ NO_COPY = (
     "infinity.gathered."
 )
 
+class NotCopied:
+    """Mixed into what belongs to one engine."""
+
+    def __deepcopy__(self, memo):
+        raise UsageError(NO_COPY)
+
+    def __reduce_ex__(self, protocol):
+        raise UsageError(NO_COPY)
+
+
 _ATTRIBUTES = (
     "shape dtype device layout ndim itemsize nbytes names name requires_grad grad_fn is_leaf retains_grad output_nr _version _base "
     "is_cpu is_cuda is_xpu is_mps is_mtia is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn _backward_hooks "
@@ -296,6 +306,15 @@ def owner_of(param: torch.Tensor):
     """The engine that manages a parameter, or None."""
     reference = _owners.get(param)
     return reference() if reference is not None else None
+
+
+def engine_joined(param: torch.Tensor) -> tuple[object, str] | None:
+    """The engine whose model a parameter has joined since that was taken, as an adapter does, and the parameter's name there."""
+    for engine in {id(engine): engine for reference in list(_owners.values()) if is_open(engine := reference())}.values():
+        if (model := engine.model) is not None:
+            if name := next((name for name, found in model.named_parameters() if found is param), None):
+                return engine, name
+    return None
 
 
 def set_owner(param: torch.Tensor, engine) -> None:

@@ -145,13 +145,19 @@ class Facade:
     answers: has `manages(param)`, `is_held(param)`, `read_weight(param)` and `write_weight(param, value)`.
     """
 
-    def __init__(self, answers, model: nn.Module):
+    def __init__(self, answers):
         self._answers = weakref.ref(answers)
         self._tied = TiedNames()
         self._loaded: dict[nn.Module, list[str]] = {}
         self._away: dict[int, str] = {}  # after close: names by the address of the placeholder
+        self._attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def attach(self, model: nn.Module) -> None:
+        """Be asked by the modules that have parameters of the engine now."""
         for module in model.modules():
-            if any(param is not None and answers.manages(param) for param in module._parameters.values()):
+            own = (param for param in module._parameters.values() if param is not None)
+            if module not in self._attached and any(map(self._answers().manages, own)):
+                self._attached.add(module)
                 module.register_state_dict_post_hook(lambda *args: self._save(*args))
                 module.register_load_state_dict_pre_hook(lambda *args: self._load(*args))
                 module.register_load_state_dict_post_hook(lambda *args: self._forgive(*args))

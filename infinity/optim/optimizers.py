@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from infinity.errors import ConfigError, UsageError
-from infinity.model.parameters import owner_of
+from infinity.model.parameters import engine_joined, owner_of
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise, failures_named
 from infinity.plan.record import FORMATS
@@ -175,20 +175,22 @@ class Elementwise(torch.optim.Optimizer):
         return [param for param in params if param.numel() and (param.is_floating_point() or param.requires_grad)]
 
     def _engine_of(self, param):
-        engine = owner_of(param)
+        engine, joined = owner_of(param), None
+        if engine is None and (joined := engine_joined(param)) is not None and not joined[0].has_started:
+            joined[0].adopt()
+            engine = owner_of(param)
         if engine is None and param.is_complex():
             raise ConfigError(
                 f"a parameter of shape {tuple(param.shape)} is of {param.dtype}, which is not supported. Make it one of real numbers with a "
                 f"last dimension of 2, and use torch.view_as_complex(parameter) in forward."
             )
         if engine is None:
-            for other in filter(None, map(owner_of, self._parameters())):  # whose model it may have joined
-                if name := next((name for name, found in other.model.named_parameters() if found is param), None):
-                    raise ConfigError(
-                        f"{name}, of shape {tuple(param.shape)}, is in no engine: it became the model's after the engine had taken that, as by "
-                        f"resize_token_embeddings or a new layer. Do this first: before infinity.offload(model, config), or inside `with "
-                        f"infinity.init(config):`."
-                    )
+            if joined is not None:
+                raise ConfigError(
+                    f"{joined[1]}, of shape {tuple(param.shape)}, is in no engine: it became the model's after the engine had started, as by "
+                    f"resize_token_embeddings, a new layer or an adapter. Do this first: before the optimizer is made and the model runs, as "
+                    f"before infinity.offload(model, config), or inside `with infinity.init(config):`."
+                )
             raise ConfigError(
                 f"a parameter of shape {tuple(param.shape)} is in no engine. Build the model inside `with "
                 f"infinity.init(config):` or call infinity.offload(model, config) before making the optimizer, and take "

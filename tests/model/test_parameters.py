@@ -1012,9 +1012,36 @@ def test_an_optimizer_of_torchs_alone_is_refused(started, tmp_path):
         one_step(model, infinity.AdamW(model.parameters()))
 
 
-def test_a_module_added_before_the_optimizer_is_made_is_refused(tmp_path):
+def test_a_module_added_before_the_optimizer_is_made_is_taken(tmp_path):
+    expected_model, expected = plain(mlp)
+    add_module(expected_model)
+    model = plain(mlp)[0]
+    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME)) as engine:
+        add_module(model)
+        model.load_state_dict(expected_model.state_dict())
+        optimizer, expected = infinity.AdamW(model.parameters(), lr=1e-2), ReferenceAdamW(expected_model.parameters(), lr=1e-2)
+        for step in range(2):
+            one_step(model, optimizer, step)
+            one_step(expected_model, expected, step)
+        assert_equals_reference(engine, model, expected_model, expected)
+
+
+def test_a_module_made_of_values_that_are_away_is_refused(tmp_path):
+    with infinity.init(infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME), window=0):
+        model = mlp()
+    with infinity.engine_of(model):
+        model.layers.append(copied := nn.Linear(H, H))
+        with torch.no_grad():
+            copied.weight.copy_(model.layers[0].weight)
+        with pytest.raises(UsageError, match="layers.4.weight has joined the model with values that are no numbers"):
+            infinity.AdamW(model.parameters())
+
+
+def test_a_module_added_after_the_start_is_refused(tmp_path):
     model = mlp()
     with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME)):
+        with torch.no_grad():
+            model(inputs(model, 0))
         add_module(model)
         with pytest.raises(ConfigError, match=r"layers.4.weight, of shape .* became the model's after .* before infinity.offload"):
             infinity.AdamW(model.parameters())
