@@ -20,6 +20,7 @@ import torch
 from transformers import Trainer
 
 import infinity
+from infinity.integrations.engines import taken
 from infinity.integrations.optimizers import counterpart
 from infinity.integrations.stats import flattened
 
@@ -65,17 +66,9 @@ class _Offloaded:
 
     def _take_model(self) -> infinity.Engine:
         """The engine of the model as it is now, adapters included."""
-        try:
-            engine = infinity.engine_of(self.model)
-        except infinity.ConfigError:
-            self.callback_handler.model = self.model  # instead of one that was made before, whose engine ends so
-            engine = infinity.offload(self.model, self._config)
-        wanted, dtype = self.args.mixed_precision, engine.config.dtype
-        if wanted not in ("no", dtype):
-            raise infinity.ConfigError(
-                f"TrainingArguments({wanted}=True) over an engine of dtype {dtype!r}: use infinity.Config(dtype={wanted!r}), which keeps fp32 "
-                f"masters, or {wanted}=False. Some trainers, as TRL's, have bf16=True where nothing is said."
-            )
+        self.callback_handler.model = self.model  # instead of one that was made before, whose engine ends so
+        wanted = self.args.mixed_precision
+        engine = taken(self.model, self._config, wanted, told=f"TrainingArguments({wanted}=True)")
         if self.args.torch_compile and not getattr(self.model, "_is_accelerate_prepared", False):
             self.model.compile(backend=self.args.torch_compile_backend or "inductor", mode=self.args.torch_compile_mode)
         self.model._is_accelerate_prepared = True
