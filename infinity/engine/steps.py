@@ -359,15 +359,14 @@ class Cycle:
         """Ends a step; called without gradients."""
         self.check_gradients()
         self._require_gradients("step()")
-        hyper = self._hyper()
+        if (factor := self.param_grads.agreed_factor(self.ranks)) != 1.0:
+            self.due.refuse_late()
+        hyper = self._hyper(factor)
         if self.due.early_hyper is not None and self.due.early_hyper.groups != hyper.groups:
             raise UsageError(
                 "hyper-parameters changed between the backward pass, which has begun to update, and step(). Change them after "
                 "step(), or use update='deferred'."
             )
-        if (factor := self.param_grads.agreed_factor(self.ranks)) != 1.0:
-            self.due.refuse_late()
-            hyper.grad_scale *= factor
         ready = self.due.pending()
         if not self.updater.deferred:
             ready.sort(key=lambda chunk: chunk.gradient.number)  # in the order in which their gradients came
@@ -501,9 +500,10 @@ class Cycle:
 
     # Steps and passes.
 
-    def _hyper(self) -> Hyper:
+    def _hyper(self, factor: float = 1.0) -> Hyper:
+        """factor: by which the program has multiplied gradients."""
         scale = self.scaler.scale if self.scaler is not None else self.ranks.world
-        return Hyper(self.optimizer.rule, self.optimizer.snapshot(), 1.0 / scale)
+        return Hyper(self.optimizer.rule, self.optimizer.snapshot(), factor / scale)
 
     def end_interrupted(self) -> None:
         """Calls of modules and backward passes that an interrupt or an error has ended, in this thread, are over."""

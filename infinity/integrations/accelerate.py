@@ -21,7 +21,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 import infinity
-from infinity.integrations.engines import taken
+from infinity.integrations.engines import has_engine, taken
 from infinity.integrations.optimizers import convert
 
 
@@ -77,7 +77,7 @@ class _Offloaded:
 
     @contextlib.contextmanager
     def no_sync(self, model):
-        with infinity.no_sync(model) if _has_engine(model) else super().no_sync(model):
+        with infinity.no_sync(model) if has_engine(model) else super().no_sync(model):
             yield
 
     # States.
@@ -90,17 +90,17 @@ class _Offloaded:
             self._saves = False
 
     def get_state_dict(self, model, *args, **options):
-        return {} if self._saves and _has_engine(model) else super().get_state_dict(model, *args, **options)
+        return {} if self._saves and has_engine(model) else super().get_state_dict(model, *args, **options)
 
     def _save_engines(self, models, weights, folder) -> None:
-        for index, model in enumerate(filter(_has_engine, models)):
+        for index, model in enumerate(filter(has_engine, models)):
             infinity.save(_states(folder, index), model, infinity.engine_of(model).optimizer)
-        weights[:] = [each for model, each in zip(models, weights, strict=True) if not _has_engine(model)]
+        weights[:] = [each for model, each in zip(models, weights, strict=True) if not has_engine(model)]
 
     def _load_engines(self, models, folder) -> None:
-        for index, model in enumerate(filter(_has_engine, models)):
+        for index, model in enumerate(filter(has_engine, models)):
             infinity.load(_states(folder, index), model, infinity.engine_of(model).optimizer)
-        models[:] = [model for model in models if not _has_engine(model)]
+        models[:] = [model for model in models if not has_engine(model)]
 
 
 class _Optimizer(AcceleratedOptimizer):
@@ -112,11 +112,3 @@ class _Optimizer(AcceleratedOptimizer):
 
 def _states(folder: str, index: int) -> str:
     return os.path.join(folder, f"infinity_{index}" if index else "infinity")
-
-
-def _has_engine(model: nn.Module) -> bool:
-    try:
-        infinity.engine_of(model)
-    except infinity.ConfigError:
-        return False
-    return True

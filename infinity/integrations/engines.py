@@ -10,16 +10,21 @@ from torch import nn
 import infinity
 
 
+def has_engine(model: nn.Module) -> bool:
+    try:
+        infinity.engine_of(model)
+    except infinity.ConfigError:
+        return False
+    return True
+
+
 def taken(model: nn.Module, config: infinity.Config | None, precision: str, *, told: str) -> infinity.Engine:
     """The engine that the model is in, or else a new one with these settings.
 
     precision: "no", "bf16" or "fp16", that of the library's autocast. told: how the program says that, for the error. Raises ConfigError for
     a precision that is not the dtype of the engine.
     """
-    try:
-        engine = infinity.engine_of(model)
-    except infinity.ConfigError:
-        engine = None
+    engine = infinity.engine_of(model) if has_engine(model) else None
     dtype = engine.config.dtype if engine is not None else (config or infinity.Config()).dtype
     if precision not in ("no", dtype):
         raise infinity.ConfigError(

@@ -143,6 +143,7 @@ def test_two_ranks_train_save_and_load_as_with_distributed_data_parallel(tmp_pat
             if made[0].is_main_process:
                 open(FOLDER + "/found.json", "w").write(json.dumps(found))
             """,
+            seconds=300,
         )
         assert status == 0, output[-4000:]
         lines.append(json.loads((folder / "found.json").read_text()))

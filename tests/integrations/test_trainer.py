@@ -173,7 +173,7 @@ def on_two_ranks(folder, kind, steps, resume):
         if trainer.args.should_save:
             open({str(folder / "lines.json")!r}, "w").write(json.dumps(logged(trainer)))
         """
-    ((status, output),) = launch(folder, source)
+    ((status, output),) = launch(folder, source, seconds=300)
     assert status == 0, output[-4000:]
     return json.loads((folder / "lines.json").read_text())
 

@@ -776,7 +776,7 @@ def changed(folder):
 # ---- launchers, and ranks that part ----
 
 
-def launch(folder, source, *, nodes=1, per_node=2, environment=None):
+def launch(folder, source, *, nodes=1, per_node=2, environment=None, seconds=SECONDS):
     """Run a script under torchrun on localhost; (exit status, output) of each node."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(source))
@@ -796,7 +796,7 @@ def launch(folder, source, *, nodes=1, per_node=2, environment=None):
         for node in range(nodes)
     ]
     try:
-        return [(process.communicate(timeout=SECONDS)[0], process.returncode)[::-1] for process in processes]
+        return [(process.communicate(timeout=seconds)[0], process.returncode)[::-1] for process in processes]
     finally:
         for process in processes:
             process.kill()
