@@ -95,7 +95,6 @@ def test_passes_are_told_where_the_program_accumulates_by_itself(tmp_path):
 
 
 def test_a_model_without_anything_to_train_is_no_engines(tmp_path):
-    accelerate.state.AcceleratorState._reset_state()
     accelerator = offloaded(accelerate.Accelerator, engine_config(tmp_path))(cpu=True)
     model = accelerator.prepare(llama().requires_grad_(False))
     with pytest.raises(infinity.ConfigError, match="is in no engine"):
@@ -105,16 +104,13 @@ def test_a_model_without_anything_to_train_is_no_engines(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(infinity.ConfigError, match=r"mixed_precision='bf16'\) over an engine of dtype 'fp32'"):
         prepared(offloaded(accelerate.Accelerator, engine_config(tmp_path)), mixed_precision="bf16")
-    accelerate.state.AcceleratorState._reset_state()
     with pytest.raises(infinity.ConfigError, match="Adagrad.*has no counterpart"):
         prepared(offloaded(accelerate.Accelerator, engine_config(tmp_path)), optimizer=torch.optim.Adagrad)
-    accelerate.state.AcceleratorState._reset_state()
 
 
 def test_mixed_precision_is_that_of_the_engine(tmp_path):
     ours = prepared(offloaded(accelerate.Accelerator, engine_config(tmp_path, dtype="bf16")), mixed_precision="bf16")
     assert epoch(*ours) == pytest.approx(epoch(*prepared(accelerate.Accelerator, mixed_precision="bf16")), rel=0.05)
-    accelerate.state.AcceleratorState._reset_state()
 
 
 @pytest.mark.long

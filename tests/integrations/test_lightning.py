@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 lightning = pytest.importorskip("lightning")
@@ -17,17 +16,9 @@ from test_ranks import launch  # noqa: E402
 import infinity  # noqa: E402
 from infinity.integrations.lightning import EngineFabricStrategy, EngineStrategy  # noqa: E402
 
-pytestmark = [pytest.mark.usefixtures("one_thread", "alone"), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
 VOCAB, LENGTH = 61, 12
-
-
-@pytest.fixture
-def alone():
-    """Lightning leaves the process group of this process behind."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def config(folder, **changes):

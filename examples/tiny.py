@@ -1,0 +1,53 @@
+"""What the examples train on: a Llama of random weights and tokens of no meaning, so that they run anywhere, in seconds, without a download.
+
+In a program of yours these are from_pretrained, inside `with infinity.init(config):` where no memory holds the model, and your data.
+"""
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB, LENGTH = 64, 16
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, **sizes))
+
+
+def rows(count: int = 22) -> list[dict]:
+    tokens = torch.randint(4, VOCAB, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def batches() -> DataLoader:
+    return DataLoader(rows(), batch_size=2)
+
+
+def words(count: int, length: int, seed: int) -> list[str]:
+    numbers = torch.randint(4, VOCAB, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [" ".join(f"w{number}" for number in row) for row in numbers]
+
+
+def texts():
+    from datasets import Dataset
+
+    return Dataset.from_dict({"text": words(22, 12, 1)})
+
+
+def preferences():
+    from datasets import Dataset
+
+    return Dataset.from_dict({name: words(22, 6, seed) for seed, name in enumerate(("prompt", "chosen", "rejected"))})
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>", "bos_token": "<bos>"}
+    vocab = {word: number for number, word in enumerate(special.values())} | {f"w{number}": number for number in range(4, VOCAB)}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)

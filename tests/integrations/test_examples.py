@@ -1,0 +1,48 @@
+"""Scripts of examples/ beside their plain twins: three changed lines at most, and the same losses, fp32, to 1e-5."""
+
+import difflib
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent.parent / "examples"
+SCRIPTS = sorted(path.name for path in (FOLDER / "plain").glob("*.py"))
+MOST_CHANGED = 3
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def changed_lines(before, after):
+    blocks = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False).get_opcodes()
+    return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in blocks if kind != "equal")
+
+
+def losses(path, folder, monkeypatch):
+    """Of a script that is run in a folder, as it would be from a shell."""
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(FOLDER)
+    return runpy.run_path(str(path), run_name="__main__")["losses"]
+
+
+def test_each_script_has_a_twin():
+    assert SCRIPTS and set(SCRIPTS) | {"tiny.py"} == {path.name for path in FOLDER.glob("*.py")}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_three_lines_at_most_are_changed(name):
+    assert 0 < changed_lines((FOLDER / "plain" / name).read_text(), (FOLDER / name).read_text()) <= MOST_CHANGED
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_losses_are_those_of_the_twin(name, tmp_path, monkeypatch):
+    for package in ("transformers", "accelerate", "trl", "peft", "lightning", "datasets"):
+        if package in (FOLDER / name).read_text() or package in ("transformers", "accelerate"):
+            pytest.importorskip(package)
+    expected = losses(FOLDER / "plain" / name, tmp_path / "plain", monkeypatch)
+    found = losses(FOLDER / name, tmp_path / "ours", monkeypatch)
+    assert len(found) > 4 and found == pytest.approx(expected, rel=1e-5)
+    assert torch.tensor(found).isfinite().all()
