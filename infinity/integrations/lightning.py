@@ -1,4 +1,4 @@
-"""Strategies of Lightning over an engine: `EngineStrategy` for Trainer, `EngineFabricStrategy` for Fabric.
+"""Strategies of Lightning over an engine: `EngineStrategy` for Trainer, `EngineFabricStrategy` for Fabric; `LogStats` logs what it counts.
 
 Knows what Lightning's loops ask a strategy for, and when. Must not know how an engine works.
 """
@@ -17,15 +17,18 @@ import os
 import shutil
 import warnings
 
-import infinity
-from infinity.integrations.engines import has_engine, taken
-from infinity.integrations.optimizers import convert
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+
+import infinity
+from infinity.integrations.engines import has_engine, taken
+from infinity.integrations.optimizers import convert
+from infinity.integrations.stats import flattened
 
 _MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
@@ -173,6 +176,13 @@ class EngineFabricStrategy(FabricDDPStrategy):
         for number, module in enumerate(_in_engines(state)):
             infinity.load(_folder(path, number), module, infinity.engine_of(module).optimizer)
         return found
+
+
+class LogStats(Callback):
+    """`Trainer(callbacks=[LogStats()])`: the engine's stats() with each batch, by the trainer's own loggers."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        module.log_dict({name: float(value) for name, value in flattened(infinity.engine_of(module).stats()).items()})
 
 
 class _Passes(_BackwardSyncControl):

@@ -36,8 +36,9 @@ class Elementwise(torch.optim.Optimizer):
     """An optimizer over parameters of one engine that computes what its rule says.
 
     defaults: the rule's hyper-parameters; a parameter group may give its own. max_grad_norm: clip the global gradient norm
-    to it; `grad_norm` then holds the norm of the last step, skipped or not. accumulation_steps: backward passes a step; their gradients are
-    summed in fp32. loss_scale: for fp16, how the scale starts and moves. Learning-rate schedulers and parameter groups work
+    to it (math.inf: only know it, as where the program clips by torch.nn.utils.clip_grad_norm_); `grad_norm` then holds the norm of the last
+    step, as step() found gradients, skipped or not. accumulation_steps: backward passes a step, at most, or as infinity.no_sync tells; their
+    gradients are summed in fp32. loss_scale: for fp16, how the scale starts and moves. Learning-rate schedulers and parameter groups work
     as usual. Raises ConfigError for hyper-parameters out of range, parameters that no engine owns, a rule that is not
     elementwise, or a loss scale without fp16.
     """

@@ -240,6 +240,25 @@ def test_passes_of_two_threads_come_one_after_the_other_or_the_second_is_refused
     assert_same_states(states[1], states[0], "beside evaluations that were refused")
 
 
+@pytest.mark.parametrize("how", ["offload", "init"])
+def test_a_cell_of_a_notebook_is_run_again_without_close(how, tmp_path):
+    """Its names are those of the run before until they are bound anew; the directory is the same."""
+    made = {
+        "offload": "model = linears()\ninfinity.offload(model, config)",
+        "init": "with infinity.init(config):\n    model = linears()",
+    }
+    trains = "optimizer = infinity.AdamW(model.parameters())\nloss = model(torch.ones(2, WIDTH)).square().mean()\nloss.backward()\noptimizer.step()"
+    names = {"infinity": infinity, "torch": torch, "linears": linears, "WIDTH": linears()[0].in_features}
+    names["config"] = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **SETTINGS)
+    losses = []
+    for fails in (False, True, False, False):
+        with contextlib.suppress(ZeroDivisionError):
+            exec(f"torch.manual_seed(0)\n{made[how]}\n{trains}\n{'1 / 0' if fails else ''}", names)
+        losses.append(names["loss"].item())
+    assert len(set(losses)) == 1
+    infinity.engine_of(names["model"]).close()
+
+
 def test_a_dropped_engine_gives_its_memory_back_before_the_next_one_takes_its_own(tmp_path):
     """As a cell of a notebook that is run again; its directory may be another one."""
     num_threads = []

@@ -1,6 +1,7 @@
 """Trainer and Fabric of Lightning over an engine: losses, norms and learning rates of plain PyTorch's, fp32, to 1e-5."""
 
 import contextlib
+import csv
 import json
 
 import pytest
@@ -10,11 +11,12 @@ from torch.utils.data import DataLoader
 lightning = pytest.importorskip("lightning")
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from models import tiny_gpt  # noqa: E402
 from test_ranks import launch  # noqa: E402
 
 import infinity  # noqa: E402
-from infinity.integrations.lightning import EngineFabricStrategy, EngineStrategy  # noqa: E402
+from infinity.integrations.lightning import EngineFabricStrategy, EngineStrategy, LogStats  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
@@ -159,6 +161,15 @@ def test_mixed_precision_is_that_of_the_engine(tmp_path):
     expected, _ = fit(tmp_path, precision="bf16-mixed", max_epochs=1)
     module, _ = fit(tmp_path, EngineStrategy(config(tmp_path, dtype="bf16")), precision="bf16-mixed", max_epochs=1)
     assert module.seen == pytest.approx(expected.seen, rel=0.1)
+
+
+def test_statistics_are_logged_by_the_loggers_of_the_trainer(tmp_path):
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    strategy = EngineStrategy(config(tmp_path, residency="none"))
+    fit(tmp_path, strategy, logger=logger, callbacks=[LogStats()], enable_checkpointing=False, log_every_n_steps=1, max_epochs=1)
+    with open(tmp_path / "lightning_logs" / "version_0" / "metrics.csv") as file:
+        read = [float(row["infinity/links/nc/nbytes"]) for row in csv.DictReader(file) if row["infinity/links/nc/nbytes"]]
+    assert len(read) > 2 and read == sorted(read) and read[-1] > read[0] > 0
 
 
 def by_fabric(strategy, folder, *, micros=3, bound=1.0, told=False, resume=None, steps=4):
