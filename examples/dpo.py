@@ -18,6 +18,8 @@ arguments = DPOConfig(
     logging_steps=1,
     report_to=[],
 )
-trainer = offloaded(DPOTrainer, infinity.Config(dtype="fp32"))(llama(), ref_model=llama(), args=arguments, train_dataset=preferences(), processing_class=tokenizer())
+trainer = offloaded(DPOTrainer, infinity.Config(dtype="fp32"))(
+    llama(), ref_model=llama(), args=arguments, train_dataset=preferences(), processing_class=tokenizer()
+)
 trainer.train()
 losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

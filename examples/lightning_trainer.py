@@ -23,5 +23,12 @@ class Language(LightningModule):
 
 
 losses = []
-trainer = Trainer(strategy=EngineStrategy(infinity.Config(dtype="fp32")), max_epochs=2, devices=1, accumulate_grad_batches=3, gradient_clip_val=1.0, logger=False)
+trainer = Trainer(
+    strategy=EngineStrategy(infinity.Config(dtype="fp32")),
+    max_epochs=2,
+    devices=1,
+    accumulate_grad_batches=3,
+    gradient_clip_val=1.0,
+    logger=False,
+)
 trainer.fit(Language(), batches())

@@ -21,5 +21,11 @@ class Language(LightningModule):
 
 
 losses = []
-trainer = Trainer(max_epochs=2, devices=1, accumulate_grad_batches=3, gradient_clip_val=1.0, logger=False)
+trainer = Trainer(
+    max_epochs=2,
+    devices=1,
+    accumulate_grad_batches=3,
+    gradient_clip_val=1.0,
+    logger=False,
+)
 trainer.fit(Language(), batches())

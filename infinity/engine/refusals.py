@@ -25,11 +25,12 @@ def refuse_modes(device_type: str, dtype: str) -> None:
             "torch.jit.trace notes the memory that weights are in for the moment, and would read it when they are elsewhere. Trace a "
             "model that is in no engine, with this one's values: plain.load_state_dict(model.state_dict())."
         )
-    if torch.is_autocast_enabled(device_type) and (wanted := torch.get_autocast_dtype(device_type)) is not TORCH_DTYPES[dtype]:
+    wanted = torch.get_autocast_dtype(device_type)
+    if torch.is_autocast_enabled(device_type) and wanted is not TORCH_DTYPES[dtype]:
         name = next((name for name, known in TORCH_DTYPES.items() if known is wanted), wanted)
         raise UsageError(
-            f"torch.autocast to {wanted} over an engine of dtype {dtype!r} casts weights that come and go, and caches the casts. Leave autocast "
-            f'out, or use infinity.Config(dtype="{name}"), which computes in it and keeps fp32 masters; autocast changes no weight then.'
+            f"torch.autocast to {wanted} over an engine of dtype {dtype!r} casts weights that come and go, and caches the casts. Leave "
+            f'autocast out, or use infinity.Config(dtype="{name}"), which computes in it and keeps fp32 masters; autocast changes no weight then.'
         )
 
 

@@ -23,8 +23,8 @@ def counterpart(kind: type[torch.optim.Optimizer], options: dict) -> tuple[type[
     if kind not in _KINDS or options.get("amsgrad") or options.get("maximize"):
         known = ", ".join(known.__name__ for known in _KINDS)
         raise infinity.ConfigError(
-            f"{kind.__module__}.{kind.__name__}({', '.join(options)}) has no counterpart whose states live in an engine's tiers. Choose one of "
-            f"{known} (optim='adamw_torch' or 'sgd' of TrainingArguments), or make an infinity.Elementwise with a rule of your own"
+            f"{kind.__module__}.{kind.__name__}({', '.join(options)}) has no counterpart whose states live in an engine's tiers. Choose one "
+            f"of {known} (optim='adamw_torch' or 'sgd' of TrainingArguments), or make an infinity.Elementwise with a rule of your own"
         )
     return _KINDS[kind], {name: value for name, value in options.items() if name not in _OF_KERNELS | _OFF}
 
@@ -40,7 +40,7 @@ def convert(optimizer: torch.optim.Optimizer, **options) -> infinity.Elementwise
     for group in optimizer.param_groups:
         counterpart(type(optimizer), group)  # which may have asked for what there is not
     if optimizer.state:
-        raise infinity.ConfigError(f"{type(optimizer).__name__} has states already; give the model and its optimizer over before the first step")
+        raise infinity.ConfigError(f"{type(optimizer).__name__} has states already; give it over, with its model, before the first step")
     unknown = optimizer.defaults.keys() - defaults.keys()
     groups = [{name: value for name, value in group.items() if name not in unknown} for group in optimizer.param_groups]
     is_watched = vars(optimizer).pop("step", None) is not None

@@ -11,7 +11,6 @@ Knows what Trainer calls, and when. Must not know how an engine works.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import warnings
