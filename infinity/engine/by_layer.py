@@ -40,6 +40,7 @@ from torch.utils import _pytree as pytree
 from infinity.engine.blocks import Buffers, blocks_of, called_by, groups_of, without_caches
 from infinity.engine.calls import Turn
 from infinity.engine.cuts import Cutter, Glue
+from infinity.engine.refusals import beside
 from infinity.engine.saved_tensors import SavedTensors
 from infinity.engine.trees import containers_in, write_back
 from infinity.engine.turns import Draws, Surroundings, Turns, streams
@@ -286,7 +287,10 @@ class _Step:
             self.micro_batches.append(MicroBatch(self, work, f"micro-batch-{number}", own))
         if len(works) > 1 and self.engine.ranks.world == 1:
             self.sums = Sums(self.engine.gradients, self.engine.weights)
-        before = calls.swap(Turn([], threading.get_ident()))
+        before = calls.swap(Turn(calls.frames, threading.get_ident()))  # the same list: whoever has calls in it can end them
+        if before.frames:
+            calls.swap(before)
+            raise UsageError(beside("infinity.accumulate"))
         try:
             with self.cycle.one_backward(num_together=len(works), withhold=self._withhold):
                 try:

@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 
 from infinity.engine.doors import Doors
 from infinity.engine.ops import BACKWARD, FORWARD, RECOMPUTE, Frame, Op
+from infinity.engine.refusals import beside
 from infinity.engine.steps import Cycle
 from infinity.engine.trees import map_tensors, tensors_in
 from infinity.errors import UsageError
@@ -104,11 +105,7 @@ class Hooks(NotCopied):
         in_forward = any(frame.module is module and frame.thread != threading.get_ident() for frame in self.calls.frames)
         if in_forward or (not self.calls.frames and self.cycle.backward_task is not None):
             if any(thread.ident == self.calls.thread for thread in threading.enumerate()):
-                kind = type(behind(module)).__name__
-                raise UsageError(
-                    f"{kind} is called while another thread is in a forward or backward pass of the model. Passes of a model come one "
-                    f"after the other: hold one threading.Lock around each training step and around each evaluation."
-                )
+                raise UsageError(beside(type(behind(module)).__name__))
 
     def _unscaled(self, value: torch.Tensor) -> torch.Tensor:
         """An input of an fp16 model; what it depends on gets gradients that are not scaled."""

@@ -69,6 +69,14 @@ def refuse_by_layer(*, runs: bool, failed: bool, begun: bool) -> None:
         raise UsageError("infinity.accumulate brings all gradients of a step, and there was a backward pass since the last one; call step() before it")
 
 
+def beside(what: str) -> str:
+    """What is called while another thread is in a pass of the model."""
+    return (
+        f"{what} is called while another thread is in a forward or backward pass of the model. Passes of a model come one after the other: "
+        f"hold one threading.Lock around each training step and around each evaluation."
+    )
+
+
 def refuse_thawed(frozen: Iterable[ParameterState]) -> None:
     """frozen: parameters that were frozen when the engine started."""
     for state in frozen:

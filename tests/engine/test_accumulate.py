@@ -699,6 +699,49 @@ def test_another_thread_that_evaluates_meanwhile_is_refused(tmp_path):
         assert_same_states(states_of(engine, model), expected[1])
 
 
+def test_another_thread_that_evaluates_as_it_begins_is_left_alone(tmp_path):
+    """It begins after accumulate has found the model idle, and is still in it as the step begins."""
+    goes_on, is_inside, found = threading.Event(), threading.Event(), []
+
+    class Looked(Chain):
+        """Evaluated by another thread as somebody looks for its blocks."""
+
+        evaluates = False
+
+        def children(self):
+            if self.evaluates:
+                self.evaluates = False
+                beside.start()
+                assert is_inside.wait(60)
+            return super().children()
+
+    def wait(module, args):
+        if threading.current_thread() is beside:
+            is_inside.set()
+            assert goes_on.wait(60)
+
+    def evaluate():
+        with torch.no_grad():
+            found.append(model(tokens(0)[0][0]))
+
+    beside = threading.Thread(target=evaluate)
+    expected = run(tmp_path, True, make=Looked, num_steps=1, **NVME)
+    with training(Looked, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        with torch.no_grad():
+            output = model(tokens(0)[0][0])
+        model.blocks[2].register_forward_pre_hook(wait)
+        model.evaluates = True
+        with pytest.raises(infinity.UsageError, match="infinity.accumulate is called while another thread is in a forward"):
+            infinity.accumulate(model, tokens(0), loss_of)
+        goes_on.set()
+        beside.join()
+        assert torch.equal(found[0], output)
+        assert_nothing_held(engine)
+        assert [value.item() for value in infinity.accumulate(model, tokens(0), loss_of)] == expected[0]
+        optimizer.step()
+        assert_same_states(states_of(engine, model), expected[1])
+
+
 def test_a_loss_finds_what_torch_keeps_for_each_thread(tmp_path):
     seen = []
 
