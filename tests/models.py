@@ -1,4 +1,4 @@
-"""Small models, each with one trait that an engine must live with. All take int or float inputs of `inputs(model)`."""
+"""Small models, each with one trait that an engine must live with. All take int or float inputs of `inputs(model)`, but Chain."""
 
 import dataclasses
 
@@ -27,6 +27,32 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.run(self, x)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Chain(nn.Module):
+    """Blocks of one class between an embedding and a head; takes [rows, tokens] below 50, returns [rows, tokens, 50]."""
+
+    def __init__(self, hidden=32, num_blocks=5):
+        super().__init__()
+        self.first, self.last = nn.Embedding(50, hidden), nn.Linear(hidden, 50)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(num_blocks))
+
+    def forward(self, x):
+        for segment in self.segments():
+            x = segment(x)
+        return x
+
+    def segments(self):
+        return [self.first, *self.blocks, self.last]
 
 
 def mlp(depth=4):

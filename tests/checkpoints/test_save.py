@@ -36,11 +36,11 @@ from helpers import (
     states_of,
     training,
 )
-from models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
+from models import TRAITS, Chain, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
 from test_faults import no_hang, our_threads
 from test_ranks import gpt, num_descriptors, ranks, settings, share, tokens, worlds  # noqa: F401, which finds no use of a fixture
 from test_ranks import states_of as bytes_of
-from test_by_layer import Chain, micro_batches
+from test_by_layer import micro_batches
 from test_by_layer import loss_of as loss_of_chain
 from torch import nn
 from torch.optim import lr_scheduler

@@ -5,6 +5,7 @@ a fault can meet a border between segments is a small model of its own.
 """
 
 import contextlib
+import itertools
 import signal
 import threading
 import weakref
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import NVME, assert_nothing_held, assert_same_states, least_device_memory, least_host_memory, on_gpu, states_of, training
-from test_by_layer import Block, Chain
+from models import Block, Chain
 from torch import nn
 
 import infinity
@@ -23,12 +24,12 @@ from infinity.optim.loss_scale import LossScale
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LONG = pytest.mark.long
-SIZES = [3, 1, 4, 2, 3]  # rows of each micro-batch
+SIZES = [3, 1, 4, 2, 3]  # rows of each micro-batch, and so on
 
 
 def tokens(step, n=3):
-    generator = torch.Generator().manual_seed(step)
-    return [(torch.randint(50, (rows, 7), generator=generator), torch.randint(50, (rows, 7), generator=generator)) for rows in SIZES[:n]]
+    generator, sizes = torch.Generator().manual_seed(step), itertools.islice(itertools.cycle(SIZES), n)
+    return [(torch.randint(50, (rows, 7), generator=generator), torch.randint(50, (rows, 7), generator=generator)) for rows in sizes]
 
 
 def loss_of(model, batch):
@@ -91,11 +92,16 @@ def scaled(dtype):
     return {"options": {"loss_scale": LossScale(initial=256.0)}} if dtype == "fp16" else {}
 
 
-@pytest.mark.parametrize("n", [pytest.param(2, marks=LONG), 3, pytest.param(5, marks=LONG)])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=LONG), 3, pytest.param(5, marks=LONG), pytest.param(16, marks=LONG)])
 @pytest.mark.parametrize("dtype, update", WAYS)
 def test_losses_and_states_are_those_of_the_ordinary_loop(update, dtype, n, tmp_path):
     config = scaled(dtype)
     assert_as_the_ordinary_loop(tmp_path, dtype=dtype, update=update, n=n, **NVME, **config)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}], ids=["", "clipping"])
+def test_so_they_are_with_sixteen_micro_batches(options, tmp_path):
+    assert_as_the_ordinary_loop(tmp_path, make=Odd, dtype="bf16", n=16, num_steps=2, options=options, **NVME)
 
 
 @pytest.mark.parametrize("places", PLACES)

@@ -54,6 +54,13 @@ def test_so_they_are_wherever_records_live(places, n, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, **how(CASES["Llama"], "bf16"), **PLACES[places], n=n)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name, dtype", [("Llama", "bf16"), ("GPT-2", "fp32"), ("T5", "fp32"), ("Whisper", "bf16"), ("ViT", "fp16"), ("Mixtral", "bf16")])
+def test_so_they_are_with_sixteen_micro_batches(name, dtype, tmp_path):
+    options = {"max_grad_norm": 0.05} | scaled(dtype).get("options", {})
+    assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], dtype) | {"options": options, "num_steps": 2}, n=16, **NVME)
+
+
 @pytest.mark.parametrize("name, dtype", [("T5", "fp32"), ("Llama", "bf16"), pytest.param("GPT-2", "fp16", marks=LONG)])
 def test_clipping_is_that_of_the_ordinary_loop(name, dtype, tmp_path):
     options = {"max_grad_norm": 0.05} | scaled(dtype).get("options", {})

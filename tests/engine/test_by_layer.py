@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import NVME, assert_nothing_held, assert_same_states, on_gpu, run_micro_batches, states_of, training
+from models import Chain
 from torch import nn
 
 import infinity
@@ -15,30 +16,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MICROS = 8
 
 LONG = pytest.mark.long
-
-
-class Block(nn.Module):
-    def __init__(self, hidden):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Chain(nn.Module):
-    def __init__(self, hidden=32, num_blocks=5):
-        super().__init__()
-        self.first, self.last = nn.Embedding(50, hidden), nn.Linear(hidden, 50)
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(num_blocks))
-
-    def forward(self, x):
-        for segment in self.segments():
-            x = segment(x)
-        return x
-
-    def segments(self):
-        return [self.first, *self.blocks, self.last]
 
 
 def micro_batches(step):
