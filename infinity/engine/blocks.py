@@ -7,15 +7,14 @@ Knows modules. Must not know who runs them, graphs or engines.
 # Blocks are the members, with parameters, of lists of modules (ModuleList, Sequential) of which two or more are of one class, of the
 # outermost such lists. Small blocks are a group. A segment begins as the first block of a group is called, or another one while one of
 # another group was the last, and goes on until the next one begins: so whatever lies between, before the first and after the last, such as
-# embeddings, norms, a head and the loss, is of a segment, too.
+# embeddings, norms, a head and the loss, is of a segment, too. A block that is joined to what comes before it begins none.
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
-import torch
 from torch import nn
 
 from infinity.model.leaves import is_leaf
@@ -27,11 +26,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(_blocks_of(model)))
 
 
-def groups_of(blocks: list[nn.Module], least_nbytes: int) -> list[list[nn.Module]]:
-    """Runs of blocks that are a segment together: each but the last has weights of so many bytes or more."""
-    groups, nbytes = [], least_nbytes
+def groups_of(blocks: list[nn.Module], least_nbytes: int, joined: Container[nn.Module] = ()) -> list[list[nn.Module | None]]:
+    """Runs of blocks that are a segment together: each but the last has weights of so many bytes or more, and none begins with a block that
+    is `joined` to what comes before it. What comes before the first block is None, where that is joined to it."""
+    groups, nbytes = [[None]] if blocks and blocks[0] in joined else [], least_nbytes
     for block in blocks:
-        if nbytes >= least_nbytes:
+        if nbytes >= least_nbytes and block not in joined:
             groups.append([])
             nbytes = 0
         groups[-1].append(block)
@@ -67,41 +67,6 @@ def without_caches(model: nn.Module) -> Iterator[None]:
         _fill(filling)
 
 
-class Buffers:
-    """Of a module that runs twice: the second run finds them as the first one did, and leaves them as they are. Such as the statistics of a
-    batch norm, or the vectors of a spectral norm."""
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-        self._changed: list[tuple[nn.Module, str, torch.Tensor]] = []  # by the first run; what they were before it
-
-    @contextlib.contextmanager
-    def first_run(self) -> Iterator[None]:
-        places = list(_places(self.module))
-        before = {buffer: (buffer._version, buffer.detach().clone()) for *_, buffer in places}
-        yield
-        for owner, name, buffer in places:
-            version, value = before[buffer]
-            if owner._buffers.get(name) is not buffer or buffer._version != version:
-                self._changed.append((owner, name, value))
-
-    @contextlib.contextmanager
-    def second_run(self) -> Iterator[None]:
-        places = list(_places(self.module))
-        for owner, name, value in self._changed:
-            owner._buffers[name] = value
-        others = {buffer: buffer.clone() for *_, buffer in _places(self.module)}  # written to in a way that torch does not count
-        try:
-            yield
-        finally:
-            for owner, name, buffer in places:
-                owner._buffers[name] = buffer
-            with torch.no_grad():
-                for buffer, value in others.items():
-                    with torch.autograd._unsafe_preserve_version_counter(buffer):
-                        buffer.copy_(value)
-
-
 @uninterrupted
 def _give_back(calls: dict[nn.Module, Callable | None], names: dict[nn.Module, str]) -> None:
     for module, call in calls.items():
@@ -114,13 +79,6 @@ def _give_back(calls: dict[nn.Module, Callable | None], names: dict[nn.Module, s
 def _fill(configs: list) -> None:
     for config in configs:
         config.use_cache = True
-
-
-def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and not buffer.is_inference():
-                yield owner, name, buffer
 
 
 def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -22,13 +22,24 @@ bytes move: sums.py is told which gradients come, and when they are complete.
 # Blocks are checkpointed, but those that are already, by who calls them (other hooks for saved tensors are in force) or by themselves. A
 # pass that builds no graph, such as that of a reference model, does not pause: what surrounds it may be for it alone. Of a model whose
 # weights never leave the device, nothing is cut or checkpointed: each micro-batch goes forward and backward as in the ordinary loop.
+#
+# [Note: what is not cut]
+# A custom function, or a block's closure, that is given a tensor of an earlier segment is not seen, and its node leads on into that
+# segment's graph, which is to go backward later. That is looked for when a forward pass is over (`_look`): the segments from the one that
+# made the tensor to the one that uses it are one from then on. A tensor that is changed in place is not what it was when a block runs again
+# for backward: a model that does so to what blocks are given runs as in the ordinary loop. Values of a forward pass are right in either
+# case, so that it goes on to its end where there are several ranks, which tell each other then. What modules keep in attributes of their
+# own, other micro-batches find there: where it changes with each, they run as in the ordinary loop, too. That is looked for in the first
+# step. A step that finds anything begins anew, with what was drawn, and with buffers as they were; later ones know it (uncut.py).
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
 
 import torch
 from torch import nn
@@ -37,13 +48,15 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from infinity.engine.blocks import Buffers, blocks_of, called_by, groups_of, without_caches
+from infinity.engine.blocks import blocks_of, called_by, groups_of, without_caches
 from infinity.engine.calls import Turn
-from infinity.engine.cuts import Cutter, Glue
+from infinity.engine.cuts import Cutter, Glue, Segment
+from infinity.engine.module_state import Attributes, Buffers, BuffersOfModel
 from infinity.engine.refusals import beside
 from infinity.engine.saved_tensors import SavedTensors
-from infinity.engine.trees import containers_in, write_back
+from infinity.engine.trees import containers_in, flatten, write_back
 from infinity.engine.turns import Draws, Surroundings, Turns, streams
+from infinity.engine.uncut import FoundError
 from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import owner_of
 from infinity.model.recompute import checkpoint
@@ -58,11 +71,13 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
 
     loss(model, micro_batch) -> the scalar on which an ordinary loop would call backward(), such as model(**micro_batch).loss / number. It
     runs in a thread of its own, others of which run in between: what it switches in the model for a while, those find. Blocks of the model
-    run again for backward, with their hooks, as with activation checkpointing. Gradients are those of `for micro_batch in micro_batches:
-    loss(model, micro_batch).backward()`, bit by bit, unless three or more leave the model after different blocks (early exits): what they
-    share behind these, and the blocks before, adds up in another order. Random numbers (dropout) are others. Returns the losses, detached.
-    The optimizer's accumulation_steps is to be 2 or more, so that sums are in fp32; how many micro-batches there are may differ from it.
-    Raises ConfigError or UsageError if it cannot begin, and where a model cannot be cut.
+    run again for backward, with their hooks, as with activation checkpointing. What cannot be cut between blocks is found in the first step,
+    which then begins anew; it runs as one, in the end all of the model as in the ordinary loop, and is named once, and by
+    stats()["by_layer_uncut"]. Gradients are those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit,
+    unless three or more leave the model after different blocks (early exits): what they share behind these, and the blocks before, adds up
+    in another order. Random numbers (dropout) are others. Returns the losses, detached. The optimizer's accumulation_steps is to be 2 or
+    more, so that sums are in fp32; how many micro-batches there are may differ from it.
+    Raises ConfigError or UsageError if it cannot begin.
     """
     micro_batches = list(micro_batches)
     engine = _engine(model)
@@ -83,11 +98,12 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     interrupts.guard()  # forward passes, which do so as they begin, have other threads
     engine.cycle.end_interrupted()
     engine.calls.refuse_running("infinity.accumulate")
-    works = [functools.partial(_loss, loss, model, micro_batch) for micro_batch in micro_batches]
-    begin = streams(len(works), engine.device)
+    begin = streams(len(micro_batches), engine.device)
     draws = list(begin)
-    stays = all(span.pinned for span in engine.registry.spans)  # no weight ever moves: by layer nothing would be gained
-    losses = _one_by_one(engine, works, draws) if stays else _Step(engine, model).run(works, draws)
+    if all(span.pinned for span in engine.registry.spans):  # no weight ever moves: by layer nothing would be gained
+        losses = _one_by_one(engine, _works(loss, model, micro_batches), draws)
+    else:
+        losses = _by_layer(engine, loss, model, micro_batches, draws)
     next((now for now, before in zip(reversed(draws), reversed(begin)) if now != before), begin[0]).resume(engine.device)
     return losses
 
@@ -99,6 +115,10 @@ def _engine(model: nn.Module):
     if len(owners) != 1:
         raise ConfigError("infinity.accumulate: the model must hold parameters of one engine; build it with infinity.init")
     return next(iter(owners.values()))
+
+
+def _works(loss: Callable, model: nn.Module, micro_batches: list) -> list[Callable[[], torch.Tensor]]:
+    return [functools.partial(_loss, loss, model, micro_batch) for micro_batch in micro_batches]
 
 
 def _loss(loss: Callable, model: nn.Module, micro_batch: object) -> torch.Tensor:
@@ -121,17 +141,32 @@ def _one_by_one(engine, works: list[Callable], draws: list[Draws]) -> list[torch
     return losses
 
 
+def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, draws: list[Draws]) -> list[torch.Tensor]:
+    """See [Note: what is not cut]."""
+    begin = list(draws)
+    while True:
+        kept = [copy.copy(each) if isinstance(each, (MutableMapping, list)) else each for each in micro_batches]  # which a loss may empty
+        step = _Step(engine, model)
+        try:
+            return step.run(_works(loss, model, micro_batches), draws)
+        except FoundError:
+            engine.cycle.zero_grad()
+            step.buffers.bring_back()
+            draws[:], micro_batches = begin, kept
+
+
 class MicroBatch:
     """One micro-batch of a step: its forward pass, its graph, and what of its gradients waits for more."""
 
     def __init__(self, step: _Step, work: Callable[[], torch.Tensor], name: str, draws: Draws):
         self.step = step
         self.cutter = Cutter()
-        self.glue = Glue(self.cutter, self._refuse_change)
+        self.glue = Glue(self.cutter, self._note_change)
         self.turns = Turns(work, self._surroundings, name)
         self.draws = draws
         self.first_use: dict[ParameterState, int] = {}  # the segment
         self._waiting: dict[ParameterState, torch.Tensor | Saved] = {}  # gradients of what earlier segments use, too
+        self._given: list[tuple[weakref.ref, int, str]] = []  # to blocks: tensors, at which versions
         self._turn = Turn([], threading.get_ident(), touched=self.cutter.segments[0].touched)  # until its thread has begun
         self._in_block = False
         self._at = 0  # the segment whose backward pass runs
@@ -191,14 +226,15 @@ class MicroBatch:
             self._in_block = False
 
     def _call(self, block, inner, args, kwargs):
-        flat, structure = pytree.tree_flatten((args, kwargs))
+        self._look_at_given()
+        flat, build = flatten((args, kwargs))
         given = [(x, x._version) for x in flat if isinstance(x, torch.Tensor) and not x.is_inference()]
         flat = [self.cutter.let_in(x) if self.cutter.is_earlier(x) else x for x in flat]
         first = [(args, kwargs)]  # which the caller may look into afterwards; when it runs again, nobody does
-        buffers = Buffers(block)
+        buffers, name = Buffers(block), type(block).__name__
 
         def run(*flat):
-            own = args, kwargs = pytree.tree_unflatten(list(flat), structure)
+            own = args, kwargs = build(flat)
             containers, run_of = (containers_in(first.pop(), own), buffers.first_run) if first else ([], buffers.second_run)
             with run_of():
                 output = inner(*args, **kwargs)
@@ -207,7 +243,9 @@ class MicroBatch:
 
         output = run(*flat) if self._is_checkpointed(block) else checkpoint(run, *flat)
         if any(x._version != version for x, version in given):
-            self._refuse_change(type(block).__name__)
+            self._note_change(name)
+        self._given += [(weakref.ref(x), version, name) for x, version in given]
+        self.step.buffers.note(buffers)
         return output
 
     def _is_checkpointed(self, block: nn.Module) -> bool:
@@ -215,25 +253,27 @@ class MicroBatch:
         by_others = hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), SavedTensors)
         return by_others or getattr(block, "gradient_checkpointing", False) is True
 
-    def _refuse_change(self, what: str) -> None:
-        raise UsageError(
-            f"infinity.accumulate: {what} changes in place what it is given, but that is needed once more in backward, where blocks of the "
-            f"model run again; build it with inplace=False"
-        )
+    def _note_change(self, what: str) -> None:
+        self.step.uncut.note(f"{what} changes in place what it is given, but that is needed once more as blocks run again for backward")
 
     def _look(self) -> None:
-        """The forward pass is over: learn from its graph which segment is the first to use a parameter."""
+        """The forward pass is over: learn from its graph which segment is the first to use a parameter, and what cannot be cut."""
         registry, last = self.step.engine.registry, self.cutter.segments[-1]
         for segment in self.cutter.segments:
             leaves, reached = segment.leaves(self.turns.result if segment is last else None)
             if reached is not None:
-                raise UsageError(
-                    f"infinity.accumulate: what follows {segment.name} reaches {reached}, of an earlier part of the model, by a way that "
-                    f"cannot be cut. Give a block what it needs as arguments, and use checkpoints with use_reentrant=False around it."
-                )
+                self.step.note_reach(segment, self.cutter.maker(reached), reached.name())
             segment.touched.update(state for leaf in leaves if (state := registry.find(leaf)) is not None)
             for state in segment.touched:
                 self.first_use.setdefault(state, segment.position)
+        self._look_at_given()
+
+    def _look_at_given(self) -> None:
+        """Blocks are called, or were."""
+        self._given = [each for each in self._given if each[0]() is not None]
+        for tensor, version, name in self._given:
+            if tensor()._version != version:
+                self.step.uncut.note(f"what {name} was given is changed in place behind it, but is needed as it runs again for backward")
 
     def backward(self, position: int) -> None:
         """Run the backward pass of a segment, the last that is left."""
@@ -272,9 +312,18 @@ class _Step:
     def __init__(self, engine, model: nn.Module):
         self.engine, self.cycle, self.model = engine, engine.cycle, model
         self.surroundings = Surroundings(engine.device)
-        self.blocks = blocks_of(model)
-        self.groups = groups_of(self.blocks, max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks))
+        self.uncut = engine.cycle.uncut
+        self.blocks = [] if self.uncut.whole else blocks_of(model)
+        least_nbytes = max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks)
+        self.groups = groups_of(self.blocks, least_nbytes, self.uncut)
+        self.lead = int(bool(self.groups) and self.groups[0][0] is not None)  # the position of the first group
+        if len(self.groups) + self.lead < 2:  # one segment: as in the ordinary loop
+            if not self.blocks and not self.uncut.whole:
+                self.uncut.name("the model has no list of modules with parameters of which two are of one class", "it runs as one")
+            self.blocks, self.groups = [], []
         self.group = {block: number for number, group in enumerate(self.groups) for block in group}
+        self.buffers = BuffersOfModel(model, self.blocks)
+        self.attributes = Attributes(model) if self.blocks and self.uncut.is_new(model) else None
         self.micro_batches: list[MicroBatch] = []
         self.running: MicroBatch | None = None
         self._goes_back: MicroBatch | None = None
@@ -316,11 +365,22 @@ class _Step:
             with self._segment():
                 for micro in [micro for micro in left if micro.position == position]:
                     micro.go_on()
+                    self._look(micro)
                     if micro.turns.is_over:
                         left.remove(micro)
                         losses[micro] = micro.turns.result.detach()
                         self._go_back(micro, position)
+        if len(self.micro_batches) > 1:
+            self.uncut.note_forward(self.model)
+        self.buffers.forget()
         return [losses[micro] for micro in self.micro_batches]
+
+    def _look(self, micro: MicroBatch) -> None:
+        """A turn of a forward pass is over: raise FoundError if anything was found that cannot be cut."""
+        if self.attributes is not None and micro in self.micro_batches[:2] and (found := self.attributes.look(micro)) is not None:
+            self.uncut.note(f"{type(found[0]).__name__}.{found[1]} is another one for each micro-batch, and others find it before it is read")
+        if (micro.turns.is_over or self.engine.ranks.world == 1) and self.uncut.agree(self.blocks, self.engine.ranks):
+            raise FoundError
 
     def _backward(self) -> None:
         complete = self._chunks_by_first_use()
@@ -340,14 +400,24 @@ class _Step:
     def position(self, block: nn.Module, at: int) -> int:
         """Where a forward pass is that calls a block at a position: the next one that is the block's, in every forward pass. So those that
         leave blocks out meet the others again, and gradients of a block add up in the order of micro-batches."""
-        number = self.group[block]
-        if at and (at - 1) % len(self.groups) == number and block is not self.groups[number][0]:
+        number, following = self.group[block], at + 1 - self.lead
+        if at >= self.lead and (following - 1) % len(self.groups) == number and block is not self.groups[number][0]:
             return at
-        return at + 1 + (number - at) % len(self.groups)
+        return at + 1 + (number - following) % len(self.groups)
+
+    def note_reach(self, segment: Segment, maker: Segment, name: str) -> None:
+        """A segment's graph leads on into that of an earlier one by a node of such a name: there is no border between these."""
+        groups = [self.groups[(position - self.lead) % len(self.groups)] for position in range(maker.position + 1, segment.position + 1)]
+        blocks = [next(block for block in group if block is not None) for group in groups]
+        self.uncut.note(
+            f"what follows {segment.name} reaches {name}, of an earlier part of the model, by a way that is not seen, such as a custom "
+            f"function between blocks, or what a block finds elsewhere than in its arguments",
+            blocks,
+        )
 
     def _segment(self):
         """What is fetched inside the block stays for the micro-batches that follow."""
-        return self.engine.calls.segment() if len(self.micro_batches) > 1 else contextlib.nullcontext()
+        return self.engine.calls.segment() if len(self.micro_batches) > 1 and self.blocks else contextlib.nullcontext()
 
     def _go_back(self, micro: MicroBatch, position: int) -> None:
         self._goes_back = micro

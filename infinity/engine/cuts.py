@@ -25,7 +25,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from infinity.model.parameters import is_metadata
@@ -55,10 +55,10 @@ class Segment:
         begin = [(cut.edge, cut.gradient) for cut in self.made.values() if cut.gradient is not None]
         return begin + [(edge, cut.gradient) for edge, cut in self.entered if cut.gradient is not None]
 
-    def leaves(self, last: torch.Tensor | None = None) -> tuple[set[torch.Tensor], str | None]:
-        """The leaves of its graph, such as parameters, and the name of a node of an earlier segment that it reaches, if it does. last:
-        that the whole graph ends with, if it is the last one."""
-        stack, seen, found = [cut.edge.node for cut in self.made.values()], set(), set()
+    def leaves(self, last: torch.Tensor | None = None) -> tuple[set[torch.Tensor], Node | None]:
+        """The leaves of its graph, such as parameters, and the first node of earlier segments that it reaches, if it does. last: that the
+        whole graph ends with, if it is the last one."""
+        stack, seen, found, reached = [cut.edge.node for cut in self.made.values()], set(), set(), None
         if last is not None and last.grad_fn is not None:
             stack.append(last.grad_fn)
         while stack:
@@ -69,9 +69,10 @@ class Segment:
             if isinstance(node, torch._C._functions.AccumulateGrad):
                 found.add(node.variable)
             elif node._sequence_nr() < self.begin:
-                return found, node.name()
+                reached = min(filter(None, (reached, node)), key=lambda node: node._sequence_nr())
+                continue
             stack += [following for following, _ in node.next_functions if following is not None]
-        return found, None
+        return found, reached
 
 
 class Cutter:
@@ -99,12 +100,15 @@ class Cutter:
         edge = get_gradient_edge(tensor)
         key = (edge.node, edge.output_nr)
         if key not in self._known:
-            number = edge.node._sequence_nr()
-            made = next(segment.made for segment in reversed(self.segments) if segment.begin <= number)
-            cut = made.setdefault(key, Cut(edge))
+            cut = self.maker(edge.node).made.setdefault(key, Cut(edge))
             self._known[key] = _Enter.apply(self._handle, tensor.detach(), cut)
             self.segments[-1].entered.append((get_gradient_edge(self._known[key]), cut))
         return self._known[key]
+
+    def maker(self, node: Node) -> Segment:
+        """The segment that a node is of."""
+        number = node._sequence_nr()
+        return next(segment for segment in reversed(self.segments) if segment.begin <= number)
 
     def end(self) -> None:
         """No more comes."""
@@ -129,11 +133,11 @@ class _Enter(torch.autograd.Function):
 
 
 class Glue(TorchFunctionMode):
-    """While it is in force, functions of torch get what earlier segments have made by `cutter.let_in`. refuse(function): one changes that
+    """While it is in force, functions of torch get what earlier segments have made by `cutter.let_in`. note(function): one changes that
     in place."""
 
-    def __init__(self, cutter: Cutter, refuse: Callable[[str], None]):
-        self.cutter, self.refuse = cutter, refuse
+    def __init__(self, cutter: Cutter, note: Callable[[str], None]):
+        self.cutter, self.note = cutter, note
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -147,7 +151,7 @@ class Glue(TorchFunctionMode):
             args, kwargs = self._let_in(args), self._let_in(kwargs)
         result = func(*args, **kwargs)
         if versions != [tensor._version for tensor in changed]:
-            self.refuse(getattr(func, "__name__", str(func)))
+            self.note(getattr(func, "__name__", str(func)))
         return result
 
     @contextlib.contextmanager

@@ -34,6 +34,7 @@ from infinity.engine.margin import Margin
 from infinity.engine.param_grads import ParamGrads, drop_half_arrived
 from infinity.engine.refusals import SCALED, no_more_passes, no_optimizer, refuse_by_layer, refuse_modes, refuse_thawed
 from infinity.engine.trees import map_tensors, tensors_in
+from infinity.engine.uncut import Uncut
 from infinity.engine.window import Window
 from infinity.errors import NonFiniteError, UsageError
 from infinity.optim.loss_scale import Scaler
@@ -90,7 +91,8 @@ class Cycle:
         self.window = Window()
         self.param_grads = ParamGrads(self._trainable, self._norm)
         self.completions = Completions(self.course, self.updater, self.registry, ranks)
-        self.pace, self.advice = (part(events, f"{ranks.name}, " if ranks.world > 1 else "") for part in (Pace, Advice))
+        who = f"{ranks.name}, " if ranks.world > 1 else ""
+        self.pace, self.advice, self.uncut = Pace(events, who), Advice(events, who), Uncut(who)
         self._reset()
         self.first_step = True
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from torch.utils import _pytree as pytree
 
 
 def parts_of(value) -> list:
@@ -56,19 +58,38 @@ def map_tensors(value, function):
     return value
 
 
+def flatten(value) -> tuple[list, Callable[[Sequence], object]]:
+    """What is in containers that torch knows and in dataclasses, however nested, and what makes the same ones of other such things."""
+    if _is_record(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        flat, build = flatten([getattr(value, name) for name in names])
+        return flat, lambda flat: _with(value, zip(names, build(flat)))
+    leaves, structure = pytree.tree_flatten(value)
+    parts = [flatten(leaf) if _is_record(leaf) else ([leaf], _only) for leaf in leaves]
+
+    def build(flat):
+        rest = iter(flat)
+        return pytree.tree_unflatten([make(list(itertools.islice(rest, len(part)))) for part, make in parts], structure)
+
+    return [item for part, _ in parts for item in part], build
+
+
 def containers_in(value, copied) -> list[tuple]:
-    """(list or dict, the one at its place in a copy, what this holds now) of all those in tuples, lists and dicts, however nested."""
-    if type(value) is not type(copied) or not isinstance(value, (tuple, list, dict)):
+    """(list, dict or dataclass, the one at its place in a copy, what this holds now) of all those in tuples, lists, dicts and dataclasses,
+    however nested."""
+    if type(value) is not type(copied) or not (isinstance(value, (tuple, list, dict)) or _is_record(value)):
         return []
-    found = [(value, copied, copy.copy(copied))] if type(value) in _FILLED else []
-    pairs = zip(value.values(), copied.values()) if isinstance(value, dict) else zip(value, copied)
-    return found + [pair for both in pairs for pair in containers_in(*both)]
+    found = [(value, copied, copy.copy(copied))] if type(value) in _FILLED or _is_record(value) else []
+    return found + [pair for both in zip(_items(value), _items(copied)) for pair in containers_in(*both)]
 
 
 def write_back(containers: list[tuple]) -> None:
     """What has been changed in the copies, `containers_in` says since when, changes in what they are copies of."""
     for value, copied, before in containers:
         if _held_by(copied) == _held_by(before):
+            continue
+        if _is_record(value):
+            value.__dict__.update(copied.__dict__)
             continue
         value.clear()
         value.update(copied) if isinstance(value, dict) else value.extend(copied)
@@ -77,7 +98,32 @@ def write_back(containers: list[tuple]) -> None:
 _FILLED = (list, dict, OrderedDict, defaultdict)
 
 
-def _held_by(container: list | dict) -> list:
+def _held_by(container) -> list:
     """By which two are told to hold the very same."""
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    return [(key, id(item)) for key, item in items]
+    if isinstance(container, list):
+        return [id(item) for item in container]
+    return [(key, id(item)) for key, item in (container if isinstance(container, dict) else vars(container)).items()]
+
+
+def _items(value) -> Iterable:
+    if isinstance(value, dict):
+        return value.values()
+    return vars(value).values() if _is_record(value) else value
+
+
+def _is_record(value) -> bool:
+    """Whether it is a dataclass with tensors that torch takes for something to leave alone, and that holds its fields as most do."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, (type, dict, torch.nn.Module)) or type(value) in pytree.SUPPORTED_NODES:
+        return False
+    return hasattr(value, "__dict__") and bool(tensors_in(value))
+
+
+def _with(value, fields: Iterable[tuple[str, object]]):
+    """A copy of a dataclass with other values in some fields."""
+    made = copy.copy(value)
+    made.__dict__.update(fields)
+    return made
+
+
+def _only(flat):
+    return flat[0]

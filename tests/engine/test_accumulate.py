@@ -5,6 +5,7 @@ a fault can meet a border between segments is a small model of its own.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import signal
 import threading
@@ -99,7 +100,7 @@ def test_losses_and_states_are_those_of_the_ordinary_loop(update, dtype, n, tmp_
     assert_as_the_ordinary_loop(tmp_path, dtype=dtype, update=update, n=n, **NVME, **config)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}], ids=["", "clipping"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=LONG), {"max_grad_norm": 0.1}], ids=["", "clipping"])
 def test_so_they_are_with_sixteen_micro_batches(options, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Odd, dtype="bf16", n=16, num_steps=2, options=options, **NVME)
 
@@ -594,56 +595,353 @@ def test_an_interrupt_at_the_end_leaves_the_model_as_it_was(tmp_path):
         assert all(block.config.use_cache and "_call_impl" not in vars(block) for block in model.blocks)
 
 
-def test_what_cannot_be_cut_is_named(tmp_path):
-    class Kept(Chain):
-        def forward(self, x):
-            x = self.kept = self.first(x)
-            for block in self.blocks:
-                x = block(x)
-            return self.last(x)
+# ---- what cannot be cut ----
 
-    class Reading(Block):
-        def forward(self, x):
-            return super().forward(x) + self.model[0].kept
 
+def counting(loss, calls):
+    def counted(model, batch):
+        calls.append(len(batch[0]))
+        return loss(model, batch)
+
+    return counted
+
+
+def assert_runs_as_one(directory, capfd, match, *, whole, make, most=3, **how):
+    """The bits of the ordinary loop; the first step begins anew, for a reason that is told once. most: calls of the loss more than steps
+    need."""
+    expected_losses, expected_states, expected_buffers, _ = run(directory, False, make=make, **NVME, **how)
+    capfd.readouterr()
+    losses, calls = [], []
+    options = {"accumulation_steps": 3} | how.pop("options", {})
+    loss, batches = counting(how.pop("loss", loss_of), calls), how.pop("batches", tokens)
+    with training(make, directory, options=options, **NVME, **how) as (model, engine, optimizer):
+        for step in range(3):
+            losses += one_step(model, batches(step, 3), loss, True)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+            assert_nothing_held(engine)
+        assert losses == expected_losses
+        assert_same_states(states_of(engine, model), expected_states)
+        assert all(torch.equal(buffer, expected_buffers[name]) for name, buffer in model.named_buffers())
+        reasons = engine.stats()["by_layer_uncut"]
+        assert len(reasons) == 1 and match in reasons[0], reasons
+        assert engine.cycle.uncut.whole is whole
+        assert capfd.readouterr().err.count(reasons[0]) == 1
+        assert 3 * 3 < len(calls) <= 3 * 3 + most  # what the step called before it was begun anew
+
+
+class Box:
+    """An object of the program's own, with what the first layer, or a block, has made."""
+
+
+class Boxed(Chain):
+    def __init__(self, made_by):
+        super().__init__(num_blocks=6)
+        self.made_by = made_by
+        self.blocks[4] = Looking(32)
+
+    def forward(self, x):
+        box = Box()
+        for number, segment in enumerate(self.segments()):
+            x = segment(x, box) if number == 5 else segment(x)
+            if number == self.made_by:
+                box.kept = x
+        return x
+
+
+class Looking(Block):
+    def forward(self, x, box):
+        return super().forward(x) + box.kept
+
+
+@pytest.mark.parametrize("made_by", [0, 2])
+def test_what_a_block_finds_elsewhere_makes_one_of_it_and_those_before(made_by, tmp_path, capfd):
+    make = lambda: Boxed(made_by)
+    assert_runs_as_one(tmp_path, capfd, "what follows Looking reaches", whole=False, make=make)
+    with training(make, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        came = []
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda *_: came.append(threading.current_thread().name[-1]))
+        for _ in range(2):
+            came.clear()
+            infinity.accumulate(model, tokens(0), loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+        alone = max(made_by - 1, 0)  # blocks before those that run as one
+        joined = 5 - alone
+        assert "".join(came[: 3 * 5]) == "012" * alone + "0" * joined + "1" * joined + "2" * joined
+
+
+class Stashing(Chain):
+    """Keeps in itself what a block reads, in a way of some kind."""
+
+    def __init__(self, kind):
+        super().__init__(num_blocks=4)
+        self.kind = kind
+        self.blocks[2] = Reading(32)
+        self.blocks[2].model = [self]
+        self.found = []
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.kind == "tensor":
+            self.kept = 0.1 * x
+        elif self.kind == "mask":
+            self.kept = (x > 0).detach().float()
+        elif self.kind == "list":
+            self.found[:] = [x.square()]
+        else:
+            self.kept = float(len(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Reading(Block):
+    def forward(self, x):
+        (model,) = self.model
+        return super().forward(x) + (model.found[0] if model.kind == "list" else model.kept)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "mask", "list", "number"])
+def test_what_a_module_keeps_of_each_micro_batch_runs_as_in_the_ordinary_loop(kind, tmp_path, capfd):
+    name = "found" if kind == "list" else "kept"
+    assert_runs_as_one(tmp_path, capfd, f"Stashing.{name} is another one for each", whole=True, make=lambda: Stashing(kind))
+
+
+class Caching(Chain):
+    """Keeps a table that it makes once."""
+
+    table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.ones(32)
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) * self.table
+        return self.last(x)
+
+
+def test_what_a_module_makes_once_is_no_reason(tmp_path, capfd):
+    assert_as_the_ordinary_loop(tmp_path, make=Caching, **NVME)
+    assert "infinity.accumulate" not in capfd.readouterr().err
+
+
+class Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class WithFunction(Chain):
+    """A custom function between blocks is given what the first layer has made."""
+
+    def forward(self, x):
+        x = first = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                x = x + Scaling.apply(first)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+def test_a_custom_function_between_blocks_makes_one_of_those_before(update, tmp_path, capfd):
+    assert_runs_as_one(tmp_path, capfd, "reaches EmbeddingBackward0", whole=False, make=WithFunction, update=update)
+
+
+class Turning(Chain):
+    """Two rounds through its blocks, with something that is not seen inside of each, or between the two."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between = between
+
+    def forward(self, x):
+        x = first = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        x, seen = self.blocks[0](x), x
+        x = x + Scaling.apply(seen if self.between else first)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("between, match, most", [(False, "reaches EmbeddingBackward0", 3), (True, "reaches AddBackward0", 6)])
+def test_a_model_of_which_nothing_can_be_cut_runs_as_in_the_ordinary_loop(between, match, most, tmp_path, capfd):
+    assert_runs_as_one(tmp_path, capfd, match, whole=between, most=most, make=lambda: Turning(between))
+
+
+def test_a_model_without_blocks_is_one_segment_and_says_so(tmp_path, capfd):
     def make():
-        model = Kept()
-        model.blocks[2] = Reading(32)
-        model.blocks[2].model = [model]
+        return nn.Sequential(nn.Embedding(50, 32), Block(32), nn.Linear(32, 50))
+
+    assert_as_the_ordinary_loop(tmp_path, make=make, **NVME)
+    assert capfd.readouterr().err.count("the model has no list of modules") == 1
+
+
+class Changing(Block):
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+class ChangingBetween(Chain):
+    def __init__(self, builds_graph):
+        super().__init__()
+        self.builds_graph = builds_graph
+
+    def forward(self, x):
+        first = self.first(x)
+        x = 1.0 * first
+        for block in self.blocks:
+            x = block(x)
+            with torch.set_grad_enabled(self.builds_graph):
+                first.add_(1.0)
+        return self.last(x + first)
+
+
+class Adding(nn.Module):
+    """Needs nothing of what it is given for its gradient."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(hidden))
+
+    def forward(self, x):
+        return x + self.bias
+
+
+def changing():
+    model = Chain()
+    model.blocks[2] = Changing(32)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (changing, "Changing changes in place what it is given"),
+        (lambda: ChangingBetween(True), "add_ changes in place"),
+        (lambda: ChangingBetween(False), "add_ changes in place"),
+    ],
+    ids=["block", "between", "between without a graph"],
+)
+def test_what_is_changed_in_place_though_it_is_needed_again_runs_as_in_the_ordinary_loop(make, match, tmp_path, capfd):
+    assert_runs_as_one(tmp_path, capfd, match, whole=True, make=make)
+
+
+class Late(Chain):
+    """What a block was given is changed behind it, in the segment of both."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            given, x = x, block(x)
+            if number == 3:
+                given.mul_(2)
+        return self.last(x)
+
+
+def test_so_does_what_is_changed_behind_a_block_of_the_same_segment(tmp_path, capfd):
+    def make():
+        model = Late(num_blocks=6)
+        for number in (2, 3, 4, 5):
+            model.blocks[number] = Adding(32)
         return model
 
-    with training(make, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
-        with pytest.raises(infinity.UsageError, match="what follows Reading reaches EmbeddingBackward0"):
-            infinity.accumulate(model, tokens(0, 2), loss_of)
-        optimizer.zero_grad()
+    assert_runs_as_one(tmp_path, capfd, "is changed in place behind", whole=True, make=make, chunk_mib=1 / 64)
 
 
-@pytest.mark.parametrize("where", ["block", "glue", "glue without a graph"])
-def test_a_change_in_place_of_what_is_needed_again_is_refused(where, tmp_path):
-    class Changing(Block):
-        def forward(self, x):
-            return super().forward(x.mul_(2)) if where == "block" else super().forward(x)
+class Drawing(Boxed):
+    """Draws, counts and turns statistics in the step that begins anew; its loss empties what it is given."""
 
-    class Between(Chain):
-        def forward(self, x):
-            x = first = self.first(x)
-            for block in self.blocks:
-                x = block(x)
-                if where != "block":
-                    with torch.set_grad_enabled(where == "glue"):
-                        first.add_(1.0)
-            return self.last(x)
+    def __init__(self):
+        super().__init__(0)
+        self.begin, self.blocks[2] = nn.BatchNorm1d(7), nn.Sequential(Centred(32), nn.BatchNorm1d(7))
 
-    def make():
-        model = Between()
-        model.blocks[2] = Changing(32)
-        return model
+    def segments(self):
+        first, *rest = super().segments()
+        return [nn.Sequential(first, self.begin), *rest]
 
-    what = "Changing" if where == "block" else "add_"
-    with training(make, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
-        with pytest.raises(infinity.UsageError, match=f"{what} changes in place what it is given"):
-            infinity.accumulate(model, tokens(0, 2), loss_of)
-        optimizer.zero_grad()
+
+def test_a_step_that_begins_anew_finds_what_the_first_one_had(tmp_path, capfd):
+    def loss(model, batch):
+        if isinstance(batch, list):
+            batch = batch.pop(), batch.pop()
+        return loss_of(model, batch)
+
+    batches = lambda step, n: [list(reversed(batch)) for batch in tokens(step, n)]
+    assert_as_the_ordinary_loop(tmp_path, make=Drawing, batches=batches, loss=loss, **NVME)
+    assert capfd.readouterr().err.count("what follows Looking reaches") == 1
+
+
+def test_draws_of_a_step_that_begins_anew_are_those_of_one_that_did_not(tmp_path):
+    class DroppingBoxed(Boxed):
+        def __init__(self):
+            super().__init__(2)
+            self.blocks[1] = nn.Sequential(Block(32), nn.Dropout(0.5))
+
+    found = []
+    for steps in (1, 2):
+        with training(DroppingBoxed, tmp_path, options={"accumulation_steps": 3}, update="deferred", **NVME) as (model, engine, optimizer):
+            if steps == 2:  # the first finds what cannot be cut, and is forgotten
+                state = torch.get_rng_state()
+                infinity.accumulate(model, tokens(0), loss_of)
+                optimizer.zero_grad()
+                torch.set_rng_state(state)
+            losses = one_step(model, tokens(0), loss_of, True)
+            optimizer.step()
+            found.append((losses, torch.get_rng_state(), states_of(engine, model)))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+    assert_same_states(found[0][2], found[1][2])
+
+
+@dataclasses.dataclass
+class Stream:
+    x: torch.Tensor
+    inner: dict
+    scale: float = 1.0
+    found: torch.Tensor | None = None
+
+
+class Recorded(Block):
+    def forward(self, state):
+        y = super().forward(state.scale * state.x) + state.inner["first"].x
+        state.found = y.mean() if state.found is None else state.found + y.mean()
+        return Stream(y, state.inner, state.scale, state.found)
+
+
+class Records(Chain):
+    """Blocks take dataclasses, return them, and fill them."""
+
+    def __init__(self):
+        super().__init__(num_blocks=0)
+        self.blocks = nn.ModuleList(Recorded(32) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        state = Stream(x, {"first": Stream(x.tanh(), {})}, scale=0.5)
+        found = []
+        for block in self.blocks:
+            given, state = state, block(state)
+            found.append(given.found)
+        return self.last(state.x) + sum(found)
+
+
+def test_blocks_may_take_and_fill_dataclasses(tmp_path, capfd):
+    assert_as_the_ordinary_loop(tmp_path, make=Records, **NVME)
+    assert "infinity.accumulate" not in capfd.readouterr().err  # all is cut
+
+
+# ---- what cannot begin ----
 
 
 def test_it_says_what_it_cannot_begin(tmp_path):

@@ -1,12 +1,13 @@
 """infinity.accumulate with Hugging Face and diffusers models as people write them: the losses and states of the ordinary loop, bit by bit."""
 
+import functools
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import NVME, assert_same_states
-from test_accumulate import PLACES, assert_as_the_ordinary_loop, run, scaled
+from test_accumulate import PLACES, Boxed, Stashing, assert_as_the_ordinary_loop, changing, run, scaled, tokens
 from test_transformers import ADAPTED, CASES, total, two_ranks  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -154,5 +155,25 @@ def train_by_layer(name, by_layer, dtype, folder):
 def test_two_ranks_have_the_bits_of_the_ordinary_loop(name, dtype, two_ranks, tmp_path):  # noqa: F811
     (losses, states), (others, _) = two_ranks.run(train_by_layer, name, True, dtype, tmp_path)
     (expected_losses, expected_states), (expected_others, _) = two_ranks.run(train_by_layer, name, False, dtype, tmp_path)
+    assert (losses, others) == (expected_losses, expected_others)
+    assert_same_states(states, expected_states)
+
+
+def train_uncut(make, by_layer, folder):
+    """Run by every rank: a model of which something cannot be cut, on batches of as many rows."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    batches = lambda step, n: [(x[:1], y[:1]) for x, y in tokens(2 * step + rank, n)]
+    torch.set_num_threads(1)
+    losses, states, *_ = run(folder, by_layer, make=make, batches=batches, num_steps=2, **NVME)
+    return losses, {key: {segment: tensor.clone() for segment, tensor in state.items()} for key, state in states.items()}
+
+
+@pytest.mark.parametrize("make", [Boxed, Stashing, changing], ids=["joined", "whole", "in place"])
+def test_two_ranks_run_as_one_what_cannot_be_cut(make, two_ranks, tmp_path):  # noqa: F811
+    make = functools.partial(make, *{Boxed: (2,), Stashing: ("mask",)}.get(make, ()))
+    (losses, states), (others, _) = two_ranks.run(train_uncut, make, True, tmp_path)
+    (expected_losses, expected_states), (expected_others, _) = two_ranks.run(train_uncut, make, False, tmp_path)
     assert (losses, others) == (expected_losses, expected_others)
     assert_same_states(states, expected_states)

@@ -1,0 +1,64 @@
+"""What of a model is not cut by layer, and why: which of its blocks begin no segment. Found in a step, which begins anew, and told once.
+
+Knows blocks by who they are, and reasons. Must not know graphs, threads, or who cuts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from infinity.output import say
+from infinity.system.ranks import Ranks
+
+
+class FoundError(Exception):
+    """What a step by layer has done so far is of no use: begin it anew. Never leaves `infinity.accumulate`."""
+
+
+class Uncut:
+    """Of one engine. whole: nothing is cut. reasons: in words, each once. who: begins its lines."""
+
+    def __init__(self, who: str = "", tell: Callable[[str], None] = say):
+        self.whole = False
+        self.reasons: list[str] = []
+        self._who, self._tell = who, tell
+        self._joined: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # to what comes before them
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that have passed by layer
+        self._found: set[nn.Module] = set()  # since ranks have agreed
+        self.found_whole = False
+
+    def __contains__(self, block: nn.Module) -> bool:
+        """Whether no segment begins with the block."""
+        return block in self._joined
+
+    def is_new(self, model: nn.Module) -> bool:
+        """Whether no step has had all its forward passes of the model."""
+        return model not in self._known
+
+    def note_forward(self, model: nn.Module) -> None:
+        """A step has had all of them."""
+        self._known.add(model)
+
+    def note(self, reason: str, blocks: Iterable[nn.Module] = ()) -> None:
+        """Something cannot be cut before these blocks; without any, or with such as were no borders before, nothing can."""
+        found = set(blocks).difference(self._joined)
+        self._found |= found
+        self.found_whole |= not found
+        self.name(reason, "the parts of the model between these run as one" if found else "micro-batches run one after the other")
+
+    def name(self, reason: str, how: str) -> None:
+        """Tell what cannot be cut, and how that runs, unless it was told."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            self._tell(f"{self._who}infinity.accumulate: {reason}: {how}")
+
+    def agree(self, blocks: list[nn.Module], ranks: Ranks) -> bool:
+        """Whether anything was noted since, on any rank: then it is so on all. Each gives the same blocks."""
+        whole, *found = ranks.most([self.found_whole, *(block in self._found for block in blocks)])
+        self.whole |= bool(whole)
+        self._joined.update(block for block, there in zip(blocks, found, strict=True) if there)
+        self._found, self.found_whole = set(), False
+        return any((whole, *found))
