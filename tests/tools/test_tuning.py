@@ -185,6 +185,13 @@ def test_what_is_written_is_what_was_measured_and_what_engines_read(paths, tmp_p
         assert min(drive.read_gbps, drive.write_gbps, drive.mixed_gbps, drive.capacity) > 0
     assert Machine.from_table(config_files.read(output)["machine"]) == machine
 
+    shown = capsys.readouterr().out
+    (tokens,) = [line for line in shown.splitlines() if line.startswith("tokens of a GPT that is all on NVMe: ")]
+    sizes = "--hidden 2048 --layers 8 --heads 16 --vocab 256 --seq 1024 --batch 1 --set weights=nvme --set states=nvme --set residency=none"
+    assert main(["plan", "--machine", str(output), *sizes.split()]) == 0
+    (planned,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens ")]
+    assert tokens.partition(": ")[2] == planned.removeprefix("tokens    ") and "tokens a step and device" in planned
+
     config = Config.load(output, device="cpu", weights="nvme", states="nvme", residency="none", host_memory="64MiB", chunk_mib=1 / 8)
     assert config.nvme == tuple(paths[:2])
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
@@ -200,7 +207,6 @@ def test_what_is_written_is_what_was_measured_and_what_engines_read(paths, tmp_p
                 assert queue.inflight_nbytes == max(2 * drive.block_nbytes, drive.inflight_nbytes // drive.num_queues)
     assert everything_in(*paths) == [drives.CACHE_NAME] * 2
 
-    shown = capsys.readouterr().out
     assert f"{paths[0]}: around its settings" in shown and "all at once" in shown and str(output) in shown
 
 

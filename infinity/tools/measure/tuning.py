@@ -1,4 +1,5 @@
 """The `tune` command: the fastest settings of each drive, what this machine's links and processors do, and a file that says both.
+From how many tokens on a step hides all transfers, it has plan say.
 
 Knows directories, what is shown, and the file. Must not know how bytes are moved: probes do that.
 
@@ -28,7 +29,7 @@ import torch
 
 from infinity import config_files
 from infinity.config import Config
-from infinity.errors import ConfigError, SwapError
+from infinity.errors import BudgetError, ConfigError, SwapError
 from infinity.output import check_file, give, table, write_json, write_text
 from infinity.sizes import format_bytes
 from infinity.system import drives
@@ -37,13 +38,17 @@ from infinity.system.mounts import MEMORY_FILESYSTEMS, mount_at
 from infinity.system.ranks import Ranks
 from infinity.tools.doctor.system import read_memory_limit
 from infinity.tools.measure import probes, search
+from infinity.tools.predict import planning
 from infinity.tools.predict.machine import DriveRates, Machine
+from infinity.tools.predict.prediction import predict
+from infinity.tools.predict.workload import workload
 from infinity.tools.progress import Progress
 
 LEAST_NBYTES = drives.SCRATCH_NBYTES  # of the file that is measured on
 MOST_NBYTES = 1 << 30
 LINK_NBYTES = 32 << 20  # of a chunk that is copied or gathered
 
+_GPT = {"hidden": 2048, "layers": 8, "heads": 16, "vocab": 256, "seq": 1024}
 _ROUNDS = 5
 _OF_SEVERAL = ("devices", "h2d_all_gbps", "d2h_all_gbps", "gather_gbps", "gather_latency_us")
 _KEPT = ("name", "nodes", "network_gbps")  # of a [machine] that was there: not measured here
@@ -91,6 +96,7 @@ def tune(arguments) -> int:
             give(_report(output, machine, found, links), _text(found, links, ranks.world), arguments.json)
             _write(output, config_files.read(output) if output.exists() else {}, machine, found)
             if not arguments.json:
+                print(f"\ntokens of a GPT that is all on NVMe: {tokens_that_hide(machine)}")
                 print(f"\nwritten to {output}, and to {drives.CACHE_NAME} in each directory")
     return 0
 
@@ -313,6 +319,19 @@ def _machine(device: torch.device, world: int, found: list[_Path], links: dict[s
         chunk_overhead_us=_round(links["chunk_s"] * 1e6),
         drives=tuple(rates),
     )
+
+
+def tokens_that_hide(machine: Machine) -> str:
+    """From how many tokens a step on compute hides all transfers, as `infinity plan` says it, of a GPT that is all on NVMe: bytes and
+    operations of all sizes are in about the same proportion."""
+    dtype, batch = ("bf16", 16) if machine.device == "cuda" else ("fp32", 1)
+    subject = planning.gpt(**_GPT, batch=batch, dtype=dtype)
+    load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=True)
+    try:
+        found = predict(subject.model, load, machine, Config(weights="nvme", states="nvme", residency="none", dtype=dtype))
+    except BudgetError as error:
+        return f"not known, as even one of {sum(param.numel() for param in subject.model.parameters()):,} parameters does not fit: {error}"
+    return planning.when_hidden(found)
 
 
 def _round(value: float) -> float:

@@ -431,13 +431,6 @@ def _text(subject: Subject, prediction: Prediction, report: dict, largest: Large
         for link, name in TITLES.items()
     ]
     share = report["compute_seconds"] / report["step_seconds"]
-    hidden = "nothing moves that compute would have to hide"
-    if report["hiding_tokens"]:
-        now, by_layer, in_turn = prediction.workload.tokens, report["hiding_tokens"], report["hiding_tokens_in_turn"]
-        hidden = f"compute hides every transfer from {by_layer:,.0f} tokens a step and device on (now {now:,})"
-        if by_layer > now:
-            loop = f"from {in_turn:,.0f}" if in_turn is not None else "with no number"
-            hidden += f"; in micro-batches of {now:,} accumulated by layer; {loop} of them one after the other"
     lines = [
         f"model     {subject.title}",
         f"machine   {_title(machine)}",
@@ -450,7 +443,7 @@ def _text(subject: Subject, prediction: Prediction, report: dict, largest: Large
         "",
         f"step      {report['step_seconds']:.3g} s predicted, {report['tokens_per_second']:,.0f} tokens/s; longest: "
         f"{TITLES[report['bottleneck']]}; compute alone {report['compute_seconds']:.3g} s ({share:.0%})",
-        f"tokens    {hidden}",
+        f"tokens    {when_hidden(prediction)}",
     ]
     if largest:
         lines.append(f"largest   a GPT of {largest} parameters fits this machine")
@@ -458,6 +451,18 @@ def _text(subject: Subject, prediction: Prediction, report: dict, largest: Large
         worn = f"; the drives' endurance lasts {report['endurance_days']:,.0f} days" if report["endurance_days"] else ""
         lines.append(f"wear      {report['written_bytes_per_day'] / 1e12:,.1f} TB a day written{worn}")
     return "\n".join(lines)
+
+
+def when_hidden(prediction: Prediction) -> str:
+    """From how many tokens a step on, in one micro-batch or in several by layer, and in several one after the other."""
+    now, by_layer, in_turn = prediction.workload.tokens, prediction.hiding_tokens, prediction.hiding_tokens_in_turn
+    if not by_layer:
+        return "nothing moves that compute would have to hide"
+    text = f"compute hides every transfer from {by_layer:,.0f} tokens a step and device on (now {now:,})"
+    if by_layer > now:
+        loop = f"from {in_turn:,.0f}" if math.isfinite(in_turn) else "with no number"
+        text += f"; in micro-batches of {now:,} accumulated by layer; {loop} of them one after the other"
+    return text
 
 
 def _title(machine: Machine) -> str:
