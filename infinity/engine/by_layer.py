@@ -14,10 +14,9 @@ bytes move: sums.py is told which gradients come, and when they are complete.
 # goes on. How far that is, blocks tell: those of a group have a position, and in each further round through the model another one. So
 # control flow is the model's own, whether or not it is the same for all. The last segment of a micro-batch goes backward as
 # soon as its loss is there; when all are, the segments do so from the last to the first, in each the micro-batches in their order. So the
-# gradients of a parameter add up in the order of the ordinary loop, on the device on one rank ([Note: room for sums] in sums.py), where
-# they are reduced one by one on several, and its chunk is complete with the first segment that uses it. What
-# several segments use, such as a tied embedding, has one gradient a micro-batch: later segments' parts of it wait on the device, or where
-# activations are kept.
+# gradients of a parameter add up in the order of the ordinary loop, on the device ([Note: room for sums] in sums.py), on several ranks as
+# shards of what was reduced for each micro-batch, and its chunk is complete with the first segment that uses it. What several segments use,
+# such as a tied embedding, has one gradient a micro-batch: later segments' parts of it wait on the device, or where activations are kept.
 #
 # Blocks are checkpointed, but those that are already, by who calls them (other hooks for saved tensors are in force) or by themselves. A
 # pass that builds no graph, such as that of a reference model, does not pause: what surrounds it may be for it alone. Of a model whose
@@ -272,7 +271,7 @@ class MicroBatch:
         """Blocks are called, or were."""
         self._given = [each for each in self._given if each[0]() is not None]
         for tensor, version, name in self._given:
-            if tensor()._version != version:
+            if tensor()._version != version and not self.step.uncut.found_whole:
                 self.step.uncut.note(f"what {name} was given is changed in place behind it, but is needed as it runs again for backward")
 
     def backward(self, position: int) -> None:
@@ -288,8 +287,6 @@ class MicroBatch:
         with DisableTorchFunctionSubclass():
             roots += [(get_gradient_edge(state.param), self._so_far(state)) for state in segment.touched & self._waiting.keys()]
         segments.pop()
-        if roots and self.step.sums is not None:
-            self.step.sums.begin(segment.touched, segments[-1].touched if segments else ())
         if roots:
             torch.autograd.backward(*zip(*roots))
 
@@ -334,7 +331,7 @@ class _Step:
         calls = self.engine.calls
         for number, (work, own) in enumerate(zip(works, draws, strict=True)):
             self.micro_batches.append(MicroBatch(self, work, f"micro-batch-{number}", own))
-        if len(works) > 1 and self.engine.ranks.world == 1:
+        if len(works) > 1:
             self.sums = Sums(self.engine.gradients, self.engine.weights)
         before = calls.swap(Turn(calls.frames, threading.get_ident()))  # the same list: whoever has calls in it can end them
         if before.frames:
@@ -369,6 +366,7 @@ class _Step:
                     if micro.turns.is_over:
                         left.remove(micro)
                         losses[micro] = micro.turns.result.detach()
+                        self._begin_sums([micro])
                         self._go_back(micro, position)
         if len(self.micro_batches) > 1:
             self.uncut.note_forward(self.model)
@@ -388,6 +386,7 @@ class _Step:
         (last,) = self.engine.ranks.most([max(here, default=-1)])
         there = self.engine.ranks.most([position in here for position in range(last + 1)])
         for position in (position for position in range(last, -1, -1) if there[position]):
+            self._begin_sums([micro for micro in self.micro_batches if micro.position == position])
             with self._segment():
                 for micro in self.micro_batches:
                     self._go_back(micro, position)
@@ -418,6 +417,12 @@ class _Step:
     def _segment(self):
         """What is fetched inside the block stays for the micro-batches that follow."""
         return self.engine.calls.segment() if len(self.micro_batches) > 1 and self.blocks else contextlib.nullcontext()
+
+    def _begin_sums(self, micro_batches: list[MicroBatch]) -> None:
+        """The last segment that is left of these goes backward."""
+        if self.sums is not None:
+            lasts = [micro.cutter.segments[-2:] for micro in micro_batches]
+            self.sums.begin(set().union(*(last[-1].touched for last in lasts)), set().union(*(last[0].touched for last in lasts)))
 
     def _go_back(self, micro: MicroBatch, position: int) -> None:
         self._goes_back = micro

@@ -407,6 +407,8 @@ class Gradients:
                 self.adder.stream.wait_event(done)
                 shard.record_stream(self.adder.stream)
             marks = self.adder.put(memory, shard[: memory.numel()], first, done)
+            stays = chunk.gradient_on_device
         flags = shard[numel:].tolist()
         chunk.gradient.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
-        self.events.moved("gc", chunk.index, chunk.record.numel * shard.element_size(), begin, now(), marks)
+        if not stays:
+            self.events.moved("gc", chunk.index, chunk.record.numel * shard.element_size(), begin, now(), marks)

@@ -1,12 +1,19 @@
 """Gradients of several micro-batches that add up on the device, and leave for host memory once, with all of them in it.
 
 Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments: it is told which parameters have gradients
-soon, and when a chunk has all of its. The training thread calls it, on one rank.
+soon, and when a chunk has all of its. The training thread calls it, on several ranks at the same places of all.
 """
 
 # [Note: room for sums]
 # Sums lie in what the device has for spans that come and go, as far as this has room for them beside all that the ops of the moment may
 # need: what has no room adds up in host memory. Their room is spans' again once they have left, which is looked at when more is wanted.
+#
+# [Note: sums on several ranks]
+# What adds up there is a rank's shard, of gradients that were reduced one micro-batch after the other, as in the ordinary loop: a reduction
+# of sums is another number than the sum of reductions, in bf16 by the rounding of each of these, in fp32 by the order of additions. So links
+# between devices carry each micro-batch's gradients, the one to the host carries a shard once. Room for spans must be the same on all ranks,
+# which gather and leave out together: they agree on what adds up and on room for it, a shard counts as if none were shorter, and room is
+# given back when the next but one has left, not whenever a copy happens to end.
 
 from __future__ import annotations
 
@@ -25,9 +32,9 @@ class Sums:
 
     def __init__(self, gradients: Gradients, weights: Weights):
         self.gradients, self.weights = gradients, weights
-        self.registry, self.tier = weights.registry, weights.tier
+        self.registry, self.tier, self.ranks = weights.registry, weights.tier, weights.ranks
         self._here: dict[ChunkState, int] = {}  # bytes of those that add up
-        self._leaving: deque[tuple[Job, int]] = deque()
+        self._leaving: deque[tuple[Job, int, int]] = deque()  # with bytes of room, and of memory
         self._nbytes = 0  # of both
 
     def begin(self, params: Collection[ParameterState], following: Iterable[ParameterState]) -> None:
@@ -35,12 +42,16 @@ class Sums:
         self.weights.drain_dropped()
         spans = {self.registry.span_of(state) for state in (*params, *following)}.union(self.weights.held.values())
         room = self.tier.budget_nbytes - sum(span.nbytes for span in spans if not span.pinned)
+        chunks = dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state))
+        if self.ranks.world > 1:
+            least, *come = self.ranks.most([-room, *(chunk in chunks for chunk in self.registry.chunks)])
+            room, chunks = -least, [chunk for chunk, comes in zip(self.registry.chunks, come, strict=True) if comes]
         self._settle()
         if self._nbytes > room:
             self.end(list(self._here))
             self._settle(room)
-        for chunk in dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state)):
-            gradient, nbytes = chunk.gradient, chunk.record.numel * self.gradients.dtype(chunk).itemsize
+        for chunk in chunks:
+            gradient, nbytes = chunk.gradient, chunk.chunk.shard_numel * self.gradients.dtype(chunk).itemsize
             if chunk in self._here or not chunk.trainable or chunk.gradient_on_device or gradient.job is not None:
                 continue
             self._settle(room - nbytes)
@@ -52,17 +63,21 @@ class Sums:
 
     def end(self, chunks: Iterable[ChunkState]) -> None:
         """All that was to come of these has: it leaves, where it has added up here."""
+        if self.ranks.world > 1:
+            self._settle(0)
         for chunk in chunks:
             if (nbytes := self._here.pop(chunk, None)) is None:
                 continue
             arrived = chunk.gradient.job
+            if arrived is not None and self.ranks.world > 1:
+                self.gradients.wait_for(chunk)  # what is reduced is put there by a lane
             memory, _ = chunk.gradient.leave()
             if memory is None:  # nothing came
                 self._take(-nbytes)
             else:
                 job = self.gradients.send(chunk, arrived, memory)
                 chunk.gradient.come_by(job)
-                self._leaving.append((job, nbytes))
+                self._leaving.append((job, nbytes, memory.nbytes))
 
     def close(self) -> None:
         """No more gradients come in this step."""
@@ -72,22 +87,22 @@ class Sums:
     def abandon(self) -> None:
         """None that came is wanted."""
         self.gradients.drain()
-        self._settle()
+        self._settle(0)
         while self._here:
             chunk, nbytes = self._here.popitem()
             memory, _ = chunk.gradient.leave()
             self._take(-nbytes)
             if memory is not None:
-                self.tier.book(-nbytes)
+                self.tier.book(-memory.nbytes)
 
     def _settle(self, room: int | None = None) -> None:
         """Give back the room of what has left; wait for what is leaving where more than `room` is taken."""
-        while self._leaving and (self._leaving[0][0].done or (room is not None and self._nbytes > room)):
-            job, nbytes = self._leaving.popleft()
+        while self._leaving and ((self.ranks.world == 1 and self._leaving[0][0].done) or (room is not None and self._nbytes > room)):
+            job, room_nbytes, nbytes = self._leaving.popleft()
             try:
                 job.wait()
             finally:
-                self._take(-nbytes)
+                self._take(-room_nbytes)
                 self.tier.book(-nbytes)
 
     def _evict(self) -> None:

@@ -6,9 +6,13 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NVME, assert_same_states
-from test_accumulate import PLACES, Boxed, Stashing, assert_as_the_ordinary_loop, changing, run, scaled, tokens
+from helpers import NVME, assert_same_states, states_of, training
+from models import Chain
+from test_accumulate import PLACES, Boxed, Odd, Stashing, assert_as_the_ordinary_loop, changing, one_step, run, scaled, tokens
+from test_accumulate import loss_of as loss_of_tokens
 from test_transformers import ADAPTED, CASES, total, two_ranks  # noqa: F401
+
+import infinity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -177,3 +181,51 @@ def test_two_ranks_run_as_one_what_cannot_be_cut(make, two_ranks, tmp_path):  # 
     (expected_losses, expected_states), (expected_others, _) = two_ranks.run(train_uncut, make, False, tmp_path)
     assert (losses, others) == (expected_losses, expected_others)
     assert_same_states(states, expected_states)
+
+
+def train_tightly(by_layer, update, nbytes, folder):
+    """Run by every rank: with so much room, which sums share with spans."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    losses, config = [], NVME | {"dtype": "bf16", "update": update, "device_memory": nbytes, "options": {"accumulation_steps": 4}}
+    with training(Odd, folder, **config) as (model, engine, optimizer):
+        for step in range(3):
+            losses += one_step(model, tokens(2 * step + dist.get_rank(), 4), loss_of_tokens, by_layer)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert engine.stats()["peak_device_nbytes"] <= nbytes or not by_layer
+        return losses, {key: {segment: tensor.clone() for segment, tensor in state.items()} for key, state in states_of(engine, model).items()}
+
+
+@pytest.mark.parametrize("update", ["deferred", pytest.param("backward", marks=LONG)])
+def test_two_ranks_have_these_bits_with_little_room_for_sums(update, two_ranks, tmp_path):  # noqa: F811
+    expected = two_ranks.run(train_tightly, False, update, 1 << 20, tmp_path)
+    for nbytes in (30_000, 40_000, 80_000):
+        for (losses, states), (expected_losses, expected_states) in zip(two_ranks.run(train_tightly, True, update, nbytes, tmp_path), expected):
+            assert losses == expected_losses
+            assert_same_states(states, expected_states, nbytes)
+
+
+def leaves_once(dtype, update, folder):
+    """Run by every rank: bytes to host memory of each step, and how many gradients a rank has."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    found = []
+    config = NVME | {"dtype": dtype, "update": update, "options": {"accumulation_steps": 2}}
+    with training(Chain, folder, **config) as (model, engine, optimizer):
+        for step, n in enumerate((2, 5)):
+            before = engine.stats()["links"]["gc"]["nbytes"]
+            infinity.accumulate(model, tokens(2 * step + dist.get_rank(), n), loss_of_tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(engine.stats()["links"]["gc"]["nbytes"] - before)
+        assert engine.tier.held_nbytes == sum(span.nbytes for span in engine.registry.spans if span.allocated)
+        return found, sum(chunk.record.numel for chunk in engine.registry.chunks)
+
+
+@pytest.mark.parametrize("dtype, update", [("bf16", "deferred"), pytest.param("fp32", "backward", marks=LONG)])
+def test_on_two_ranks_shards_add_up_on_the_device_and_leave_once(dtype, update, two_ranks, tmp_path):  # noqa: F811
+    for found, num_parameters in two_ranks.run(leaves_once, dtype, update, tmp_path):
+        assert found == [4 * num_parameters] * 2
