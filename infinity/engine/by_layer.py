@@ -47,7 +47,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from infinity.engine.blocks import blocks_of, called_by, groups_of, without_caches
+from infinity.engine.blocks import LEAST_NBYTES, blocks_of, called_by, groups_of, without_caches
 from infinity.engine.calls import Turn
 from infinity.engine.cuts import Cutter, Glue, Segment
 from infinity.engine.module_state import Attributes, Buffers, BuffersOfModel
@@ -311,8 +311,8 @@ class _Step:
         self.surroundings = Surroundings(engine.device)
         self.uncut = engine.cycle.uncut
         self.blocks = [] if self.uncut.whole else blocks_of(model)
-        least_nbytes = max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks)
-        self.groups = groups_of(self.blocks, least_nbytes, self.uncut)
+        chunk_nbytes = max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks)
+        self.groups = groups_of(self.blocks, min(chunk_nbytes, LEAST_NBYTES), self.uncut)
         self.lead = int(bool(self.groups) and self.groups[0][0] is not None)  # the position of the first group
         if len(self.groups) + self.lead < 2:  # one segment: as in the ordinary loop
             if not self.blocks and not self.uncut.whole:

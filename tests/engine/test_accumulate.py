@@ -358,6 +358,20 @@ def test_what_a_block_computes_is_gone_before_the_next_one_begins(tmp_path):
         assert len(made) == 2 * 3 * 5 and max(alive) == 0
 
 
+def test_a_segment_is_one_block_also_where_a_chunk_holds_several(tmp_path):
+    make = lambda: Chain(hidden=384, num_blocks=4)  # blocks of 2.3 MiB
+    options = {"accumulation_steps": 2}
+    with training(make, tmp_path, options=options, chunk_mib=8, host_memory="512MiB", **NVME) as (model, engine, optimizer):
+        engine.start()
+        assert len(engine.registry.chunks) < 4
+        came = []
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda *_: came.append(threading.current_thread().name[-1]))
+        infinity.accumulate(model, tokens(0, 2), loss_of)
+        optimizer.step()
+        assert "".join(came[:7]) == "0101010"
+
+
 def test_updates_begin_while_earlier_segments_go_backward(tmp_path):
     with training(Chain, tmp_path, options={"accumulation_steps": 3}, update="backward", **NVME) as (model, engine, optimizer):
         early = []
