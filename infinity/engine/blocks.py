@@ -16,14 +16,15 @@ Knows modules. Must not know who runs them, graphs or engines.
 # it, the plan goes on with every op; while the others do, reads wait for the next segment's first op. And it costs room: what the segment
 # fetches stays for all. Where room is short it is fetched again for each: 19 and 26 bytes a parameter with 4 and 8 blocks, 13 with one.
 # Seconds a step in proportion to those of one block a segment, all on NVMe, on a CPU whose blocks sleep 1 to 8 ms, so that compute takes
-# about as long as the drive; medians of 9 to 44 steps each, that scatter by a third, as others used the machine:
+# about as long as the drive; medians of 4 to 44 steps each, that scatter by a third, as others used the machine:
 #
-#     micro-batches, chunk, block     2     4     8
+#     micro-batches, chunk, block      2     4     8    as many as a chunk has
 #     2, 1.4 MiB, 1.5 MiB            1.10  1.22  1.28
 #     8, 1.4 MiB, 1.5 MiB            1.40  1.47  1.34
-#     4, 4 MiB, 1.5 MiB              1.36 (2 or 3: whole chunks)
-#     4, 8 MiB, 3.4 MiB              1.29 (2 or 3: whole chunks)
-#     4, 23 MiB, 14 MiB (8 blocks)   1.38  1.46  1.41
+#     4, 4 MiB, 1.5 MiB              1.03  1.16  1.00    1.36
+#     8, 4 MiB, 1.5 MiB                                  1.02
+#     4, 8 MiB, 3.4 MiB                                  1.29
+#     4, 23 MiB, 14 MiB                    1.46  1.41    1.38
 
 from __future__ import annotations
 
