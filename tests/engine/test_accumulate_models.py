@@ -61,7 +61,10 @@ def test_so_they_are_wherever_records_live(places, n, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, dtype", [("Llama", "bf16"), ("GPT-2", "fp32"), ("T5", "fp32"), ("Whisper", "bf16"), ("ViT", "fp16"), ("Mixtral", "bf16")])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [("Llama", "bf16"), ("GPT-2", "fp32"), ("T5", "fp32"), ("Whisper", "bf16"), ("ViT", "fp16"), ("Mixtral", "bf16")],
+)
 def test_so_they_are_with_sixteen_micro_batches(name, dtype, tmp_path):
     options = {"max_grad_norm": 0.05} | scaled(dtype).get("options", {})
     assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], dtype) | {"options": options, "num_steps": 2}, n=16, **NVME)
