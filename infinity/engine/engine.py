@@ -370,8 +370,7 @@ class Engine(NotCopied):
         bound_nbytes = None if self.config.device_memory == "auto" else self.config.device_memory
         self.margin = Margin(self.weights, self.gradients, self.placement, gauge_of(self.device), bound_nbytes=bound_nbytes)
         self.cycle = Cycle(self.config, self.ranks, self.events, parts, self.margin)
-        self.cycle.turn = self.turn
-        self.follower, self.calls = self.cycle.follower, self.cycle.calls
+        self.cycle.turn, self.follower, self.calls = self.turn, self.cycle.follower, self.cycle.calls
         self.ranks.listen(self._give_up)
         try:
             self._let_go(model, parts.ahead)
