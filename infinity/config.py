@@ -126,8 +126,8 @@ class Config:
     """"cpu", "cuda" or "cuda:1"; None takes CUDA where there is one, else the CPU."""
 
     update: str = "auto"
-    """When records are updated: deferred (behind the next forward), backward (as gradients arrive), or auto, which takes
-    backward whenever nothing known only later can matter. All give the same bits."""
+    """When records are updated: deferred (behind the next forward), backward (as gradients arrive, or, of some, behind the next
+    forward, where drives are behind), or auto, which takes backward whenever nothing known only later can matter. All give the same bits."""
 
     nonfinite: str = "auto"
     """What a gradient that is infinite or not a number, on any rank, does: ignore (it enters the update, as in plain

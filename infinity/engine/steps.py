@@ -393,6 +393,7 @@ class Cycle:
             else:
                 self.gradients.wait_for(chunk)
                 self.due.begin_update(chunk, hyper)
+        self.due.announce_put_off(hyper)
         self._end_step()
 
     def _require_gradients(self, what: str) -> None:

@@ -18,6 +18,7 @@ from infinity.sizes import format_bytes
 
 MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS = 2, 2, 2
 WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS = 64, 12, 8
+PUT_OFF_SHARE = 1 / 4  # of the updates of a backward pass, those that it may put off: as much as forward has of compute
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def share_out(candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out:
     sharing.require_least()
     sharing.settle_gradients()
     sharing.grow_slots()
+    sharing.let_gradients_wait()
     sharing.keep_copies()
     return sharing.found()
 
@@ -130,6 +132,17 @@ class _Sharing:
                 break
             self.counts = wanted
         self.left = self.budget - self.host_nbytes(self.counts)
+
+    def let_gradients_wait(self) -> None:
+        """More slots for gradients whose update a backward pass puts off: of records that will find no room in memory."""
+        sizes, order = self.sizes, self.order()
+        updated = [index for index in self._stays() if sizes[GRADIENTS][index]]
+        away = {k: sum(sizes[k][i] for i in updated if self.homes[k][i] == "nvme") for k in (WEIGHTS, STATES)}
+        moving = sum(away.values()) - min(self.left, sum(nbytes for kind, nbytes in away.items() if kind in order))
+        if moving > 0 and not self.needs.deferred:
+            wanted = math.ceil(PUT_OFF_SHARE * len(updated) * moving / sum(away.values()))
+            self.counts[2] += max(0, min(wanted - self.counts[2], self.left // max(self.in_slots[GRADIENTS])))
+            self.left = self.budget - self.host_nbytes(self.counts)
 
     def order(self) -> list[str]:
         """The kinds whose copies stay where there is room, most worth first."""

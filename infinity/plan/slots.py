@@ -76,7 +76,7 @@ class Entry:
 class HostCache:
     """The host copies of one kind, weights, states or gradients.
 
-    slots: a pool with `num_free`, whose `try_acquire()` gives what has a `release()`, or None if all is resident. next_use(chunk): in any
+    slots: a pool with `count` and `num_free`, whose `try_acquire()` gives what has a `release()`, or None if all is resident. next_use(chunk): in any
     unit that grows with distance.
     """
 
@@ -96,6 +96,11 @@ class HostCache:
         theirs."""
         first = self.users[0] if self.users else None
         return first is not None and first.done
+
+    def is_crowded(self) -> bool:
+        """Whether half of the slots, and two at least, are pinned: what was asked for before is far from done."""
+        num_pinned = sum(entry.pins > 0 for entry in self.entries.values())
+        return num_pinned >= max(2, self.slots.count / 2)
 
     def find(self, chunk) -> Entry | None:
         return self.entries.get(chunk.index) or self.residents.get(chunk.index)

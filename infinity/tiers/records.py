@@ -306,6 +306,10 @@ class Records:
         with self.lock:
             self.lock.notify_all()
 
+    def is_crowded(self, kind: str) -> bool:
+        with self.lock:
+            return self.caches[kind].is_crowded()
+
     def slots_in_use(self) -> dict[str, int]:
         """Of each kind that has slots."""
         return {kind: cache.slots.count - cache.slots.num_free for kind, cache in self.caches.items() if cache.slots is not None}

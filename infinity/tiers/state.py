@@ -23,6 +23,7 @@ a parameter, its span and its chunk are told in one place.
 #     backward:  IDLE --a backward pass begins--> EXPECTED --its gradients are there--> READY --nobody needs its weights-->
 #                EARLY (begun, weights are of the next step) --step()--> IDLE
 #     deferred:  IDLE --step(), of what is on NVMe in part--> ANNOUNCED --begun, by what needs it--> IDLE
+#     split:     READY --updates are behind--> PUT_OFF --step()--> ANNOUNCED
 #
 # step() also begins at once what is neither EARLY nor to be announced, such as what waits for no drive; what is given up is IDLE.
 # Whether an update that has begun is over, its job knows.
@@ -77,6 +78,7 @@ class UpdateStage(enum.Enum):
     EXPECTED = "expected"
     READY = "ready"
     EARLY = "early"
+    PUT_OFF = "put off"
     ANNOUNCED = "announced"
 
 
@@ -88,6 +90,9 @@ _UPDATE_MOVES = {
     (UpdateStage.READY, UpdateStage.EARLY),
     (UpdateStage.READY, UpdateStage.IDLE),  # its weights were needed until step(), or the step was given up
     (UpdateStage.EARLY, UpdateStage.IDLE),
+    (UpdateStage.READY, UpdateStage.PUT_OFF),
+    (UpdateStage.PUT_OFF, UpdateStage.ANNOUNCED),
+    (UpdateStage.PUT_OFF, UpdateStage.IDLE),  # the step was given up
     (UpdateStage.IDLE, UpdateStage.ANNOUNCED),
     (UpdateStage.ANNOUNCED, UpdateStage.IDLE),
 }
@@ -468,8 +473,14 @@ class UpdateState:
 
     @property
     def is_early(self) -> bool:
-        """Whether it has begun before the step() that it belongs to."""
-        return self.stage is UpdateStage.EARLY
+        """Whether the backward pass has begun it, before the step() that it belongs to, or has put it off: what is refused from then on does
+        not depend on how fast drives are."""
+        return self.stage in (UpdateStage.EARLY, UpdateStage.PUT_OFF)
+
+    @property
+    def is_put_off(self) -> bool:
+        """Whether it was to begin in this backward pass, and is to be announced by step() instead."""
+        return self.stage is UpdateStage.PUT_OFF
 
     @property
     def is_announced(self) -> bool:

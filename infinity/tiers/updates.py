@@ -74,6 +74,11 @@ class Updater:
         """Its gradients are complete; it begins as soon as nobody needs its weights."""
         chunk.update.become(UpdateStage.READY)
 
+    def put_off(self, chunk: ChunkState) -> None:
+        """It follows step() instead of this backward pass."""
+        chunk.update.become(UpdateStage.PUT_OFF)
+        self.course.num_updates_begun += 1  # its turn in this pass is over
+
     def announce(self, chunk: ChunkState, hyper: Hyper) -> None:
         """It begins when the chunk is next needed."""
         chunk.update.become(UpdateStage.ANNOUNCED)
@@ -87,6 +92,14 @@ class Updater:
 
     def begin(self, chunk: ChunkState, hyper: Hyper, *, early: bool = False) -> None:
         """Update a chunk once its record and gradient are in host memory; nobody holds its device copy. early: before step()."""
+        self._begin(chunk, hyper, early)
+        self.course.num_updates_begun += 1  # only now: what it asks for must not look like the last to be used again
+
+    def begin_announced(self, chunk: ChunkState) -> None:
+        """Begin the update that is announced for a chunk, of the step before."""
+        self._begin(chunk, chunk.update.hyper)
+
+    def _begin(self, chunk: ChunkState, hyper: Hyper, early: bool = False) -> None:
         gradient_job = chunk.gradient.hand_over()  # step() sees what came after
         if early or chunk.update.stage is not UpdateStage.IDLE:
             chunk.update.become(UpdateStage.EARLY if early else UpdateStage.IDLE)
@@ -95,11 +108,6 @@ class Updater:
             self._update_on_device(chunk, gradient_job, hyper)
         else:
             self._push(chunk, self.gradients.send(chunk, gradient_job) if chunk.gradient_on_device else gradient_job, hyper)
-        self.course.num_updates_begun += 1  # only now: what it asks for must not look like the last to be used again
-
-    def begin_announced(self, chunk: ChunkState) -> None:
-        """Begin the update that is announced for a chunk."""
-        self.begin(chunk, chunk.update.hyper)
 
     def finish(self, chunk: ChunkState) -> None:
         """Wait for the chunk's update: before its next gradient arrives, or its record is read."""

@@ -165,6 +165,16 @@ def test_gradients_that_wait_for_the_step_stay_in_host_memory_where_they_fit():
             placed(host_budget=least - 1, gradient_itemsize=itemsize, **options)
 
 
+def test_a_quarter_of_the_updates_in_backward_that_move_their_records_may_wait_with_a_gradient_in_a_slot():
+    slots = dict(num=64, weights="nvme", states="nvme", keep=False)
+    assert placed(**slots).slots[GRADIENTS] == 16
+    assert placed(**slots, deferred=True).slots[GRADIENTS] == 0  # all have places of their own
+    assert placed(**slots, frozen=range(32)).slots[GRADIENTS] == 8
+    assert placed(**slots, frozen=range(64)).slots[GRADIENTS] == 0
+    half = placed(num=64, device_budget=16 * WEIGHT, host_budget=64 * (WEIGHT + STATE // 2) + 64 * WEIGHT + 12 * STATE)
+    assert host_memory.GRADIENT_SLOTS <= half.slots[GRADIENTS] < 16 and "nvme" in half.homes[STATES]
+
+
 def test_the_least_device_memory_is_the_largest_op_and_its_gradient():
     least = 2 * WEIGHT + WEIGHT
     tight = placed(device_budget=least)

@@ -10,7 +10,7 @@ class Pool:
     """Slots that are but counted."""
 
     def __init__(self, count):
-        self.num_free = count
+        self.count = self.num_free = count
 
     def try_acquire(self):
         if not self.num_free:
@@ -73,6 +73,18 @@ def test_a_dirty_copy_is_written_only_where_no_slot_comes_free():
     assert made.to_write().chunk is CHUNKS[1]
     made.find(CHUNKS[2]).pins = 1
     assert made.to_write() is None, "somebody will give one back"
+
+
+def test_slots_are_crowded_where_half_of_them_are_pinned_and_two_at_least():
+    for count, most in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)):
+        made = claimed(cache(count), *range(count))
+        for index in range(most):
+            assert not made.is_crowded()
+            made.find(CHUNKS[index]).pin()
+        assert not made.is_crowded()
+        if count > 1:
+            made.find(CHUNKS[most]).pin()
+            assert made.is_crowded()
 
 
 def test_without_keep_a_copy_that_nobody_needs_gives_its_slot_back():

@@ -7,6 +7,7 @@ must stand in the file that starts them.
 import contextlib
 import errno
 import gc
+import itertools
 import math
 import multiprocessing
 import os
@@ -31,6 +32,8 @@ import infinity
 from aio_ext import _aio
 from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
+from infinity.tiers.records import Records
+from infinity.tiers.updates import Updater
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 40  # after which ranks that do not answer are taken to hang
@@ -242,6 +245,20 @@ def train_crowded(folder, drive_nbytes, **changes):
         return train(folder, **changes) | {"at_home": homes[-1].homes["states"].count("device")}
 
 
+def train_split(folder, every, **changes):
+    """As `train`, where drives are behind at each second update, or each third one, by rank; and how many were put off."""
+    asked, put_off = itertools.count(), []
+
+    def noted(updater, chunk):
+        put_off.append(chunk.index)
+        return put_off_(updater, chunk)
+
+    put_off_ = Updater.put_off
+    crowded = lambda records, kind: next(asked) % every[dist.get_rank()] == 0
+    with mock.patch.object(Records, "is_crowded", crowded), mock.patch.object(Updater, "put_off", noted):
+        return train(folder, **changes) | {"put_off": put_off}
+
+
 def reference(*, steps=3, micros=1, max_grad_norm=None, lr=1e-2):
     """Plain PyTorch over the global batch."""
     torch.manual_seed(0)
@@ -339,6 +356,16 @@ def test_three_micro_batches_and_clipping_are_those_of_one_process(worlds, tmp_p
     for rank in worlds(2).run(train, tmp_path, optimizer=options, **ON_NVME):
         assert rank["losses"] == pytest.approx(losses, rel=1e-5)
         assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+def test_ranks_may_put_off_different_updates(worlds, tmp_path, micros):
+    options = {"optimizer": {"accumulation_steps": micros}, "update": "backward", "steps": 5}
+    expected = worlds(2).run(train, tmp_path, **options, **ON_NVME)
+    found = worlds(2).run(train_split, tmp_path, [2, 3], **options, **ON_NVME)
+    for one, other in zip(found, expected):
+        assert (one["losses"], one["states"], one["collectives"]) == (other["losses"], other["states"], other["collectives"])
+    assert found[0]["put_off"] and found[1]["put_off"] and found[0]["put_off"] != found[1]["put_off"]
 
 
 PLACEMENTS = [

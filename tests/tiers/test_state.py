@@ -8,7 +8,7 @@ from models import inputs, mlp
 
 from infinity.tiers.state import _UPDATE_MOVES, UpdateStage, UpdateState
 
-IDLE, EXPECTED, READY, EARLY, ANNOUNCED = UpdateStage
+IDLE, EXPECTED, READY, EARLY, PUT_OFF, ANNOUNCED = UpdateStage
 
 
 @pytest.mark.parametrize("before, after", list(itertools.product(UpdateStage, repeat=2)))
@@ -28,6 +28,7 @@ def test_an_update_moves_on_as_its_table_says_or_not_at_all(before, after):
     "when, home, life",
     [
         ("backward", "host", [EXPECTED, READY, EARLY, IDLE]),
+        ("split", "nvme", [EXPECTED, READY, PUT_OFF, ANNOUNCED, IDLE]),
         ("deferred", "nvme", [ANNOUNCED, IDLE]),
         ("deferred", "host", []),  # step() begins it at once
     ],
@@ -36,8 +37,12 @@ def test_a_step_leads_an_update_through_its_life(when, home, life, tmp_path, mon
     moves = []
     become = UpdateState.become
     monkeypatch.setattr(UpdateState, "become", lambda self, stage: (become(self, stage), moves.append((self, stage))))
-    with training(lambda: mlp(4), tmp_path, update=when, weights=home, states=home) as (model, engine, optimizer):
+    update = "deferred" if when == "deferred" else "backward"
+    with training(lambda: mlp(4), tmp_path, update=update, weights=home, states=home) as (model, engine, optimizer):
+        engine.start()
+        engine.records.is_crowded = lambda kind: True
         for _ in range(3):
+            engine.cycle.due.behind.update(engine.registry.chunks if when == "split" else ())
             model(inputs(model, 0)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -8,6 +8,7 @@ from infinity.errors import BudgetError, ConfigError
 from infinity.plan.packing import ParameterSpec, layout
 from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.schedule import Use
+from infinity.plan.slots import HostCache
 from infinity.tools.predict.links import LINKS, UPDATE_NBYTES
 from infinity.tools.predict.machine import DriveRates, Machine
 from infinity.tools.predict.rank import Step
@@ -35,7 +36,7 @@ MACHINE = Machine(
 )
 
 
-def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="backward", keep=True, device=1 << 30, host=1 << 30, numel=NUMEL, **tiers):
+def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="backward", keep=True, device=1 << 30, host=1 << 30, numel=NUMEL, accumulates=False, **tiers):
     """`num` layers of one chunk each, forward and backward of so many seconds."""
     specs = [ParameterSpec(f"p{i}", numel, "fp32", True) for i in range(num)]
     layout_ = layout(specs, chunk_numel=numel, world=world)
@@ -47,8 +48,8 @@ def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="back
         weights=tiers.get("weights", "host"),
         states=tiers.get("states", "host"),
         keep=keep,
-        deferred=deferred,
-        gradient_itemsize=None,
+        deferred=deferred or accumulates,
+        gradient_itemsize=4 if accumulates else None,
         device_budget=device,
         host_budget=host,
         held_nbytes=4 * numel,
@@ -78,6 +79,18 @@ def test_deferred_updates_are_behind_the_next_forward():
     # parameter in 1 ms, of host memory that gives updates 28 in 3, so that both take 10/7 as long meanwhile.
     *_, found = play(update="deferred")
     assert found.step_seconds == pytest.approx(18 * MS + 5 * MS + 2 * MS + 2 * 3 / 7 * MS)
+
+
+@pytest.mark.parametrize("accumulates, most", [(False, 1.05), (True, 1.11)])
+def test_updates_that_are_put_off_keep_a_drive_busy_that_needs_as_long_as_compute(accumulates, most, monkeypatch):
+    """7 ms a layer: 8 bytes of weights, 8 of states, 12 written. Forward is 0.4 of compute, and without them gives the drive a seventh."""
+    layers, drive = 96, 7 * MS
+    options = dict(num=layers, seconds=(0.4 * drive, 0.6 * drive), weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL)
+    *_, found = play(**options, accumulates=accumulates)
+    assert found.step_seconds <= most * layers * drive
+    monkeypatch.setattr(HostCache, "is_crowded", lambda cache: False)
+    *_, without = play(**options, accumulates=accumulates)
+    assert without.step_seconds > 1.04 * found.step_seconds
 
 
 def test_all_on_nvme_is_bound_by_the_drive():

@@ -31,7 +31,7 @@ class _Slots:
     """As those of an arena, but only counted."""
 
     def __init__(self, count: int):
-        self.num_free = count
+        self.count = self.num_free = count
 
     def try_acquire(self) -> _Slots | None:
         if not self.num_free:

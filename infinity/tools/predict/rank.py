@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.plan import schedule, slots
+from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
 from infinity.plan.packing import WEIGHT_NBYTES, Layout
 from infinity.plan.placement import Placement, look_ahead
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
@@ -46,7 +47,7 @@ class PlayedChunk:
         self.request: PlayedRequest | None = None  # of its last copy
         self.copied = self.gathered = self.gradient = self.updating = Flag(True)
         self.pending = self.update_expected = self.weights_expected = False
-        self.has_gradient = self.updated = self.reduced = self.received = False
+        self.has_gradient = self.updated = self.reduced = self.received = self.behind = False
         self.missing = self.gradient_number = 0
 
     @property
@@ -99,6 +100,10 @@ class Rank:
     def moment(self, chunk: PlayedChunk) -> Moment:
         on_device, in_memory = chunk.homes[STATES] == "device", "nvme" not in chunk.homes.values()
         return schedule.moment(deferred=self.step.deferred, on_device=on_device, in_memory=in_memory)
+
+    def may_wait(self, chunk: PlayedChunk) -> bool:
+        """As Due._may_wait."""
+        return chunk.homes[GRADIENTS] != "nvme" or self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
 
     def begin_step(self) -> None:
         self.route.cursor.restart()
@@ -250,7 +255,11 @@ class Updates:
                 self.waiting.remove(chunk)
                 chunk.updated = True
                 self._make_stale(chunk)
-                self.begin(chunk)
+                if chunk.behind and self.rank.may_wait(chunk):
+                    chunk.pending, chunk.update_expected = True, False
+                else:
+                    self.begin(chunk)
+                self.rank.num_updates_begun += 1  # only now: what it asked for is nobody's victim in between
 
     def _make_stale(self, chunk: PlayedChunk) -> None:
         if not chunk.span.pinned and chunk.span.presence != "away":
@@ -270,7 +279,6 @@ class Updates:
             self._run_update(chunk, weights, states, gradient, copied),
             lambda: schedule.may_pass(gradient_stays=gradient_stays, there=(flag.raised for flag in there)),
         )
-        self.rank.num_updates_begun += 1  # only now: what it asked for is nobody's victim in between
 
     def hurry(self, chunk: PlayedChunk) -> None:
         self.lane.hurry(chunk.updating)
@@ -321,7 +329,7 @@ class Updates:
             if rank.moment(chunk) is not Moment.FETCH:
                 self.begin(chunk)
         for chunk in rank.chunks:
-            chunk.updated = chunk.received = False
+            chunk.updated = chunk.received = chunk.behind = False
 
 
 class Weights:
@@ -349,7 +357,10 @@ class Weights:
                 case schedule.ReadStates(index):
                     chunk = chunks[index]
                     if chunk.homes[STATES] == "nvme" and chunk.trainable and not chunk.updated and not chunk.pending:
-                        self.records.request(chunk, STATES, pin=False)
+                        if self.records.caches[STATES].is_crowded():
+                            chunk.behind = True
+                        else:
+                            self.records.request(chunk, STATES, pin=False)
                 case schedule.Reduce(index):
                     self.updates.reduce(chunks[index])
         return num_fetched

@@ -30,8 +30,9 @@ from infinity.tools.predict.rank import Rank, Step, Updates, Weights
 
 @dataclass
 class Simulation:
-    """What came of it, of the last step: seconds, seconds that the training thread waited for each link, bytes and busy seconds of
-    each link, the most bytes of device memory held by the engine, and all the work, from the step's beginning on."""
+    """What came of it, of the last step: seconds, seconds that the training thread waited for each link, bytes (half of those of the last
+    two steps, which may put off different updates) and busy seconds of each link, the most bytes of device memory held by the engine, and all
+    the work, from the step's beginning on."""
 
     step_seconds: float = 0.0
     stall_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LINKS, 0.0))
@@ -76,15 +77,17 @@ class _Training:
         self.clock.start(self._train())
         self.clock.run()
         assert self.is_over, "the simulated engine waits for what never comes"
-        start, end = self.starts[-2:]
+        before, start, end = self.starts[-3:]
         found = Simulation(end - start, rank.stalls, peak_device_nbytes=rank.peak + rank.placement.fixed_nbytes)
         found.host_nbytes = rank.placement.host_nbytes
         busy_until = dict.fromkeys(LINKS, start)
         for work in self.clock.works:
-            if work.end <= start or work.start >= end:
+            if work.end <= before or work.start >= end:
+                continue
+            found.nbytes[work.link] += work.nbytes * (min(work.end, end) - max(work.start, before)) / (work.end - work.start) / 2
+            if work.end <= start:
                 continue
             found.works.append(Work(work.link, work.what, work.start - start, work.end - start, work.nbytes))
-            found.nbytes[work.link] += work.nbytes * (min(work.end, end) - max(work.start, start)) / (work.end - work.start)
             found.busy_seconds[work.link] += max(0.0, min(work.end, end) - max(work.start, busy_until[work.link]))
             busy_until[work.link] = max(busy_until[work.link], work.end)
         return found
