@@ -31,6 +31,7 @@ QUICK = {
     "predict": "--only host device --samples 1 --steps 2",
     "prefetch": "--batches 1,4 --hidden 128 --layers 2 --vocab 512 --seq 32 --rounds 1 --steps 3",
     "scale": "--params 1e10 --batches 4 --nodes 1 2",
+    "split": "--layers 6 --hidden 256 --forward-ms 1 --backward-ms 2 --rounds 1 --steps 2",
     "tiling": "--factors 1,4 --most-hidden 512",
     "tune": "--rounds 1 --pairs 3",
 }

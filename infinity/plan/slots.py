@@ -98,9 +98,9 @@ class HostCache:
         return first is not None and first.done
 
     def is_crowded(self) -> bool:
-        """Whether half of the slots, and two at least, are pinned: what was asked for before is far from done."""
+        """Whether two thirds of the slots, and two at least, are pinned: what was asked for before is far from done."""
         num_pinned = sum(entry.pins > 0 for entry in self.entries.values())
-        return num_pinned >= max(2, self.slots.count / 2)
+        return num_pinned >= max(2, 2 / 3 * self.slots.count)
 
     def find(self, chunk) -> Entry | None:
         return self.entries.get(chunk.index) or self.residents.get(chunk.index)

@@ -496,11 +496,17 @@ def kernel_bytes():
 def traffic(make, directory, num_steps=4, **config):
     """NVMe bytes a parameter and step, (read, written), of a steady state, the engine's counters and the kernel's agreeing.
 
-    Backward waits for updates: behind a drive that others keep busy these fall back, and weights that leave meanwhile are read again."""
+    Backward waits for updates and their writes: behind a drive that others keep busy these fall back, and weights that leave meanwhile are
+    read again, or updates are put off to steps that are not counted."""
     with training(make, directory, dtype="bf16", chunk_mib=1 / 8, **NVME | config) as (model, engine, optimizer):
         assert len(engine.registry.chunks) >= 80
+
+        def wait(module, grads):
+            engine.updater.drain()
+            engine.records.flush()
+
         for module in model.blocks.modules():
-            module.register_full_backward_pre_hook(lambda module, grads: engine.updater.drain())
+            module.register_full_backward_pre_hook(wait)
 
         def steps(first, count):
             for step in range(first, first + count):

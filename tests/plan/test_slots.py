@@ -75,8 +75,8 @@ def test_a_dirty_copy_is_written_only_where_no_slot_comes_free():
     assert made.to_write() is None, "somebody will give one back"
 
 
-def test_slots_are_crowded_where_half_of_them_are_pinned_and_two_at_least():
-    for count, most in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)):
+def test_slots_are_crowded_where_two_thirds_of_them_are_pinned_and_two_at_least():
+    for count, most in ((1, 1), (2, 1), (3, 1), (4, 2), (5, 3), (6, 3)):
         made = claimed(cache(count), *range(count))
         for index in range(most):
             assert not made.is_crowded()

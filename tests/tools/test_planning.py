@@ -89,7 +89,7 @@ def test_a_plan_counts_the_bytes_of_compressed_records_and_says_so(node, capsys)
         assert report["compresses_nvme"] == ("compressed on NVMe" in out) == (choice == "on")
         moved.append([report["links"][link]["bytes_per_step"] for link in ("nc", "cn")])
     read, written = (compressed / whole for compressed, whole in zip(*moved))
-    assert 0.8 < read < 0.9  # a residual of 2 bytes is not compressed
+    assert 0.8 < read < 0.95  # a residual of 2 bytes is not compressed, and which weights are found in host memory differs a little
     assert 0.4 < written < 0.55  # and moments, 8 bytes of 12, are written every third time
 
 
