@@ -125,8 +125,7 @@ def assemble(
             undo,
         )
         undo.pop_all()
-    made.ahead = ahead
-    return made
+    return replace(made, ahead=ahead)
 
 
 def _read_ahead(named: Named, free_nbytes: int) -> ReadAhead:
