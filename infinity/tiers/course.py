@@ -41,6 +41,10 @@ class Course:
             self.route = self.routes[-1].successor or self.routes[-1]
             self.route.cursor.restart()
 
+    def note_update(self) -> None:
+        """One of this step has begun, or its turn is over."""
+        self.num_updates_begun += 1
+
     @property
     def has_begun(self) -> bool:
         """Whether ops ran since `begin_step`, or something else interfered with what it had issued."""

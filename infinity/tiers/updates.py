@@ -77,7 +77,7 @@ class Updater:
     def put_off(self, chunk: ChunkState) -> None:
         """It follows step() instead of this backward pass."""
         chunk.update.become(UpdateStage.PUT_OFF)
-        self.course.num_updates_begun += 1  # its turn in this pass is over
+        self.course.note_update()  # its turn in this pass is over
 
     def announce(self, chunk: ChunkState, hyper: Hyper) -> None:
         """It begins when the chunk is next needed."""
@@ -93,7 +93,7 @@ class Updater:
     def begin(self, chunk: ChunkState, hyper: Hyper, *, early: bool = False) -> None:
         """Update a chunk once its record and gradient are in host memory; nobody holds its device copy. early: before step()."""
         self._begin(chunk, hyper, early)
-        self.course.num_updates_begun += 1  # only now: what it asks for must not look like the last to be used again
+        self.course.note_update()  # only now: what it asks for must not look like the last to be used again
 
     def begin_announced(self, chunk: ChunkState) -> None:
         """Begin the update that is announced for a chunk, of the step before."""
