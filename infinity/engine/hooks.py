@@ -115,6 +115,8 @@ class Hooks(NotCopied):
     @uninterrupted
     def _after(self, module, args, output):
         frame = self.calls.end(module, output)
+        if frame is not None and frame.outermost:
+            self.cycle.param_grads.show()
         if frame is None or output is None:
             return None
         whole = frame.op.index == 0 and not self.calls.frames

@@ -6,7 +6,8 @@ Knows parameters. Must not know tiers, how a norm is summed, or when a step begi
 # [Note: what may be done with gradients that have left]
 # What torch.nn.utils.clip_grad_norm_ does, which is all that tools ask for: the norm of all of them together, and one factor for all of
 # them. The norm is the engine's own, as of max_grad_norm, and the same on all ranks; the factor waits for step(), whose updates multiply
-# each gradient by it. So both are exact, in whatever tier the gradients are. Of some of them alone neither is known.
+# each gradient by it. So both are exact, in whatever tier the gradients are. Of some of them alone neither is known. What finds no gradient
+# clips nothing and says nothing: so each stays in place from its backward pass to step(), but while another pass runs, forward or backward.
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class ParamGrads:
         for state in states:
             state.departed.answer_by(self)
         self._norm = norm
-        self._departed: list[ParameterState] = []  # whose gradients have left
+        self._departed: list[ParameterState] = []  # whose gradients have left since the last step
+        self._hidden = False  # from autograd, which else would add to them, and torch.compile, which would look at them
         self._wait = False  # for a step() or zero_grad()
         self._factors: dict[DepartedGradient, float] = {}  # by which those of the last pass were multiplied
         self.factor = 1.0  # by which step() multiplies all
@@ -40,11 +42,16 @@ class ParamGrads:
 
     def depart(self, states: Iterable[ParameterState]) -> None:
         """A backward pass is over that has brought gradients of these."""
-        with DisableTorchFunctionSubclass():
-            for state in states:
-                set_grad(state.param, state.departed)
-                self._departed.append(state)
+        self._departed = list(dict.fromkeys((*self._departed, *states)))
         self._wait = True
+        self.show()
+
+    def show(self) -> None:
+        """A pass is over: what came before it, too, is found again."""
+        self._hidden = False
+        with DisableTorchFunctionSubclass():
+            for state in self._departed:
+                set_grad(state.param, state.departed)
 
     def end_step(self) -> None:
         """They were used, or given up."""
@@ -95,6 +102,8 @@ class ParamGrads:
     def were_dropped(self) -> bool:
         """Whether the program has dropped all of them, as model.zero_grad() does; raises UsageError where it dropped some only, or too
         late."""
+        if self._hidden:
+            return False
         with DisableTorchFunctionSubclass():
             found = [(state, get_grad(state.param)) for state in self._departed]
         given = [state.name for state, grad in found if grad is not None and grad is not state.departed]
@@ -112,15 +121,21 @@ class ParamGrads:
         return bool(dropped)
 
     def clear(self) -> None:
-        """Autograd is to find no gradient to add to."""
+        """None is to be found until `show`, and none at all of a step that has ended."""
         self.settled_factor()
-        self.close()
+        self._take_away()
+        self._hidden = True
+        if not self._wait:
+            self._departed.clear()
 
     def close(self) -> None:
+        self._take_away()
+        self._departed.clear()
+
+    def _take_away(self) -> None:
         with DisableTorchFunctionSubclass():
             for state in self._departed:
                 set_grad(state.param, None)
-        self._departed.clear()
 
 
 def drop_half_arrived(states: Iterable[ParameterState]) -> None:

@@ -239,6 +239,7 @@ class Cycle:
         if not self.trains:
             if (refusal := self._why_not_train(state)) is not None:
                 self.course.backward_task, self._awaits_end = None, False  # nothing of the step has changed
+                self.param_grads.show()
                 self.calls.release_all()
                 self.weights.drain_dropped()
                 self._refuse_other_optimizers()
@@ -294,6 +295,7 @@ class Cycle:
             self.due.sum_squares(chunk)
         self._cycle_is_over, self.has_passed = True, True
         if not self.came:
+            self.param_grads.show()
             return
         number = self.num_backwards
         self.completions.end_pass(number)
@@ -493,7 +495,7 @@ class Cycle:
             self.zero_grad()
 
     def _clear_gradients(self) -> None:
-        """Autograd is to find no gradient to add to."""
+        """Autograd is to find no gradient to add to, and torch.compile none to look at."""
         self.check_gradients()
         self.param_grads.clear()
 
@@ -520,6 +522,7 @@ class Cycle:
         self.course.backward_task, self._awaits_end = None, False
         self.failed = True
         drop_half_arrived(self.registry.params)
+        self.param_grads.show()
         self.gradients.hurry()
         self.calls.release_all()
         self.torn = self.torn or any(chunk.update.is_early for chunk in self.registry.chunks)

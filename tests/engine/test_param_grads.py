@@ -76,6 +76,46 @@ def test_clipping_by_torch_is_that_of_plain_pytorch(clip, bound, place, tmp_path
         assert steps(model, optimizer, CLIPS[clip](bound)) == pytest.approx(expected, rel=1e-5)
 
 
+def evaluation(model):
+    with torch.no_grad():
+        model(inputs(model, 9))
+
+
+def gradient_of_inputs(model):
+    given = inputs(model, 9).requires_grad_()
+    torch.autograd.grad(loss_of(model(given)), given)
+
+
+BETWEEN = {"evaluation": evaluation, "a forward pass": lambda model: loss_of(model(inputs(model, 9))), "a passing backward": gradient_of_inputs}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_runs_between_backward_and_clipping_takes_no_gradient_away(between, tmp_path):
+    def clip(model, _):
+        BETWEEN[between](model)
+        return nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    expected = steps(*plainly(), clip)
+    with training(mlp, tmp_path, update="deferred", **SGD, **NVME) as (model, engine, optimizer):
+        assert steps(model, optimizer, clip) == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradients_that_the_model_drops_after_an_evaluation_are_dropped(tmp_path):
+    def run(model, optimizer):
+        for step in range(2):
+            loss_of(model(inputs(model, step))).backward()
+            evaluation(model)
+            model.zero_grad()
+        loss_of(model(inputs(model, 2))).backward()
+        optimizer.step()
+        return loss_of(model(inputs(model, 3))).item()
+
+    expected = run(*plainly())
+    sgd = {"optimizer": infinity.SGD, "options": {"lr": 1.0, "accumulation_steps": 3}}
+    with training(mlp, tmp_path, **sgd, **NVME) as (model, engine, optimizer):
+        assert run(model, optimizer) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("micros", [2, 3])
 def test_gradients_of_several_passes_are_clipped_together(micros, tmp_path):
     clip = CLIPS["clip_grad_norm_"](1e-3)
