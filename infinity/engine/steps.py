@@ -375,7 +375,7 @@ class Cycle:
         if not self.updater.deferred:
             ready.sort(key=lambda chunk: chunk.gradient.number)  # in the order in which their gradients came
         if self._needs_norm:
-            norm = self.due.norm(ready) * hyper.grad_scale
+            norm = self.due.norm(ready) * abs(hyper.grad_scale)  # a factor may be negative
             overflow = self.config.watches_nonfinite and not math.isfinite(norm)
             if self.scaler is not None:
                 self.scaler.update(overflow)

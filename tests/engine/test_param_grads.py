@@ -125,6 +125,23 @@ def test_gradients_of_several_passes_are_clipped_together(micros, tmp_path):
         assert steps(model, optimizer, clip, micros) == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_negative_factor_turns_gradients_around_and_their_norm_is_none_the_less_a_norm(tmp_path):
+    def run(model, optimizer):
+        for step in range(STEPS):
+            loss_of(model(inputs(model, step))).backward()
+            for param in model.parameters():
+                param.grad.mul_(-0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss_of(model(inputs(model, STEPS))).item()
+
+    expected = run(*plainly())
+    sgd = {"optimizer": infinity.SGD, "options": {"lr": 1.0, "max_grad_norm": math.inf}}
+    with training(mlp, tmp_path, **sgd, **NVME) as (model, engine, optimizer):
+        assert run(model, optimizer) == pytest.approx(expected, rel=1e-5)
+        assert optimizer.grad_norm > 0
+
+
 def test_the_optimizer_clips_what_the_program_has_clipped(tmp_path):
     clip = CLIPS["clip_grad_norm_"](1e-3)
     with training(mlp, tmp_path, options={"max_grad_norm": 0.01}, **NVME) as (model, engine, optimizer):
