@@ -23,7 +23,7 @@ from infinity.system.ranks import Ranks
 from infinity.tiers.state import ParameterState
 
 
-_ALL = "{what} of {some} gradients, of {all}: the engine has one for all of them. Give it all parameters of the model in one call"
+_ALL = "{what} of {some} gradients, of {all}: the engine has one for all of them. Give it all parameters of the model in one call, each once"
 
 
 class ParamGrads:
@@ -96,7 +96,7 @@ class ParamGrads:
             raise UsageError("there are no gradients: step() has used them. Clip, or ask for their norm, after backward() and before step()")
 
     def _require_all(self, gradients: Collection[DepartedGradient], what: str) -> None:
-        if len(gradients) < len(self._departed):
+        if not len(set(map(id, gradients))) == len(gradients) == len(self._departed):
             raise UsageError(_ALL.format(what=what, some=len(gradients), all=len(self._departed)))
 
     def were_dropped(self) -> bool:

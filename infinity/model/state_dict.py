@@ -79,22 +79,25 @@ class DepartedGradient(torch.Tensor):
 
 
 class PartOfNorm(torch.Tensor):
-    """The norm of a gradient that the engine has taken, on its way into that of all, which alone is known."""
+    """The norm of a gradient that the engine has taken, on its way into that of all, which alone is known; or several, stacked."""
 
-    gradient: DepartedGradient
+    of: DepartedGradient | list[torch.Tensor]
 
     @staticmethod
-    def __new__(cls, gradient: DepartedGradient):
+    def __new__(cls, of: DepartedGradient | list[torch.Tensor]):
+        shape, device = ((len(of),), of[0].device) if isinstance(of, list) else ((), of.device)
         with torch._C.DisableTorchFunctionSubclass():
-            nothing = torch.full((), float("nan"), dtype=torch.float32, device=gradient.device)
+            nothing = torch.full(shape, float("nan"), dtype=torch.float32, device=device)
             made = torch.Tensor._make_subclass(cls, nothing, False)
-            made.gradient = gradient
+            made.of = of
             return made
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.stack:
-            return torch.stack(_norms(args[0]), **(kwargs or {}))
+        if func is torch.stack and len(args) == 1 and not kwargs:
+            return cls(list(args[0]))
+        if func is torch.linalg.vector_norm and isinstance(args[0].of, list) and _is_euclidean(*args, **(kwargs or {})):
+            return torch.linalg.vector_norm(torch.stack(_norms(args[0].of)))
         if func is torch.Tensor.to:  # the device of the first
             return args[0]
         if is_metadata(func, args, kwargs or {}):
@@ -119,7 +122,7 @@ def _norms(parts) -> list[torch.Tensor]:
     gradients: dict[object, list[DepartedGradient]] = {}
     for part in parts:
         if isinstance(part, PartOfNorm):
-            gradients.setdefault(part.gradient.answers, []).append(part.gradient)
+            gradients.setdefault(part.of.answers, []).append(part.of)
     device = parts[0].device
     return norms + [torch.tensor(answers.norm(own), dtype=torch.float32, device=device) for answers, own in gradients.items()]
 

@@ -202,6 +202,13 @@ def test_what_comes_too_late_or_is_not_known_is_refused(tmp_path):
         loss_of(model(inputs(model, 0))).backward()
         with pytest.raises(UsageError, match="the norm of 2 gradients"):
             nn.utils.clip_grad_norm_(params[:2], 1.0)
+        with pytest.raises(UsageError, match="the norm of 8 gradients, of 8: .* each once"):
+            nn.utils.clip_grad_norm_([params[0], *params[:-1]], 1.0)
+        parts = torch.stack([torch.linalg.vector_norm(param.grad) for param in params])
+        assert parts.shape == (8,)
+        for read in (parts.max, parts.sum, parts.tolist, lambda: torch.linalg.vector_norm(parts, math.inf), lambda: parts[0]):
+            with pytest.raises(UsageError, match="norm of one gradient"):
+                read()
         with pytest.raises(UsageError, match="norm of one gradient"):
             torch.linalg.vector_norm(params[0].grad).item()
         with pytest.raises(UsageError, match="param.grad"):
