@@ -17,13 +17,14 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import aio_ext
 from infinity.checkpoints.contents import checked_generators, loose_tensors, parameters_of, set_generators, with_extra_state
-from infinity.checkpoints.files import Progress
+from infinity.checkpoints.files import Progress, read_manifest
 from infinity.checkpoints.manifest import Whole
 from infinity.checkpoints.reader import Checkpoint, segment_tensors
 from infinity.config import checked_path
@@ -62,7 +63,19 @@ def load(
         return pause.shielded(engine.device, lambda shield: _load(engine, path, optimizer, scheduler, progress, shield))
 
 
-follow_references_by(load)
+def _follow(reference: dict, model: nn.Module, optimizer) -> None:
+    """Load what a state_dict refers to. Raises CheckpointError where that is gone, or another checkpoint has taken its place."""
+    path = reference["checkpoint"]
+
+    def check() -> None:
+        if read_manifest(Path(path)).folder != reference["folder"]:
+            raise CheckpointError(f"{path} is not the checkpoint that the state_dict refers to: another one has been saved there since; load it by infinity.load, or keep one folder a checkpoint")
+
+    engine_of(model).ranks.together(check)
+    load(path, model, optimizer)
+
+
+follow_references_by(_follow)
 
 
 def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progress: Progress | None, shield: Shield) -> Loaded:
@@ -75,8 +88,8 @@ def _load(engine: Engine, path: str | os.PathLike, optimizer, scheduler, progres
             raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")
         with pause.loading(engine):
             engine.ranks.together(lambda: loading.run(progress, shield))
-        if engine.optimizer is not None:  # whose moments begin anew where it was not given
-            engine.optimizer.refer_to(None if optimizer is None else os.path.abspath(path))
+        if optimizer is not None:  # else its moments begin anew
+            engine.optimizer.refer_to({"checkpoint": os.path.abspath(path), "folder": checkpoint.manifest.folder})
         return Loaded(checkpoint.manifest.step, loading.extra, checkpoint.manifest.world)
     finally:
         checkpoint.close()

@@ -90,7 +90,7 @@ def save(
         nbytes = parse_bytes(host_memory)
         saving = pause.shielded(engine.device, lambda shield: Saving(engine, checked_path(path), scheduler, extra, nbytes))
         if engine.optimizer is not None:
-            engine.optimizer.refer_to(str(saving.path.absolute()), saving.wait)
+            engine.optimizer.refer_to({"checkpoint": str(saving.path.absolute()), "folder": saving.folder}, saving.wait)
         if wait:
             saving.wait(progress)
     return saving
@@ -189,6 +189,7 @@ class Saving:
         try:
             self._directory = ranks.together(lambda: Directory(self._root) if not ranks.rank else None, undo=_abort)
             name = ranks.exchange(self._directory.folder.encode() if self._directory else b"")[0].decode()
+            self.folder = name  # below the path, of this checkpoint alone
             self._draft = draft(engine, folder=name, tensors=tuple(tensors.entries), rng=rng, **values)
             self._publication = Publication(ranks, self.path, name, self._raise_error)
             folder = self._root / name

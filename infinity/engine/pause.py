@@ -55,6 +55,8 @@ def loading(engine):
     for chunk in engine.registry.chunks:
         engine.cycle.due.make_stale(chunk)
     engine.last_save = None
+    if engine.optimizer is not None:
+        engine.optimizer.refer_to(None)
     with engine.cycle.replacing():
         yield
 

@@ -21,12 +21,13 @@ from infinity.plan.record import FORMATS
 # [Note: a state_dict that refers]
 # Moments are larger than what a dict may hold in memory, so the dict says where they are: in the checkpoint that infinity.save has made of
 # this very state, or infinity.load has brought. As long as no step() came after that, the dict is plain data, which any library may pickle,
-# and load_state_dict of it is infinity.load. At all other times there is nothing to refer to, and the dict refuses to be pickled.
+# and load_state_dict of it is infinity.load, unless the moments are these still: libraries pass a dict through, and back. At all other times
+# there is nothing to refer to, and the dict refuses to be pickled.
 
 REMEDY = "infinity.save and infinity.load keep them, infinity.save_dcp and load_dcp move them to and from other engines"
 
 REFERENCE = "infinity"  # the key of a state_dict under which it says where moments are
-_follow: Callable | None = None  # a reference, given (path, model, optimizer)
+_follow: Callable | None = None  # a reference, given (reference, model, optimizer)
 
 _OF_KERNELS = ("foreach", "fused", "capturable", "differentiable")  # of torch's optimizers, without an effect on what they compute
 _RESERVED = tuple(dict.fromkeys(segment.name for format in FORMATS.values() for segment in format))  # weight, residual, master
@@ -72,7 +73,7 @@ class Elementwise(torch.optim.Optimizer):
         self.accumulation_steps = accumulation_steps
         self.loss_scale = loss_scale
         self.grad_norm: float | None = None
-        self._saved: tuple[str, Callable] | None = None  # where this state is whole, once a function has returned
+        self._saved: tuple[dict, Callable] | None = None  # where this state is whole, once a function has returned
         self._names = tuple(defaults)
         super().__init__(params, {name: _tuples(value) for name, value in defaults.items()})
         self.state = States()
@@ -119,9 +120,10 @@ class Elementwise(torch.optim.Optimizer):
             raise UsageError("parameter groups are fixed once the optimizer is made; give all of them to its constructor")
         super().add_param_group(param_group)
 
-    def refer_to(self, path: str | None, wait: Callable[[], object] = lambda: None) -> None:
-        """The state is that of the checkpoint at `path`, which is whole once `wait` has returned, until the next step(); None: of no one."""
-        self._saved = None if path is None else (path, wait)
+    def refer_to(self, checkpoint: dict | None, wait: Callable[[], object] = lambda: None) -> None:
+        """The state is that of this checkpoint, as plain data say which, until the next step(); None: of no one. It is whole once `wait` has
+        returned."""
+        self._saved = None if checkpoint is None else (checkpoint, wait)
 
     def state_dict(self):
         """Hyper-parameters, and after infinity.save or load, until the next step(), the step counts and where the moments are: plain data, see
@@ -130,18 +132,20 @@ class Elementwise(torch.optim.Optimizer):
         if self._saved is None:
             warnings.warn(f"optimizer.state_dict() has hyper-parameters, and no moments or step counts: {REMEDY}", UserWarning, stacklevel=2)
             return HyperParameters(found | {"state": States()})
-        path, wait = self._saved
+        checkpoint, wait = self._saved
         wait()
         params = [param for group in self.param_groups for param in group["params"]]
         state = {index: {"step": self._engine.answers.num_updates(param)} for index, param in enumerate(params) if self._engine.manages(param)}
-        return found | {"state": state, REFERENCE: {"checkpoint": path}}
+        return found | {"state": state, REFERENCE: dict(checkpoint)}
 
     def load_state_dict(self, state_dict):
-        """Set hyper-parameters, and of a dict that refers to a checkpoint all that infinity.load brings, the weights included: call it on all
-        ranks then. Raises UsageError for a dict with states of another kind: `infinity.load` and `infinity.load_dcp` load these."""
+        """Set hyper-parameters, and of a dict that refers to a checkpoint all that infinity.load brings, the weights included, unless the
+        moments are those of this checkpoint still: call it on all ranks then. Raises CheckpointError where that checkpoint is gone, or has been
+        replaced; UsageError for a dict with states of another kind: `infinity.load` and `infinity.load_dcp` load these."""
         state = state_dict.get("state")
         if (reference := state_dict.get(REFERENCE)) is not None:
-            _follow(reference["checkpoint"], self._engine.model, self)
+            if self._saved is None or reference != self._saved[0]:
+                _follow(reference, self._engine.model, self)
         elif not isinstance(state, States) and state:
             raise UsageError(f"the optimizer's states live in the engine's tiers and are not loaded from a dict: {REMEDY}")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != REFERENCE} | {"state": {}})
@@ -230,7 +234,7 @@ class HyperParameters(dict):
 
 
 def follow_references_by(load: Callable) -> None:
-    """load(path, model, optimizer) brings the state that a state_dict refers to."""
+    """load(reference, model, optimizer) brings the state that a state_dict refers to."""
     global _follow
     _follow = load
 

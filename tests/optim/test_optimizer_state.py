@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import infinity
-from infinity.errors import ConfigError, UsageError
+from infinity.errors import CheckpointError, ConfigError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,7 +71,8 @@ def test_a_state_dict_of_what_was_saved_refers_to_it_and_is_plain_data(tmp_path,
             torch.save(optimizer.state_dict(), io.BytesIO())
         optimizer.param_groups[0]["lr"] = 0.5
     found = torch.load(file, weights_only=True)
-    assert found["infinity"] == {"checkpoint": str(tmp_path / "saved")}
+    (folder,) = (tmp_path / "saved").glob("data-*")
+    assert found["infinity"] == {"checkpoint": str(tmp_path / "saved"), "folder": folder.name}
     assert found["state"] == {index: {"step": 3} for index in range(len(found["state"]))} and len(found["state"]) == len(expected)
     with training(mlp, tmp_path / "again", seed=1, options={"lr": 0.25}, **NVME) as (model, engine, optimizer):
         optimizer.load_state_dict(found)
@@ -81,6 +82,44 @@ def test_a_state_dict_of_what_was_saved_refers_to_it_and_is_plain_data(tmp_path,
         infinity.load(tmp_path / "saved", model)
         with pytest.warns(UserWarning, match="no moments"):
             optimizer.state_dict()
+
+
+def test_a_state_dict_is_not_loaded_from_what_has_taken_the_place_of_its_checkpoint(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        found = []
+        for step in range(2):
+            train(model, optimizer, step)
+            infinity.save(tmp_path / "saved", model, optimizer)
+            found.append(optimizer.state_dict())
+        expected = states_of(engine, model)
+        with pytest.raises(CheckpointError, match="saved is not the checkpoint that the state_dict refers to"):
+            optimizer.load_state_dict(found[0])
+        assert_same_states(states_of(engine, model), expected)
+        (tmp_path / "saved").rename(tmp_path / "moved")
+        train(model, optimizer, 2)
+        with pytest.raises(CheckpointError, match="saved is no directory"):
+            optimizer.load_state_dict(found[1])
+
+
+def test_a_state_dict_that_is_passed_through_leaves_weights_that_have_changed_since(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        train(model, optimizer)
+        infinity.save(tmp_path / "saved", model, optimizer)
+        expected = {name: value + 1 for name, value in model.state_dict().items()}
+        model.load_state_dict(expected)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_moments_that_come_from_elsewhere_are_not_taken_for_those_of_the_last_checkpoint(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        train(model, optimizer)
+        infinity.save_dcp(tmp_path / "dcp", model, optimizer)
+        train(model, optimizer, 1)
+        infinity.save(tmp_path / "saved", model, optimizer)
+        infinity.load_dcp(tmp_path / "dcp", model, optimizer, trust_pickle=True)
+        with pytest.warns(UserWarning, match="no moments"):
+            assert "infinity" not in optimizer.state_dict()
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.state_dict")
