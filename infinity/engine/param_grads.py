@@ -25,14 +25,16 @@ from infinity.tiers.state import ParameterState
 
 _ALL = "{what} of {some} gradients, of {all}: the engine has one for all of them. Give it all parameters of the model in one call, each once"
 
+_NO_FACTOR = -1  # whose bits are of a NaN that no arithmetic makes
+
 
 class ParamGrads:
     """Of the parameters of one engine. norm(): of all gradients of the step under way, before step()."""
 
-    def __init__(self, states: Iterable[ParameterState], norm: Callable[[], float]):
+    def __init__(self, states: Iterable[ParameterState], norm: Callable[[], float], ranks: Ranks):
         for state in states:
             state.departed.answer_by(self)
-        self._norm = norm
+        self._norm, self._ranks = norm, ranks
         self._departed: list[ParameterState] = []  # whose gradients have left since the last step
         self._hidden = False  # from autograd, which else would add to them, and torch.compile, which would look at them
         self._wait = False  # for a step() or zero_grad()
@@ -65,6 +67,7 @@ class ParamGrads:
         """Of all gradients, which these must be."""
         self._require_waiting()
         self._require_all(gradients, "the norm")
+        self._agree_on_norm()
         self.norm_was_asked = True
         return self._norm() * self.settled_factor()
 
@@ -84,12 +87,17 @@ class ParamGrads:
             self._factors.clear()
         return self.factor
 
-    def agreed_factor(self, ranks: Ranks) -> float:
+    def agreed_factor(self) -> float:
         """As `settled_factor`; raises UsageError where ranks would multiply by different ones."""
         factor = self.settled_factor()
-        if not ranks.agree(*struct.unpack("q", struct.pack("d", factor))):
-            raise UsageError(f"{ranks.name} multiplies gradients by {factor}, another rank by another factor")
+        if not self._ranks.agree(*struct.unpack("q", struct.pack("d", factor))):
+            raise UsageError(f"{self._ranks.name} multiplies gradients by {factor}, another rank by another factor, or is about to clip: clip on all ranks alike")
         return factor
+
+    def _agree_on_norm(self) -> None:
+        """Raises UsageError where another rank has come to `agreed_factor`."""
+        if not self._ranks.agree(_NO_FACTOR):
+            raise UsageError(f"{self._ranks.name} asks for the norm of all gradients, another rank does not, but calls step(): clip on all ranks alike")
 
     def _require_waiting(self) -> None:
         if not self._wait:

@@ -89,7 +89,7 @@ class Cycle:
         self._frozen = [state for state in self.registry.params if not state.trainable]
         self._trainable = [state for state in self.registry.params if state.trainable]
         self.window = Window()
-        self.param_grads = ParamGrads(self._trainable, self._norm)
+        self.param_grads = ParamGrads(self._trainable, self._norm, ranks)
         self.completions = Completions(self.course, self.updater, self.registry, ranks)
         who = f"{ranks.name}, " if ranks.world > 1 else ""
         self.pace, self.advice, self.uncut = Pace(events, who), Advice(events, who), Uncut(who)
@@ -363,7 +363,7 @@ class Cycle:
         """Ends a step; called without gradients."""
         self.check_gradients()
         self._require_gradients("step()")
-        if (factor := self.param_grads.agreed_factor(self.ranks)) != 1.0:
+        if (factor := self.param_grads.agreed_factor()) != 1.0:
             self.due.refuse_late()
         hyper = self._hyper(factor)
         if self.due.early_hyper is not None and self.due.early_hyper.groups != hyper.groups:

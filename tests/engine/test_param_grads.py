@@ -257,3 +257,22 @@ def test_on_two_ranks_norm_and_clipping_are_those_of_one_process(world, tmp_path
         assert found == pytest.approx(norms, rel=1e-5)
         for name, value in model.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+def clipped_alone(folder, ask):
+    """What each rank is told where one of them clips differently."""
+    model = gpt()
+    infinity.offload(model, settings(folder, update="deferred", weights="nvme", states="nvme"))
+    optimizer = infinity.SGD(model.parameters(), lr=0.5)
+    with infinity.engine_of(model) as engine:
+        model(*map(share, tokens(0, 0))).backward()
+        with pytest.raises(UsageError, match="clip on all ranks alike"):
+            if ask == "other bounds" or engine.ranks.rank == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1 * (1 + engine.ranks.rank))
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("ask", ["one rank", "other bounds"])
+def test_ranks_that_clip_differently_are_told(world, tmp_path, ask):
+    world.run(clipped_alone, tmp_path, ask)
