@@ -7,11 +7,11 @@ from __future__ import annotations
 
 
 def flattened(stats: dict, prefix: str = "infinity/") -> dict[str, float]:
-    """`Engine.stats()` as numbers by name, such as "infinity/links/nc/nbytes"; what is not known (None) is left out."""
+    """`Engine.stats()` as numbers by name, such as "infinity/links/nc/nbytes"; what is not known (None), or said in words, is left out."""
     found: dict[str, float] = {}
     for name, value in stats.items():
         if isinstance(value, dict):
             found |= flattened(value, f"{prefix}{name}/")
-        elif value is not None:
+        elif isinstance(value, (int, float)):
             found[prefix + name] = int(value) if isinstance(value, bool) else value
     return found
