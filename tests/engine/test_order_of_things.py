@@ -56,6 +56,7 @@ def test_what_an_update_asks_for_is_the_next_to_be_used(trained, monkeypatch):
         return request(records, chunk, kind, pin=pin, **options)
 
     monkeypatch.setattr(Records, "request", spied)
+    monkeypatch.setattr(Records, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
     train(model, optimizer, 2)
     assert len(seen) == 2 * LAYERS and all(mine == least for mine, least in seen)
 
