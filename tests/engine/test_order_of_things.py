@@ -35,8 +35,9 @@ def train(model, optimizer, num_steps, every=lambda step: 1):
 
 
 @pytest.fixture
-def trained(tmp_path):
+def trained(tmp_path, monkeypatch):
     """(model, engine, optimizer), with a chunk a layer and all on NVMe, after three steps that updated in backward."""
+    monkeypatch.setattr(Records, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
     with training(Stack, tmp_path, chunk_mib=1 / 16, host_memory="64MiB", device_memory="1MiB", **NVME) as made:
         model, engine, optimizer = made
         train(model, optimizer, 3)
@@ -56,7 +57,6 @@ def test_what_an_update_asks_for_is_the_next_to_be_used(trained, monkeypatch):
         return request(records, chunk, kind, pin=pin, **options)
 
     monkeypatch.setattr(Records, "request", spied)
-    monkeypatch.setattr(Records, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
     train(model, optimizer, 2)
     assert len(seen) == 2 * LAYERS and all(mine == least for mine, least in seen)
 
