@@ -97,7 +97,9 @@ def pyplot():
     try:
         import matplotlib
     except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib (the extra infinity-offload[plot]); everything else works without") from None
+        raise UsageError(
+            "--plot needs matplotlib: pip install matplotlib (the extra infinity-offload[plot]); everything else works without"
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

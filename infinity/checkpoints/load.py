@@ -69,7 +69,10 @@ def _follow(reference: dict, model: nn.Module, optimizer) -> None:
 
     def check() -> None:
         if read_manifest(Path(path)).folder != reference["folder"]:
-            raise CheckpointError(f"{path} is not the checkpoint that the state_dict refers to: another one has been saved there since; load it by infinity.load, or keep one folder a checkpoint")
+            raise CheckpointError(
+                f"{path} is not the checkpoint that the state_dict refers to: another one has been saved there since; load it by infinity.load, "
+                f"or keep one folder a checkpoint"
+            )
 
     engine_of(model).ranks.together(check)
     load(path, model, optimizer)

@@ -8,7 +8,6 @@ Knows modules. Must not know who runs them, graphs or engines.
 # outermost such lists. Very small ones are a group. A segment begins as the first block of a group is called, or another one while one of
 # another group was the last, and goes on until the next one begins: so whatever lies between, before the first and after the last, such as
 # embeddings, norms, a head and the loss, is of a segment, too. A block that is joined to what comes before it begins none.
-
 #
 # [Note: how many blocks a segment has]
 # One, unless blocks are so small that changes of threads count. What is kept for each micro-batch are the inputs of blocks, however many
@@ -37,13 +36,12 @@ from torch import nn
 from infinity.model.leaves import is_leaf
 from infinity.system.interrupts import uninterrupted
 
+LEAST_NBYTES = 1 << 20  # of a run of blocks: see [Note: how many blocks a segment has]
+
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """In registration order, each once."""
     return list(dict.fromkeys(_blocks_of(model)))
-
-
-LEAST_NBYTES = 1 << 20  # of a run of blocks: see [Note: how many blocks a segment has]
 
 
 def groups_of(blocks: list[nn.Module], least_nbytes: int, joined: Container[nn.Module] = ()) -> list[list[nn.Module | None]]:

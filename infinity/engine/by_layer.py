@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+from torch._C import DisableTorchFunctionSubclass
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree

@@ -22,7 +22,6 @@ from infinity.model.state_dict import DepartedGradient
 from infinity.system.ranks import Ranks
 from infinity.tiers.state import ParameterState
 
-
 _ALL = "{what} of {some} gradients, of {all}: the engine has one for all of them. Give it all parameters of the model in one call, each once"
 
 _NO_FACTOR = -1  # whose bits are of a NaN that no arithmetic makes
@@ -91,13 +90,18 @@ class ParamGrads:
         """As `settled_factor`; raises UsageError where ranks would multiply by different ones."""
         factor = self.settled_factor()
         if not self._ranks.agree(*struct.unpack("q", struct.pack("d", factor))):
-            raise UsageError(f"{self._ranks.name} multiplies gradients by {factor}, another rank by another factor, or is about to clip: clip on all ranks alike")
+            raise UsageError(
+                f"{self._ranks.name} multiplies gradients by {factor}, another rank by another factor, or is about to clip: clip on all ranks "
+                f"alike"
+            )
         return factor
 
     def _agree_on_norm(self) -> None:
         """Raises UsageError where another rank has come to `agreed_factor`."""
         if not self._ranks.agree(_NO_FACTOR):
-            raise UsageError(f"{self._ranks.name} asks for the norm of all gradients, another rank does not, but calls step(): clip on all ranks alike")
+            raise UsageError(
+                f"{self._ranks.name} asks for the norm of all gradients, another rank does not, but calls step(): clip on all ranks alike"
+            )
 
     def _require_waiting(self) -> None:
         if not self._wait:

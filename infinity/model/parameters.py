@@ -37,6 +37,7 @@ NO_COPY = (
     "infinity.gathered."
 )
 
+
 class NotCopied:
     """Mixed into what belongs to one engine."""
 

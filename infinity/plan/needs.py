@@ -32,8 +32,8 @@ class Needs:
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
     """Of a rank. expected_nbytes: what of the device is likely to be for the engine once activations are known, where that is more than
-    device_nbytes, with which all fits whatever they take. nvme_nbytes: past it, where places are for us to choose, records live on the device; None where it is not known.
-    host_share: of the host budget that is for records, and for the buffers that these need if some are on NVMe."""
+    device_nbytes, with which all fits whatever they take. nvme_nbytes: past it, where places are for us to choose, records live on the
+    device; None where it is not known. host_share: of the host budget that is for records, and for the buffers that these need if some are on NVMe."""
 
     device_nbytes: int
     host_nbytes: int

@@ -76,8 +76,8 @@ class Entry:
 class HostCache:
     """The host copies of one kind, weights, states or gradients.
 
-    slots: a pool with `count` and `num_free`, whose `try_acquire()` gives what has a `release()`, or None if all is resident. next_use(chunk): in any
-    unit that grows with distance.
+    slots: a pool with `count` and `num_free`, whose `try_acquire()` gives what has a `release()`, or None if all is resident.
+    next_use(chunk): in any unit that grows with distance.
     """
 
     def __init__(self, kind: str, slots, next_use: Callable[[object], float]):

@@ -8,7 +8,6 @@ from helpers import NVME, assert_nothing_held, assert_same_states, on_gpu, run_m
 from models import Chain
 from torch import nn
 
-import infinity
 from infinity.optim.loss_scale import LossScale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
