@@ -95,8 +95,15 @@ class _Offloaded:
 
     # Checkpoints.
 
+    def save_model(self, output_dir=None, _internal_call=False) -> None:
+        self._whole = self.model.state_dict()  # by all ranks: some versions of Trainer come to _save on the first alone
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            del self._whole
+
     def _save(self, output_dir=None, state_dict=None) -> None:
-        super()._save(output_dir, self.model.state_dict() if state_dict is None else state_dict)
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir) -> None:
         infinity.save(os.path.join(output_dir, STATES), self.model, _own(self.optimizer))

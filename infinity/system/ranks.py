@@ -9,6 +9,10 @@ different orders on two ranks do not fail, they deliver each other's data.
 # A thread of Python's that is in C++ code when the interpreter ends takes the process along (SIGABRT). So whoever has an engine closes it
 # first, which ends its threads; on several ranks the process then looks for some seconds whether the others leave as well, for the
 # program may have ended here because it had less to do than there.
+
+# [Note: what ranks agree on]
+# Ranks that have parted meet in exchanges that are not each other's, and gloo ends a process whose peer sends more than it awaits. So all
+# exchanges of few numbers are of one size, FRAME_NUMEL, and begin with how many they are: where ranks differ in that, each has an error.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import contextlib
 import copy
 import ctypes
 import datetime
+import functools
 import itertools
 import os
 import sys
@@ -39,6 +44,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 CONTROL_TIMEOUT_S = 600
+FRAME_NUMEL = 64
 LINGER_S = 10.0  # how long a process that ends looks whether the others end, too
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -148,17 +154,27 @@ class Ranks:
         return tensor
 
     def most(self, numbers: list) -> list:
-        """Each number, or number in lists of them, as it is largest on any rank."""
+        """Each number, or number in lists of them, as it is largest on any rank. Raises UsageError where another rank asks for other numbers."""
         if self.world == 1:
             return numbers
-        tensor = torch.from_numpy(np.array(numbers) + 0)  # int64 or float64 on the CPU, whatever the program's defaults are
-        begin = lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
-        self._run(begin, f"a maximum of {tensor.numel()} numbers")
-        return tensor.tolist()
+        mine = np.array(numbers) + 0  # int64 or float64, whatever PyTorch's defaults are
+        return self._most(mine.ravel(), f"a maximum of {mine.size} numbers").reshape(mine.shape).tolist()
 
     def least(self, numbers: list) -> list:
         """As `most`, the smallest."""
         return _negated(self.most(_negated(numbers)))
+
+    def _most(self, numbers: np.ndarray, what: str, group=None) -> np.ndarray:
+        """As [Note: what ranks agree on]. numbers: 1-D, int64 or float64, not changed. what: for errors; group: `control` if None."""
+        where = "control" if group is None else "lane"
+        framed = np.concatenate([[numbers.size, -numbers.size], numbers, np.zeros(max(0, FRAME_NUMEL - 2 - numbers.size), numbers.dtype)])
+        for part in (framed[:FRAME_NUMEL], framed[FRAME_NUMEL:]):
+            if part.size:
+                begin = functools.partial(dist.all_reduce, torch.from_numpy(part), dist.ReduceOp.MAX, group or self.control, async_op=True)
+                self._run(begin, what, where)
+            if framed[0] != numbers.size or framed[1] != -numbers.size:
+                raise UsageError(f"{self.name}: the ranks have parted; here all are waited for in {what}, elsewhere in another. {REMEDY}")
+        return framed[2 : 2 + numbers.size]
 
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Give every rank the source's host tensor, in place."""
@@ -233,10 +249,8 @@ class Ranks:
         """Whether every rank gave the same integers. what: for errors."""
         if self.world == 1:
             return True
-        low = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device="cpu")
-        begin = lambda: dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group or self.control, async_op=True)
-        self._run(begin, what, "control" if group is None else "lane")
-        return all(low[i].item() == -low[len(values) + i].item() for i in range(len(values)))
+        mine = np.array([*values, *(-value for value in values)], dtype=np.int64)
+        return np.array_equal(self._most(mine, what, group), mine)
 
     def require_order(self, what: str, *values: int) -> None:
         """Raise UsageError, on every rank, where the ranks are about to issue different collectives."""

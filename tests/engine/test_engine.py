@@ -551,7 +551,7 @@ def traffic_gpt():
 @pytest.mark.parametrize("compression, expected", [("off", 12.0), ("auto", 4 + 8 / 3)])
 def test_a_step_moves_26_bytes_a_parameter_and_a_fifth_less_with_late_moments(update, compression, expected, tmp_path):
     read, written, _ = traffic(traffic_gpt, tmp_path, update=update, compression=compression)
-    assert read == pytest.approx(14.0, rel=0.03)
+    assert 13 < read < 14.0 * 1.03  # fewer: of the weights that forward has, backward begins with some
     assert written == pytest.approx(expected, rel=0.03)
 
 

@@ -1001,6 +1001,40 @@ def slowly(num_rounds):
     return agreed
 
 
+def asking_for_other_numbers(here, there):
+    ranks = infinity.system.ranks.Ranks(torch.device("cpu"))
+    numbers = [here, there][ranks.rank]
+    said = ""
+    try:
+        ranks.agree(*numbers) if isinstance(numbers, tuple) else ranks.most(numbers)
+    except infinity.UsageError as error:
+        said = str(error)
+    ranks.close()
+    return said
+
+
+@pytest.mark.parametrize("here, there", [([1], [2, 3]), ([4], list(range(1000))), ((5,), [6]), ([], [0.5, 1.5]), ([True] * 63, [7] * 62)])
+def test_ranks_that_ask_for_other_numbers_have_an_error_each(here, there, worlds):
+    """A peer that sends more than it awaits ends a process of gloo's."""
+    for said in worlds(2).run(asking_for_other_numbers, here, there):
+        assert "the ranks have parted" in said and "the same modules in the same order" in said
+
+
+def asking(numbers):
+    ranks = infinity.system.ranks.Ranks(torch.device("cpu"))
+    mine = [[number * (1 - 2 * ranks.rank) for number in each] for each in numbers]
+    found = ranks.most(mine), ranks.least(mine), ranks.agree(*numbers[0]), ranks.agree(ranks.rank)
+    ranks.close()
+    return found
+
+
+@pytest.mark.parametrize("columns", [0, 1, 31, 32, 500])
+def test_ranks_find_the_largest_and_smallest_of_many_numbers(columns, worlds):
+    numbers = [list(range(columns)), [-number for number in range(columns)]]
+    most, least = [list(range(columns))] * 2, [[-number for number in range(columns)]] * 2
+    assert worlds(2).run(asking, numbers) == [(most, least, True, False)] * 2
+
+
 @pytest.mark.parametrize("num_rounds", [10, pytest.param(60, marks=pytest.mark.long)])
 def test_a_rank_that_comes_late_is_no_failure(worlds, num_rounds):
     assert worlds(2).run(slowly, num_rounds) == [num_rounds] * 2
