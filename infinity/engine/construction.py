@@ -8,8 +8,8 @@ chunks or tiers: once the model stands, the engine asks for each parameter's ini
 # A parameter is noticed when it is registered, or when a module that brings it along is. A TorchFunctionMode sees every operation, `.data`
 # and deepcopy. What an initialiser draws is not drawn but noted ([Note: values drawn later] in infinity/model/draws.py): the parameter is
 # away at once, and its values are first drawn for the record that they are to be in. What is mapped from a file, as transformers'
-# from_pretrained leaves it, stays there. Of the others the newest stay at home; past the window of the memory that they are in, the
-# oldest go to a scratch file (each rank keeps its 1/world slice there).
+# from_pretrained leaves it, stays there, and from when the first of it is noticed the kernel reads the file. Of the others the newest
+# stay at home; past the window of the memory that they are in, the oldest go to a scratch file (each rank keeps its 1/world slice there).
 #
 # What is away leaves a placeholder, one element of NaN expanded to the shape. Whatever touches it brings it back, but for questions about
 # its shape and kind, and for operations that give it new values anyway. So parents may initialise their children again, and the
@@ -37,7 +37,7 @@ from infinity.engine.sizing import HOST_SHARES, MOST_OF_FREE
 from infinity.errors import UsageError
 from infinity.model.draws import Drawn, drawn_by
 from infinity.system.capacity import device_of, gauge_of, host_free_nbytes
-from infinity.system.mapped import MappedFiles
+from infinity.system.mapped import FilesAhead, MappedFiles
 from infinity.system.ranks import Ranks
 from infinity.system.scratch import Place, Scratch
 
@@ -155,6 +155,7 @@ class _Builder(TorchFunctionMode):
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._children: set[int] = set()
         self._busy = False
+        self._ahead = FilesAhead(windows["cpu"] // 2)
 
     def __enter__(self):
         self._hooks = [
@@ -165,6 +166,7 @@ class _Builder(TorchFunctionMode):
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
+        self._ahead.__exit__()
         for hook in self._hooks:
             hook.remove()
         for param, away in list(self._away.values()):
@@ -270,6 +272,8 @@ class _Builder(TorchFunctionMode):
         self._come_home(param)
 
     def _come_home(self, param: nn.Parameter) -> None:
+        if param.device.type == "cpu" and not param.untyped_storage().resizable():  # not PyTorch's own memory
+            self._ahead.meet(param.data_ptr())
         self._leave_home(id(param))
         home = self._home[id(param)] = _home_of(param)
         self._home_nbytes[home.kind] += home.nbytes

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LEAST_AHEAD_NBYTES = 2 << 30  # as much as a fast drive reads in a second or less; what is free of memory holds it
+PIECE_NBYTES = 64 << 20  # who asks for so much waits some hundredths of a second
 
 _MAPS = Path("/proc/self/maps")
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it, and mmap.madvise keeps its lock
@@ -89,12 +90,47 @@ class ReadAhead:
             self._num_asked += 1
 
 
-def _ask(part: Part) -> None:
+class FilesAhead:
+    """Has the kernel read files from that moment on when something of them is met, in the order in which they are, until all that it has
+    read is most_nbytes. A context manager."""
+
+    def __init__(self, most_nbytes: int):
+        self._left_nbytes = max(most_nbytes, LEAST_AHEAD_NBYTES)
+        self._files, self._met = None, set()
+        self._pool = ThreadPoolExecutor(1, "infinity-ahead")
+
+    def __enter__(self) -> FilesAhead:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def meet(self, address: int) -> None:
+        """A file may be mapped there."""
+        part = self._files.find(address, 1) if self._files is not None else None
+        if part is None:  # it may have been mapped since
+            self._files = MappedFiles()
+            part = self._files.find(address, 1)
+        if part is None or part.path in self._met:
+            return
+        self._met.add(part.path)
+        with contextlib.suppress(OSError):
+            nbytes = min(os.path.getsize(part.path), self._left_nbytes)
+            self._left_nbytes -= nbytes
+            for offset in range(0, nbytes, PIECE_NBYTES):
+                self._pool.submit(_will_need, part.path, offset, min(PIECE_NBYTES, nbytes - offset))
+
+
+def _will_need(path: str, offset: int, nbytes: int) -> None:
     with contextlib.suppress(OSError):  # it is read all the same, later
-        file = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.posix_fadvise(file, part.offset, part.nbytes, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(file)
-        begin = part.address // mmap.PAGESIZE * mmap.PAGESIZE
-        _madvise(begin, part.address + part.nbytes - begin, _MADV_POPULATE_READ)  # an older kernel refuses
+
+
+def _ask(part: Part) -> None:
+    _will_need(part.path, part.offset, part.nbytes)
+    begin = part.address // mmap.PAGESIZE * mmap.PAGESIZE
+    _madvise(begin, part.address + part.nbytes - begin, _MADV_POPULATE_READ)  # an older kernel refuses

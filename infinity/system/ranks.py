@@ -153,28 +153,25 @@ class Ranks:
             self._run(lambda: dist.all_reduce(tensor, group=self.control, async_op=True), f"a sum of {tensor.numel()} numbers")
         return tensor
 
-    def most(self, numbers: list) -> list:
-        """Each number, or number in lists of them, as it is largest on any rank. Raises UsageError where another rank asks for other numbers."""
+    def most(self, numbers: list, group=None, what: str = "") -> list:
+        """Each number, or number in lists of them, as it is largest on any rank; see [Note: what ranks agree on]. what: for errors; group:
+        `control` if None. Raises UsageError, on every rank, where one asks for another count of them."""
         if self.world == 1:
             return numbers
         mine = np.array(numbers) + 0  # int64 or float64, whatever PyTorch's defaults are
-        return self._most(mine.ravel(), f"a maximum of {mine.size} numbers").reshape(mine.shape).tolist()
+        count, what = mine.size, what or f"a maximum of {mine.size} numbers"
+        framed = np.concatenate([[count, -count], mine.ravel(), np.zeros(max(0, FRAME_NUMEL - 2 - count), mine.dtype)])
+        for part in (framed[:FRAME_NUMEL], framed[FRAME_NUMEL:]):
+            if part.size:
+                begin = functools.partial(dist.all_reduce, torch.from_numpy(part), dist.ReduceOp.MAX, group or self.control, async_op=True)
+                self._run(begin, what, "control" if group is None else "lane")
+            if framed[0] != count or framed[1] != -count:
+                raise UsageError(f"{self.name}: the ranks have parted; here all are waited for in {what}, elsewhere in another. {REMEDY}")
+        return framed[2 : 2 + count].reshape(mine.shape).tolist()
 
     def least(self, numbers: list) -> list:
         """As `most`, the smallest."""
         return _negated(self.most(_negated(numbers)))
-
-    def _most(self, numbers: np.ndarray, what: str, group=None) -> np.ndarray:
-        """As [Note: what ranks agree on]. numbers: 1-D, int64 or float64, not changed. what: for errors; group: `control` if None."""
-        where = "control" if group is None else "lane"
-        framed = np.concatenate([[numbers.size, -numbers.size], numbers, np.zeros(max(0, FRAME_NUMEL - 2 - numbers.size), numbers.dtype)])
-        for part in (framed[:FRAME_NUMEL], framed[FRAME_NUMEL:]):
-            if part.size:
-                begin = functools.partial(dist.all_reduce, torch.from_numpy(part), dist.ReduceOp.MAX, group or self.control, async_op=True)
-                self._run(begin, what, where)
-            if framed[0] != numbers.size or framed[1] != -numbers.size:
-                raise UsageError(f"{self.name}: the ranks have parted; here all are waited for in {what}, elsewhere in another. {REMEDY}")
-        return framed[2 : 2 + numbers.size]
 
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Give every rank the source's host tensor, in place."""
@@ -249,8 +246,8 @@ class Ranks:
         """Whether every rank gave the same integers. what: for errors."""
         if self.world == 1:
             return True
-        mine = np.array([*values, *(-value for value in values)], dtype=np.int64)
-        return np.array_equal(self._most(mine, what, group), mine)
+        numbers = [*values, *(-value for value in values)]
+        return self.most(numbers, group, what) == numbers
 
     def require_order(self, what: str, *values: int) -> None:
         """Raise UsageError, on every rank, where the ranks are about to issue different collectives."""

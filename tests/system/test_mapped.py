@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import infinity
 from infinity.system import mapped
-from infinity.system.mapped import MappedFiles, Part, ReadAhead
+from infinity.system.mapped import FilesAhead, MappedFiles, Part, ReadAhead
 
 PAGE = mmap.PAGESIZE
 
@@ -38,16 +39,23 @@ def test_other_memory_is_no_files(file):
     assert MappedFiles().find(torch.frombuffer(shared, dtype=torch.uint8).data_ptr(), PAGE) is None
 
 
-def test_files_are_read_so_far_ahead(file, monkeypatch):
-    """Parts of two pages each, with other memory between them."""
-    path, tensor = file
-    heap, asked, advise = torch.zeros(PAGE), [], os.posix_fadvise
+@pytest.fixture
+def asked(monkeypatch):
+    """What the kernel is asked to read: path, offset, nbytes, advice."""
+    asked, advise = [], os.posix_fadvise
 
     def noting(file, offset, nbytes, advice):
         asked.append((os.readlink(f"/proc/self/fd/{file}"), offset, nbytes, advice))
         advise(file, offset, nbytes, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", noting)
+    return asked
+
+
+def test_files_are_read_so_far_ahead(file, asked, monkeypatch):
+    """Parts of two pages each, with other memory between them."""
+    path, tensor = file
+    heap = torch.zeros(PAGE)
     monkeypatch.setattr(mapped, "LEAST_AHEAD_NBYTES", 4 * PAGE)
     memory = []
     for index in range(8):
@@ -87,3 +95,35 @@ def test_a_file_that_is_gone_is_not_asked_for(file):
     os.unlink(path)
     with ReadAhead([(tensor.data_ptr(), PAGE)]) as ahead:
         ahead.reach(0)
+
+
+def test_files_that_are_met_are_read_from_their_beginning_so_far_as_there_is_room(file, asked, monkeypatch):
+    path, tensor = file
+    monkeypatch.setattr(mapped, "LEAST_AHEAD_NBYTES", 20 * PAGE)
+    monkeypatch.setattr(mapped, "PIECE_NBYTES", 6 * PAGE)
+    with FilesAhead(PAGE) as ahead:
+        for address in (torch.zeros(PAGE).data_ptr(), tensor.data_ptr() + 9 * PAGE, tensor.data_ptr()):
+            ahead.meet(address)
+        other = Path(path).with_name("another")  # is mapped later
+        other.write_bytes(bytes(16 * PAGE))
+        later = torch.from_file(str(other), size=16 * PAGE, dtype=torch.uint8)
+        ahead.meet(later.data_ptr())
+        gone = Path(path).with_name("removed")
+        gone.write_bytes(bytes(PAGE))
+        removed = torch.from_file(str(gone), size=PAGE, dtype=torch.uint8)
+        gone.unlink()
+        ahead.meet(removed.data_ptr())  # is read all the same, later
+        ahead._pool.shutdown()
+    pieces = [(path, 0, 6), (path, 6, 6), (path, 12, 4), (str(other), 0, 4)]
+    assert asked == [(name, begin * PAGE, count * PAGE, os.POSIX_FADV_WILLNEED) for name, begin, count in pieces]
+
+
+def test_a_file_is_read_while_a_model_is_built_of_it(tmp_path, asked):
+    path = tmp_path / "weights.pt"
+    torch.save(torch.nn.Linear(64, 64).state_dict(), path)
+    nbytes = path.stat().st_size
+    with infinity.init(infinity.Config(device="cpu", nvme=str(tmp_path))):
+        layer = torch.nn.Linear(64, 64, device="meta")
+        assert not asked
+        layer.load_state_dict(torch.load(path, mmap=True), assign=True)
+    assert asked[0] == (str(path), 0, nbytes, os.POSIX_FADV_WILLNEED)
