@@ -36,7 +36,7 @@ from infinity.system.waits import waits
 from infinity.system.watch import REMEDY
 from infinity.tiers.arithmetic import Hyper, add_norm
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.state import ChunkState, ParameterState
+from infinity.tiers.state import ChunkState, ParameterState, Presence
 from infinity.tiers.updates import Updater
 from infinity.tiers.weights import Weights
 
@@ -153,8 +153,11 @@ class Due:
         return self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
 
     def announce_put_off(self, hyper: Hyper) -> None:
-        """step() has come: what the backward pass has put off follows it."""
+        """step() has come: what the backward pass has put off follows it. Old weights may have come to the device meanwhile, where the pass
+        has left its plan; of a rank that has put it off to all of them, so that all send away what was updated early, too."""
         for chunk in self.registry.chunks:
+            if chunk.update.is_early and chunk.span.presence is not Presence.AWAY:
+                self.make_stale(chunk)
             if chunk.update.is_put_off:
                 self.updater.announce(chunk, hyper)
 

@@ -202,3 +202,33 @@ def test_after_a_backward_pass_that_failed_a_checkpoint_is_loaded_and_nothing_pu
         infinity.load(tmp_path / "saved", model, optimizer)
         train(range(3, 5))
         assert_same_states(states_of(engine, model), expected)
+
+
+def test_old_weights_that_come_to_the_device_once_their_update_is_put_off_are_gone_after_step(tmp_path):
+    """A pass that leaves its plan fetches ahead what the plan uses later. Spans that stay on the device would still have it in the next one."""
+
+    class Ordered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.order = nn.ModuleList(nn.Linear(128, 128) for _ in range(4)), ()
+
+        def forward(self, x):
+            for index in self.order:
+                x = torch.tanh(self.layers[index](x))
+            return x
+
+    def states(update, crowded):
+        places = {"weights": "device", "states": "nvme", "residency": "none", "update": update}
+        with training(Ordered, tmp_path / update, **SIZES | places) as (model, engine, optimizer):
+            put_off = split(engine, crowded)
+            for step, model.order in enumerate([(1, 0, 1, 3), (1, 0, 1, 3), (2, 2, 3, 0), (2, 2, 3, 0), (1, 0, 1, 3)]):
+                loss_of(model(inputs(step))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.flush()
+            return states_of(engine, model), put_off
+
+    expected, _ = states("deferred", [False])
+    found, put_off = states("backward", [True])
+    assert put_off
+    assert_same_states(found, expected)
