@@ -20,7 +20,7 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -103,6 +103,8 @@ class Calls:
     def begin(self, frame: Frame, phase: str) -> None:
         """A call begins: what its op needs comes, and is held until it ends."""
         op = frame.op
+        if phase == RECOMPUTE:
+            self._refuse_updated(op.name, "called", op.spans)
         self.frames.append(frame)
         if self.timeline is not None:
             self.timeline.end()
@@ -237,12 +239,9 @@ class Calls:
                 self._count(state)
         held = list(dict.fromkeys(map(self.registry.span_of, states)))
         lacking = [span for span in held if not (span.attached and span.holds)]
-        for state in states if in_backward and not self.frames else ():
-            if self.registry.span_of(state) in lacking and any(chunk.update.is_early for chunk in self.registry.chunks_of(state)):
-                raise UsageError(
-                    f"{state.name} is read in a backward pass that has updated it already. Use update='deferred' for hooks that look at "
-                    f"weights in backward."
-                )
+        for state in states if in_backward else ():
+            if (span := self.registry.span_of(state)) in lacking:
+                self._refuse_updated(state.name, "read", [span])
         there = [span for span in held if span not in lacking]
         for span in there:
             self.weights.hold(span)
@@ -256,6 +255,14 @@ class Calls:
         for state in states:
             state.hold()
         return held
+
+    def _refuse_updated(self, name: str, how: str, spans: Iterable[SpanState]) -> None:
+        """Raise UsageError where weights of the next step would be taken for those of this one, in a backward pass."""
+        if any(chunk.update.is_early for span in spans for chunk in self.registry.chunks_in(span)):
+            raise UsageError(
+                f"{name} is {how} in a backward pass that has updated it already. Use update='deferred' for hooks, or checkpoints, that "
+                f"look at weights in backward when their gradients are complete."
+            )
 
     @uninterrupted
     def _release_read(self, states: list[ParameterState], held: list[SpanState], *, keep: bool, viewed: bool) -> None:

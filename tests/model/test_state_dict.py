@@ -10,6 +10,7 @@ import torch
 from helpers import NVME, assert_equals_reference, assert_same_bits, plain, split, training
 from models import H, inputs, loss_of, mlp, tied_module
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import UsageError
@@ -349,6 +350,37 @@ def test_a_hook_in_backward_does_not_see_the_weights_of_the_next_step(tmp_path):
         with pytest.raises(UsageError, match="layers.1.weight is read in a backward pass that has updated it.*deferred"):
             for step in range(3):
                 one_step(model, optimizer, step)
+
+
+@pytest.mark.parametrize("read", ["called", "read by name"])
+def test_a_checkpoint_that_runs_again_does_not_see_the_weights_of_the_next_step(read, tmp_path):
+    """An earlier layer looks at a later one's weight, which no gradient of the pass, and nothing that is saved, tells of."""
+
+    class First(nn.Linear):
+        def forward(self, x, later):
+            y = super().forward(x)
+            with torch.no_grad():
+                factor = later[0](x) if read == "called" else later[0].weight.norm()
+            return y * factor
+
+    class Looking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layers = First(32, 32), nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            x = checkpoint(self.first, x, [self.layers[2]], use_reentrant=False)
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    x = torch.ones(2, 32)
+    with training(Looking, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
+        with pytest.raises(UsageError, match="layers.2.* is (called|read) in a backward pass that has updated it.*deferred"):
+            for _ in range(3):
+                loss_of(model(x)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def test_a_term_over_gathered_weights_before_the_forward_pass_has_gradients(tmp_path):
