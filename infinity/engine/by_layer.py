@@ -28,8 +28,10 @@ bytes move: sums.py is told which gradients come, and when they are complete.
 # made the tensor to the one that uses it are one from then on. A tensor that is changed in place is not what it was when a block runs again
 # for backward: a model that does so to what blocks are given runs as in the ordinary loop. Values of a forward pass are right in either
 # case, so that it goes on to its end where there are several ranks, which tell each other then. What modules keep in attributes of their
-# own, other micro-batches find there: where it changes with each, they run as in the ordinary loop, too. That is looked for in the first
-# step. A step that finds anything begins anew, with what was drawn, and with buffers as they were; later ones know it (uncut.py).
+# own, other micro-batches find there: where it changes with each, they run as in the ordinary loop, too, and so they do where several
+# segments write to a buffer. That is looked for in the first step; a buffer that one segment writes and others read is not found. A
+# parameter that several segments use has its gradient in parts, which the program's hooks of it are not to see. A step that finds anything
+# begins anew, with what was drawn, and with buffers as they were; later ones know it (uncut.py).
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ from torch.utils import _pytree as pytree
 from infinity.engine.blocks import LEAST_NBYTES, blocks_of, called_by, groups_of, without_caches
 from infinity.engine.calls import Turn
 from infinity.engine.cuts import Cutter, Glue, Segment
-from infinity.engine.module_state import Attributes, Buffers, BuffersOfModel
+from infinity.engine.module_state import Attributes, Buffers, BuffersInTurns, BuffersOfModel
 from infinity.engine.refusals import beside
 from infinity.engine.saved_tensors import SavedTensors
 from infinity.engine.trees import containers_in, flatten, write_back
@@ -73,8 +75,8 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     run again for backward, with their hooks, as with activation checkpointing. What cannot be cut between blocks is found in the first step,
     which then begins anew; it runs as one, in the end all of the model as in the ordinary loop, and is named once, and by
     stats()["by_layer_uncut"]. Gradients are those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit,
-    unless three or more leave the model after different blocks (early exits): what they share behind these, and the blocks before, adds up
-    in another order. Random numbers (dropout) are others. Returns the losses, detached. The optimizer's accumulation_steps is to be 2 or
+    unless of three or more some leave the model after other blocks than the rest (early exits): what they share behind these, and the
+    blocks before, adds up in another order. Random numbers (dropout) are others. Returns the losses, detached. The optimizer's accumulation_steps is to be 2 or
     more, so that sums are in fp32; how many micro-batches there are may differ from it.
     Raises ConfigError or UsageError if it cannot begin.
     """
@@ -150,7 +152,7 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
             return step.run(_works(loss, model, micro_batches), draws)
         except FoundError:
             engine.cycle.zero_grad()
-            step.buffers.bring_back()
+            step.bring_back()
             draws[:], micro_batches = begin, kept
 
 
@@ -264,7 +266,8 @@ class MicroBatch:
                 self.step.note_reach(segment, self.cutter.maker(reached), reached.name())
             segment.touched.update(state for leaf in leaves if (state := registry.find(leaf)) is not None)
             for state in segment.touched:
-                self.first_use.setdefault(state, segment.position)
+                if self.first_use.setdefault(state, segment.position) < segment.position and state.has_hooks:
+                    self.step.uncut.note(f"{state.name} has a hook, which is to see its whole gradient, and several parts of the model use it")
         self._look_at_given()
 
     def _look_at_given(self) -> None:
@@ -320,7 +323,8 @@ class _Step:
             self.blocks, self.groups = [], []
         self.group = {block: number for number, group in enumerate(self.groups) for block in group}
         self.buffers = BuffersOfModel(model, self.blocks)
-        self.attributes = Attributes(model) if self.blocks and self.uncut.is_new(model) else None
+        is_new = bool(self.blocks) and self.uncut.is_new(model)
+        self.attributes, self.in_turns = (Attributes(model), BuffersInTurns(model)) if is_new else (None, None)
         self.micro_batches: list[MicroBatch] = []
         self.running: MicroBatch | None = None
         self._goes_back: MicroBatch | None = None
@@ -376,9 +380,17 @@ class _Step:
     def _look(self, micro: MicroBatch) -> None:
         """A turn of a forward pass is over: raise FoundError if anything was found that cannot be cut."""
         if self.attributes is not None and micro in self.micro_batches[:2] and (found := self.attributes.look(micro)) is not None:
-            self.uncut.note(f"{type(found[0]).__name__}.{found[1]} is another one for each micro-batch, and others find it before it is read")
+            self.uncut.note(f"{_in_words(*found)} is another one for each micro-batch, and others find it before it is read")
+        if self.in_turns is not None and (found := self.in_turns.look(micro)) is not None:
+            self.uncut.note(f"{_in_words(*found)} is written in several parts of the model, and by others in between")
         if (micro.turns.is_over or self.engine.ranks.world == 1) and self.uncut.agree(self.blocks, self.engine.ranks):
             raise FoundError
+
+    def bring_back(self) -> None:
+        """The step begins anew: what modules keep is as it was."""
+        self.buffers.bring_back()
+        if self.attributes is not None:
+            self.attributes.bring_back()
 
     def _backward(self) -> None:
         complete = self._chunks_by_first_use()
@@ -451,6 +463,10 @@ class _Step:
             if position < _NEVER:
                 found.setdefault(int(position), []).append(chunk)
         return found
+
+
+def _in_words(module: nn.Module, attribute: str) -> str:
+    return f"{type(module).__name__}.{attribute}"
 
 
 _NEVER = 1 << 30

@@ -74,31 +74,67 @@ class BuffersOfModel:
 
 
 class Attributes:
-    """What modules keep in attributes, as forward passes take turns. What each of them puts there anew is of none of them: others find it
-    before it is read."""
+    """What modules keep in attributes, as forward passes take turns: those of their own, and buffers that have a gradient. What each pass
+    puts there anew is of none of them: others find it before it is read. What stands in for a parameter for a while is found at once."""
 
     def __init__(self, model: nn.Module):
         self._modules = list(model.modules())
+        self._params = {(module, name): param for module in self._modules for name, param in module._parameters.items()}
         self._before = self._now()
         self._changed: dict[tuple[nn.Module, str], object] = {}  # by whom first
 
     def look(self, who: object) -> tuple[nn.Module, str] | None:
         """A turn of a forward pass is over. A module, and its attribute, that has changed in a turn of another one, too, and in this one."""
+        if (replaced := next(self._replaced(), None)) is not None:
+            return replaced
         before, self._before = self._before, self._now()
         changed = [place for place, value in self._before.items() if before.get(place) != value]
         return next((place for place in changed if self._changed.setdefault(place, who) is not who), None)
+
+    def bring_back(self) -> None:
+        """Parameters that passes which took turns have given back in another order than they put something in their place."""
+        for module, name in self._replaced():
+            module._parameters[name] = self._params[module, name]
+
+    def _replaced(self) -> Iterator[tuple[nn.Module, str]]:
+        return ((module, name) for (module, name), param in self._params.items() if module._parameters.get(name) is not param)
 
     def _now(self) -> dict[tuple[nn.Module, str], Hashable]:
         return {
             (module, name): _identity(value)
             for module in self._modules
-            for name, value in vars(module).items()
+            for name, value in (*vars(module).items(), *_with_gradient(module._buffers))
             if isinstance(value, _LOOKED_AT) and name not in _TORCHS
         }
 
 
+class BuffersInTurns:
+    """A model's buffers, as forward passes take turns. What passes write in one turn each, they write in their order; what they write in
+    several, such as a batch norm that several parts of the model share, in another one than if each were over before the next begins."""
+
+    def __init__(self, model: nn.Module):
+        self._owners = [module for module in model.modules() if module._buffers]
+        self._before = self._now()
+        self._written: set[tuple[object, nn.Module, str]] = set()
+
+    def look(self, who: object) -> tuple[nn.Module, str] | None:
+        """A turn of a forward pass is over. A module, and its buffer, that it has written to, as in an earlier turn."""
+        before, self._before = self._before, self._now()
+        written = [(who, *place) for place, value in self._before.items() if before.get(place) != value]
+        found = next((place for who, *place in written if (who, *place) in self._written), None)
+        self._written.update(written)
+        return found
+
+    def _now(self) -> dict[tuple[nn.Module, str], Hashable]:
+        return {(owner, name): _identity(buffer) for module in self._owners for owner, name, buffer in _own_places(module)}
+
+
 _LOOKED_AT = (torch.Tensor, int, float, str, tuple, list, dict)
 _TORCHS = vars(nn.Module()).keys()  # attributes of every module
+
+
+def _with_gradient(buffers: dict[str, torch.Tensor | None]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, buffer) for name, buffer in buffers.items() if buffer is not None and buffer.requires_grad]
 
 
 def _identity(value) -> Hashable:
@@ -114,6 +150,10 @@ def _identity(value) -> Hashable:
 
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and not buffer.is_inference():
-                yield owner, name, buffer
+        yield from _own_places(owner)
+
+
+def _own_places(owner: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for name, buffer in owner._buffers.items():
+        if buffer is not None and not buffer.is_inference():
+            yield owner, name, buffer

@@ -157,6 +157,12 @@ class ParameterState:
         """Whether it was written to in place since it last came home or left."""
         return self.counter._version != self.version
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the program looks at its gradients, or changes them, beside the engine, which has one hook of each kind."""
+        with DisableTorchFunctionSubclass():
+            return any(len(hooks or ()) > 1 for hooks in (self.param._backward_hooks, self.param._post_accumulate_grad_hooks))
+
     def check_untouched(self) -> None:
         """The last guard, for what went by all others, such as code in C: raise UsageError if somebody wrote to the placeholder or put
         something else in its place. Called with torch functions of classes switched off."""

@@ -724,6 +724,75 @@ def test_what_a_module_keeps_of_each_micro_batch_runs_as_in_the_ordinary_loop(ki
     assert_runs_as_one(tmp_path, capfd, f"Stashing.{name} is another one for each", whole=True, make=lambda: Stashing(kind))
 
 
+class Averaging(Chain):
+    """Whitens what each block is given by an average that all of them write."""
+
+    def __init__(self):
+        super().__init__(num_blocks=3)
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+            x = block(x - self.mean)
+        return self.last(x)
+
+
+class Buffering(Block):
+    """Keeps in a buffer what has a gradient."""
+
+    def __init__(self, hidden):
+        super().__init__(hidden)
+        self.register_buffer("level", None, persistent=False)
+
+    def forward(self, x):
+        self.level = x.square().mean()
+        return super().forward(x)
+
+
+class Buffered(Chain):
+    def __init__(self):
+        super().__init__(num_blocks=0)
+        self.blocks = nn.ModuleList(Buffering(32) for _ in range(3))
+
+    def forward(self, x):
+        return super().forward(x) * sum(block.level for block in self.blocks)
+
+
+class Swapping(Chain):
+    """Has blocks find something else in the place of a parameter, while they are called."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            name, param = next((name, param) for name, param in block.named_parameters() if param.dim() == 1)
+            x = torch.func.functional_call(block, {name: 0.5 * param}, (x,))
+        return self.last(x)
+
+
+class Hooked(Chain):
+    """A weight that two parts of the model use has a hook that is not linear."""
+
+    def __init__(self):
+        super().__init__(num_blocks=3)
+        self.last.weight = self.first.weight
+        self.first.weight.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (Averaging, "Averaging.mean is written in several parts"),
+        (Buffered, "Buffering.level is another one for each"),
+        (Swapping, "is another one for each"),
+        (Hooked, "first.weight has a hook"),
+    ],
+)
+def test_so_does_what_passes_that_take_turns_would_mix_up(make, match, tmp_path, capfd):
+    assert_runs_as_one(tmp_path, capfd, match, whole=True, make=make)
+
+
 class Caching(Chain):
     """Keeps a table that it makes once."""
 
