@@ -219,7 +219,7 @@ class Cycle:
     def _expect_gradients(self) -> None:
         last = self.num_backwards + 1 == self.num_passes
         in_backward = moment(deferred=self.updater.deferred, on_device=False, in_memory=False) is Moment.GRADIENT
-        self.due.early_hyper = self._hyper() if last and in_backward else None
+        self.due.early_hyper = self._hyper() if last and in_backward and not self._needs_norm else None
         self.due.sums_squares = last and (self._needs_norm or self.param_grads.norm_was_asked)
         later = self.course.backward_task == _MANY_GRAPHS  # forward passes are still to come
         self.expectations.begin_pass(self.num_backwards, self.num_forwards, known=not (self.first_step or later), later=later)
@@ -363,7 +363,7 @@ class Cycle:
         """Ends a step; called without gradients."""
         self.check_gradients()
         self._require_gradients("step()")
-        if (factor := self.param_grads.agreed_factor()) != 1.0:
+        if (factor := self.param_grads.agreed_factor()) != 1.0 or self._needs_norm:
             self.due.refuse_late()
         hyper = self._hyper(factor)
         if self.due.early_hyper is not None and self.due.early_hyper.groups != hyper.groups:

@@ -6,9 +6,12 @@ import time
 import helpers
 import pytest
 import torch
+from helpers import NVME, assert_same_states, states_of, training
+from models import inputs, loss_of, mlp
 from torch import nn
 
 import infinity
+from infinity.errors import UsageError
 from infinity.plan.record import GRADIENTS, WEIGHTS
 from infinity.system.lanes import Job
 from infinity.tiers import updates
@@ -191,3 +194,36 @@ def test_a_copy_at_the_head_of_its_lane_takes_a_slot_from_what_is_read_ahead(tmp
         closing.start()
         closing.join(20)
         assert not closing.is_alive()
+
+
+def test_max_grad_norm_may_be_given_to_an_optimizer_whose_updates_begin_in_backward(tmp_path):
+    """From the next backward pass on these wait for the norm."""
+
+    def run(update):
+        norms = []
+        with training(mlp, tmp_path, update=update, **NVME) as (model, engine, optimizer):
+            for step in range(6):
+                optimizer.max_grad_norm = 1e-3 if step in (2, 3) else None
+                loss_of(model(inputs(model, step))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                norms.append(optimizer.grad_norm)
+            return norms, states_of(engine, model)
+
+    expected_norms, expected_states = run("deferred")
+    norms, states = run("backward")
+    assert norms == expected_norms and norms[3] > 1e-3
+    assert_same_states(states, expected_states)
+
+
+def test_it_is_too_late_for_one_that_has_begun_to_update(tmp_path):
+    with training(mlp, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
+        for step in range(2):
+            loss_of(model(inputs(model, step))).backward()
+            optimizer.step()
+        loss_of(model(inputs(model, 2))).backward()
+        optimizer.max_grad_norm = 1.0
+        with pytest.raises(UsageError, match="after a backward pass that has begun to update"):
+            optimizer.step()
+        optimizer.max_grad_norm = None
+        optimizer.step()
