@@ -54,7 +54,9 @@ class Due:
         self.weights = weights
         self.gradients = gradients
         self.updater = updater
-        self.behind: set[ChunkState] = set()  # whose next update in a backward pass is to be put off
+        # Whose next update in a backward pass is to be put off. Not for `reset`: the plan marks the first ones as step() ends, before
+        # zero_grad() comes.
+        self.behind: set[ChunkState] = set()
         self.reset()
 
     def reset(self) -> None:
