@@ -1,6 +1,7 @@
 """Fixtures that several test files use."""
 
 import datetime
+import gc
 import re
 import signal
 import subprocess
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(config, items):
         number, parts = part
         config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % parts != number - 1])
         items[:] = items[number - 1 :: parts]
+
+
+def pytest_collection_finish(session):
+    """Thousands of tests and all that they import live to the end: a collection of garbage, of which tests make many, is not to look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):

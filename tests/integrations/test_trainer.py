@@ -125,12 +125,12 @@ def test_statistics_are_logged_a_line_a_step(tmp_path):
             seen.append(logs)
 
     trainer = offloaded(transformers.Trainer, engine_config(tmp_path, residency="none"), log_stats=True)(
-        model=llama(), args=arguments(tmp_path / "run", max_steps=2), train_dataset=rows(12), callbacks=[Sees()]
+        model=llama(), args=arguments(tmp_path / "run", max_steps=4), train_dataset=rows(24), callbacks=[Sees()]
     )
     trainer.train()
     steps = [logs for logs in seen if "loss" in logs]
-    assert len(steps) == 2 and all(isinstance(value, (int, float)) for value in steps[1].values())
-    assert steps[1]["infinity/links/nc/nbytes"] > steps[0]["infinity/links/nc/nbytes"] > 0
+    assert len(steps) == 4 and all(isinstance(value, (int, float)) for value in steps[1].values())
+    assert steps[3]["infinity/links/nc/nbytes"] > steps[0]["infinity/links/nc/nbytes"] > 0  # what a step reads, another may have asked for
     assert steps[1]["infinity/device_nbytes"] >= 0 and "infinity/loss_scale" not in steps[1]
 
 
