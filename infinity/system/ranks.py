@@ -161,13 +161,14 @@ class Ranks:
         mine = np.array(numbers) + 0  # int64 or float64, whatever PyTorch's defaults are
         count, what = mine.size, what or f"a maximum of {mine.size} numbers"
         framed = np.concatenate([[count, -count], mine.ravel(), np.zeros(max(0, FRAME_NUMEL - 2 - count), mine.dtype)])
+        framed = torch.from_numpy(framed).clone()  # NumPy's memory needs Python to be freed, and gloo may have it when that has ended
         for part in (framed[:FRAME_NUMEL], framed[FRAME_NUMEL:]):
-            if part.size:
-                begin = functools.partial(dist.all_reduce, torch.from_numpy(part), dist.ReduceOp.MAX, group or self.control, async_op=True)
+            if part.numel():
+                begin = functools.partial(dist.all_reduce, part, dist.ReduceOp.MAX, group or self.control, async_op=True)
                 self._run(begin, what, "control" if group is None else "lane")
-            if framed[0] != count or framed[1] != -count:
+            if framed[:2].tolist() != [count, -count]:
                 raise UsageError(f"{self.name}: the ranks have parted; here all are waited for in {what}, elsewhere in another. {REMEDY}")
-        return framed[2 : 2 + count].reshape(mine.shape).tolist()
+        return framed[2 : 2 + count].view(mine.shape).tolist()
 
     def least(self, numbers: list) -> list:
         """As `most`, the smallest."""
