@@ -94,8 +94,9 @@ def test_layers_that_mix_are_not_refused(kind, tmp_path):
 
 def plain_mixes(kind):
     """Expects the error of a PyTorch, such as 2.8, that has no instance norm of bf16 with statistics in fp32."""
+    one, fp32 = torch.ones(1, dtype=torch.bfloat16), torch.ones(1)
     try:
-        torch.instance_norm(torch.ones(1, 1, 2, dtype=torch.bfloat16), None, None, torch.zeros(1), torch.ones(1), True, 0.1, 1e-5, False)
+        torch.instance_norm(one.expand(1, 1, 2), one, one, fp32, fp32.clone(), True, 0.1, 1e-5, False)
     except RuntimeError as error:
         if kind == "instance norm":
             return pytest.raises(RuntimeError, match=re.escape(str(error)))
