@@ -22,6 +22,7 @@ from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.redo import BLOCK_NBYTES, MOST_LATE, pool_for
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
+from infinity.tiers.records import Records
 from infinity.tiers.redo import CatchUp, Late, Pool, late_gradient
 
 MIB = 1 << 20
@@ -339,8 +340,9 @@ def gradients_of(model, step, unused):
     "host_memory, moments, num_late, written_of_states",
     [("24MiB", "fp32", 1, 2 + (2 * 3.33 + 1.33) / 2), ("64MiB", "fp32", 2, 2 + 2 * 3.33 / 3), ("64MiB", "bf16", 2, 2 + 2 * 1.33 / 3)],
 )
-def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments, num_late, written_of_states):
+def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments, num_late, written_of_states, monkeypatch):
     """Each step the same number of bytes."""
+    monkeypatch.setattr(Records, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
     config = COMPRESSED | {"host_memory": host_memory, "moments": moments}
     with training(lambda: linears(9, 512), tmp_path, **config) as (model, engine, optimizer):
         assert engine.placement.num_late == num_late
