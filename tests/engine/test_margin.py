@@ -319,7 +319,7 @@ def train(model, engine, optimizer, sizes, gauge):
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("num_micro", [1, 2])
-def test_records_go_home_before_a_larger_batch_and_one_plan_is_mended(num_micro, home, gauge, tmp_path):
+def test_records_go_home_before_a_larger_batch_and_one_plan_is_mended(num_micro, home, gauge, clock, tmp_path):
     options = {"accumulation_steps": num_micro}
     least, records = budgets(tiny_gpt, tmp_path, options=options)
     sizes = [[16] * num_micro] * 3 + [[16, 64][-num_micro:]] + [[64] * num_micro] * 3 + [[3] * num_micro]
