@@ -11,7 +11,7 @@ import ctypes
 import itertools
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +32,11 @@ class Part(NamedTuple):
     offset: int
     nbytes: int
     address: int
+
+    def pieces(self) -> Iterator[Part]:
+        """Of PIECE_NBYTES each, the last of what is left: whoever closes waits for those that are being read."""
+        for begin in range(0, self.nbytes, PIECE_NBYTES):
+            yield Part(self.path, self.offset + begin, min(PIECE_NBYTES, self.nbytes - begin), self.address + begin)
 
 
 class MappedFiles:
@@ -86,7 +91,8 @@ class ReadAhead:
         """The memory of that number is used now."""
         while self._num_asked < len(self._parts) and self._begins[self._num_asked] <= self._begins[index] + self._ahead_nbytes:
             if (part := self._parts[self._num_asked]) is not None:
-                self._pool.submit(_ask, part)
+                for piece in part.pieces():
+                    self._pool.submit(_ask, piece)
             self._num_asked += 1
 
 

@@ -3,6 +3,7 @@
 import mmap
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,35 @@ def test_what_is_read_ahead_is_touched_without_a_fault(file):
         ahead.reach(0)
         ahead._pool.shutdown()
     assert resident() >= 7 * PAGE
+
+
+def test_who_closes_waits_for_pieces_under_way_alone(file, asked, monkeypatch):
+    """A parameter has gigabytes: an error or an interrupt came once all of it was read."""
+    path, tensor = file
+    begun, go = threading.Semaphore(0), threading.Event()
+    advise = os.posix_fadvise
+
+    def slow(*args):
+        begun.release()
+        assert go.wait(60)
+        advise(*args)
+
+    monkeypatch.setattr(os, "posix_fadvise", slow)
+    monkeypatch.setattr(mapped, "PIECE_NBYTES", 3 * PAGE)
+    ahead = ReadAhead([(tensor.data_ptr() + PAGE, 15 * PAGE)])
+    ahead.reach(0)
+    for _ in range(2):  # threads
+        assert begun.acquire(timeout=60)
+    shutdown = ahead._pool.shutdown
+
+    def noting(**options):
+        shutdown(wait=False, **options)
+        go.set()
+        shutdown(**options)
+
+    monkeypatch.setattr(ahead._pool, "shutdown", noting)
+    ahead.close()
+    assert sorted(asked) == [(path, begin * PAGE, 3 * PAGE, os.POSIX_FADV_WILLNEED) for begin in (1, 4)]
 
 
 def test_a_file_that_is_gone_is_not_asked_for(file):
