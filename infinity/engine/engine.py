@@ -344,7 +344,6 @@ class Engine(NotCopied):
         part_versions(param for _, param in self._named)
         for module in find_compiled(model):
             note_region(module)
-        deferred = _deferred(self.optimizer, self.config)
         self.accumulating = self.optimizer is not None and self.optimizer.accumulation_steps > 1
         self.moments = self.optimizer.rule.moments if self.optimizer is not None else ADAM_MOMENTS
         parts = assemble(
@@ -356,7 +355,7 @@ class Engine(NotCopied):
             self.events,
             Training(
                 moments=self.moments,
-                deferred=deferred,
+                deferred=_deferred(self.optimizer, self.config),
                 accumulating=self.accumulating,
                 can_advance=self.optimizer is None or self.optimizer.rule.can_advance,
             ),
@@ -367,15 +366,16 @@ class Engine(NotCopied):
         self.values, self.weights, self.course = parts.values, parts.weights, parts.course
         self.activations, self.compressor = parts.activations, parts.compressor
         self.events.count_slots = self.records.slots_in_use
-        bound_nbytes = None if self.config.device_memory == "auto" else self.config.device_memory
-        self.margin = Margin(self.weights, self.gradients, self.placement, gauge_of(self.device), bound_nbytes=bound_nbytes)
-        self.cycle = Cycle(self.config, self.ranks, self.events, parts, self.margin)
-        self.cycle.turn, self.follower, self.calls = self.turn, self.cycle.follower, self.cycle.calls
-        self.ranks.listen(self._give_up)
         try:
+            bound_nbytes = None if self.config.device_memory == "auto" else self.config.device_memory
+            self.margin = Margin(self.weights, self.gradients, self.placement, gauge_of(self.device), bound_nbytes=bound_nbytes)
+            self.cycle = Cycle(self.config, self.ranks, self.events, parts, self.margin)
+            self.cycle.turn, self.follower, self.calls = self.turn, self.cycle.follower, self.cycle.calls
+            self.ranks.listen(self._give_up)
             self._let_go(model, parts.ahead)
         except BaseException as error:
             self.gate.break_off(error)
+            parts.ahead.close()
             self._close_parts()
             raise
         self.answers.begin(parts, self.cycle)

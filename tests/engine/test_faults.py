@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from aio_ext import _aio
+from infinity.engine import engine as engine_module
 from infinity.model.gpt import GPT
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
 from infinity.system.swap import Swap
@@ -180,6 +181,22 @@ def test_a_start_that_fails_ends_its_threads(tmp_path):
     _aio._inject("write", 0, 1, -errno.EIO)
     with nothing_left(tmp_path):
         with pytest.raises(infinity.SwapError):
+            infinity.AdamW(model.parameters())
+        engine.close()
+
+
+def test_a_start_that_is_interrupted_once_its_parts_stand_ends_their_threads(tmp_path, monkeypatch):
+    """Nobody knew of them yet: they ran on, also after `close`, and the swap directory was taken."""
+    engine = infinity.offload(model := linears(), infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME))
+
+    def interrupted(device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_module, "gauge_of", interrupted)
+    with nothing_left(tmp_path):
+        with pytest.raises(KeyboardInterrupt):
+            infinity.AdamW(model.parameters())
+        with pytest.raises(infinity.UsageError, match="could not start.*KeyboardInterrupt.*close.*anew"):
             infinity.AdamW(model.parameters())
         engine.close()
 
