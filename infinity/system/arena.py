@@ -54,9 +54,12 @@ class Arena:
 
     def region(self, nbytes: int) -> Region:
         """Zeroed memory of nbytes, rounded up to 4096. Raises BudgetError if it cannot be pinned, OSError if not mapped."""
+        pool, under_way = self._pinning or (None, [])
+        for each in under_way:
+            if each.done():  # what comes behind one that failed is not touched for nothing
+                each.result()
         region = Region(nbytes)
-        if self.pin and self._pinning is not None:
-            pool, under_way = self._pinning
+        if pool is not None:
             under_way.append(pool.submit(region.pin))
         elif self.pin:
             region.pin()
@@ -67,7 +70,11 @@ class Arena:
     def together(self):
         """Regions made inside the block are pinned by a thread, each while the next one is touched, and all once it ends, which then
         raises what `region` does."""
-        with ThreadPoolExecutor(1, "infinity-pin") as pool:
+        if not self.pin:
+            yield
+            return
+        here = torch.cuda.current_device()  # a new thread has device 0, and would make a context there
+        with ThreadPoolExecutor(1, "infinity-pin", initializer=torch.cuda.set_device, initargs=(here,)) as pool:
             self._pinning = pool, []
             try:
                 yield

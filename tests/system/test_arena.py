@@ -6,6 +6,8 @@ import os
 import random
 import re
 import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -175,7 +177,16 @@ def test_too_low_a_memlock_is_named_with_its_cure(monkeypatch):
     assert arena.nbytes == 0
 
 
-def test_regions_made_together_are_pinned_once_the_block_ends_and_no_region_before_it_is_touched(monkeypatch):
+@pytest.fixture
+def devices(monkeypatch):
+    """The current one of each thread, where the main thread has the third."""
+    current = threading.local()
+    current.index = 2
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "index", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(current, "index", index))
+
+
+def test_regions_made_together_are_pinned_once_the_block_ends_and_no_region_before_it_is_touched(monkeypatch, devices):
     class Cudart(FakeCudart):
         def cudaHostRegister(self, address, nbytes, flags):
             resident.append(mapping_at(address)[1])
@@ -194,7 +205,7 @@ def test_regions_made_together_are_pinned_once_the_block_ends_and_no_region_befo
     assert cudart.registered == []
 
 
-def test_one_of_several_regions_that_cannot_be_pinned_is_an_error_once_the_block_ends(monkeypatch):
+def test_one_of_several_regions_that_cannot_be_pinned_is_an_error_once_the_block_ends(monkeypatch, devices):
     class Cudart(FakeCudart):
         def cudaHostRegister(self, address, nbytes, flags):
             return 2 if nbytes == 8 * MIB else super().cudaHostRegister(address, nbytes, flags)
@@ -209,6 +220,46 @@ def test_one_of_several_regions_that_cannot_be_pinned_is_an_error_once_the_block
     assert len(cudart.registered) == 2
     arena.close()
     assert cudart.registered == []
+
+
+def test_regions_behind_one_that_cannot_be_pinned_are_not_touched(monkeypatch, devices):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(error=2))
+    arena = Arena(pin=True)
+    with pytest.raises(BudgetError, match="pinning 1.0 MiB"):
+        with arena.together():
+            arena.region(MIB)
+            arena._pinning[1][0].exception()  # once it has failed
+            arena.region(8 * MIB)
+    assert arena.nbytes == MIB
+    arena.close()
+
+
+def test_a_thread_that_pins_does_so_for_the_device_of_who_asks(monkeypatch, devices):
+    """CUDA makes a context of some hundred MiB on the device that is current in a thread: of each rank on the first one."""
+
+    class Cudart(FakeCudart):
+        def cudaHostRegister(self, address, nbytes, flags):
+            seen.append((threading.current_thread().name, torch.cuda.current_device()))
+            return super().cudaHostRegister(address, nbytes, flags)
+
+    seen, cudart = [], Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    arena = Arena(pin=True)
+    with arena.together():
+        arena.region(MIB)
+    assert seen == [("infinity-pin_0", 2)]
+    arena.close()
+
+
+@on_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_memory_is_pinned_without_a_context_on_another_device():
+    program = (
+        "import torch; from infinity.system.arena import Arena; torch.cuda.set_device(1); arena = Arena(pin=True)\n"
+        "with arena.together():\n    region = arena.region(1 << 20)\n"
+        "assert region.tensor(torch.uint8, 0, 1 << 20).is_pinned() and not torch._C._cuda_hasPrimaryContext(0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_slots_are_page_aligned_apart_and_counted():
