@@ -172,7 +172,8 @@ def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int,
 def _guests(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int) -> Guests:
     """What the device has room for as a rule: as many visitors as there can be; but where host memory holds all records, and both together
     all gradients that wait, as many as leave it at that. taken_nbytes: of the device, by what comes before visitors."""
-    room_nbytes, has_room_for_all = budgets.device_nbytes, sum(record.nbytes for record in first.records) <= budgets.host_nbytes
+    has_room_for_all = sum(record.nbytes for record in first.records) <= budgets.host_nbytes * budgets.host_share
+    room_nbytes = budgets.device_nbytes
     if not has_room_for_all:  # so many bytes are on NVMe whoever visits: those of too many visitors cost nothing
         room_nbytes = max(room_nbytes, budgets.expected_nbytes)
     room_nbytes -= taken_nbytes

@@ -361,6 +361,15 @@ def test_visitors_are_those_that_are_expected_where_host_memory_cannot_hold_all_
     assert (here.visitors, here.homes) == (there.visitors, there.homes)
 
 
+def test_what_host_memory_has_for_records_counts_where_activations_have_a_part_of_it(few_slots):
+    """Three quarters of these budgets are smaller than all records, whose sum is not larger than the whole."""
+    whole, one_visits = NUM * (WEIGHT + STATE), THREE_VISIT - 2 * (STATE + GRADIENT)
+    for host in (whole, whole * 4 // 3 - 4096):
+        here = placed(device_budget=one_visits, host_budget=host, host_share=3 / 4, deferred=True, expected_nbytes=THREE_VISIT)
+        there = placed(device_budget=THREE_VISIT, host_budget=host, host_share=3 / 4, deferred=True)
+        assert (here.visitors, here.homes) == (there.visitors, there.homes)
+
+
 def test_gradients_that_do_not_wait_leave_room_to_records_where_all_of_these_fit(few_slots):
     """Records that visit the device return where inputs grow: then nothing is read from NVMe if host memory holds them all."""
     device = 2 * WEIGHT + NUM * WEIGHT + 3 * (STATE + GRADIENT)
