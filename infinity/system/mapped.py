@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 LEAST_AHEAD_NBYTES = 2 << 30  # as much as a fast drive reads in a second or less; what is free of memory holds it
 PIECE_NBYTES = 64 << 20  # who asks for so much waits some hundredths of a second
+ADVICE_NBYTES = 128 << 10  # of more the kernel takes what a drive reads ahead or at once, by default so much, and forgets the rest
 
 _MAPS = Path("/proc/self/maps")
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it, and mmap.madvise keeps its lock
@@ -131,12 +132,13 @@ def _will_need(path: str, offset: int, nbytes: int) -> None:
     with contextlib.suppress(OSError):  # it is read all the same, later
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_WILLNEED)
+            for begin in range(offset, offset + nbytes, ADVICE_NBYTES):
+                os.posix_fadvise(file, begin, min(ADVICE_NBYTES, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
         finally:
             os.close(file)
 
 
 def _ask(part: Part) -> None:
-    _will_need(part.path, part.offset, part.nbytes)
     begin = part.address // mmap.PAGESIZE * mmap.PAGESIZE
-    _madvise(begin, part.address + part.nbytes - begin, _MADV_POPULATE_READ)  # an older kernel refuses
+    if _madvise(begin, part.address + part.nbytes - begin, _MADV_POPULATE_READ):  # an older kernel refuses
+        _will_need(part.path, part.offset, part.nbytes)

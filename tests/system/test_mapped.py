@@ -1,8 +1,10 @@
 """Which memory is a file's, and that no more of it than asked for is read ahead."""
 
+import ctypes
 import mmap
 import os
 import re
+import time
 import threading
 from pathlib import Path
 
@@ -53,7 +55,12 @@ def asked(monkeypatch):
     return asked
 
 
-def test_files_are_read_so_far_ahead(file, asked, monkeypatch):
+@pytest.fixture
+def older_kernel(monkeypatch):
+    monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)  # an advice that none knows
+
+
+def test_files_are_read_so_far_ahead(file, asked, monkeypatch, older_kernel):
     """Parts of two pages each, with other memory between them."""
     path, tensor = file
     heap = torch.zeros(PAGE)
@@ -91,7 +98,7 @@ def test_what_is_read_ahead_is_touched_without_a_fault(file):
     assert resident() >= 7 * PAGE
 
 
-def test_who_closes_waits_for_pieces_under_way_alone(file, asked, monkeypatch):
+def test_who_closes_waits_for_pieces_under_way_alone(file, asked, monkeypatch, older_kernel):
     """A parameter has gigabytes: an error or an interrupt came once all of it was read."""
     path, tensor = file
     begun, go = threading.Semaphore(0), threading.Event()
@@ -146,6 +153,32 @@ def test_files_that_are_met_are_read_from_their_beginning_so_far_as_there_is_roo
         ahead._pool.shutdown()
     pieces = [(path, 0, 6), (path, 6, 6), (path, 12, 4), (str(other), 0, 4)]
     assert asked == [(name, begin * PAGE, count * PAGE, os.POSIX_FADV_WILLNEED) for name, begin, count in pieces]
+
+
+def resident(tensor):
+    """Bytes of a mapped file, a tensor over all of it, that the page cache has."""
+    pages = (ctypes.c_ubyte * -(-tensor.numel() // PAGE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel()), pages) == 0
+    return sum(page & 1 for page in pages) * PAGE
+
+
+@pytest.mark.parametrize("reader", ["of files", "of memory"])
+def test_all_of_a_piece_is_read(tmp_path, reader, older_kernel):
+    """Of an advice for more than the drive's read-ahead and its largest request the kernel reads only so much."""
+    path, nbytes = tmp_path / "weights", 48 << 20
+    with path.open("wb") as file:
+        file.write(os.urandom(nbytes))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    tensor = torch.from_file(str(path), size=nbytes, dtype=torch.uint8)
+    with FilesAhead(0) if reader == "of files" else ReadAhead([(tensor.data_ptr(), nbytes)]) as ahead:
+        ahead.meet(tensor.data_ptr()) if reader == "of files" else ahead.reach(0)
+        ahead._pool.shutdown()
+    deadline = time.monotonic() + 10
+    while resident(tensor) < nbytes and time.monotonic() < deadline:
+        time.sleep(0.01)  # the drive is at it
+    assert resident(tensor) > nbytes * 3 // 4  # advice: the kernel may leave some out
 
 
 def test_a_file_is_read_while_a_model_is_built_of_it(tmp_path, asked):
