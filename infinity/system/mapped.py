@@ -113,7 +113,7 @@ class FilesAhead:
         self._pool.shutdown(cancel_futures=True)
 
     def meet(self, address: int) -> None:
-        """A file may be mapped there."""
+        """A file may be mapped there. Nothing is asked for any more once the block has ended."""
         part = self._files.find(address, 1) if self._files is not None else None
         if part is None:  # it may have been mapped since
             self._files = MappedFiles()
@@ -121,7 +121,7 @@ class FilesAhead:
         if part is None or part.path in self._met:
             return
         self._met.add(part.path)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):  # the second where the block has ended, or no thread can begin
             nbytes = min(os.path.getsize(part.path), self._left_nbytes)
             self._left_nbytes -= nbytes
             for offset in range(0, nbytes, PIECE_NBYTES):

@@ -181,6 +181,27 @@ def test_all_of_a_piece_is_read(tmp_path, reader, older_kernel):
     assert resident(tensor) > nbytes * 3 // 4  # advice: the kernel may leave some out
 
 
+def test_a_file_that_is_met_once_the_block_has_ended_is_not_asked_for(file, asked):
+    _, tensor = file
+    with FilesAhead(0) as ahead:
+        pass
+    ahead.meet(tensor.data_ptr())
+    assert not asked
+
+
+def test_a_parameter_that_was_away_may_be_a_file_when_a_construction_ends(tmp_path):
+    """The mode does not see that it is."""
+    path = tmp_path / "weights.pt"
+    torch.save(torch.rand(64, 64), path)
+    with infinity.init(infinity.Config(device="cpu", dtype="fp32", nvme=str(tmp_path)), window=0):
+        layer = torch.nn.Linear(64, 64)
+        values = torch.load(path, mmap=True)
+        with torch._C.DisableTorchFunction():
+            layer.weight.data = values
+    with infinity.engine_of(layer) as engine:
+        assert torch.equal(engine.read_state(layer.weight)["weight"], torch.load(path))
+
+
 def test_a_file_is_read_while_a_model_is_built_of_it(tmp_path, asked):
     path = tmp_path / "weights.pt"
     torch.save(torch.nn.Linear(64, 64).state_dict(), path)
