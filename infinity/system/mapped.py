@@ -103,7 +103,7 @@ class FilesAhead:
 
     def __init__(self, most_nbytes: int):
         self._left_nbytes = max(most_nbytes, LEAST_AHEAD_NBYTES)
-        self._files, self._met = None, set()
+        self._files, self._met, self._num_missed = None, set(), 0
         self._pool = ThreadPoolExecutor(1, "infinity-ahead")
 
     def __enter__(self) -> FilesAhead:
@@ -115,10 +115,16 @@ class FilesAhead:
     def meet(self, address: int) -> None:
         """A file may be mapped there. Nothing is asked for any more once the block has ended."""
         part = self._files.find(address, 1) if self._files is not None else None
-        if part is None:  # it may have been mapped since
+        if part is None:  # it may have been mapped since; of memory that is no file's, such as NumPy's, this is asked less and less often
+            self._num_missed += 1
+            if self._num_missed & (self._num_missed - 1):
+                return
             self._files = MappedFiles()
             part = self._files.find(address, 1)
-        if part is None or part.path in self._met:
+        if part is None:
+            return
+        self._num_missed = 0
+        if part.path in self._met:
             return
         self._met.add(part.path)
         with contextlib.suppress(OSError, RuntimeError):  # the second where the block has ended, or no thread can begin

@@ -181,6 +181,23 @@ def test_all_of_a_piece_is_read(tmp_path, reader, older_kernel):
     assert resident(tensor) > nbytes * 3 // 4  # advice: the kernel may leave some out
 
 
+def test_memory_that_is_no_files_is_looked_for_ever_less_often(file, asked, monkeypatch):
+    """A look takes milliseconds in a process with libraries of CUDA, and models of NumPy's arrays have thousands of parameters."""
+    path, tensor = file
+    looks, heap = [], torch.zeros(PAGE)
+    monkeypatch.setattr(mapped, "MappedFiles", lambda: looks.append(1) or MappedFiles())
+    with FilesAhead(0) as ahead:
+        for _ in range(1000):
+            ahead.meet(heap.data_ptr())
+        assert len(looks) == 10
+        later = torch.from_file(path, size=PAGE, dtype=torch.uint8)  # another mapping, not known yet
+        for _ in range(24):
+            ahead.meet(later.data_ptr())
+        assert len(looks) == 11
+        ahead._pool.shutdown()
+    assert [name for name, *_ in asked] == [path]
+
+
 def test_a_file_that_is_met_once_the_block_has_ended_is_not_asked_for(file, asked):
     _, tensor = file
     with FilesAhead(0) as ahead:
