@@ -8,12 +8,13 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB, LENGTH = 64, 16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # that an engine takes, too, where nothing else is said
 
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, **sizes))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, **sizes)).to(DEVICE)
 
 
 def rows(count: int = 22) -> list[dict]:
@@ -22,7 +23,8 @@ def rows(count: int = 22) -> list[dict]:
 
 
 def batches() -> DataLoader:
-    return DataLoader(rows(), batch_size=2)
+    """On the device, as a model's inputs must be. Tools that bring them there themselves find nothing to do."""
+    return DataLoader([{name: row.to(DEVICE) for name, row in each.items()} for each in rows()], batch_size=2)
 
 
 def words(count: int, length: int, seed: int) -> list[str]:

@@ -39,11 +39,14 @@ os.register_at_fork(after_in_child=lambda: _kept_by_child.extend(_mappings))
 class Arena:
     """Pinned host memory: huge pages, touched in parallel, not inherited by forks.
 
-    pin: register each region with CUDA, so that copies to and from a device are asynchronous.
+    pin: register each region with CUDA, so that copies to and from a device are asynchronous. Whichever thread asks for one, it is
+    registered with the device that is current where the arena is made: CUDA would make a context, of some hundred MiB, on that of the
+    thread, which is the node's first where nobody set another.
     """
 
     def __init__(self, *, pin: bool = False):
         self.pin = pin
+        self._device = torch.cuda.current_device() if pin else None
         self._regions: list[Region] = []
         self._pinning: tuple[ThreadPoolExecutor, list[Future]] | None = None  # in a `together` block
 
@@ -60,9 +63,9 @@ class Arena:
                 each.result()
         region = Region(nbytes)
         if pool is not None:
-            under_way.append(pool.submit(region.pin))
+            under_way.append(pool.submit(region.pin, self._device))
         elif self.pin:
-            region.pin()
+            region.pin(self._device)
         self._regions.append(region)
         return region
 
@@ -73,8 +76,7 @@ class Arena:
         if not self.pin:
             yield
             return
-        here = torch.cuda.current_device()  # a new thread has device 0, and would make a context there
-        with ThreadPoolExecutor(1, "infinity-pin", initializer=torch.cuda.set_device, initargs=(here,)) as pool:
+        with ThreadPoolExecutor(1, "infinity-pin") as pool:
             self._pinning = pool, []
             try:
                 yield
@@ -117,11 +119,12 @@ class Region:
         _touch(self.buffer)
         self._unpin: weakref.finalize | None = None
 
-    def pin(self) -> None:
-        """Register it with CUDA, once. Raises BudgetError."""
-        _register(self.address, self.nbytes)
+    def pin(self, device: int) -> None:
+        """Register it with CUDA, once, where device is the current one. Raises BudgetError."""
+        with torch.cuda.device(device):
+            _register(self.address, self.nbytes)
         # Also where nobody closes it: CUDA must not know addresses that are about to be another mapping's.
-        self._unpin = weakref.finalize(self, _unregister, self.address, os.getpid())
+        self._unpin = weakref.finalize(self, _unregister, self.address, os.getpid(), device)
         self._unpin.atexit = False
 
     def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
@@ -354,9 +357,10 @@ def _touch(buffer: memoryview) -> None:
         list(pool.map(touch, begins))
 
 
-def _unregister(address: int, pid: int) -> None:
+def _unregister(address: int, pid: int, device: int) -> None:
     if pid == os.getpid():
-        torch.cuda.cudart().cudaHostUnregister(address)
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _register(address: int, nbytes: int) -> None:

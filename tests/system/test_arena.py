@@ -1,5 +1,6 @@
 """Regions are aligned, huge, exact and private to the process; slots are leases that wait and are never shared."""
 
+import contextlib
 import gc
 import mmap
 import os
@@ -9,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -139,7 +141,23 @@ class FakeCudart:
         self.registered = [r for r in self.registered if r[0] != address]
 
 
-def test_pinned_regions_are_registered_once_and_unregistered(monkeypatch):
+@pytest.fixture
+def devices(monkeypatch):
+    """The current one of each thread, where the main thread has the third."""
+    current = threading.local()
+    current.index = 2
+
+    @contextlib.contextmanager
+    def device(index):
+        before, current.index = torch.cuda.current_device(), index
+        yield
+        current.index = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "index", 0))
+    monkeypatch.setattr(torch.cuda, "device", device)
+
+
+def test_pinned_regions_are_registered_once_and_unregistered(monkeypatch, devices):
     cudart = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     arena = Arena(pin=True)
@@ -150,7 +168,7 @@ def test_pinned_regions_are_registered_once_and_unregistered(monkeypatch):
     assert cudart.registered == []
 
 
-def test_a_pinned_region_that_nobody_closes_is_unregistered_before_it_is_unmapped(monkeypatch):
+def test_a_pinned_region_that_nobody_closes_is_unregistered_before_it_is_unmapped(monkeypatch, devices):
     mapped = []
 
     class Cudart(FakeCudart):
@@ -168,22 +186,13 @@ def test_a_pinned_region_that_nobody_closes_is_unregistered_before_it_is_unmappe
     assert cudart.registered == [] and mapped == [True]
 
 
-def test_too_low_a_memlock_is_named_with_its_cure(monkeypatch):
+def test_too_low_a_memlock_is_named_with_its_cure(monkeypatch, devices):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(error=2))
     monkeypatch.setattr(arena_module.resource, "getrlimit", lambda which: (8 * MIB, resource.RLIM_INFINITY))
     arena = Arena(pin=True)
     with pytest.raises(BudgetError, match=r"pinning 16\.0 MiB .* memlock allows 8\.0 MiB.*ulimit -l unlimited"):
         arena.region(16 * MIB)
     assert arena.nbytes == 0
-
-
-@pytest.fixture
-def devices(monkeypatch):
-    """The current one of each thread, where the main thread has the third."""
-    current = threading.local()
-    current.index = 2
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "index", 0))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(current, "index", index))
 
 
 def test_regions_made_together_are_pinned_once_the_block_ends_and_no_region_before_it_is_touched(monkeypatch, devices):
@@ -234,7 +243,7 @@ def test_regions_behind_one_that_cannot_be_pinned_are_not_touched(monkeypatch, d
     arena.close()
 
 
-def test_a_thread_that_pins_does_so_for_the_device_of_who_asks(monkeypatch, devices):
+def test_any_thread_pins_and_unpins_for_the_device_of_who_made_the_arena(monkeypatch, devices):
     """CUDA makes a context of some hundred MiB on the device that is current in a thread: of each rank on the first one."""
 
     class Cudart(FakeCudart):
@@ -242,23 +251,45 @@ def test_a_thread_that_pins_does_so_for_the_device_of_who_asks(monkeypatch, devi
             seen.append((threading.current_thread().name, torch.cuda.current_device()))
             return super().cudaHostRegister(address, nbytes, flags)
 
+        def cudaHostUnregister(self, address):
+            seen.append((threading.current_thread().name, torch.cuda.current_device()))
+            super().cudaHostUnregister(address)
+
     seen, cudart = [], Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     arena = Arena(pin=True)
     with arena.together():
         arena.region(MIB)
-    assert seen == [("infinity-pin_0", 2)]
-    arena.close()
+    with ThreadPoolExecutor(1, "another") as pool:
+        assert pool.submit(torch.cuda.current_device).result() == 0
+        pool.submit(arena.region, MIB).result()
+        pool.submit(arena.close).result()
+        assert pool.submit(torch.cuda.current_device).result() == 0
+    assert seen == [("infinity-pin_0", 2)] + 3 * [("another_0", 2)] and not cudart.registered
 
 
 @on_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_memory_is_pinned_without_a_context_on_another_device():
-    program = (
-        "import torch; from infinity.system.arena import Arena; torch.cuda.set_device(1); arena = Arena(pin=True)\n"
-        "with arena.together():\n    region = arena.region(1 << 20)\n"
-        "assert region.tensor(torch.uint8, 0, 1 << 20).is_pinned() and not torch._C._cuda_hasPrimaryContext(0)"
-    )
+@pytest.mark.parametrize("save", [False, True])
+def test_a_rank_has_no_context_on_another_ones_device(save, tmp_path):
+    program = f"""
+import torch, infinity
+torch.cuda.set_device(1)
+with infinity.init(infinity.Config(device="cuda:1", swap_dir={str(tmp_path / "swap")!r}, update="deferred")):
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+optimizer = infinity.AdamW(model.parameters(), max_grad_norm=1.0)
+for _ in range(3):
+    model(torch.ones(4, 512, device="cuda:1")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if {save}:
+    saving = infinity.save({str(tmp_path / "saved")!r}, model, optimizer, wait=False)
+    model(torch.ones(4, 512, device="cuda:1")).sum().backward()
+    optimizer.step()
+    saving.wait()
+    optimizer.engine.close()
+assert torch._C._cuda_hasPrimaryContext(1) and not torch._C._cuda_hasPrimaryContext(0)
+"""
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -453,7 +484,7 @@ def test_what_no_budget_holds_is_refused_and_takes_nothing():
     assert Heap(arena, 0).take(1) is None and Heap(arena, PAGE - 1).take(1) is None
 
 
-def test_a_region_that_cannot_be_pinned_leaves_the_heap_as_it_was(monkeypatch):
+def test_a_region_that_cannot_be_pinned_leaves_the_heap_as_it_was(monkeypatch, devices):
     cudart = FakeCudart(error=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     heap = Heap(Arena(pin=True), MIB)

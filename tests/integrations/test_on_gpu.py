@@ -1,0 +1,50 @@
+"""Scripts of examples/ on a device, and on two with NCCL, beside their plain twins there."""
+
+import json
+
+import pytest
+import torch
+from helpers import on_gpu
+from test_examples import FOLDER, SCRIPTS, check_losses
+from test_ranks import launch
+
+ON_RANKS = ("accelerate_loop.py", "sft_lora.py", "trainer.py")  # that say nothing of how many devices they take
+
+
+@on_gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_losses_on_a_device_are_those_of_the_twin(name, tmp_path, monkeypatch):
+    check_losses(name, tmp_path, monkeypatch)
+
+
+def losses_on_two_ranks(path, folder):
+    """Of each rank of a script, a device each."""
+    folder.mkdir()
+    source = f"""
+        import json, os, pathlib, runpy, sys
+        import torch
+
+        rank = os.environ["LOCAL_RANK"]
+        torch.cuda.set_device(int(rank))
+        os.chdir({str(folder)!r})
+        sys.path.insert(0, {str(FOLDER)!r})
+        found = runpy.run_path({str(path)!r}, run_name="__main__")["losses"]
+        pathlib.Path(f"losses-{{rank}}.json").write_text(json.dumps([found, torch.distributed.get_backend()]))
+        """
+    ((status, output),) = launch(folder, source, seconds=300)
+    assert status == 0, output[-4000:]
+    found, backends = zip(*(json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(2)), strict=True)
+    assert all("nccl" in backend for backend in backends)
+    return found
+
+
+@on_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_losses_on_two_devices_are_those_of_the_twin(name, tmp_path):
+    for package in ("transformers", "accelerate") + ("trl", "peft", "datasets") * (name == "sft_lora.py"):
+        pytest.importorskip(package)
+    expected = losses_on_two_ranks(FOLDER / "plain" / name, tmp_path / "plain")
+    found = losses_on_two_ranks(FOLDER / name, tmp_path / "ours")
+    assert len(found[0]) > 3 and list(found) == [pytest.approx(each, rel=1e-5) for each in expected]
