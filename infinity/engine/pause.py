@@ -66,7 +66,9 @@ def shielded(device: torch.device, work: Callable[[Shield], object]) -> object:
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def run(shield: Shield) -> object:
-        with torch.cuda.stream(stream):
+        if stream is None:
+            return work(shield)
+        with torch.cuda.device(device), torch.cuda.stream(stream):  # the thread's own device has no context, and is to have none
             return work(shield)
 
     return run_shielded(run)

@@ -10,6 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
+import torch
+
 from infinity.system.failure import FirstFailure
 from infinity.system.pace import look
 from infinity.system.waits import THREADS, waits
@@ -36,6 +38,20 @@ class Need(weakref.ref):
     """
 
     __slots__ = ()
+
+
+def _on_this_device(run: Callable[[], None]) -> Callable[[], None]:
+    """For a thread: run with the CUDA device that is current here. A new thread has the node's first one, and goes back to it from another
+    one's stream, which makes a context there, of some hundred MiB: of each rank."""
+    if not torch.cuda.is_initialized():
+        return run
+    here = torch.cuda.current_device()
+
+    def run_here() -> None:
+        torch.cuda.set_device(here)
+        run()
+
+    return run_here
 
 
 class Job:
@@ -125,7 +141,7 @@ class Lane:
         self._line: dict[Job, Callable[[], bool]] = {}  # jobs in their order, and whether they are ready
         self._hurried: list[Job] = []  # of the line, in the order in which they were hurried
         self._changed = Monitor()  # over the line and whether the lane has ended
-        self._thread = threading.Thread(target=self._loop, name=f"{THREADS}{name}", daemon=True)
+        self._thread = threading.Thread(target=_on_this_device(self._loop), name=f"{THREADS}{name}", daemon=True)
         self._thread.start()
 
     def push(

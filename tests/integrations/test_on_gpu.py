@@ -35,7 +35,7 @@ def losses_on_two_ranks(path, folder):
     ((status, output),) = launch(folder, source, seconds=300)
     assert status == 0, output[-4000:]
     found, backends = zip(*(json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(2)), strict=True)
-    assert all("nccl" in backend for backend in backends)
+    assert all("nccl" in backend for backend in backends), backends
     return found
 
 

@@ -270,25 +270,28 @@ def test_any_thread_pins_and_unpins_for_the_device_of_who_made_the_arena(monkeyp
 
 @on_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-@pytest.mark.parametrize("save", [False, True])
-def test_a_rank_has_no_context_on_another_ones_device(save, tmp_path):
+@pytest.mark.parametrize("places", [{}, {"weights": "nvme", "states": "nvme"}], ids=str)
+def test_an_engine_has_no_context_on_another_device(places, tmp_path):
     program = f"""
 import torch, infinity
 torch.cuda.set_device(1)
-with infinity.init(infinity.Config(device="cuda:1", swap_dir={str(tmp_path / "swap")!r}, update="deferred")):
+with infinity.init(infinity.Config(device="cuda:1", nvme={str(tmp_path)!r}, dtype="fp32", chunk_mib=1, update="deferred", **{places})):
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
 optimizer = infinity.AdamW(model.parameters(), max_grad_norm=1.0)
 for _ in range(3):
     model(torch.ones(4, 512, device="cuda:1")).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-if {save}:
-    saving = infinity.save({str(tmp_path / "saved")!r}, model, optimizer, wait=False)
-    model(torch.ones(4, 512, device="cuda:1")).sum().backward()
-    optimizer.step()
-    saving.wait()
-    optimizer.engine.close()
-assert torch._C._cuda_hasPrimaryContext(1) and not torch._C._cuda_hasPrimaryContext(0)
+has_trained = torch._C._cuda_hasPrimaryContext(0)
+saving = infinity.save({str(tmp_path / "saved")!r}, model, optimizer, wait=False)
+model(torch.ones(4, 512, device="cuda:1")).sum().backward()
+optimizer.step()
+saving.wait()
+has_saved = torch._C._cuda_hasPrimaryContext(0)
+infinity.load({str(tmp_path / "saved")!r}, model, optimizer)
+infinity.engine_of(model).close()
+found = has_trained, has_saved, torch._C._cuda_hasPrimaryContext(0)
+assert torch._C._cuda_hasPrimaryContext(1) and not any(found), found
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -25,7 +25,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ScriptedGauge, run_micro_batches
+from helpers import ScriptedGauge, on_gpu, run_micro_batches
 from torch import nn
 
 import infinity
@@ -851,6 +851,40 @@ def test_two_torchrun_nodes_train_as_one_process(tmp_path):
     losses, _ = reference(steps=4)
     for rank in range(2):
         assert eval((tmp_path / f"losses{rank}").read_text()) == pytest.approx(losses, rel=1e-5)
+
+
+@on_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_ranks_train_with_nccl_and_none_has_a_context_on_anothers_device(tmp_path):
+    source = """
+        import os, sys
+        from pathlib import Path
+        import torch
+        import torch.distributed as dist
+        import infinity
+
+        rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl")
+        with infinity.init(infinity.Config(nvme=sys.argv[1], dtype="fp32", chunk_mib=0.25, weights="nvme", states="nvme")):
+            model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)])
+        adam = infinity.AdamW(model.parameters(), max_grad_norm=1.0)
+        losses = []
+        for step in range(4):
+            loss = model(torch.ones(4, 256, device="cuda")).square().mean()
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+            losses.append(loss.item())
+        found = [torch._C._cuda_hasPrimaryContext(1 - rank)]
+        infinity.save(Path(sys.argv[1], "saved"), model, adam)
+        found.append(torch._C._cuda_hasPrimaryContext(1 - rank))
+        assert torch._C._cuda_hasPrimaryContext(rank) and losses[-1] < losses[0]
+        assert not any(found), found
+        dist.destroy_process_group()
+    """
+    ((status, output),) = launch(tmp_path, source)
+    assert status == 0, output
 
 
 @pytest.mark.parametrize("update, when", [("backward", 0), pytest.param("deferred", 1, marks=pytest.mark.long), ("backward", 4)])

@@ -222,7 +222,7 @@ def _arena_pages() -> Finding:
 
 def _locked_memory() -> Finding:
     num_devices, failure = devices.count(), ""
-    arena = Arena(pin=True)
+    arena = Arena(pin=num_devices > 0)
     try:
         if num_devices:
             arena.region(ARENA_NBYTES)
