@@ -67,6 +67,12 @@ from infinity.tiers.state import ChunkState, ParameterState
 from infinity.tiers.sums import Sums
 
 
+_KEPT = (
+    "infinity.accumulate keeps on the device what each block is given, of all {} micro-batches: Config(activations='host') or 'nvme' takes "
+    "it off, and fewer tokens a step need less of it"
+)
+
+
 def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Module, object], torch.Tensor]) -> list[torch.Tensor]:
     """Forward and backward of all micro-batches of a step, layer by layer; then call step().
 
@@ -154,6 +160,10 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
             engine.cycle.zero_grad()
             step.bring_back()
             draws[:], micro_batches = begin, kept
+        except torch.OutOfMemoryError as error:
+            if engine.activations is None:
+                error.add_note(_KEPT.format(len(micro_batches)))
+            raise
 
 
 class MicroBatch:

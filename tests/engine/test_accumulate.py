@@ -557,6 +557,19 @@ def test_so_does_an_exception_in_a_block(place, tmp_path):
         assert_same_states(states_of(engine, model), expected[1])
 
 
+@pytest.mark.parametrize("activations", ["auto", "host"])
+def test_a_device_that_is_full_is_told_what_is_kept_there(activations, tmp_path):
+    def full(model, batch):
+        loss_of(model, batch)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with training(Chain, tmp_path, options={"accumulation_steps": 3}, activations=activations, **NVME) as (model, engine, optimizer):
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as found:
+            infinity.accumulate(model, tokens(0), full)
+        notes = getattr(found.value, "__notes__", [])
+        assert len(notes) == (activations == "auto") and all("all 3 micro-batches: Config(activations='host')" in note for note in notes)
+
+
 @pytest.mark.parametrize("place", ["blocks.3", "blocks.3.up"])
 @pytest.mark.parametrize("calls_before", [1, 2, 4, 6])
 def test_an_interrupt_ends_all_threads(calls_before, place, tmp_path):
