@@ -33,11 +33,17 @@ bytes move: sums.py is told which gradients come, and when they are complete.
 # parameter that several segments use has its gradient in parts, which the program's hooks of it are not to see. A step that finds anything
 # begins anew, with what was drawn, and with buffers as they were; later ones know it (uncut.py).
 
+#
+# [Note: a device that is full by layer]
+# What blocks are given is kept for all micro-batches at the end of the forward passes, where the ordinary loop keeps that of one. If the
+# device has no room for it, the step begins anew and runs as the ordinary loop does, and so do later ones of as many micro-batches or more.
+
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
@@ -57,7 +63,7 @@ from infinity.engine.refusals import beside
 from infinity.engine.saved_tensors import SavedTensors
 from infinity.engine.trees import containers_in, flatten, write_back
 from infinity.engine.turns import Draws, Surroundings, Turns, streams
-from infinity.engine.uncut import FoundError
+from infinity.engine.uncut import OFF, FoundError
 from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import owner_of
 from infinity.model.recompute import checkpoint
@@ -65,12 +71,6 @@ from infinity.system import interrupts
 from infinity.tiers.activations import Saved
 from infinity.tiers.state import ChunkState, ParameterState
 from infinity.tiers.sums import Sums
-
-
-_KEPT = (
-    "infinity.accumulate keeps on the device what each block is given, of all {} micro-batches: Config(activations='host') or 'nvme' takes "
-    "it off, and fewer tokens a step need less of it"
-)
 
 
 def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Module, object], torch.Tensor]) -> list[torch.Tensor]:
@@ -149,21 +149,26 @@ def _one_by_one(engine, works: list[Callable], draws: list[Draws]) -> list[torch
 
 
 def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, draws: list[Draws]) -> list[torch.Tensor]:
-    """See [Note: what is not cut]."""
+    """See [Note: what is not cut] and [Note: a device that is full by layer]."""
     begin = list(draws)
     while True:
         kept = [copy.copy(each) if isinstance(each, (MutableMapping, list)) else each for each in micro_batches]  # which a loss may empty
-        step = _Step(engine, model)
+        step = _Step(engine, model, len(micro_batches))
         try:
             return step.run(_works(loss, model, micro_batches), draws)
         except FoundError:
-            engine.cycle.zero_grad()
-            step.bring_back()
-            draws[:], micro_batches = begin, kept
+            pass
         except torch.OutOfMemoryError as error:
-            if engine.activations is None:
-                error.add_note(_KEPT.format(len(micro_batches)))
-            raise
+            if not step.may_run_whole:
+                if step.blocks:
+                    error.add_note(f"infinity.accumulate keeps what each block is given, of {len(micro_batches)} micro-batches: {OFF}")
+                raise
+            engine.cycle.uncut.note_full(len(micro_batches))
+        engine.cycle.zero_grad()
+        step.bring_back()
+        draws[:], micro_batches = begin, kept
+        del step
+        gc.collect()  # what the step kept on the device is part of cycles
 
 
 class MicroBatch:
@@ -319,16 +324,18 @@ class MicroBatch:
 class _Step:
     """All micro-batches of a step, forward and backward."""
 
-    def __init__(self, engine, model: nn.Module):
+    def __init__(self, engine, model: nn.Module, num: int):
+        """num: of micro-batches."""
         self.engine, self.cycle, self.model = engine, engine.cycle, model
         self.surroundings = Surroundings(engine.device)
         self.uncut = engine.cycle.uncut
-        self.blocks = [] if self.uncut.whole else blocks_of(model)
+        whole = self.uncut.is_whole(num)
+        self.blocks = [] if whole else blocks_of(model)
         chunk_nbytes = max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks)
         self.groups = groups_of(self.blocks, min(chunk_nbytes, LEAST_NBYTES), self.uncut)
         self.lead = int(bool(self.groups) and self.groups[0][0] is not None)  # the position of the first group
         if len(self.groups) + self.lead < 2:  # one segment: as in the ordinary loop
-            if not self.blocks and not self.uncut.whole:
+            if not self.blocks and not whole:
                 self.uncut.name("the model has no list of modules with parameters of which two are of one class", "it runs as one")
             self.blocks, self.groups = [], []
         self.group = {block: number for number, group in enumerate(self.groups) for block in group}
@@ -339,6 +346,12 @@ class _Step:
         self.running: MicroBatch | None = None
         self._goes_back: MicroBatch | None = None
         self.sums: Sums | None = None
+        self._is_forward = True
+
+    @property
+    def may_run_whole(self) -> bool:
+        """Whether a step that has failed on this rank may begin anew as in the ordinary loop: no other rank has to, and no weight is updated."""
+        return self._is_forward and len(self.micro_batches) > 1 and bool(self.blocks) and self.engine.ranks.world == 1
 
     def run(self, works: list[Callable], draws: list[Draws]) -> list[torch.Tensor]:
         """works: the forward passes. draws: their streams, left as they are then."""
@@ -403,6 +416,7 @@ class _Step:
             self.attributes.bring_back()
 
     def _backward(self) -> None:
+        self._is_forward = False
         complete = self._chunks_by_first_use()
         here = {segment.position for micro in self.micro_batches for segment in micro.cutter.segments}.union(complete)
         (last,) = self.engine.ranks.most([max(here, default=-1)])

@@ -14,6 +14,10 @@ from infinity.output import say
 from infinity.system.ranks import Ranks
 
 
+_FULL = "the device has no room for what each block is given,"
+OFF = "Config(activations='host') or 'nvme' takes it off the device"
+
+
 class FoundError(Exception):
     """What a step by layer has done so far is of no use: begin it anew. Never leaves `infinity.accumulate`."""
 
@@ -23,6 +27,7 @@ class Uncut:
 
     def __init__(self, who: str = "", tell: Callable[[str], None] = say):
         self.whole = False
+        self.too_many: int | None = None  # micro-batches for which the device has no room by layer
         self.reasons: list[str] = []
         self._who, self._tell = who, tell
         self._joined: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # to what comes before them
@@ -33,6 +38,15 @@ class Uncut:
     def __contains__(self, block: nn.Module) -> bool:
         """Whether no segment begins with the block."""
         return block in self._joined
+
+    def is_whole(self, num_micro_batches: int) -> bool:
+        """Whether so many run one after the other."""
+        return self.whole or (self.too_many is not None and num_micro_batches >= self.too_many)
+
+    def note_full(self, num_micro_batches: int) -> None:
+        """The device has no room for what blocks keep of so many."""
+        self.too_many = num_micro_batches
+        self.name(f"{_FULL} of {num_micro_batches} micro-batches", f"these run one after the other, unless {OFF}")
 
     def is_new(self, model: nn.Module) -> bool:
         """Whether no step has had all its forward passes of the model."""
