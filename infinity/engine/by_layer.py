@@ -163,7 +163,8 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
                 if step.blocks:
                     error.add_note(f"infinity.accumulate keeps what each block is given, of {len(micro_batches)} micro-batches: {OFF}")
                 raise
-            engine.cycle.uncut.note_full(len(micro_batches))
+            if not engine.cycle.uncut.agree(step.blocks, engine.ranks):  # else it was found in the same turn, and may be the reason
+                engine.cycle.uncut.note_full(len(micro_batches))
         engine.cycle.zero_grad()
         step.bring_back()
         draws[:], micro_batches = begin, kept
@@ -257,11 +258,13 @@ class MicroBatch:
             write_back(containers)
             return output
 
-        output = run(*flat) if self._is_checkpointed(block) else checkpoint(run, *flat)
+        try:
+            output = run(*flat) if self._is_checkpointed(block) else checkpoint(run, *flat)
+        finally:
+            self.step.buffers.note(buffers)
         if any(x._version != version for x, version in given):
             self._note_change(name)
         self._given += [(weakref.ref(x), version, name) for x, version in given]
-        self.step.buffers.note(buffers)
         return output
 
     def _is_checkpointed(self, block: nn.Module) -> bool:
@@ -395,7 +398,7 @@ class _Step:
                         losses[micro] = micro.turns.result.detach()
                         self._begin_sums([micro])
                         self._go_back(micro, position)
-        if len(self.micro_batches) > 1:
+        if len(self.micro_batches) > 1 and self.blocks:
             self.uncut.note_forward(self.model)
         self.buffers.forget()
         return [losses[micro] for micro in self.micro_batches]

@@ -24,11 +24,13 @@ class Buffers:
     def first_run(self) -> Iterator[None]:
         places = list(_places(self.module))
         before = {buffer: (buffer._version, buffer.detach().clone()) for *_, buffer in places}
-        yield
-        for owner, name, buffer in places:
-            version, value = before[buffer]
-            if owner._buffers.get(name) is not buffer or buffer._version != version:
-                self.changed.append((owner, name, value))
+        try:
+            yield
+        finally:
+            for owner, name, buffer in places:
+                version, value = before[buffer]
+                if owner._buffers.get(name) is not buffer or buffer._version != version:
+                    self.changed.append((owner, name, value))
 
     @contextlib.contextmanager
     def second_run(self) -> Iterator[None]:
@@ -58,7 +60,7 @@ class BuffersOfModel:
         self._values = {key: buffer.detach().clone() for key, buffer in taken.items()}
 
     def note(self, buffers: Buffers) -> None:
-        """A block has run for the first time."""
+        """A block has run for the first time, or has raised."""
         for owner, name, value in buffers.changed:
             if (owner, name) in self._begin:
                 self._values.setdefault((owner, name), value)

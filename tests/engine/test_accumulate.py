@@ -597,6 +597,59 @@ def test_micro_batches_for_which_the_device_has_no_room_run_one_after_the_other(
     assert capfd.readouterr().err.count("Config(activations='host')") == 1
 
 
+def full_once(make, place):
+    """make, of a model for which the device has no room as a part of it ends for the first time."""
+
+    def made():
+        model, calls = make(), itertools.count()
+
+        def fail(*_):
+            if next(calls) == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        model.get_submodule(place).register_forward_hook(fail)
+        return model
+
+    return made
+
+
+class ChangingNormed(Chain):
+    """What a block changes in place is found in the turn in which there is no room."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.blocks[4] = nn.BatchNorm1d(7), Changing(32)
+
+    def segments(self):
+        first, *rest = super().segments()
+        return [first, self.norm, *rest]
+
+
+@pytest.mark.parametrize(
+    "make, place, batches, loss",
+    [(Normed, "blocks.0.2", rows, loss_of_rows), (ChangingNormed, "last", tokens, loss_of)],
+    ids=["a block counts", "found in that turn"],
+)
+def test_buffers_are_written_once_also_where_the_device_has_no_room(make, place, batches, loss, tmp_path):
+    losses, states, buffers, _ = run(tmp_path, True, make=full_once(make, place), batches=batches, loss=loss, **NVME)
+    expected_losses, expected_states, expected_buffers, _ = run(tmp_path, False, make=make, batches=batches, loss=loss, **NVME)
+    assert losses == expected_losses
+    assert_same_states(states, expected_states)
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in expected_buffers.items())
+
+
+def test_the_first_step_that_the_device_has_room_for_finds_what_is_not_cut(tmp_path):
+    make, config = lambda: Stashing("number"), {"update": "deferred"} | NVME
+    expected = run(tmp_path, False, make=make, n=2, num_steps=1, **config)
+    with training(full_once(make, "first"), tmp_path, options={"accumulation_steps": 2}, **config) as (model, engine, optimizer):
+        infinity.accumulate(model, tokens(0, 3), loss_of)
+        optimizer.zero_grad()
+        losses = [value.item() for value in infinity.accumulate(model, tokens(0, 2), loss_of)]
+        optimizer.step()
+        assert losses == expected[0]
+        assert_same_states(states_of(engine, model), expected[1])
+
+
 def test_a_device_that_is_full_in_backward_is_an_error_that_says_what_is_kept_there(tmp_path):
     def fail(gradient):
         raise torch.OutOfMemoryError("CUDA out of memory")
