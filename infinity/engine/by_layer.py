@@ -32,11 +32,11 @@ bytes move: sums.py is told which gradients come, and when they are complete.
 # segments write to a buffer. That is looked for in the first step; a buffer that one segment writes and others read is not found. A
 # parameter that several segments use has its gradient in parts, which the program's hooks of it are not to see. A step that finds anything
 # begins anew, with what was drawn, and with buffers as they were; later ones know it (uncut.py).
-
 #
 # [Note: a device that is full by layer]
-# What blocks are given is kept for all micro-batches at the end of the forward passes, where the ordinary loop keeps that of one. If the
-# device has no room for it, the step begins anew and runs as the ordinary loop does, and so do later ones of as many micro-batches or more.
+# What blocks are given is kept for all micro-batches at the end of the forward passes. If the device has no room for it, the step begins
+# anew, with micro-batches one after the other as in the ordinary loop, and so do later ones of as many or more. Their blocks are
+# checkpointed as before: so of one micro-batch no more is kept than before of all, where its whole graph may take more than that.
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
         except FoundError:
             pass
         except torch.OutOfMemoryError as error:
-            if not step.may_run_whole:
-                if step.blocks:
+            if not step.may_begin_anew:
+                if step.is_cut:
                     error.add_note(f"infinity.accumulate keeps what each block is given, of {len(micro_batches)} micro-batches: {OFF}")
                 raise
             if not engine.cycle.uncut.agree(step.blocks, engine.ranks):  # else it was found in the same turn, and may be the reason
@@ -332,18 +332,19 @@ class _Step:
         self.engine, self.cycle, self.model = engine, engine.cycle, model
         self.surroundings = Surroundings(engine.device)
         self.uncut = engine.cycle.uncut
-        whole = self.uncut.is_whole(num)
-        self.blocks = [] if whole else blocks_of(model)
+        self.blocks = [] if self.uncut.whole else blocks_of(model)
         chunk_nbytes = max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks)
-        self.groups = groups_of(self.blocks, min(chunk_nbytes, LEAST_NBYTES), self.uncut)
+        full = self.uncut.is_full(num)
+        self.groups = [[None, *self.blocks]] if full else groups_of(self.blocks, min(chunk_nbytes, LEAST_NBYTES), self.uncut)
         self.lead = int(bool(self.groups) and self.groups[0][0] is not None)  # the position of the first group
-        if len(self.groups) + self.lead < 2:  # one segment: as in the ordinary loop
-            if not self.blocks and not whole:
+        self.is_cut = len(self.groups) + self.lead > 1
+        if not self.is_cut and not full:  # one segment: as in the ordinary loop
+            if not self.blocks and not self.uncut.whole:
                 self.uncut.name("the model has no list of modules with parameters of which two are of one class", "it runs as one")
             self.blocks, self.groups = [], []
         self.group = {block: number for number, group in enumerate(self.groups) for block in group}
         self.buffers = BuffersOfModel(model, self.blocks)
-        is_new = bool(self.blocks) and self.uncut.is_new(model)
+        is_new = self.is_cut and self.uncut.is_new(model)
         self.attributes, self.in_turns = (Attributes(model), BuffersInTurns(model)) if is_new else (None, None)
         self.micro_batches: list[MicroBatch] = []
         self.running: MicroBatch | None = None
@@ -352,9 +353,9 @@ class _Step:
         self._is_forward = True
 
     @property
-    def may_run_whole(self) -> bool:
-        """Whether a step that has failed on this rank may begin anew as in the ordinary loop: no other rank has to, and no weight is updated."""
-        return self._is_forward and len(self.micro_batches) > 1 and bool(self.blocks) and self.engine.ranks.world == 1
+    def may_begin_anew(self) -> bool:
+        """Whether a step that has failed on this rank may do so, not cut: no other rank has to, and no weight is updated."""
+        return self._is_forward and len(self.micro_batches) > 1 and self.is_cut and self.engine.ranks.world == 1
 
     def run(self, works: list[Callable], draws: list[Draws]) -> list[torch.Tensor]:
         """works: the forward passes. draws: their streams, left as they are then."""
@@ -398,7 +399,7 @@ class _Step:
                         losses[micro] = micro.turns.result.detach()
                         self._begin_sums([micro])
                         self._go_back(micro, position)
-        if len(self.micro_batches) > 1 and self.blocks:
+        if len(self.micro_batches) > 1 and self.is_cut:
             self.uncut.note_forward(self.model)
         self.buffers.forget()
         return [losses[micro] for micro in self.micro_batches]
@@ -455,7 +456,7 @@ class _Step:
 
     def _segment(self):
         """What is fetched inside the block stays for the micro-batches that follow."""
-        return self.engine.calls.segment() if len(self.micro_batches) > 1 and self.blocks else contextlib.nullcontext()
+        return self.engine.calls.segment() if len(self.micro_batches) > 1 and self.is_cut else contextlib.nullcontext()
 
     def _begin_sums(self, micro_batches: list[MicroBatch]) -> None:
         """The last segment that is left of these goes backward."""

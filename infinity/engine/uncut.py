@@ -39,12 +39,12 @@ class Uncut:
         """Whether no segment begins with the block."""
         return block in self._joined
 
-    def is_whole(self, num_micro_batches: int) -> bool:
-        """Whether so many run one after the other."""
-        return self.whole or (self.too_many is not None and num_micro_batches >= self.too_many)
+    def is_full(self, num_micro_batches: int) -> bool:
+        """Whether the device has no room for what blocks keep of so many."""
+        return self.too_many is not None and num_micro_batches >= self.too_many
 
     def note_full(self, num_micro_batches: int) -> None:
-        """The device has no room for what blocks keep of so many."""
+        """It has none."""
         self.too_many = num_micro_batches
         self.name(f"{_FULL} of {num_micro_batches} micro-batches", f"these run one after the other, unless {OFF}")
 
