@@ -160,11 +160,11 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
             pass
         except torch.OutOfMemoryError as error:
             if not step.may_begin_anew:
-                if step.is_cut:
-                    error.add_note(f"infinity.accumulate keeps what each block is given, of {len(micro_batches)} micro-batches: {OFF}")
+                if step.is_cut and engine.activations is None:
+                    error.add_note(f"infinity.accumulate has {len(micro_batches)} micro-batches on the device at once: {OFF}")
                 raise
             if not engine.cycle.uncut.agree(step.blocks, engine.ranks):  # else it was found in the same turn, and may be the reason
-                engine.cycle.uncut.note_full(len(micro_batches))
+                engine.cycle.uncut.note_full(len(micro_batches), kept_there=engine.activations is None)
         engine.cycle.zero_grad()
         step.bring_back()
         draws[:], micro_batches = begin, kept

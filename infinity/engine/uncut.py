@@ -13,9 +13,7 @@ from torch import nn
 from infinity.output import say
 from infinity.system.ranks import Ranks
 
-
-_FULL = "the device has no room for what each block is given,"
-OFF = "Config(activations='host') or 'nvme' takes it off the device"
+OFF = "Config(activations='host') or 'nvme' takes what blocks are given off the device"
 
 
 class FoundError(Exception):
@@ -40,13 +38,14 @@ class Uncut:
         return block in self._joined
 
     def is_full(self, num_micro_batches: int) -> bool:
-        """Whether the device has no room for what blocks keep of so many."""
+        """Whether the device has no room for so many by layer."""
         return self.too_many is not None and num_micro_batches >= self.too_many
 
-    def note_full(self, num_micro_batches: int) -> None:
-        """It has none."""
+    def note_full(self, num_micro_batches: int, *, kept_there: bool) -> None:
+        """It has none. kept_there: on the device, as nothing else was asked for."""
         self.too_many = num_micro_batches
-        self.name(f"{_FULL} of {num_micro_batches} micro-batches", f"these run one after the other, unless {OFF}")
+        how = "they run one after the other" + (f", unless {OFF}" if kept_there else "")
+        self.name(f"the device has no room for {num_micro_batches} micro-batches by layer", how)
 
     def is_new(self, model: nn.Module) -> bool:
         """Whether no step has had all its forward passes of the model."""

@@ -598,7 +598,7 @@ def test_micro_batches_for_which_the_device_has_no_room_run_one_after_the_other(
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
         (reason,) = engine.stats()["by_layer_uncut"]
-        assert reason == "the device has no room for what each block is given, of 3 micro-batches"
+        assert reason == "the device has no room for 3 micro-batches by layer"
     assert len(calls) == 3 + 3 * 3  # the third one had no room
     assert capfd.readouterr().err.count("Config(activations='host')") == 1
 
@@ -664,7 +664,22 @@ def test_a_device_that_is_full_in_backward_is_an_error_that_says_what_is_kept_th
         model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as found:
             infinity.accumulate(model, tokens(0), loss_of)
-        assert ["of 3 micro-batches: Config(activations='host')" in note for note in found.value.__notes__] == [True]
+        assert ["Config(activations='host')" in note for note in found.value.__notes__] == [True]
+
+
+def test_where_the_device_keeps_nothing_that_is_no_remedy(tmp_path, capfd):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    config = {"options": {"accumulation_steps": 3}, "activations": "host"} | NVME
+    with training(full_once(Chain, "blocks.2"), tmp_path, **config) as (model, engine, optimizer):
+        infinity.accumulate(model, tokens(0), loss_of)
+        optimizer.step()
+        model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        with pytest.raises(torch.OutOfMemoryError) as found:
+            infinity.accumulate(model, tokens(0, 2), loss_of)
+        assert not hasattr(found.value, "__notes__")
+    assert "by layer: they run one after the other\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["blocks.3", "blocks.3.up"])
