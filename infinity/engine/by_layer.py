@@ -1,7 +1,8 @@
 """`infinity.accumulate`: all micro-batches of a step pass a segment of the model before the next segment is fetched.
 
 Knows micro-batches, segments, which chunks these have, and the engine by a few calls. Must not know plans, where records live, or how
-bytes move: sums.py is told which gradients come, and when they are complete.
+bytes move: sums.py is told which gradients come, and when they are complete. Over 500 lines because a step, its micro-batches and what makes
+it begin anew are one protocol, whose notes are as long as a file.
 """
 
 # [Note: what accumulation by layer reads]
@@ -244,6 +245,7 @@ class MicroBatch:
 
     def _call(self, block, inner, args, kwargs):
         self._look_at_given()
+        self.step.look_at_params(block)
         flat, build = flatten((args, kwargs))
         given = [(x, x._version) for x in flat if isinstance(x, torch.Tensor) and not x.is_inference()]
         flat = [self.cutter.let_in(x) if self.cutter.is_earlier(x) else x for x in flat]
@@ -344,8 +346,9 @@ class _Step:
             self.blocks, self.groups = [], []
         self.group = {block: number for number, group in enumerate(self.groups) for block in group}
         self.buffers = BuffersOfModel(model, self.blocks)
-        is_new = self.is_cut and self.uncut.is_new(model)
-        self.attributes, self.in_turns = (Attributes(model), BuffersInTurns(model)) if is_new else (None, None)
+        is_new = bool(self.blocks) and self.uncut.is_new(model)
+        self.attributes = Attributes(model) if is_new else None
+        self.in_turns = BuffersInTurns(model) if is_new and self.is_cut else None
         self.micro_batches: list[MicroBatch] = []
         self.running: MicroBatch | None = None
         self._goes_back: MicroBatch | None = None
@@ -406,12 +409,17 @@ class _Step:
 
     def _look(self, micro: MicroBatch) -> None:
         """A turn of a forward pass is over: raise FoundError if anything was found that cannot be cut."""
-        if self.attributes is not None and micro in self.micro_batches[:2] and (found := self.attributes.look(micro)) is not None:
-            self.uncut.note(f"{_in_words(*found)} is another one for each micro-batch, and others find it before it is read")
+        if self.in_turns is not None and micro in self.micro_batches[:2] and (found := self.attributes.look(micro)) is not None:
+            self.uncut.note(_another(*found))
         if self.in_turns is not None and (found := self.in_turns.look(micro)) is not None:
             self.uncut.note(f"{_in_words(*found)} is written in several parts of the model, and by others in between")
         if (micro.turns.is_over or self.engine.ranks.world == 1) and self.uncut.agree(self.blocks, self.engine.ranks):
             raise FoundError
+
+    def look_at_params(self, block: nn.Module) -> None:
+        """A block is called; when it runs again, what stands in for a parameter of it for that call no longer does."""
+        if self.attributes is not None and (found := self.attributes.replaced_in(block)) is not None:
+            self.uncut.note(_another(*found))
 
     def bring_back(self) -> None:
         """The step begins anew: what modules keep is as it was."""
@@ -491,6 +499,10 @@ class _Step:
             if position < _NEVER:
                 found.setdefault(int(position), []).append(chunk)
         return found
+
+
+def _another(module: nn.Module, attribute: str) -> str:
+    return f"{_in_words(module, attribute)} is another one for each micro-batch, and others find it before it is read"
 
 
 def _in_words(module: nn.Module, attribute: str) -> str:

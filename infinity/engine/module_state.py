@@ -93,6 +93,11 @@ class Attributes:
         changed = [place for place, value in self._before.items() if before.get(place) != value]
         return next((place for place in changed if self._changed.setdefault(place, who) is not who), None)
 
+    def replaced_in(self, block: nn.Module) -> tuple[nn.Module, str] | None:
+        """A block is called. A module of it, and the name of a parameter in whose place something else stands."""
+        inside = ((module, name) for module in block.modules() for name in module._parameters)
+        return next((place for place in inside if self._params.get(place) is not place[0]._parameters[place[1]]), None)
+
     def bring_back(self) -> None:
         """Parameters that passes which took turns have given back in another order than they put something in their place."""
         for module, name in self._replaced():

@@ -896,6 +896,15 @@ class Swapping(Chain):
         return self.last(x)
 
 
+class SwappingOne(Chain):
+    """Has a block that begins no segment find something else in the place of a parameter."""
+
+    def forward(self, x):
+        *others, block = self.blocks
+        x = nn.Sequential(*others)(self.first(x))
+        return self.last(torch.func.functional_call(block, {"up.weight": 2 * block.up.weight}, (x,)))
+
+
 class Hooked(Chain):
     """A weight that two parts of the model use has a hook that is not linear."""
 
@@ -916,6 +925,14 @@ class Hooked(Chain):
 )
 def test_so_does_what_passes_that_take_turns_would_mix_up(make, match, tmp_path, capfd):
     assert_runs_as_one(tmp_path, capfd, match, whole=True, make=make)
+
+
+@pytest.mark.parametrize("wraps", [lambda make: make, lambda make: full_once(make, "first")], ids=["", "no room"])
+def test_so_does_a_block_inside_a_segment_that_finds_something_else_in_the_place_of_a_parameter(wraps, tmp_path):
+    losses, states, *_ = run(tmp_path, True, make=wraps(SwappingOne), chunk_mib=1 / 16, **NVME)
+    expected_losses, expected_states, *_ = run(tmp_path, False, make=SwappingOne, chunk_mib=1 / 16, **NVME)
+    assert losses == expected_losses
+    assert_same_states(states, expected_states)
 
 
 class Caching(Chain):
