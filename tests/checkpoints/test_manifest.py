@@ -175,9 +175,10 @@ def test_what_looks_genuine_is_refused_in_seconds_and_64_mib(saved, key, entry):
     assert str(target) in said
 
 
-def test_a_manifest_of_100_000_parameters_is_read_and_written_the_same():
+@pytest.mark.parametrize("num", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_a_manifest_of_very_many_parameters_is_read_and_written_the_same(num):
     world, format = 8, "bf16"
-    specs = [ParameterSpec(f"model.layers.{i // 100}.mlp.experts.{i % 100}.down_proj.weight", 12288, format, True) for i in range(100_000)]
+    specs = [ParameterSpec(f"model.layers.{i // 100}.mlp.experts.{i % 100}.down_proj.weight", 12288, format, True) for i in range(num)]
     chunks = layout(specs, chunk_numel=1 << 22, world=world).chunks
     files, places = [], [[] for _ in chunks]
     for rank in range(world):
@@ -196,7 +197,7 @@ def test_a_manifest_of_100_000_parameters_is_read_and_written_the_same():
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert most < 64 * MIB, most / MIB
+    assert most < num * 64 * MIB / 100_000, most / MIB
     assert found.to_json() == data and found.parameters == made.parameters and found.chunks[7].pieces == chunks[7].pieces
     assert found.places[5][3] == places[5][3]
 

@@ -161,7 +161,7 @@ def train_by_layer(name, by_layer, dtype, folder):
     return losses, {key: {segment: tensor.clone() for segment, tensor in state.items()} for key, state in states.items()}
 
 
-@pytest.mark.parametrize("name, dtype", [("Llama", "bf16"), ("T5", "fp32"), pytest.param("GPT-2", "fp16", marks=LONG)])
+@pytest.mark.parametrize("name, dtype", [("Llama", "bf16"), pytest.param("T5", "fp32", marks=LONG), pytest.param("GPT-2", "fp16", marks=LONG)])
 def test_two_ranks_have_the_bits_of_the_ordinary_loop(name, dtype, two_ranks, tmp_path):  # noqa: F811
     (losses, states), (others, _) = two_ranks.run(train_by_layer, name, True, dtype, tmp_path)
     (expected_losses, expected_states), (expected_others, _) = two_ranks.run(train_by_layer, name, False, dtype, tmp_path)
