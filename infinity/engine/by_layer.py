@@ -81,7 +81,8 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     runs in a thread of its own, others of which run in between: what it switches in the model for a while, those find. Blocks of the model
     run again for backward, with their hooks, as with activation checkpointing. What cannot be cut between blocks is found in the first step,
     which then begins anew; it runs as one, in the end all of the model as in the ordinary loop, and is named once, and by
-    stats()["by_layer_uncut"]. Gradients are those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit,
+    stats()["by_layer_uncut"]. So does a step whose forward passes find no room on the device, where there is one rank: its micro-batches, and
+    those of later steps of as many, run one after the other. Gradients are those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit,
     unless of three or more some leave the model after other blocks than the rest (early exits), or call one more often in a row: what they
     share behind these, and the blocks before, adds up in another order. Random numbers (dropout) are others. Returns the losses, detached.
     The optimizer's accumulation_steps is to be 2 or more, so that sums are in fp32; how many micro-batches there are may differ from it.

@@ -1,6 +1,7 @@
 """Threads that carry out one link's work, in the order in which it was given, but for what somebody waits for.
 
-Knows jobs and their order, and what guards what threads share (Monitor). Must not know what a job moves. A lane exists so that the
+Knows jobs and their order, the CUDA device that a lane's thread runs on, and what guards what threads share (Monitor). Must not know what a
+job moves. A lane exists so that the
 training thread never waits for a transfer that its op does not need; waiting, copying and computing inside a job drop the GIL.
 """
 
