@@ -256,9 +256,9 @@ def _follow(process: subprocess.Popen, so_far: Path, timeout: float, told: Calla
 
 
 def _left(folder: str, kind: str) -> dict[str, dict]:
-    """What ranks have left there, the oldest first."""
+    """What ranks have left there, the oldest first. Where a disk is full, that is an empty file."""
     paths = sorted(Path(folder).glob(f"{kind}*"), key=lambda path: path.stat().st_mtime_ns)
-    return {path.name: json.loads(path.read_text()) for path in paths}
+    return {path.name: json.loads(path.read_text() or '{"error": "the disk had no room for a report"}') for path in paths}
 
 
 def leave(work: Callable[[], dict]) -> None:

@@ -164,6 +164,18 @@ def test_a_step_of_finetune_is_cut_into_few_micro_batches(bench):
     assert cuts == [(1, 1), (4, 1), (4, 4), (1, 37)]
 
 
+def test_a_report_for_which_the_disk_had_no_room_is_an_error_that_says_so(bench, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport _common\n"
+        "_common.json.dumps = lambda report: ''\n"
+        "_common.leave(lambda: 1 / 0)\n"
+    )
+    common = bench("_common")
+    with pytest.raises(common.RunError, match="^the disk had no room for a report$"):
+        common.on_ranks(str(script), [], 1, 60)
+
+
 @pytest.mark.long
 def test_what_a_rank_left_before_it_failed_is_known(bench, tmp_path):
     script = tmp_path / "script.py"

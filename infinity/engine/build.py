@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.sizing import ACTIVATION_SHARE, Named, Training, arrange, budgets, expected_device_nbytes, may_compress, written_in_forward
+from infinity.engine.sizing import Named, Training, arrange, budgets, expected_device_nbytes, may_compress, written_in_forward
 from infinity.plan import compression
 from infinity.plan import placement as planner
 from infinity.plan.needs import Budgets
@@ -117,7 +117,7 @@ def assemble(
             layout_,
             records,
             placement,
-            int(host_budget * ACTIVATION_SHARE) // PAGE_NBYTES * PAGE_NBYTES,  # a region has whole pages
+            host_budget,
             swap,
             extents,
             compresses,
@@ -149,7 +149,7 @@ def _connect(
     layout_: Layout,
     records: list[Record],
     placement: planner.Placement,
-    activation_nbytes: int,
+    host_budget: int,
     swap: Swap | None,
     extents: dict[str, list],
     compresses: bool,
@@ -243,7 +243,8 @@ def _connect(
     activations = None
     if config.activations in ("host", "nvme"):
         to_nvme = config.activations == "nvme"
-        activations = Activations(arena, swap, device, activation_nbytes, to_nvme=to_nvme, who=who, failure=failure)
+        left = max(0, host_budget - arena.nbytes)  # all else that is there for good has its memory
+        activations = Activations(arena, swap, device, left, to_nvme=to_nvme, who=who, failure=failure)
     return Assembly(
         layout_, placement, swap, compressor_, arena, registry, tier, course, records_, gradients, updater, values, weights, activations
     )

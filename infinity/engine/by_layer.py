@@ -347,7 +347,7 @@ class _Step:
             self.blocks, self.groups = [], []
         self.group = {block: number for number, group in enumerate(self.groups) for block in group}
         self.buffers = BuffersOfModel(model, self.blocks)
-        is_new = bool(self.blocks) and self.uncut.is_new(model)
+        is_new = bool(self.blocks) and self.uncut.is_new(model, is_cut=self.is_cut)
         self.attributes = Attributes(model) if is_new else None
         self.in_turns = BuffersInTurns(model) if is_new and self.is_cut else None
         self.micro_batches: list[MicroBatch] = []
@@ -403,8 +403,8 @@ class _Step:
                         losses[micro] = micro.turns.result.detach()
                         self._begin_sums([micro])
                         self._go_back(micro, position)
-        if len(self.micro_batches) > 1 and self.is_cut:
-            self.uncut.note_forward(self.model)
+        if len(self.micro_batches) > 1 and self.blocks:
+            self.uncut.note_forward(self.model, is_cut=self.is_cut)
         self.buffers.forget()
         return [losses[micro] for micro in self.micro_batches]
 

@@ -27,7 +27,7 @@ from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES
 from infinity.tiers.state import TORCH_DTYPES
 
-ACTIVATION_SHARE = 1 / 4  # of host memory, where they live there
+ACTIVATION_SHARE = 1 / 4  # of host memory, at least, where they live there
 HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
 DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # likewise for device_memory="auto", as long as activations are not known
 EXPECTED_DEVICE_SHARE = 0.8  # of what is free there: what most steps leave to the engine

@@ -29,7 +29,7 @@ class Uncut:
         self.reasons: list[str] = []
         self._who, self._tell = who, tell
         self._joined: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # to what comes before them
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that have passed by layer
+        self._known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # models that have passed, and whether cut
         self._found: set[nn.Module] = set()  # since ranks have agreed
         self.found_whole = False
 
@@ -47,13 +47,14 @@ class Uncut:
         how = "they run one after the other" + (f", unless {OFF}" if kept_there else "")
         self.name(f"the device has no room for {num_micro_batches} micro-batches by layer", how)
 
-    def is_new(self, model: nn.Module) -> bool:
-        """Whether no step has had all its forward passes of the model."""
-        return model not in self._known
+    def is_new(self, model: nn.Module, *, is_cut: bool) -> bool:
+        """Whether no step has had all its forward passes of the model; is_cut: and been cut."""
+        known = self._known.get(model)
+        return known is None or (is_cut and not known)
 
-    def note_forward(self, model: nn.Module) -> None:
+    def note_forward(self, model: nn.Module, *, is_cut: bool) -> None:
         """A step has had all of them."""
-        self._known.add(model)
+        self._known[model] = is_cut or self._known.get(model, False)
 
     def note(self, reason: str, blocks: Iterable[nn.Module] = ()) -> None:
         """Something cannot be cut before these blocks; without any, or with such as were no borders before, nothing can."""

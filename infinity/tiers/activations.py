@@ -334,8 +334,8 @@ class Activations:
             elif not self._write_oldest() and not self._give_up_oldest():
                 if not self._leaving:
                     raise BudgetError(
-                        f"{self.who}a saved activation of {format_bytes(nbytes)} does not fit into the quarter of host_memory "
-                        f"that is kept for activations, {format_bytes(self.heap.budget_nbytes)}. Raise host_memory, or use "
+                        f"{self.who}a saved activation of {format_bytes(nbytes)} does not fit into what is left of "
+                        f"host_memory for activations, {format_bytes(self.heap.budget_nbytes)}. Raise host_memory, or use "
                         f"activations='device'."
                     )
                 self._let_go()

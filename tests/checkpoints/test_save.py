@@ -1815,9 +1815,10 @@ def test_on_a_gpu_a_resumed_run_is_the_uninterrupted_one(place, dtype, memory, t
         saving = infinity.save(tmp_path / "checkpoint", model, optimizer, wait=False, host_memory=memory)
         losses = [step(model, optimizer, number) for number in range(3, 6)]
         saving.wait()
-        num_on_device = engine.stats()["num_chunks_on_device"]
+        stats = engine.stats()
         expected = states_of(engine, model)
-    assert (num_on_device > 0) == (place in ({}, {"device_memory": "40MiB"}))
+    went_home = stats["num_steps_back"] > 0  # beside much other work steps may become longer by themselves
+    assert (stats["num_chunks_on_device"] > 0 or went_home) == (place in ({}, {"device_memory": "40MiB"}))
     with training(make, tmp_path, seed=1, **config) as (model, engine, optimizer):
         assert infinity.load(tmp_path / "checkpoint", model, optimizer).step == 3
         assert [step(model, optimizer, number) for number in range(3, 6)] == losses

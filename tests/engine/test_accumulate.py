@@ -22,6 +22,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import infinity
+from infinity.engine import by_layer
+from infinity.engine.module_state import Attributes
 from infinity.optim.loss_scale import LossScale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -581,7 +583,9 @@ class Crowded(Chain):
 
 
 @pytest.mark.parametrize("update", ["backward", "deferred"])
-def test_micro_batches_for_which_the_device_has_no_room_run_one_after_the_other(update, tmp_path, capfd):
+def test_micro_batches_for_which_the_device_has_no_room_run_one_after_the_other(update, tmp_path, monkeypatch, capfd):
+    looks = []
+    monkeypatch.setattr(by_layer, "Attributes", lambda model: looks.append(model) or Attributes(model))
     expected = run(tmp_path, False, update=update, **NVME)
     with pytest.raises(torch.OutOfMemoryError):  # where all of a graph is kept, one micro-batch is too many
         run(tmp_path, False, make=Crowded, update=update, **NVME)
@@ -600,6 +604,7 @@ def test_micro_batches_for_which_the_device_has_no_room_run_one_after_the_other(
         (reason,) = engine.stats()["by_layer_uncut"]
         assert reason == "the device has no room for 3 micro-batches by layer"
     assert len(calls) == 3 + 3 * 3  # the third one had no room
+    assert len(looks) == 1 + 1  # what modules keep is looked at until a step of the kind has had its forward passes
     assert capfd.readouterr().err.count("Config(activations='host')") == 1
 
 
