@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,35 @@ def _part(text):
     return int(found[1]), int(found[2])
 
 
-@pytest.hookimpl(trylast=True)  # of what markers and -k leave
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
     """Neighbours, which are the cases of one test, go to different parts, so that all parts take about as long."""
+    _leave_few(items)
+    yield  # -m and -k
     if part := config.getoption("--part"):
         number, parts = part
         config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % parts != number - 1])
         items[:] = items[number - 1 :: parts]
+
+
+def _leave_few(items):
+    """Of a test marked few(number) all but so many cases are long: those stay whose values of parameters have come least among them."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("long"):
+            cases[item.path, item.originalname].append(item)
+    for found in cases.values():
+        (number,) = found[0].get_closest_marker("few").args
+        num_come = Counter()
+        for _ in range(min(number, len(found))):
+            found.remove(least := min(found, key=lambda item: sum(num_come[each] for each in _values(item))))
+            num_come.update(_values(least))
+        for item in found:
+            item.add_marker("long")
+
+
+def _values(item):
+    return [(name, repr(value)) for name, value in item.callspec.params.items()]
 
 
 def pytest_collection_finish(session):

@@ -41,6 +41,17 @@ def test_parts_are_all_tests_once_and_each_has_its_line(tmp_path):
     assert "/2 |" not in record.read_text() and "| 1/1 |" in record.read_text()
 
 
+def test_few_cases_have_all_values_between_them_and_the_others_are_long(tmp_path):
+    (tmp_path / "test_tiny.py").write_text(
+        "import pytest\n\n@pytest.mark.few(3)\n@pytest.mark.parametrize('a', 'xyz')\n@pytest.mark.parametrize('b', 'uvw')\n"
+        "def test_pairs(a, b):\n    pass\n"
+    )
+    short = re.findall(r"test_pairs\[(.)-(.)\]", run(tmp_path, "--collect-only", "-m", "not long").stdout)
+    rest = re.findall(r"test_pairs\[(.)-(.)\]", run(tmp_path, "--collect-only", "-m", "long").stdout)
+    assert len(short) == 3 and [set(values) for values in zip(*short)] == [set("uvw"), set("xyz")]
+    assert len(rest) == 6 and not {*short} & {*rest}
+
+
 def test_a_part_that_there_is_not_is_named(tmp_path):
     done = run(tmp_path, "--part", "4/3")
     assert done.returncode == 4 and "expected K/N with K from 1 to N" in done.stderr

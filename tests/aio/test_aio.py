@@ -369,6 +369,7 @@ def test_a_full_filesystem_is_an_error(tmp_path):
 # ---- refusals of the kernel: promise 2 ----
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("result", [-errno.EAGAIN, -errno.EINTR, 0, 1], ids=["EAGAIN", "EINTR", "nothing", "partial"])
 def test_a_thousand_refused_submits_lose_nothing(direct, result):
     fd, data = direct(256 * 4096)

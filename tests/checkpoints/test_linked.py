@@ -46,6 +46,7 @@ def is_whole(path):
             return False
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("places", PLACES[::4], ids=str)
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_save_writes_anew_what_was_damaged_in_a_file_that_it_would_link(wait, places, tmp_path):

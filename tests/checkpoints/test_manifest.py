@@ -76,6 +76,7 @@ COLLIDING = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", ["$dict", "$counter"])
 @pytest.mark.parametrize("keys", COLLIDING)
 def test_keys_that_collide_are_refused_soon(saved, keys, kind):

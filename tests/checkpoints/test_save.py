@@ -294,6 +294,7 @@ CASES_SAMPLE = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", sample(CASES, CASES_SAMPLE))
 def test_a_resumed_run_is_the_uninterrupted_one_with_every_optimizer_and_schedule(case, tmp_path):
     if "tight" in case.config.values():
@@ -713,6 +714,7 @@ def test_an_overflow_right_after_a_save_changes_neither(tmp_path):
     assert_alike(loaded_states(tmp_path / "checkpoint", deep, tmp_path, **config), at_call)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("where", ["nvme", "device"])
 def test_an_exception_that_ends_the_engine_leaves_the_checkpoint_before(where, wait, tmp_path):

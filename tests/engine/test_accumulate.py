@@ -97,6 +97,7 @@ def scaled(dtype):
     return {"options": {"loss_scale": LossScale(initial=256.0)}} if dtype == "fp16" else {}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("n", [pytest.param(2, marks=LONG), 3, pytest.param(5, marks=LONG), pytest.param(16, marks=LONG)])
 @pytest.mark.parametrize("dtype, update", WAYS)
 def test_losses_and_states_are_those_of_the_ordinary_loop(update, dtype, n, tmp_path):
@@ -109,6 +110,7 @@ def test_so_they_are_with_sixteen_micro_batches(options, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Odd, dtype="bf16", n=16, num_steps=2, options=options, **NVME)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_so_they_are_wherever_records_live(dtype, places, tmp_path):
@@ -162,6 +164,7 @@ class Gated(nn.Module):
         return self.block(x) * torch.sigmoid(bias), bias
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("places", ["nvme", pytest.param("device", marks=LONG)])
 @pytest.mark.parametrize("dtype, update", WAYS)
 def test_what_is_between_blocks_is_cut_wherever_it_is_used(update, places, dtype, tmp_path):
@@ -223,6 +226,7 @@ class Skipping(Chain):
         return self.last(x)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 32])  # a segment is a block, and two or more
 @pytest.mark.parametrize("n", [2, 5])
 @pytest.mark.parametrize("update", ["deferred", "backward"])
@@ -331,6 +335,7 @@ def test_the_number_of_micro_batches_may_change_and_ordinary_steps_may_come_betw
     assert_same_states(found[0][1], found[1][1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("make", [Chain, Odd])
 def test_the_least_memory_is_enough(make, update, tmp_path):
@@ -490,6 +495,7 @@ def test_blocks_that_the_program_checkpoints_are_left_alone(use_reentrant, tmp_p
         assert len(calls) == 4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("activations", ["host", "nvme"])
 @pytest.mark.parametrize("make", [Chain, Odd])
 def test_activations_may_leave_the_device(make, activations, tmp_path, monkeypatch):
@@ -687,6 +693,7 @@ def test_where_the_device_keeps_nothing_that_is_no_remedy(tmp_path, capfd):
     assert "by layer: they run one after the other\n" in capfd.readouterr().err
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("place", ["blocks.3", "blocks.3.up"])
 @pytest.mark.parametrize("calls_before", [1, 2, 4, 6])
 def test_an_interrupt_ends_all_threads(calls_before, place, tmp_path):

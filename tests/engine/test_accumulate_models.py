@@ -48,12 +48,14 @@ def how(case, dtype="fp32", **config):
     return found | scaled(dtype) | config
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name, dtype", WAYS)
 def test_losses_and_states_are_those_of_the_ordinary_loop(name, dtype, tmp_path, capfd):
     assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], dtype), **NVME)
     assert "infinity.accumulate: " not in capfd.readouterr().err  # nothing runs as one
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("n", [2, 5])
 @pytest.mark.parametrize("places", [name for name in PLACES if name != "nvme"])
 def test_so_they_are_wherever_records_live(places, n, tmp_path):
@@ -70,6 +72,7 @@ def test_so_they_are_with_sixteen_micro_batches(name, dtype, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], dtype) | {"options": options, "num_steps": 2}, n=16, **NVME)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, dtype", [("T5", "fp32"), ("Llama", "bf16"), pytest.param("GPT-2", "fp16", marks=LONG)])
 def test_clipping_is_that_of_the_ordinary_loop(name, dtype, tmp_path):
     options = {"max_grad_norm": 0.05} | scaled(dtype).get("options", {})
@@ -88,6 +91,7 @@ def test_adapters_train_on_a_frozen_model(name, tmp_path, capfd):
     assert "infinity.accumulate" not in capfd.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["Llama", pytest.param("GPT-2", marks=LONG), pytest.param("T5", marks=LONG)])
 def test_gradient_checkpointing_changes_nothing(name, use_reentrant, tmp_path):
@@ -139,6 +143,7 @@ def test_a_unet_has_its_skips_cut(dtype, tmp_path, capfd):
     assert "infinity.accumulate" not in capfd.readouterr().err
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["Llama", "T5", "Mixtral"])
 def test_weights_are_read_as_for_one_micro_batch(name, tmp_path):
     case = CASES[name]
@@ -180,6 +185,7 @@ def train_uncut(make, by_layer, folder):
     return losses, {key: {segment: tensor.clone() for segment, tensor in state.items()} for key, state in states.items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", [Boxed, Stashing, changing], ids=["joined", "whole", "in place"])
 def test_two_ranks_run_as_one_what_cannot_be_cut(make, two_ranks, tmp_path):  # noqa: F811
     make = functools.partial(make, *{Boxed: (2,), Stashing: ("mask",)}.get(make, ()))

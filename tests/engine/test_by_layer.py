@@ -39,6 +39,7 @@ def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
         return losses, states_of(engine, model)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("places", [NVME, {"weights": "device", "states": "device"}, {"weights": "host", "states": "nvme"}], ids=str)
 @pytest.mark.parametrize(
     "update, dtype",
@@ -116,6 +117,7 @@ class Cut(nn.Module):
         return x.detach()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("cut", [False, True])
 def test_odd_segments_have_the_gradients_of_the_ordinary_loop(cut, dtype, tmp_path):

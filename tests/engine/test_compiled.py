@@ -110,23 +110,27 @@ def assert_as_plain(make, directory, way, *, before=False, options=None, dtype="
         assert_equals_reference(engine, model, reference_model, reference)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_compiled_before_and_after_the_start_is_one_graph(way, before, tmp_path):
     assert_as_plain(gpt, tmp_path, way, before=before, **PLACES["nvme"])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("way", ["wrappers", "in place", "forward"])
 def test_in_the_other_tiers(way, place, tmp_path):
     assert_as_plain(gpt, tmp_path, way, **PLACES[place])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["wrappers", "in place", "model"])
 def test_checkpoints_around_blocks_and_inside_of_what_is_compiled(way, tmp_path):
     assert_as_plain(lambda: gpt(checkpoint_activations=True), tmp_path, way, before=True, **PLACES["nvme"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "model in place"])
 def test_tied_weights_inside_and_outside(way, tmp_path):
     assert_as_plain(lambda: gpt(tie=True), tmp_path, way, **PLACES["nvme"])
@@ -254,6 +258,7 @@ def test_what_a_close_leaves_is_compiled_as_before(tmp_path):
 # In other settings
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "model in place"])
 def test_the_loss_scale_is_outside_of_what_is_compiled(way, tmp_path):
     found = []
@@ -270,6 +275,7 @@ def test_activations_of_what_is_compiled_leave_the_device(tmp_path):
     assert_as_plain(gpt, tmp_path, "in place", dtype="bf16", activations="host", **PLACES["nvme"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "model"])
 def test_compiled_inside_init(way, tmp_path):
     options = {"backend": "aot_eager", "fullgraph": True}
@@ -285,6 +291,7 @@ def test_compiled_inside_init(way, tmp_path):
         assert_same_bits(*pair, f"loss of step {step}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("way", ["model", "model in place"])
 def test_evaluated_before_the_optimizer_is_made(way, before, tmp_path):

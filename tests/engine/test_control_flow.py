@@ -132,6 +132,7 @@ def run_and_compare(run, tmp_path, make=Layers, num_steps=10, config=None, optio
         assert_equals_reference(engine, model, reference_model, reference)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "order, way", [long_unless((order, way) in DEFAULT, order, way) for order in ORDERS for way in TRAININGS]
 )
@@ -437,6 +438,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind, choice, update", MIXED)
 def test_ranks_that_choose_other_experts_of_a_leaf_train_as_one_process(kind, choice, update, two_ranks, tmp_path):
     device_memory = (128 if kind == "root" else 64) * LAYER_NBYTES  # its gradients are all those of one op
@@ -511,6 +513,7 @@ def plain_changing(order, steps=8, repeat=1):
     return losses
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "order, update",
     [
@@ -561,6 +564,7 @@ def peak_at_least(folder, kind, **config):
     return least, peaks
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_peaks_of_two_ranks_stay_within_the_least_device_memory(kind, update, two_ranks, tmp_path):
@@ -588,6 +592,7 @@ def accumulating(folder, orders, **config):
         return {name: engine.read_state(p)["weight"] for name, p in model.named_parameters()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("orders", ["fff", "pffp"])
 def test_all_forward_passes_may_come_before_the_backward_passes(orders, update, two_ranks, tmp_path):
@@ -656,6 +661,7 @@ LONG_PARTINGS = ["backward twice", "state_dict before step"]
 DEFAULT_PARTINGS = {("skips", 0), ("experts", 3), ("shorter backward", 0), ("extra forward", 0), ("state_dict before step", 3)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "what, when, update",
     [

@@ -58,6 +58,7 @@ MODELS = {
 # Parity
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["AdamW", pytest.param("Adam", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_losses_are_those_of_torch_optim(name, kind, tmp_path):
@@ -167,6 +168,7 @@ def check_placement(case, directory, expected):
     assert_same_states(got, expected_states)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: "-".join(map(str, case)))
 def test_placement_never_changes_a_bit(case, tmp_path, expected):
     check_placement(case, tmp_path, expected)
@@ -183,6 +185,7 @@ def test_records_in_regions_of_their_own_have_the_same_bits(tmp_path, expected, 
     check_placement(("accumulate", "bf16", "host", "host", "auto", "deferred", 1 / 64, "ample"), tmp_path, expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("divisor", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long), 20])
 def test_peaks_stay_within_budgets(divisor, update, tmp_path):

@@ -159,6 +159,7 @@ def sweep(directory, expected, fault, update, numbers):
         assert code is None or call == "io_getevents", f"{where} failed, and nobody was told"
 
 
+@pytest.mark.few(10)
 @pytest.mark.filterwarnings("ignore:io_setup granted")
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
@@ -484,6 +485,7 @@ def check_budgets(case, directory, num_budgets):
             assert_same_states(states, expected[1], f"{field}={budget}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.long if i in (2, 3, 5) else ()) for i, case in enumerate(PRESSURES)], ids=str
 )

@@ -62,6 +62,7 @@ def few_gradients_under_way(monkeypatch):
 # Every split
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
 @pytest.mark.parametrize(
@@ -122,6 +123,7 @@ def test_records_come_to_the_device_only_once_all_weights_have_room(tmp_path):
             assert engine.stats()["peak_device_nbytes"] <= budget
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["auto", "deferred"])
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"accumulation_steps": 3}], ids=["clip", "accumulate"])
 def test_gradients_that_wait_stay_on_the_device_where_host_memory_has_room_for_records_alone(options, update, tmp_path):
@@ -198,6 +200,7 @@ def small_drive(monkeypatch):
 CROWDED = {"host_memory": "320KiB"}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
 @pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "moments": "bf16"}, {"dtype": "fp16"}], ids=str)
 def test_what_nvme_has_no_room_for_lives_on_the_device_with_the_same_bits(numbers, options, small_drive, tmp_path):

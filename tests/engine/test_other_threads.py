@@ -72,6 +72,7 @@ def test_after_an_interrupt_inside_load_the_next_one_cures(tmp_path, num):
     assert num_interrupted >= num // 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("num", MOMENTS)
 def test_after_an_interrupt_inside_save_the_old_checkpoint_or_the_new_one_is_there(tmp_path, num, wait):

@@ -280,6 +280,7 @@ def values_of(program, mode, directory, config):
     return values
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", ["roomy", "nvme"])
 @pytest.mark.parametrize("program, mode", [(two_that_play_against_each_other, "plain"), (a_frozen_teacher, "perceptual")])
 def test_gradients_pass_through_on_two_ranks_as_on_one(program, mode, place, two_ranks, one_thread, tmp_path):

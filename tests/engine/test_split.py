@@ -79,6 +79,7 @@ def run(directory, kind, crowded=(False,), *, steps=5, **config):
         return losses, states_of(engine, model), put_off
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["ordinary", "accumulated", "by layer"])
 def test_whichever_updates_are_put_off_the_bits_are_the_same(kind, dtype, tmp_path):

@@ -286,6 +286,7 @@ def table(request):
             print(f"{name:28}{sizes}   {difference:.1e} to torch.optim.AdamW, 0 to the same arithmetic")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_states_are_those_of_plain_pytorch(name, tmp_path):
     """Against torch.optim.AdamW to 1e-5, against the arithmetic that the engine states bit by bit."""
@@ -306,6 +307,7 @@ def test_losses_and_states_are_those_of_plain_pytorch(name, tmp_path):
     TABLE.append((name, stats, max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5"])
 def test_gradient_checkpointing_changes_no_bit(name, use_reentrant, tmp_path):

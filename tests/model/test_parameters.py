@@ -1112,6 +1112,7 @@ def train_on_ranks(case, directory):
     train_both(make, directory, **options)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_two_ranks_train_to_the_bits_of_plain_pytorch(case, world, tmp_path):
     world().run(train_on_ranks, case, tmp_path)

@@ -596,6 +596,7 @@ TILINGS = {  # configuration, number of tiles of each large layer
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("options", [{}, {"tie": True}, {"head_loss": True}], ids=str)
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("built", ["init", "offload"])
@@ -766,6 +767,7 @@ def train_rank(folder, built, changes, options):
     return losses, len(model.head.tiles)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "built, tiling, options",
     [

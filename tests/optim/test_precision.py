@@ -224,6 +224,7 @@ RULES = [  # by default each precision and each rule
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("optimizer, config", RULES)
 def test_placement_changes_no_bit(config, optimizer, tmp_path):
     options = {"lr": 1e-2, "momentum": 0.9} if optimizer is infinity.SGD else {"lr": 1e-3, "weight_decay": 0.1}

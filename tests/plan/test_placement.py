@@ -85,6 +85,7 @@ def test_host_memory_left_over_keeps_weights_before_states_and_last_chunks_first
     assert homes == [(0, 0), (1, 0), (3, 0), (8, 0), (8, 1), (8, 3), (8, 5), (8, 8)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("num", [3, NUM, 20, 100])
 def test_host_memory_that_could_hold_more_is_not_left_over(num, deferred):

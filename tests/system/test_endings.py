@@ -217,11 +217,13 @@ def assert_ended_with_errors(answers, stage, who):
         assert "terminate called" not in output and "gloo" not in output, output
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size, options", [(2, {}), (2, {"slow": True}), (3, {"destroys": True})], ids=str)
 def test_a_program_that_succeeds_ends_well_with_and_without_close(nursery, tmp_path, size, options):
     assert_ended_well(nursery.run(size, tmp_path, **options))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "stage, who, closes",
     [("before", "one", False), ("construction", "one", False), ("backward", "one", True), ("save", "one", False), ("load", "all", False)]
@@ -253,6 +255,7 @@ def test_programs_end_fifty_times_as_they_should(nursery, tmp_path, stage, who, 
 # ---- ranks that leave ----
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size, options", [(2, {"closes": True}), (2, {"barrier": True}), (3, {"fewer": 2})], ids=str)
 def test_unequal_numbers_of_batches_are_an_error_on_every_rank(nursery, tmp_path, size, options):
     options = {"fewer": 1, **options}
@@ -273,6 +276,7 @@ def test_the_same_number_of_batches_is_none(nursery, tmp_path):
 KILLED = {"construction": "infinity.init|the making", "backward": "in step [123]", "save": "in infinity.save", "load": "in infinity.load"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size, stage", [(2, "construction"), (3, "backward"), (2, "save"), (3, "load")])
 def test_a_rank_that_is_killed_is_named_on_all_others(nursery, tmp_path, size, stage):
     *survivors, (status, _) = nursery.run(size, tmp_path, stage=stage, kills=True)

@@ -337,6 +337,7 @@ def keep_sums(folder, update, **places):
 # ---- the same mathematics ----
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "size, update",
     [(2, "backward"), (4, "deferred")]
@@ -358,6 +359,7 @@ def test_three_micro_batches_and_clipping_are_those_of_one_process(worlds, tmp_p
         assert rank["norms"] == pytest.approx(norms, rel=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("micros", [1, 3])
 def test_ranks_may_put_off_different_updates(worlds, tmp_path, micros):
     options = {"optimizer": {"accumulation_steps": micros}, "update": "backward", "steps": 5}
@@ -422,6 +424,7 @@ def test_records_leave_the_device_on_all_ranks_when_one_of_them_needs_more(world
     assert counts[0] == counts[2] > counts[3] == counts[5] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_sums_of_gradients_stay_on_the_device_of_all_ranks_though_host_memory_has_room_for_those_of_one(worlds, tmp_path, update):
     """Shards differ a little, the last are the smallest. And what is sent with an update has all of the last pass."""
@@ -516,6 +519,7 @@ def branches_reference(bias_on, side_on, world, steps=4):
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("bias_on, side_on", [((0,), (1,)), ((0, 1), ()), ((1,), (0, 1)), ((), ())])
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_a_gradient_that_some_rank_lacks_counts_as_zero_there(worlds, tmp_path, bias_on, side_on, update):
@@ -563,6 +567,7 @@ def test_two_ranks_with_the_same_data_have_the_bits_of_one(worlds, tmp_path, mom
             assert found == expected, number
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", ["blocks.0", "bias"])
 def test_parameters_are_frozen_for_some_steps(worlds, tmp_path, part, one_thread):
     """Also those in one chunk with others that train on."""
@@ -887,6 +892,7 @@ def test_ranks_train_with_nccl_and_none_has_a_context_on_anothers_device(tmp_pat
     assert status == 0, output
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update, when", [("backward", 0), pytest.param("deferred", 1, marks=pytest.mark.long), ("backward", 4)])
 def test_ranks_that_run_modules_in_other_orders_end_in_errors(tmp_path, update, when):
     world = World(2, tmp_path)  # of its own: its groups are lost
@@ -955,6 +961,7 @@ def fail_at(engine, stage):
         fail()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage, loser, update", LOSSES)
 def test_one_ranks_failure_ends_all_soon_and_names_rank_and_chunk(tmp_path, stage, loser, update):
     world = World(2, tmp_path)

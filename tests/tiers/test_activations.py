@@ -813,6 +813,7 @@ def test_models_of_all_kinds_train_to_the_same_bits(tmp_path, everything_moves, 
     assert_same_everywhere(TRAITS[name], tmp_path, places=["nvme"], pages=64, moves=None)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_gpt_trains_to_the_same_bits(tmp_path, everything_moves, dtype, checkpointed):
@@ -1068,6 +1069,7 @@ FAULTS = [  # call, what it returns, errno of the SwapError (None: it heals)
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
 def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(tmp_path, fault):
     call, result, code = fault

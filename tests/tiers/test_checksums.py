@@ -237,6 +237,7 @@ def damage_every_read(mode, directory, num_steps):
     return taps[0].told
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_read_of_an_engine_is_checked(mode, tmp_path):
     damage_every_read(mode, tmp_path, 3)
@@ -293,6 +294,7 @@ def damage_once(mode, directory, numbers):
         assert [name for name in everything_in(directory / "harmed") if "/" in name or name.endswith("lock")] == []
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_the_drive_changed_ends_a_run_before_it_counts(mode, tmp_path):
     damage_once(mode, tmp_path, [0, *random.sample(range(1, 40), 4)])

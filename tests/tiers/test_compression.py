@@ -79,6 +79,7 @@ def test_floats_take_little_more_than_their_entropy(kind, dtype):
     assert expanded(coded, nbytes, dtype.itemsize, len(data)) == data
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("pages", [1, 2, 3, 7, 8, 9, 16, 33, 512])
 def test_any_number_of_pages(pages, itemsize):
@@ -401,6 +402,7 @@ def test_other_bytes_than_were_written_are_an_error(paths):
 # ---- in an engine ----
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "dtype, moments, update",
     [

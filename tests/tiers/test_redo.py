@@ -358,6 +358,7 @@ def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments
         assert sum(steps) / 6 == pytest.approx(1.33 + written_of_states, rel=0.05)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "residency, host_memory, moments, num_late",
     [("none", "16MiB", "fp32", 1), ("auto", "16MiB", "fp32", 1), ("none", "64MiB", "fp32", 2), ("auto", "64MiB", "bf16", 2)],
@@ -560,6 +561,7 @@ def test_what_is_left_of_memory_is_for_gradients_of_late_moments_last():
     assert states.pool_nbytes and set(states.homes[STATES]) == {"nvme"} and "host" in states.homes[GRADIENTS]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("host_mib, is_late", [(200, False), (240, True), (300, True), (360, True), (480, False), (520, False), (540, False)])
 def test_where_nothing_is_coded_gradients_of_late_moments_come_before_states(host_mib, is_late):
     """Where that moves fewer bytes: near both ends slots that are a fifth larger, and a pool, would send more states away than they save."""

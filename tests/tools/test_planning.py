@@ -63,6 +63,7 @@ def test_a_plan_names_memory_links_step_and_what_bounds_it(node, capsys):
     assert "a node: 2 device(s), 2 drive(s)" in out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compression, written", [("off", 12), ("auto", 4 + 8 / 3)])
 def test_bytes_of_a_plan_are_those_of_the_design(node, capsys, compression, written):
     """With late moments, they are written every third time."""
@@ -247,6 +248,7 @@ def test_activations_of_a_cpu_take_its_host_memory(node, capsys):
     assert status == 1 and "for activations" in out
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device, devices", [("cpu", 1), ("cpu", 2), ("cuda", 1), ("cuda", 2)])
 def test_what_is_needed_is_there_or_it_does_not_fit(node, capsys, device, devices):
     """One value is printed and judged. On processors, activations are in the node's memory, not in the device's part of it."""
@@ -291,6 +293,7 @@ def test_sizes_beyond_all_memory_are_one_line(node, capsys):
     assert status == 2 and len(errors.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_the_largest_of_very_many_ranks_is_larger_than_what_fits(node):
     machine = dataclasses.replace(NODE, nodes=2048, host_memory=1 << 40)
     arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
@@ -312,6 +315,7 @@ def test_the_largest_is_found_in_few_layouts_and_told_on_a_terminal(node, capsys
     assert tried[-1] > 4e12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("params", ["100T", "9999T"])
 def test_a_model_that_nothing_could_hold_is_refused_by_its_size(node, capsys, params):
     status, out, _ = run(capsys, "--params", params)

@@ -66,6 +66,7 @@ def searched(rate, noise=0.0, seed=0):
     return rate(found) / max(map(rate, GRID)), len(asked)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", [0.002, 0.05, 0.2])
 def test_a_peak_anywhere_in_the_grid_is_found_within_a_percent_in_a_tenth_of_the_measurements(width):
     for peak in GRID:
@@ -83,6 +84,7 @@ def test_where_all_are_equal_the_settings_stay():
     assert search.search(START, lambda drive: 1e9) == START
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("noise", "least"),
     [(0.01, 0.95), (0.03, 0.6)],
