@@ -49,7 +49,7 @@ REGION_NBYTES = 4 << 30  # of records that stay in host memory: one is pinned wh
 @dataclass
 class Assembly:
     """The parts of one engine. swap is None where nothing lives on NVMe, compressor where all its bytes are moved each time, activations
-    where they stay on the device. ahead: of all parameters' first values."""
+    where they stay on the device. host_nbytes: what all of it may take of host memory. ahead: of all parameters' first values."""
 
     layout: Layout
     placement: planner.Placement
@@ -65,7 +65,16 @@ class Assembly:
     values: Values
     weights: Weights
     activations: Activations | None
+    host_nbytes: int
     ahead: ReadAhead | None = None
+
+    def keep_activations(self, device: torch.device, who: str = "", place: str | None = None) -> Activations:
+        """Have them in host memory that nobody else has. place: as configured, "host" or "nvme"; else they are switched off, and none goes to
+        NVMe."""
+        left = max(0, self.host_nbytes - self.arena.nbytes)
+        swap, is_on, to_nvme = self.swap if place else None, place is not None, place == "nvme"
+        self.activations = Activations(self.arena, swap, device, left, to_nvme=to_nvme, is_on=is_on, who=who, failure=self.records.failure)
+        return self.activations
 
 
 def assemble(
@@ -240,14 +249,12 @@ def _connect(
     values = Values(registry, records_, updater, tier, ranks)
     weights = Weights(values, course, gather_lane, gather_stream, device, events)
     undo.callback(weights.close)
-    activations = None
-    if config.activations in ("host", "nvme"):
-        to_nvme = config.activations == "nvme"
-        left = max(0, host_budget - arena.nbytes)  # all else that is there for good has its memory
-        activations = Activations(arena, swap, device, left, to_nvme=to_nvme, who=who, failure=failure)
-    return Assembly(
-        layout_, placement, swap, compressor_, arena, registry, tier, course, records_, gradients, updater, values, weights, activations
+    made = Assembly(
+        layout_, placement, swap, compressor_, arena, registry, tier, course, records_, gradients, updater, values, weights, None, host_budget
     )
+    if config.activations in ("host", "nvme"):
+        made.keep_activations(device, who, config.activations)
+    return made
 
 
 def _make_swap(

@@ -36,8 +36,9 @@ it begin anew are one protocol, whose notes are as long as a file.
 #
 # [Note: a device that is full by layer]
 # What blocks are given is kept for all micro-batches at the end of the forward passes. If the device has no room for it, the step begins
-# anew, with micro-batches one after the other as in the ordinary loop, and so do later ones of as many or more. Their blocks are
-# checkpointed as before: so of one micro-batch no more is kept than before of all, where its whole graph may take more than that.
+# anew, with that in host memory, and so do later ones of as many or more. Where that has none either, or is not to be used, they begin anew
+# with micro-batches one after the other as in the ordinary loop. Their blocks are checkpointed as before: so of one micro-batch no more is
+# kept than before of all, where its whole graph may take more than that.
 
 from __future__ import annotations
 
@@ -65,9 +66,10 @@ from infinity.engine.saved_tensors import SavedTensors
 from infinity.engine.trees import containers_in, flatten, write_back
 from infinity.engine.turns import Draws, Surroundings, Turns, streams
 from infinity.engine.uncut import OFF, FoundError
-from infinity.errors import ConfigError, UsageError
+from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.model.parameters import owner_of
 from infinity.model.recompute import checkpoint
+from infinity.sizes import format_bytes
 from infinity.system import interrupts
 from infinity.tiers.activations import Saved
 from infinity.tiers.state import ChunkState, ParameterState
@@ -81,10 +83,12 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     runs in a thread of its own, others of which run in between: what it switches in the model for a while, those find. Blocks of the model
     run again for backward, with their hooks, as with activation checkpointing. What cannot be cut between blocks is found in the first step,
     which then begins anew; it runs as one, in the end all of the model as in the ordinary loop, and is named once, and by
-    stats()["by_layer_uncut"]. So does a step whose forward passes find no room on the device, where there is one rank: its micro-batches, and
-    those of later steps of as many, run one after the other. Gradients are those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit,
-    unless of three or more some leave the model after other blocks than the rest (early exits), or call one more often in a row: what they
-    share behind these, and the blocks before, adds up in another order. Random numbers (dropout) are others. Returns the losses, detached.
+    stats()["by_layer_uncut"]. So does a step whose forward passes find no room on the device, where there is one rank: what its blocks are
+    given, and those of later steps of as many micro-batches, goes to what the engine has left of host memory, unless Config(activations=...)
+    names a place; where that has no room either, micro-batches run one after the other. Gradients are those of
+    `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit, unless of three or more some leave the model after
+    other blocks than the rest (early exits), or call one more often in a row: what they share behind these, and the blocks before, adds up
+    in another order. Random numbers (dropout) are others. Returns the losses, detached.
     The optimizer's accumulation_steps is to be 2 or more, so that sums are in fp32; how many micro-batches there are may differ from it.
     Raises ConfigError or UsageError if it cannot begin.
     """
@@ -160,18 +164,31 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
             return step.run(_works(loss, model, micro_batches), draws)
         except FoundError:
             pass
-        except torch.OutOfMemoryError as error:
-            if not step.may_begin_anew:
-                if step.is_cut and engine.activations is None:
+        except (torch.OutOfMemoryError, BudgetError) as error:
+            is_of_device = isinstance(error, torch.OutOfMemoryError)
+            if not step.may_begin_anew or not (is_of_device or step.is_away):
+                if is_of_device and step.is_cut and not step.is_away:
                     error.add_note(f"infinity.accumulate has {len(micro_batches)} micro-batches on the device at once: {OFF}")
                 raise
             if not engine.cycle.uncut.agree(step.blocks, engine.ranks):  # else it was found in the same turn, and may be the reason
-                engine.cycle.uncut.note_full(len(micro_batches), kept_there=engine.activations is None)
+                _make_room(engine, step)
         engine.cycle.zero_grad()
         step.bring_back()
         draws[:], micro_batches = begin, kept
         del step
         gc.collect()  # what the step kept on the device is part of cycles
+        if engine.activations is not None and not engine.activations.is_on:
+            engine.activations.shrink()
+
+
+def _make_room(engine, step: _Step) -> None:
+    """The device had none for a step, or host memory for what its blocks are given."""
+    num, uncut = len(step.micro_batches), engine.cycle.uncut
+    if step.is_away or engine.config.activations == "device":
+        uncut.note_full(num, kept_there=engine.config.activations in ("auto", "device"))
+    else:
+        activations = engine.activations or engine.parts.keep_activations(engine.device)
+        uncut.note_away(num, format_bytes(activations.heap.budget_nbytes))
 
 
 class MicroBatch:
@@ -318,8 +335,11 @@ class MicroBatch:
         """Whether an earlier segment adds to a parameter's gradient, which waits for that here."""
         if self.first_use.get(state, self._at) >= self._at:
             return False
-        activations = self.step.engine.activations
-        self._waiting[state] = (activations.save(gradient) if activations is not None else None) or gradient
+        saved = None
+        if self.step.is_away:
+            with contextlib.suppress(BudgetError):  # host memory may have had room for what blocks are given, and no more
+                saved = self.step.engine.activations.save(gradient)
+        self._waiting[state] = saved or gradient
         return True
 
     def _so_far(self, state: ParameterState) -> torch.Tensor:
@@ -338,6 +358,7 @@ class _Step:
         self.blocks = [] if self.uncut.whole else blocks_of(model)
         chunk_nbytes = max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks)
         full = self.uncut.is_full(num)
+        self.is_away = engine.config.activations in ("host", "nvme") or self.uncut.is_away(num)  # what blocks are given
         self.groups = [[None, *self.blocks]] if full else groups_of(self.blocks, min(chunk_nbytes, LEAST_NBYTES), self.uncut)
         self.lead = int(bool(self.groups) and self.groups[0][0] is not None)  # the position of the first group
         self.is_cut = len(self.groups) + self.lead > 1
@@ -373,7 +394,7 @@ class _Step:
             calls.swap(before)
             raise UsageError(beside("infinity.accumulate"))
         try:
-            with self.cycle.one_backward(num_together=len(works), withhold=self._withhold):
+            with self.cycle.one_backward(num_together=len(works), withhold=self._withhold), self._kept_away():
                 try:
                     with called_by(self.blocks, self._call), without_caches(self.model):
                         losses = self._forward()
@@ -388,6 +409,10 @@ class _Step:
             calls.swap(before._replace(thread=threading.get_ident()))
         draws[:] = [micro.draws for micro in self.micro_batches]
         return losses
+
+    def _kept_away(self) -> contextlib.AbstractContextManager:
+        activations = self.engine.activations
+        return activations.switched(self.is_away) if activations is not None else contextlib.nullcontext()
 
     def _forward(self) -> list[torch.Tensor]:
         """All forward passes, and of each the backward pass of its last segment."""

@@ -32,6 +32,7 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
 )
 
+from infinity.engine.build import Assembly
 from infinity.engine.follow import Follower
 from infinity.engine.margin import Margin
 from infinity.engine.ops import ATTRIBUTE, BACKWARD, FORWARD, RECOMPUTE, Frame, Op
@@ -60,8 +61,8 @@ class Turn(NamedTuple):
 class Calls:
     """The stack of `frames`; `kept` is held until the segment under way ends, if there is one, or an op finds no room."""
 
-    def __init__(self, follower: Follower, margin: Margin, activations: Activations | None):
-        self.follower, self.margin, self.activations = follower, margin, activations
+    def __init__(self, follower: Follower, margin: Margin, parts: Assembly):
+        self.follower, self.margin, self._parts = follower, margin, parts
         self.registry, self.weights = follower.registry, follower.weights
         self.timeline = follower.weights.events.timeline  # None without tracing
         self.frames: list[Frame] = []
@@ -74,6 +75,10 @@ class Calls:
         self._escaped: list[SpanState] = []  # of views that the outermost module returned, until backward ends
         self._returned: set[ParameterState] = set()  # parameters that it returned, until then: they are read as its other outputs are
         self.weights.make_way = self._make_way
+
+    @property
+    def activations(self) -> Activations | None:
+        return self._parts.activations
 
     def acquire(self, key: Hashable, spans: Sequence[SpanState]) -> None:
         """An op begins that needs these spans: hold them, once they are on the device."""

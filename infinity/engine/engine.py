@@ -49,6 +49,7 @@ from infinity.system.lanes import Lane
 from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.system.timeline import timeline_of
+from infinity.tiers.activations import Activations
 from infinity.tiers.state import TORCH_DTYPES
 
 
@@ -293,6 +294,10 @@ class Engine(NotCopied):
             self.cycle.zero_grad()
 
     @property
+    def activations(self) -> Activations | None:
+        return self.parts.activations
+
+    @property
     def model(self) -> nn.Module | None:
         return self._model()
 
@@ -344,27 +349,14 @@ class Engine(NotCopied):
         part_versions(param for _, param in self._named)
         for module in find_compiled(model):
             note_region(module)
-        self.accumulating = self.optimizer is not None and self.optimizer.accumulation_steps > 1
-        self.moments = self.optimizer.rule.moments if self.optimizer is not None else ADAM_MOMENTS
-        parts = assemble(
-            model,
-            self._named,
-            self.config,
-            self.device,
-            self.ranks,
-            self.events,
-            Training(
-                moments=self.moments,
-                deferred=_deferred(self.optimizer, self.config),
-                accumulating=self.accumulating,
-                can_advance=self.optimizer is None or self.optimizer.rule.can_advance,
-            ),
-        )
+        training = _training(self.optimizer, self.config)
+        self.accumulating, self.moments = training.accumulating, training.moments
+        parts = self.parts = assemble(model, self._named, self.config, self.device, self.ranks, self.events, training)
         self.layout, self.placement = parts.layout, parts.placement
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
         self.records, self.gradients, self.updater = parts.records, parts.gradients, parts.updater
         self.values, self.weights, self.course = parts.values, parts.weights, parts.course
-        self.activations, self.compressor = parts.activations, parts.compressor
+        self.compressor = parts.compressor
         self.events.count_slots = self.records.slots_in_use
         try:
             bound_nbytes = None if self.config.device_memory == "auto" else self.config.device_memory
@@ -464,6 +456,15 @@ def gathered(params: torch.Tensor | Iterable[torch.Tensor]):
         raise ConfigError("infinity.gathered: the parameter is in no engine")
     with engine.gathered(params):
         yield
+
+
+def _training(optimizer, config: Config) -> Training:
+    return Training(
+        moments=optimizer.rule.moments if optimizer is not None else ADAM_MOMENTS,
+        deferred=_deferred(optimizer, config),
+        accumulating=optimizer is not None and optimizer.accumulation_steps > 1,
+        can_advance=optimizer is None or optimizer.rule.can_advance,
+    )
 
 
 def _deferred(optimizer, config: Config) -> bool:

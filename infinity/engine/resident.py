@@ -27,7 +27,7 @@ def _stays(cycle: Cycle) -> bool:
         and all(span.pinned for span in registry.spans)
         and all(chunk.on_device for chunk in registry.chunks)
         and not any(state.written_in_forward for state in registry.params)
-        and cycle.activations is None
+        and cycle.calls.activations is None
         and cycle.config.dtype != "fp16"  # whose outermost module is scaled, also where it is recomputed
         and cycle.events.timeline is None
     )

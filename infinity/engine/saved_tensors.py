@@ -102,7 +102,7 @@ class SavedTensors:
     def _activation(self, tensor: torch.Tensor) -> Saved | None:
         """None: it stays where it is, such as what a backward pass computes anew."""
         activations = self.calls.activations
-        if activations is None or _current_graph_task_id() != -1:
+        if activations is None or not activations.is_on or _current_graph_task_id() != -1:
             return None
         return activations.save(tensor)
 

@@ -64,14 +64,14 @@ class Cycle:
         self.ranks = ranks
         self.events = events
         self.registry, self.records, self.weights, self.course = parts.registry, parts.records, parts.weights, parts.course
-        self.gradients, self.updater, self.activations = parts.gradients, parts.updater, parts.activations
+        self.gradients, self.updater = parts.gradients, parts.updater
         self.due = Due(self.weights, self.gradients, self.updater)
         slots_ahead, states_ahead = look_ahead(parts.placement)
         self.follower = Follower(
             self.weights, self.due, keep=config.residency == "auto", slots_ahead=slots_ahead, states_ahead=states_ahead
         )
         self.margin = margin
-        self.calls = Calls(self.follower, margin, parts.activations)
+        self.calls = Calls(self.follower, margin, parts)
         self.optimizer = None
         self.scaler: Scaler | None = None
         self.closed = False
@@ -135,8 +135,8 @@ class Cycle:
                 self._begin_passing()
         if self.course.backward_task is None and self.optimizer is not None and torch.is_grad_enabled():
             self._begin_step_of(by_layer=False)
-        if self.activations is not None:
-            self.activations.begin_forward(model.buffers())
+        if self.calls.activations is not None:
+            self.calls.activations.begin_forward(model.buffers())
         shapes = (*(tuple(tensor.shape) for tensor in tensors_in(inputs)), *([(self.num_together,)] if self.num_together > 1 else []))
         self.margin.begin_forward(shapes, self.calls.recording)
 
@@ -289,8 +289,8 @@ class Cycle:
         self.gradients.hurry()
         self.calls.release_all()
         self.weights.drain_dropped()
-        if self.activations is not None:
-            self.activations.drain()
+        if self.calls.activations is not None:
+            self.calls.activations.drain()
         for chunk in self.reduce_all():
             self.due.sum_squares(chunk)
         self._cycle_is_over, self.has_passed = True, True

@@ -59,17 +59,20 @@ def map_tensors(value, function):
 
 
 def flatten(value) -> tuple[list, Callable[[Sequence], object]]:
-    """What is in containers that torch knows and in dataclasses, however nested, and what makes the same ones of other such things."""
+    """What is in containers that torch knows and in dataclasses, however nested, and what makes the same ones of other such things: it may
+    live longer, and keeps none of the former."""
     if _is_record(value):
         names = [field.name for field in dataclasses.fields(value)]
         flat, build = flatten([getattr(value, name) for name in names])
-        return flat, lambda flat: _with(value, zip(names, build(flat)))
+        empty = _with(value, [(name, None) for name in names])
+        return flat, lambda flat: _with(empty, zip(names, build(flat)))
     leaves, structure = pytree.tree_flatten(value)
     parts = [flatten(leaf) if _is_record(leaf) else ([leaf], _only) for leaf in leaves]
+    makers = [(len(part), make) for part, make in parts]
 
     def build(flat):
         rest = iter(flat)
-        return pytree.tree_unflatten([make(list(itertools.islice(rest, len(part)))) for part, make in parts], structure)
+        return pytree.tree_unflatten([make(list(itertools.islice(rest, number))) for number, make in makers], structure)
 
     return [item for part, _ in parts for item in part], build
 

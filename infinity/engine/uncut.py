@@ -25,7 +25,8 @@ class Uncut:
 
     def __init__(self, who: str = "", tell: Callable[[str], None] = say):
         self.whole = False
-        self.too_many: int | None = None  # micro-batches for which the device has no room by layer
+        self.too_many: int | None = None  # micro-batches for which there is no room by layer
+        self.away: int | None = None  # those of which the device has none for what blocks are given
         self.reasons: list[str] = []
         self._who, self._tell = who, tell
         self._joined: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # to what comes before them
@@ -38,11 +39,22 @@ class Uncut:
         return block in self._joined
 
     def is_full(self, num_micro_batches: int) -> bool:
-        """Whether the device has no room for so many by layer."""
+        """Whether there is no room for so many by layer."""
         return self.too_many is not None and num_micro_batches >= self.too_many
 
+    def is_away(self, num_micro_batches: int) -> bool:
+        """Whether what blocks of so many are given is to be in host memory."""
+        return self.away is not None and num_micro_batches >= self.away and not self.is_full(num_micro_batches)
+
+    def note_away(self, num_micro_batches: int, room: str) -> None:
+        """The device has no room for what blocks of so many are given. room: for that in host memory."""
+        if self.away is None:
+            what = f"what the blocks of {num_micro_batches} micro-batches are given goes to host memory, which has {room} for it"
+            self._tell(f"{self._who}infinity.accumulate: {what}: the device has no room")
+        self.away = num_micro_batches
+
     def note_full(self, num_micro_batches: int, *, kept_there: bool) -> None:
-        """It has none. kept_there: on the device, as nothing else was asked for."""
+        """There is none. kept_there: on the device, as nothing else was asked for."""
         self.too_many = num_micro_batches
         how = "they run one after the other" + (f", unless {OFF}" if kept_there else "")
         self.name(f"the device has no room for {num_micro_batches} micro-batches by layer", how)

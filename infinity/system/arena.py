@@ -301,6 +301,11 @@ class Heap:
             self._gaps.append((region, [(0, region.nbytes)]))
             return self._give(region, self._gaps[-1][1], 0, nbytes)
 
+    def shrink(self) -> None:
+        """Regions in which nothing is go back to the arena."""
+        with self._lock:
+            self._give_empty_back(self.budget_nbytes + 1)
+
     def _give_empty_back(self, nbytes: int) -> None:
         """Regions too small for what is asked make room for a larger one, as soon as nothing is in them."""
         for region, gaps in list(self._gaps):

@@ -182,10 +182,12 @@ class Saved:
 class Activations:
     """Keeps saved activations in host memory, at most budget_nbytes of it, and what does not fit there on NVMe.
 
-    to_nvme: write all of them; host memory only passes them on. who: begins the text of errors, such as "rank 1 of 2, ".
+    swap: None where nothing is to go there. to_nvme: write all of them; host memory only passes them on. who: begins the text of errors,
+    such as "rank 1 of 2, ". is_on: whether there is anything to save; what was saved before is restored in either case.
     """
 
-    def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, who: str = "", failure: FirstFailure | None = None):
+    def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, is_on: bool = True, who: str = "", failure: FirstFailure | None = None):
+        self.is_on = is_on
         self.device = device
         self.to_nvme = to_nvme
         self.who = who
@@ -208,6 +210,14 @@ class Activations:
         self._num_kept = self._largest_nbytes = self._saved_nbytes = self._moved_nbytes = self._nvme_nbytes = 0
         self._num_writing = self._num_written = 0
         self._closed = False
+
+    @contextlib.contextmanager
+    def switched(self, is_on: bool):
+        before, self.is_on = self.is_on, is_on
+        try:
+            yield
+        finally:
+            self.is_on = before
 
     def begin_forward(self, buffers: Iterable[torch.Tensor]) -> None:
         """buffers: the model's, which stay where they are."""
@@ -263,6 +273,14 @@ class Activations:
             "host_peak_nbytes": self.heap.peak_nbytes,
             "nvme_nbytes": self._nvme_nbytes,
         }
+
+    def shrink(self) -> None:
+        """Give host memory back in which nothing is."""
+        self.drain()
+        while self._cooling:
+            self._cooling[0][0].wait()
+            self._reclaim()
+        self.heap.shrink()
 
     def close(self) -> None:
         self._closed = True
@@ -341,7 +359,8 @@ class Activations:
                 self._let_go()
 
     def _write_oldest(self) -> bool:
-        oldest = next((kept for kept in self._kept.values() if kept.place is Place.HOST), None)
+        found = (kept for kept in self._kept.values() if kept.place is Place.HOST and self.swap is not None)
+        oldest = next(found, None)
         if oldest is not None:
             self._write(oldest)
         return oldest is not None
