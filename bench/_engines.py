@@ -57,6 +57,7 @@ class Trainer:
     moved: Callable[[], tuple]  # bytes so far of each of TRAFFIC, None where it is not known
     close: Callable[[], None] = lambda: None
     micros: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], list[torch.Tensor]] | None = None
+    remarks: Callable[[], list[str]] = list  # what a reader of its times should know
 
     def passes(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         """All of a step, forward and backward. Returns the losses."""
@@ -140,7 +141,12 @@ def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
         losses = infinity.accumulate(model, batches, lambda model, batch: model(*batch) / job.accumulation)
         return [loss * job.accumulation for loss in losses]
 
-    return Trainer(_micro(job, model), update, moved, close, micros if by_layer else None)
+    def remarks():
+        stats = engine.stats()
+        away = (stats["activations"] or {}).get("moved_nbytes", 0)
+        return stats["by_layer_uncut"] + [f"{away / 1e9:.1f} GB of activations have left the device"] * bool(away)
+
+    return Trainer(_micro(job, model), update, moved, close, micros if by_layer else None, remarks)
 
 
 def _by_layer(job: Job) -> Trainer:

@@ -205,7 +205,7 @@ def together(ranks: list[dict]) -> dict:
         **{name: max(rank[name] for rank in ranks) for name in most},
         "host_nbytes": sum(rank["host_nbytes"] for rank in ranks),
         "product_flops": statistics.median(rank["product_flops"] for rank in ranks),
-        **{name: ranks[0][name] for name in ("version", "device")},
+        **{name: ranks[0][name] for name in ("version", "device", "remarks")},
     }
 
 
@@ -249,6 +249,8 @@ def show(options, size: Size, rows: dict) -> None:
     for (tokens, engine), row in rows.items():
         if row.runs:
             print(f"{tokens:,} {engine}, losses: {few(row.runs[0]['losses'], 4)}")
+            for remark in row.runs[-1]["remarks"]:
+                print(f"{tokens:,} {engine}: {remark}")
         if row.reason is not None:
             print(f"{tokens:,} {engine}: {row}")
 
@@ -326,6 +328,7 @@ def run(options) -> dict:
         report.setdefault("first_seconds", time.perf_counter() - start)
         num = max(1, number + 1 - NUM_WARM)
         report["nbytes"] = [None if now is None else (now - then) / num for then, now in zip(before, trainer.moved())]
+        report["remarks"] = trainer.remarks()
         report["host_nbytes"] = host_peak_nbytes()
         report["device_nbytes"] = torch.cuda.max_memory_allocated() if cuda else 0
         report["reserved_nbytes"] = torch.cuda.max_memory_reserved() if cuda else 0
