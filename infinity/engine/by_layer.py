@@ -358,10 +358,11 @@ class _Step:
         self.blocks = [] if self.uncut.whole else blocks_of(model)
         chunk_nbytes = max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks)
         full = self.uncut.is_full(num)
-        self.is_away = engine.config.activations in ("host", "nvme") or self.uncut.is_away(num)  # what blocks are given
         self.groups = [[None, *self.blocks]] if full else groups_of(self.blocks, min(chunk_nbytes, LEAST_NBYTES), self.uncut)
         self.lead = int(bool(self.groups) and self.groups[0][0] is not None)  # the position of the first group
         self.is_cut = len(self.groups) + self.lead > 1
+        is_away = self.is_cut and self.uncut.is_away(num)  # else it is as in the ordinary loop, whose activations stay
+        self.is_away = engine.config.activations in ("host", "nvme") or is_away  # what blocks are given
         if not self.is_cut and not full:  # one segment: as in the ordinary loop
             if not self.blocks and not self.uncut.whole:
                 self.uncut.name("the model has no list of modules with parameters of which two are of one class", "it runs as one")

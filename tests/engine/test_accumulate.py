@@ -767,6 +767,23 @@ def test_the_first_step_that_the_device_has_room_for_finds_what_is_not_cut(tmp_p
         assert_same_states(states_of(engine, model), expected[1])
 
 
+def test_what_is_not_cut_after_all_keeps_its_activations_on_the_device(tmp_path, monkeypatch):
+    """Host memory has room for some of what blocks are given, and for nothing like a whole graph."""
+    monkeypatch.setattr(activations, "MIN_NBYTES", 1)
+    make, config = lambda: Stashing("number"), {"options": {"accumulation_steps": 3}, "host_memory": 512 << 10} | NVME
+    expected = run(tmp_path, False, make=make, **NVME)
+    with training(full_once(make, "first"), tmp_path, **config) as (model, engine, optimizer):
+        losses = []
+        for step in range(3):
+            losses += [value.item() for value in infinity.accumulate(model, tokens(step), loss_of)]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses == expected[0] and away(engine) == 0
+        assert_same_states(states_of(engine, model), expected[1])
+        (reason,) = engine.stats()["by_layer_uncut"]
+        assert "another one for each micro-batch" in reason
+
+
 def test_a_device_that_is_full_in_backward_is_an_error_that_says_what_is_kept_there(tmp_path):
     def fail(gradient):
         raise torch.OutOfMemoryError("CUDA out of memory")
