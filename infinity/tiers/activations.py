@@ -274,6 +274,7 @@ class Activations:
             "nvme_nbytes": self._nvme_nbytes,
         }
 
+    @uninterrupted
     def shrink(self) -> None:
         """Give host memory back in which nothing is."""
         self.drain()

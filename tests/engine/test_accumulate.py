@@ -28,6 +28,7 @@ from infinity.engine.module_state import Attributes
 from infinity.engine.trees import flatten
 from infinity.errors import BudgetError
 from infinity.optim.loss_scale import LossScale
+from infinity.system.arena import Arena
 from infinity.tiers import activations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -712,6 +713,25 @@ def test_where_host_memory_has_no_room_either_they_run_one_after_the_other_and_i
         assert engine.stats()["by_layer_uncut"] == ["the device has no room for 3 micro-batches by layer"]
     said = capfd.readouterr().err
     assert "8.0 KiB for it" in said and said.count("one after the other") == 1
+
+
+def test_an_interrupt_while_host_memory_is_given_back_loses_none_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(activations, "MIN_NBYTES", 1)
+    give_back = Arena.give_back
+
+    def interrupted(self, region):
+        signal.raise_signal(signal.SIGINT)
+        give_back(self, region)
+
+    with training(Crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        before = engine.stats()["host_arena_nbytes"]
+        infinity.accumulate(model, tokens(0), loss_of)
+        assert engine.arena.nbytes == before + engine.activations.heap.nbytes > before
+        monkeypatch.setattr(Arena, "give_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.activations.shrink()
+        assert engine.arena.nbytes == before and engine.activations.heap.nbytes == 0
+        optimizer.step()
 
 
 def full_once(make, place):
