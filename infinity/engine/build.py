@@ -27,6 +27,7 @@ from infinity.system.capacity import host_free_nbytes
 from infinity.system.events import Events
 from infinity.system.failure import FirstFailure
 from infinity.system.freed_memory import keep_freed_memory
+from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Lane, Monitor
 from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
@@ -68,6 +69,7 @@ class Assembly:
     host_nbytes: int
     ahead: ReadAhead | None = None
 
+    @uninterrupted
     def keep_activations(self, device: torch.device, who: str = "", place: str | None = None) -> Activations:
         """Have them in host memory that nobody else has. place: as configured, "host" or "nvme"; else they are switched off, and none goes to
         NVMe."""

@@ -29,6 +29,7 @@ from infinity.engine.trees import flatten
 from infinity.errors import BudgetError
 from infinity.optim.loss_scale import LossScale
 from infinity.system.arena import Arena
+from infinity.system.lanes import Lane
 from infinity.tiers import activations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -713,6 +714,20 @@ def test_where_host_memory_has_no_room_either_they_run_one_after_the_other_and_i
         assert engine.stats()["by_layer_uncut"] == ["the device has no room for 3 micro-batches by layer"]
     said = capfd.readouterr().err
     assert "8.0 KiB for it" in said and said.count("one after the other") == 1
+
+
+def test_an_interrupt_as_what_blocks_are_given_is_to_go_to_host_memory_leaves_no_thread(tmp_path, monkeypatch):
+    class Interrupted(Lane):
+        def __init__(self, name, *args):
+            super().__init__(name, *args)
+            if name == "activations":
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(activations, "Lane", Interrupted)
+    with training(Crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        with pytest.raises(KeyboardInterrupt):
+            infinity.accumulate(model, tokens(0), loss_of)
+    assert not [thread for thread in threading.enumerate() if "activations" in thread.name]
 
 
 def test_an_interrupt_while_host_memory_is_given_back_loses_none_of_it(tmp_path, monkeypatch):
