@@ -166,7 +166,8 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
             pass
         except (torch.OutOfMemoryError, BudgetError) as error:
             is_of_device = isinstance(error, torch.OutOfMemoryError)
-            if not step.may_begin_anew or not (is_of_device or step.is_away):
+            is_of_host = step.is_away and engine.config.activations == "auto"
+            if not step.may_begin_anew or not (is_of_device or is_of_host):
                 if is_of_device and step.is_cut and not step.is_away:
                     error.add_note(f"infinity.accumulate has {len(micro_batches)} micro-batches on the device at once: {OFF}")
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import mmap
 import os
 import resource
@@ -286,7 +287,7 @@ class Heap:
         return self.budget_nbytes - self.used_nbytes
 
     def take(self, nbytes: int) -> Area | None:
-        """The first gap that holds nbytes, rounded up to 4096; None if there is none, and no budget for another region."""
+        """The first gap that holds nbytes, rounded up to 4096; None if there is none, and no budget for another region, or no memory."""
         nbytes = _round_up(max(nbytes, 1), PAGE_NBYTES)
         with self._lock:
             for region, gaps in self._gaps:
@@ -296,7 +297,12 @@ class Heap:
             self._give_empty_back(nbytes)
             if self.nbytes + nbytes > self.budget_nbytes:
                 return None
-            region = self._arena.region(min(max(nbytes, HEAP_REGION_NBYTES), self.budget_nbytes - self.nbytes))
+            try:
+                region = self._arena.region(min(max(nbytes, HEAP_REGION_NBYTES), self.budget_nbytes - self.nbytes))
+            except OSError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
+                return None
             self.nbytes += region.nbytes
             self._gaps.append((region, [(0, region.nbytes)]))
             return self._give(region, self._gaps[-1][1], 0, nbytes)

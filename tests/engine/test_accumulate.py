@@ -677,6 +677,15 @@ def test_what_blocks_are_given_leaves_the_device_where_that_is_asked_for(tmp_pat
         assert len(calls) == 3 and engine.stats()["by_layer_uncut"] == []
 
 
+def test_host_memory_that_was_asked_for_and_has_no_room_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(activations, "MIN_NBYTES", 1)
+    with training(Crowded, tmp_path, activations="host", options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        engine.activations.heap.budget_nbytes = 0
+        with pytest.raises(BudgetError, match="does not fit into what is left of host_memory"):
+            infinity.accumulate(model, tokens(0), loss_of)
+        assert engine.stats()["by_layer_uncut"] == []
+
+
 def test_a_gradient_that_waits_stays_on_the_device_where_host_memory_has_no_room(tmp_path, monkeypatch):
     refused, save = [], activations.Activations.save
 

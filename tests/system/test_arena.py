@@ -19,7 +19,7 @@ from helpers import on_gpu
 
 from infinity.errors import BudgetError, UsageError
 from infinity.system import arena as arena_module
-from infinity.system.arena import Arena, Heap, Slots
+from infinity.system.arena import HEAP_REGION_NBYTES, Arena, Heap, Slots
 
 MIB = 1 << 20
 
@@ -429,6 +429,12 @@ PAGE = 4096
 def places(pieces):
     """(offset, nbytes) of each."""
     return [(piece.offset_nbytes, piece.nbytes) for piece in pieces]
+
+
+def test_memory_that_there_is_not_is_no_area():
+    heap = Heap(Arena(), 1 << 60)
+    assert heap.take(1 << 50) is None  # more than there are addresses
+    assert heap.take(PAGE) is not None and heap.nbytes == HEAP_REGION_NBYTES
 
 
 def test_pieces_are_whole_pages_one_behind_the_other():
