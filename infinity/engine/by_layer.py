@@ -46,6 +46,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
@@ -192,14 +193,21 @@ def _make_room(engine, step: _Step) -> None:
         uncut.note_away(num, format_bytes(activations.heap.budget_nbytes))
 
 
+def _parts_after(num: int, part: tuple[int, int]) -> Iterable[tuple[int, int]]:
+    """What goes backward after a segment, by its position, of a micro-batch of so many, by its number."""
+    position, number = part
+    yield from ((position, later) for later in range(number + 1, num))
+    yield from itertools.product(range(position - 1, -1, -1), range(num))
+
+
 class MicroBatch:
     """One micro-batch of a step: its forward pass, its graph, and what of its gradients waits for more."""
 
-    def __init__(self, step: _Step, work: Callable[[], torch.Tensor], name: str, draws: Draws):
-        self.step = step
+    def __init__(self, step: _Step, work: Callable[[], torch.Tensor], number: int, draws: Draws):
+        self.step, self.number = step, number
         self.cutter = Cutter()
         self.glue = Glue(self.cutter, self._note_change)
-        self.turns = Turns(work, self._surroundings, name)
+        self.turns = Turns(work, self._surroundings, f"micro-batch-{number}")
         self.draws = draws
         self.first_use: dict[ParameterState, int] = {}  # the segment
         self._waiting: dict[ParameterState, torch.Tensor | Saved] = {}  # gradients of what earlier segments use, too
@@ -220,7 +228,8 @@ class MicroBatch:
         self.draws.resume(device)
         self.step.running = self
         try:
-            self.turns.go_on()
+            with self.step.saving(self):
+                self.turns.go_on()
         finally:
             self.step.running = None
             self.draws = Draws.now(device)
@@ -388,7 +397,7 @@ class _Step:
         """works: the forward passes. draws: their streams, left as they are then."""
         calls = self.engine.calls
         for number, (work, own) in enumerate(zip(works, draws, strict=True)):
-            self.micro_batches.append(MicroBatch(self, work, f"micro-batch-{number}", own))
+            self.micro_batches.append(MicroBatch(self, work, number, own))
         if len(works) > 1:
             self.sums = Sums(self.engine.gradients, self.engine.weights)
         before = calls.swap(Turn(calls.frames, threading.get_ident()))  # the same list: whoever has calls in it can end them
@@ -411,6 +420,13 @@ class _Step:
             calls.swap(before._replace(thread=threading.get_ident()))
         draws[:] = [micro.draws for micro in self.micro_batches]
         return losses
+
+    def saving(self, micro: MicroBatch) -> contextlib.AbstractContextManager:
+        """What it saves meanwhile is needed in the backward pass of its segment."""
+        activations = self.engine.activations
+        after = functools.partial(_parts_after, len(self.micro_batches))
+        part = micro.position, micro.number
+        return activations.parts.saving(part, after) if activations is not None else contextlib.nullcontext()
 
     def _kept_away(self) -> contextlib.AbstractContextManager:
         activations = self.engine.activations

@@ -23,7 +23,9 @@ tensors asks here, in the training thread. Over 500 lines because a storage's wa
 # changed is told by a tensor of no bytes that shares its version counter.
 #
 # Host memory is given to another storage once the last transfer from or to it is over. The first saved are needed last, so
-# they are the ones written to NVMe; backward fetches in reverse order, and reads ahead as far as host memory allows.
+# they are the ones written to NVMe; backward fetches in reverse order, and reads ahead as far as host memory allows. Where parts of the
+# graph go backward in another order than the reverse one, such as micro-batches that pass a layer together, whoever saves says which part
+# it is in, and which come after one.
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ import bisect
 import contextlib
 import ctypes
 import enum
+import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
@@ -114,8 +117,10 @@ class Kept:
         self.extent = None
         self.copy: Copy | None = None  # the last one
         self.read = None  # the transfer from NVMe
+        self.num_reads = 0  # of others before it
         self.home: torch.UntypedStorage | None = None
         self.looks: set[Look] = set()  # of saved tensors
+        self.part: Hashable = None  # of the graph
         self.saved_until = 0  # bytes that were saved when it was, all storages together
         self.wanted = False  # again, while it is being written
         self.was_cut = False  # before it left the device
@@ -179,6 +184,43 @@ class Saved:
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._layout)
 
 
+class Parts:
+    """Parts of a graph that do not go backward in the reverse order: which storages are of which."""
+
+    def __init__(self):
+        self._part: Hashable = None  # that is being saved, if there are any
+        self._parts_after: Callable[[Hashable], Iterable[Hashable]] = lambda part: ()
+        self._numbers: dict[Hashable, list[int]] = {}
+
+    @contextlib.contextmanager
+    def saving(self, part: Hashable, parts_after: Callable[[Hashable], Iterable[Hashable]]):
+        """What is saved meanwhile is of this part. parts_after(part): those that go backward after it, in their order."""
+        self._part, self._parts_after = part, parts_after
+        try:
+            yield
+        finally:
+            self._part = None
+
+    def add(self, kept: Kept) -> None:
+        kept.part = self._part
+        if kept.part is not None:
+            self._numbers.setdefault(kept.part, []).append(kept.number)
+
+    def forget(self, kept: Kept) -> None:
+        if kept.part is not None:
+            self._numbers[kept.part].remove(kept.number)
+            if not self._numbers[kept.part]:
+                del self._numbers[kept.part]
+
+    def needed_after(self, kept: Kept) -> Iterable[int]:
+        """Numbers, the next one first."""
+        if kept.part is None:
+            return range(kept.number - 1, -1, -1)
+        own = (earlier for earlier in reversed(self._numbers[kept.part]) if earlier < kept.number)
+        others = (reversed(self._numbers.get(part, ())) for part in self._parts_after(kept.part))
+        return itertools.chain(own, itertools.chain.from_iterable(others))
+
+
 class Activations:
     """Keeps saved activations in host memory, at most budget_nbytes of it, and what does not fit there on NVMe.
 
@@ -208,7 +250,8 @@ class Activations:
         self._extents: list = []  # that nothing is in, smallest first
         self._fixed: set[int] = set()  # addresses of buffers
         self._num_kept = self._largest_nbytes = self._saved_nbytes = self._moved_nbytes = self._nvme_nbytes = 0
-        self._num_writing = self._num_written = 0
+        self._num_writing = self._num_written = self._num_reads = 0
+        self.parts = Parts()
         self._closed = False
 
     @contextlib.contextmanager
@@ -300,6 +343,7 @@ class Activations:
         kept = Kept(self._num_kept, tensor, storage, key)
         self._num_kept += 1
         self._kept[kept.number] = kept
+        self.parts.add(kept)
         self._staying[kept.number] = storage
         self._saved_nbytes += kept.nbytes
         kept.saved_until = self._saved_nbytes
@@ -350,7 +394,7 @@ class Activations:
                     continue
             if self._cooling:
                 self._cooling[0][0].wait()
-            elif not self._write_oldest() and not self._give_up_oldest():
+            elif not self._write_oldest() and not self._give_up_last():
                 if not self._leaving:
                     raise BudgetError(
                         f"{self.who}a saved activation of {format_bytes(nbytes)} does not fit into what is left of "
@@ -366,16 +410,17 @@ class Activations:
             self._write(oldest)
         return oldest is not None
 
-    def _give_up_oldest(self) -> bool:
-        """Let go of what was read ahead; it is on NVMe still."""
-        oldest = next((kept for kept in self._kept.values() if kept.place is Place.READING), None)
-        if oldest is not None:
+    def _give_up_last(self) -> bool:
+        """Let go of what was read ahead, and is needed last; it is on NVMe still."""
+        reading = (kept for kept in self._kept.values() if kept.place is Place.READING)
+        last = max(reading, key=lambda kept: kept.num_reads, default=None)
+        if last is not None:
             with contextlib.suppress(SwapError):  # it may never be needed
-                oldest.read.wait()
-            oldest.become(Place.NVME)
-            self.heap.give_back(oldest.memory)
-            oldest.memory = None
-        return oldest is not None
+                last.read.wait()
+            last.become(Place.NVME)
+            self.heap.give_back(last.memory)
+            last.memory = None
+        return last is not None
 
     def _reclaim(self) -> None:
         while self._cooling and self._cooling[0][0].done:
@@ -435,6 +480,7 @@ class Activations:
     def _read(self, kept: Kept, memory: Area, priority: int) -> None:
         kept.memory = memory
         kept.become(Place.READING)
+        kept.num_reads, self._num_reads = self._num_reads, self._num_reads + 1
         kept.read = self.swap.read(kept.extent, memory.buffer, priority=priority, what=self._name(kept))
 
     def _to_device(self, kept: Kept) -> None:
@@ -445,11 +491,11 @@ class Activations:
         kept.become(Place.HOME)
 
     def _fetch_ahead(self, number: int) -> None:
-        """Bring what was saved just before this one closer: to the device, or to host memory while there is room."""
+        """Bring what is needed after this one closer: to the device, or to host memory while there is room."""
         room = NUM_COMING - len(self._coming)
         reads = True
         self._reclaim()
-        for earlier in range(number - 1, max(number - 1 - LOOK_AHEAD, -1), -1):
+        for earlier in list(itertools.islice(self.parts.needed_after(self._kept[number]), LOOK_AHEAD)):
             kept = self._kept.get(earlier)
             if kept is None or kept.place in (Place.DEVICE, Place.LEAVING, Place.HOME) or kept.original() is not None:
                 continue
@@ -496,6 +542,7 @@ class Activations:
 
     def _forget(self, kept: Kept) -> None:
         del self._kept[kept.number]
+        self.parts.forget(kept)
         if self._by_storage.get(kept.key) is kept:
             del self._by_storage[kept.key]
         self._staying.pop(kept.number, None)

@@ -677,6 +677,23 @@ def test_what_blocks_are_given_leaves_the_device_where_that_is_asked_for(tmp_pat
         assert len(calls) == 3 and engine.stats()["by_layer_uncut"] == []
 
 
+def test_what_the_next_micro_batch_needs_is_on_the_device_when_it_asks(tmp_path, monkeypatch):
+    """Micro-batches go backward through a layer in their order, layers in the reverse one."""
+    monkeypatch.setattr(activations, "MIN_NBYTES", 1)
+    late, restore = [], activations.Activations.restore
+
+    def restored(self, saved):
+        if saved.kept.original() is None and saved.kept.place is not activations.Place.HOME:
+            late.append(saved.kept.number)
+        return restore(self, saved)
+
+    monkeypatch.setattr(activations.Activations, "restore", restored)
+    assert_as_the_ordinary_loop(tmp_path, activations="host", n=6, num_steps=2, **NVME)
+    late.clear()
+    run(tmp_path, True, activations="host", n=6, num_steps=2, **NVME)
+    assert late == []
+
+
 def test_host_memory_that_was_asked_for_and_has_no_room_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     with training(Crowded, tmp_path, activations="host", options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
