@@ -144,7 +144,10 @@ def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
     def remarks():
         stats = engine.stats()
         away = (stats["activations"] or {}).get("moved_nbytes", 0)
-        return stats["by_layer_uncut"] + [f"{away / 1e9:.1f} GB of activations have left the device"] * bool(away)
+        found = list(stats["by_layer_uncut"])
+        if away:
+            found.append(f"{away / 1e9:.1f} GB of activations have left the device")
+        return found
 
     return Trainer(_micro(job, model), update, moved, close, micros if by_layer else None, remarks)
 

@@ -96,8 +96,8 @@ class Config:
 
     activations: str = "auto"
     """Where the activations live that autograd saves while the model runs, such as the inputs of checkpointed blocks, until
-    backward: device, host (a quarter of host_memory, and what weights and states leave of it; the rest goes on to NVMe) or
-    nvme; auto is device, and by layer (`infinity.accumulate`) the host as well, where the device has no room."""
+    backward: device, host (in what weights and states leave of host_memory, of which a quarter is kept from them; the rest goes
+    on to NVMe) or nvme; auto is device, and by layer (`infinity.accumulate`) on one rank the host, where the device has no room."""
 
     dtype: str = "bf16"
     """What the model computes in: bf16 (a full fp32 master is kept, as weight and residual), fp16 (an fp32 master beside

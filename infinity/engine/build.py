@@ -1,6 +1,6 @@
 """Building an engine's parts: from a model, a configuration and the machine's memory to tiers, lanes and slots.
 
-Knows every part's constructor and nothing of what happens afterwards. Nothing is written before all budgets, directories
+Knows every part's constructor and nothing of what happens afterwards, but that activations may get their place late. Nothing is written before all budgets, directories
 and the space on them have been found sufficient; how large everything is, sizing.py tells.
 """
 
@@ -70,12 +70,12 @@ class Assembly:
     ahead: ReadAhead | None = None
 
     @uninterrupted
-    def keep_activations(self, device: torch.device, who: str = "", place: str | None = None) -> Activations:
+    def keep_activations(self, place: str | None = None) -> Activations:
         """Have them in host memory that nobody else has. place: as configured, "host" or "nvme"; else they are switched off, and none goes to
         NVMe."""
-        left = max(0, self.host_nbytes - self.arena.nbytes)
-        swap, is_on, to_nvme = self.swap if place else None, place is not None, place == "nvme"
-        self.activations = Activations(self.arena, swap, device, left, to_nvme=to_nvme, is_on=is_on, who=who, failure=self.records.failure)
+        left, swap = max(0, self.host_nbytes - self.arena.nbytes), self.swap if place else None
+        how = {"to_nvme": place == "nvme", "is_on": place is not None, "who": self.records.who, "failure": self.records.failure}
+        self.activations = Activations(self.arena, swap, self.weights.device, left, **how)
         return self.activations
 
 
@@ -255,7 +255,7 @@ def _connect(
         layout_, placement, swap, compressor_, arena, registry, tier, course, records_, gradients, updater, values, weights, None, host_budget
     )
     if config.activations in ("host", "nvme"):
-        made.keep_activations(device, who, config.activations)
+        made.keep_activations(config.activations)
     return made
 
 

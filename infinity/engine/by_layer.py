@@ -1,7 +1,8 @@
 """`infinity.accumulate`: all micro-batches of a step pass a segment of the model before the next segment is fetched.
 
-Knows micro-batches, segments, which chunks these have, and the engine by a few calls. Must not know plans, where records live, or how
-bytes move: sums.py is told which gradients come, and when they are complete. Over 500 lines because a step, its micro-batches and what makes
+Knows micro-batches, segments, which chunks these have, whether what blocks are given leaves the device, and the engine by a few calls. Must
+not know plans, where records live, or how bytes move: sums.py is told which gradients come, and when they are complete; activations.py in
+which order what was saved is needed. Over 500 lines because a step, its micro-batches and what makes
 it begin anew are one protocol, whose notes are as long as a file.
 """
 
@@ -189,7 +190,7 @@ def _make_room(engine, step: _Step) -> None:
     if step.is_away or engine.config.activations == "device":
         uncut.note_full(num, kept_there=engine.config.activations in ("auto", "device"))
     else:
-        activations = engine.activations or engine.parts.keep_activations(engine.device)
+        activations = engine.activations or engine.parts.keep_activations()
         uncut.note_away(num, format_bytes(activations.heap.budget_nbytes))
 
 

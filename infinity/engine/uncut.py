@@ -1,6 +1,7 @@
-"""What of a model is not cut by layer, and why: which of its blocks begin no segment. Found in a step, which begins anew, and told once.
+"""What of a model is not cut by layer, and why: which of its blocks begin no segment, and for how many micro-batches there is no room. Found
+in a step, which begins anew, and told once.
 
-Knows blocks by who they are, and reasons. Must not know graphs, threads, or who cuts.
+Knows blocks by who they are, numbers of micro-batches, and reasons. Must not know graphs, threads, or who cuts.
 """
 
 from __future__ import annotations

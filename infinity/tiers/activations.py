@@ -1,6 +1,6 @@
 """Saved activations away from the device: to host memory while forward goes on, past its budget to NVMe, back before backward.
 
-Knows storages, host memory and a swap. Must not know modules, autograd's graph or weights: whoever packs and unpacks saved
+Knows storages, host memory, a swap, and parts of a graph by names that are given to it. Must not know modules, autograd's graph or weights: whoever packs and unpacks saved
 tensors asks here, in the training thread. Over 500 lines because a storage's way out, back and to its end is one protocol.
 """
 
@@ -117,7 +117,7 @@ class Kept:
         self.extent = None
         self.copy: Copy | None = None  # the last one
         self.read = None  # the transfer from NVMe
-        self.num_reads = 0  # of others before it
+        self.read_number = 0  # in order of reading
         self.home: torch.UntypedStorage | None = None
         self.looks: set[Look] = set()  # of saved tensors
         self.part: Hashable = None  # of the graph
@@ -404,8 +404,9 @@ class Activations:
                 self._let_go()
 
     def _write_oldest(self) -> bool:
-        found = (kept for kept in self._kept.values() if kept.place is Place.HOST and self.swap is not None)
-        oldest = next(found, None)
+        if self.swap is None:
+            return False
+        oldest = next((kept for kept in self._kept.values() if kept.place is Place.HOST), None)
         if oldest is not None:
             self._write(oldest)
         return oldest is not None
@@ -413,7 +414,7 @@ class Activations:
     def _give_up_last(self) -> bool:
         """Let go of what was read ahead, and is needed last; it is on NVMe still."""
         reading = (kept for kept in self._kept.values() if kept.place is Place.READING)
-        last = max(reading, key=lambda kept: kept.num_reads, default=None)
+        last = max(reading, key=lambda kept: kept.read_number, default=None)
         if last is not None:
             with contextlib.suppress(SwapError):  # it may never be needed
                 last.read.wait()
@@ -480,7 +481,8 @@ class Activations:
     def _read(self, kept: Kept, memory: Area, priority: int) -> None:
         kept.memory = memory
         kept.become(Place.READING)
-        kept.num_reads, self._num_reads = self._num_reads, self._num_reads + 1
+        self._num_reads += 1
+        kept.read_number = self._num_reads
         kept.read = self.swap.read(kept.extent, memory.buffer, priority=priority, what=self._name(kept))
 
     def _to_device(self, kept: Kept) -> None:

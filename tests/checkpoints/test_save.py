@@ -1819,8 +1819,10 @@ def test_on_a_gpu_a_resumed_run_is_the_uninterrupted_one(place, dtype, memory, t
         saving.wait()
         stats = engine.stats()
         expected = states_of(engine, model)
-    went_home = stats["num_steps_back"] > 0  # beside much other work steps may become longer by themselves
-    assert (stats["num_chunks_on_device"] > 0 or went_home) == (place in ({}, {"device_memory": "40MiB"}))
+    if place in ({}, {"device_memory": "40MiB"}):  # beside much other work steps may become longer by themselves, and all goes home
+        assert stats["num_chunks_on_device"] or stats["num_steps_back"]
+    else:
+        assert not stats["num_chunks_on_device"]
     with training(make, tmp_path, seed=1, **config) as (model, engine, optimizer):
         assert infinity.load(tmp_path / "checkpoint", model, optimizer).step == 3
         assert [step(model, optimizer, number) for number in range(3, 6)] == losses

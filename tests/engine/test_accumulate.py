@@ -615,31 +615,35 @@ def away(engine):
     return (engine.stats()["activations"] or {}).get("moved_nbytes", 0)
 
 
+def three_steps(model, engine, optimizer, loss=loss_of):
+    """The losses of each."""
+    for step in range(3):
+        losses = [value.item() for value in infinity.accumulate(model, tokens(step), loss)]
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.flush()
+        assert_nothing_held(engine)
+        yield losses
+
+
 @pytest.mark.parametrize("update", ["backward", "deferred"])
-@pytest.mark.parametrize("activations", ["device", "auto"])
-def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(activations, update, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("place", ["device", "auto"])
+def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place, update, tmp_path, monkeypatch, capfd):
     """With "auto" what is smaller than what moves stays on the device, which is full again."""
     looks = []
     monkeypatch.setattr(by_layer, "Attributes", lambda model: looks.append(model) or Attributes(model))
-    config = {"activations": activations, "options": {"accumulation_steps": 3}, "update": update}
+    config = {"activations": place, "options": {"accumulation_steps": 3}, "update": update}
     expected = run(tmp_path, False, update=update, **NVME)
     with pytest.raises(torch.OutOfMemoryError):  # where all of a graph is kept, one micro-batch is too many
         run(tmp_path, False, make=Crowded, update=update, **NVME)
     Crowding.kept.clear()
     calls = []
     with training(Crowded, tmp_path, **config, **NVME) as (model, engine, optimizer):
-        losses = []
-        for step in range(3):
-            losses += [value.item() for value in infinity.accumulate(model, tokens(step), counting(loss_of, calls))]
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.flush()
-            assert_nothing_held(engine)
-        assert losses == expected[0]
+        assert sum(three_steps(model, engine, optimizer, counting(loss_of, calls)), []) == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
         (reason,) = engine.stats()["by_layer_uncut"]
         assert reason == "the device has no room for 3 micro-batches by layer"
-    num_tries = 1 + (activations == "auto")
+    num_tries = 1 + (place == "auto")
     assert len(calls) == 3 * num_tries + 3 * 3  # the third one had no room
     assert len(looks) == num_tries + 1  # what modules keep is looked at until a step of the kind has had its forward passes
     assert capfd.readouterr().err.count("Config(activations='host')") == 1
@@ -652,12 +656,8 @@ def test_what_blocks_are_given_goes_to_host_memory_where_the_device_has_no_room(
     calls, config = [], {"options": {"accumulation_steps": 3}, "update": update, "dtype": dtype}
     with training(Crowded, tmp_path, **config, **NVME) as (model, engine, optimizer):
         losses, moved = [], [0]
-        for step in range(3):
-            losses += [value.item() for value in infinity.accumulate(model, tokens(step), counting(loss_of, calls))]
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.flush()
-            assert_nothing_held(engine)
+        for each in three_steps(model, engine, optimizer, counting(loss_of, calls)):
+            losses += each
             moved.append(away(engine))
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
@@ -728,12 +728,8 @@ def test_where_host_memory_has_no_room_either_they_run_one_after_the_other_and_i
     expected = run(tmp_path, False, **NVME)
     with training(Crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         before, losses = engine.arena.nbytes, []
-        for step in range(3):
-            losses += [value.item() for value in infinity.accumulate(model, tokens(step), loss_of)]
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.flush()
-            assert_nothing_held(engine)
+        for each in three_steps(model, engine, optimizer):
+            losses += each
             assert engine.arena.nbytes == before and engine.activations.heap.peak_nbytes == 2 * 4096
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
