@@ -128,9 +128,12 @@ def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
         links = [stats["links"][link]["nbytes"] if job.place != "device" else 0 for link in ("cg", "gc")]
         return stats["nvme_read_nbytes"], stats["nvme_write_nbytes"], *links
 
-    def close():
+    def save_trace():
         if job.trace:
             infinity.save_trace(job.trace, model)
+
+    def close():
+        save_trace()
         engine.close()
 
     def update():
@@ -142,6 +145,7 @@ def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
         return [loss * job.accumulation for loss in losses]
 
     def remarks():
+        save_trace()  # after each step: a run that is ended at its limit leaves what it has
         stats = engine.stats()
         away = (stats["activations"] or {}).get("moved_nbytes", 0)
         found = list(stats["by_layer_uncut"])

@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=2)
     parser.add_argument("--steps", type=at_least(NUM_WARM + 1), default=6)
     parser.add_argument("--limit", type=positive_float, default=300, help="seconds for one run")
-    parser.add_argument("--trace", type=directory, metavar="DIR", help="of infinity, a file a run")
+    parser.add_argument("--trace", type=directory, metavar="DIR", help="of infinity, a file a run, written after each step")
     add_tolerance(parser)
     parser.set_defaults(dtype="bf16")
     parser.add_argument("--case", help=argparse.SUPPRESS)
