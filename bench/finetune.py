@@ -9,7 +9,8 @@ Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of them for keys, 15
 AdamW on fp32 masters and non-reentrant checkpointing of each layer; the loss is `infinity.linear_cross_entropy` of --loss-tokens at a time,
 or with 0 what the model computes of all its logits at once. With --compile each layer is compiled, whatever the engine. infinity has its
 default configuration but for what it is told here, and the model is built in `infinity.init`; by-layer is the same with
-`infinity.accumulate` instead of a loop over micro-batches. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory, plain PyTorch on the device.
+`infinity.accumulate` instead of a loop over micro-batches. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory, DeepSpeed on NVMe with
+--weights nvme --states nvme, plain PyTorch on the device.
 
 Tokens a step are micro-batch x accumulation x sequence, of a rank; --curve takes a list of them ("16k" is 16,384), with micro-batches of up
 to --micro-batch sequences. Each round runs each engine at each of them in turn, in processes of its own. Times are those of the steps
@@ -170,7 +171,8 @@ def measure(options, row: Row, engine: str, tokens: int, round_: int, num_parame
     ranks = []
     try:
         check_can_run(engine, options.ranks, options.device)
-        needed, free = HOST_NBYTES.get(engine, 0) * num_parameters, host_free_nbytes()
+        in_host_memory = HOST_NBYTES.get(engine, 0) if place_of(engine, options) == "host" else 0
+        needed, free = in_host_memory * num_parameters, host_free_nbytes()
         if needed > free:
             raise RunError(f"not tried: it would take some {format_bytes(needed)} of host memory, and {format_bytes(free)} are free")
         with folder_on(options.nvme, "finetune") as folder:
@@ -371,6 +373,12 @@ def made(options, device):
     return model
 
 
+def place_of(engine: str, options) -> str:
+    if engine == "deepspeed" and options.weights == options.states == "nvme":
+        return "nvme"
+    return {**dict.fromkeys(OURS, "auto"), "plain": "device"}.get(engine, "host")
+
+
 def job_of(options, device) -> Job:
     told = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
     return Job(
@@ -378,7 +386,7 @@ def job_of(options, device) -> Job:
         blocks=lambda model: model.model.model.layers,
         device=device,
         dtype="bf16",
-        place={**dict.fromkeys(OURS, "auto"), "plain": "device"}.get(options.engine, "host"),
+        place=place_of(options.engine, options),
         nvme=options.nvme,
         micro_batch=options.micro_batch,
         hyper=HYPER,

@@ -36,8 +36,9 @@ it begin anew are one protocol, whose notes are as long as a file.
 # begins anew, with what was drawn, and with buffers as they were; later ones know it (uncut.py).
 #
 # [Note: a device that is full by layer]
-# What blocks are given is kept for all micro-batches at the end of the forward passes. If the device has no room for it, the step begins
-# anew, with that in host memory, and so do later ones of as many or more. Where that has none either, or is not to be used, they begin anew
+# What blocks are given is kept for all micro-batches at the end of the forward passes, and with it the gradients that wait for earlier
+# segments, such as those of a tied embedding. If the device has no room for it, the step begins anew, with that in host memory, and on the
+# device what has none there, and so do later ones of as many or more. Where both have none, or host memory is not to be used, they begin anew
 # with micro-batches one after the other as in the ordinary loop. Their blocks are checkpointed as before: so of one micro-batch no more is
 # kept than before of all, where its whole graph may take more than that.
 
@@ -86,8 +87,8 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     run again for backward, with their hooks, as with activation checkpointing. What cannot be cut between blocks is found in the first step,
     which then begins anew; it runs as one, in the end all of the model as in the ordinary loop, and is named once, and by
     stats()["by_layer_uncut"]. So does a step whose forward passes find no room on the device, where there is one rank: what its blocks are
-    given, and those of later steps of as many micro-batches, goes to what the engine has left of host memory, unless Config(activations=...)
-    names a place; where that has no room either, micro-batches run one after the other. Gradients are those of
+    given, and those of later steps of as many micro-batches, goes to what the engine has left of host memory, as far as there is room, unless
+    Config(activations=...) names a place; where both have none, micro-batches run one after the other. Gradients are those of
     `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit, unless of three or more some leave the model after
     other blocks than the rest (early exits), or call one more often in a row: what they share behind these, and the blocks before, adds up
     in another order. Random numbers (dropout) are others. Returns the losses, detached.
@@ -166,11 +167,9 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
             return step.run(_works(loss, model, micro_batches), draws)
         except FoundError:
             pass
-        except (torch.OutOfMemoryError, BudgetError) as error:
-            is_of_device = isinstance(error, torch.OutOfMemoryError)
-            is_of_host = step.is_away and engine.config.activations == "auto"
-            if not step.may_begin_anew or not (is_of_device or is_of_host):
-                if is_of_device and step.is_cut and not step.is_away:
+        except torch.OutOfMemoryError as error:
+            if not step.may_begin_anew:
+                if step.is_cut and not step.is_away:
                     error.add_note(f"infinity.accumulate has {len(micro_batches)} micro-batches on the device at once: {OFF}")
                 raise
             if not engine.cycle.uncut.agree(step.blocks, engine.ranks):  # else it was found in the same turn, and may be the reason
@@ -185,7 +184,7 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
 
 
 def _make_room(engine, step: _Step) -> None:
-    """The device had none for a step, or host memory for what its blocks are given."""
+    """The device had none for a step."""
     num, uncut = len(step.micro_batches), engine.cycle.uncut
     if step.is_away or engine.config.activations == "device":
         uncut.note_full(num, kept_there=engine.config.activations in ("auto", "device"))
@@ -348,7 +347,7 @@ class MicroBatch:
             return False
         saved = None
         if self.step.is_away:
-            with contextlib.suppress(BudgetError):  # host memory may have had room for what blocks are given, and no more
+            with contextlib.suppress(BudgetError):  # what was asked for may have had room for what blocks are given, and no more
                 saved = self.step.engine.activations.save(gradient)
         self._waiting[state] = saved or gradient
         return True

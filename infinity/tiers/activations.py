@@ -225,11 +225,13 @@ class Activations:
     """Keeps saved activations in host memory, at most budget_nbytes of it, and what does not fit there on NVMe.
 
     swap: None where nothing is to go there. to_nvme: write all of them; host memory only passes them on. who: begins the text of errors,
-    such as "rank 1 of 2, ". is_on: whether there is anything to save; what was saved before is restored in either case.
+    such as "rank 1 of 2, ". is_on: whether there is anything to save; what was saved before is restored in either case. may_stay: on the
+    device, where there is no room elsewhere.
     """
 
-    def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, is_on: bool = True, who: str = "", failure: FirstFailure | None = None):
+    def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, is_on: bool = True, may_stay: bool = False, who: str = "", failure: FirstFailure | None = None):
         self.is_on = is_on
+        self.may_stay = may_stay
         self.device = device
         self.to_nvme = to_nvme
         self.who = who
@@ -269,7 +271,7 @@ class Activations:
 
     @uninterrupted
     def save(self, tensor: torch.Tensor) -> Saved | None:
-        """Keep a tensor's bytes; None if it is to stay. Raises BudgetError if no memory can hold them, SwapError."""
+        """Keep a tensor's bytes; None if it is to stay. Raises BudgetError if they may not and no memory can hold them, SwapError."""
         if type(tensor) is not torch.Tensor or tensor.device != self.device or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
@@ -351,8 +353,10 @@ class Activations:
             if self._saved_nbytes - self._kept[number].saved_until >= self._kept[number].nbytes:
                 try:
                     self._send(self._kept[number])
-                except BaseException:  # nothing is saved then
-                    self._forget(kept)
+                except BaseException as error:
+                    if self.may_stay and isinstance(error, BudgetError):
+                        break  # until there is
+                    self._forget(kept)  # nothing is saved then
                     raise
         return kept
 

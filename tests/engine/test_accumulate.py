@@ -668,6 +668,30 @@ def test_what_blocks_are_given_goes_to_host_memory_where_the_device_has_no_room(
     assert re.findall(r"goes to host memory, which has [\d.]+ MiB for it: the device has no room", capfd.readouterr().err)
 
 
+def tied(model):
+    model.last.weight = model.first.weight
+    return model
+
+
+@pytest.mark.parametrize("num_in_host_memory", [4, 7, 12])
+def test_what_has_no_room_in_host_memory_stays_on_the_device(num_in_host_memory, tmp_path, monkeypatch):
+    """Fifteen blocks are given something, and a tied embedding's gradients wait; what is freed is used again."""
+    monkeypatch.setattr(activations, "MIN_NBYTES", 1)
+    begin = activations.Activations.__init__
+
+    def with_little(self, arena, swap, device, budget_nbytes, **options):
+        begin(self, arena, swap, device, num_in_host_memory * 4096, **options)
+
+    monkeypatch.setattr(activations.Activations, "__init__", with_little)
+    for plain, crowded in ((Chain, Crowded), (lambda: tied(Chain()), lambda: tied(Crowded()))):
+        expected = run(tmp_path, False, make=plain, **NVME)
+        with training(crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+            assert sum(three_steps(model, engine, optimizer), []) == expected[0]
+            assert_same_states(states_of(engine, model), expected[1])
+            assert away(engine) and engine.stats()["by_layer_uncut"] == []
+            assert engine.activations.heap.peak_nbytes == num_in_host_memory * 4096
+
+
 def test_what_blocks_are_given_leaves_the_device_where_that_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     calls, config = [], {"activations": "host", "options": {"accumulation_steps": 3}}
