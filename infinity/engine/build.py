@@ -71,12 +71,10 @@ class Assembly:
 
     @uninterrupted
     def keep_activations(self, place: str | None = None) -> Activations:
-        """Have them in host memory that nobody else has. place: as configured, "host" or "nvme"; else they are switched off, none goes to
-        NVMe, and what has no room stays on the device."""
+        """Have them in host memory that nobody else has. place: as configured, "host" or "nvme"; else on demand, and none goes to NVMe."""
         left, swap = max(0, self.host_nbytes - self.arena.nbytes), self.swap if place else None
-        how = {"to_nvme": place == "nvme", "is_on": place is not None, "may_stay": place is None}
-        known = {"who": self.records.who, "failure": self.records.failure}
-        self.activations = Activations(self.arena, swap, self.weights.device, left, **how, **known)
+        how = {"to_nvme": place == "nvme", "on_demand": place is None, "who": self.records.who, "failure": self.records.failure}
+        self.activations = Activations(self.arena, swap, self.weights.device, left, **how)
         return self.activations
 
 

@@ -225,13 +225,13 @@ class Activations:
     """Keeps saved activations in host memory, at most budget_nbytes of it, and what does not fit there on NVMe.
 
     swap: None where nothing is to go there. to_nvme: write all of them; host memory only passes them on. who: begins the text of errors,
-    such as "rank 1 of 2, ". is_on: whether there is anything to save; what was saved before is restored in either case. may_stay: on the
-    device, where there is no room elsewhere.
+    such as "rank 1 of 2, ". on_demand: saves nothing until it is switched on, and what has no
+    room then stays on the device. What was saved is restored in either case.
     """
 
-    def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, is_on: bool = True, may_stay: bool = False, who: str = "", failure: FirstFailure | None = None):
-        self.is_on = is_on
-        self.may_stay = may_stay
+    def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, on_demand: bool = False, who: str = "", failure: FirstFailure | None = None):
+        self.is_on = not on_demand
+        self.on_demand = on_demand
         self.device = device
         self.to_nvme = to_nvme
         self.who = who
@@ -354,7 +354,7 @@ class Activations:
                 try:
                     self._send(self._kept[number])
                 except BaseException as error:
-                    if self.may_stay and isinstance(error, BudgetError):
+                    if self.on_demand and isinstance(error, BudgetError):
                         break  # until there is
                     self._forget(kept)  # nothing is saved then
                     raise
