@@ -38,9 +38,11 @@ it begin anew are one protocol, whose notes are as long as a file.
 # [Note: a device that is full by layer]
 # What blocks are given is kept for all micro-batches at the end of the forward passes, and with it the gradients that wait for earlier
 # segments, such as those of a tied embedding. If the device has no room for it, the step begins anew, with that in host memory, and on the
-# device what has none there, and so do later ones of as many or more. Where both have none, or host memory is not to be used, they begin anew
-# with micro-batches one after the other as in the ordinary loop. Their blocks are checkpointed as before: so of one micro-batch no more is
-# kept than before of all, where its whole graph may take more than that.
+# device what has none there, and so do later ones of as many or more. Where both have none, or host memory is not to be used, it begins anew
+# in turns of half as many micro-batches, and of half of those. Sums of the first turn leave the device when they are complete; to these the
+# gradients of later ones are added in host memory one by one, in the order of the ordinary loop, and updates come with the last turn. In
+# turns of one, nothing is cut: micro-batches run one after the other as in the ordinary loop. Their blocks are checkpointed as before: so of
+# one micro-batch no more is kept than before of two, where its whole graph may take more than that.
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     which then begins anew; it runs as one, in the end all of the model as in the ordinary loop, and is named once, and by
     stats()["by_layer_uncut"]. So does a step whose forward passes find no room on the device, where there is one rank: what its blocks are
     given, and those of later steps of as many micro-batches, goes to what the engine has left of host memory, as far as there is room, unless
-    Config(activations=...) names a place; where both have none, micro-batches run one after the other. Gradients are those of
+    Config(activations=...) names a place; where both have none, half as many micro-batches pass the model at a time, in the end one. Gradients are those of
     `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit, unless of three or more some leave the model after
     other blocks than the rest (early exits), or call one more often in a row: what they share behind these, and the blocks before, adds up
     in another order. Random numbers (dropout) are others. Returns the losses, detached.
@@ -170,7 +172,7 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
         except torch.OutOfMemoryError as error:
             if not step.may_begin_anew:
                 if step.is_cut and not step.is_away:
-                    error.add_note(f"infinity.accumulate has {len(micro_batches)} micro-batches on the device at once: {OFF}")
+                    error.add_note(f"infinity.accumulate has {step.at_once} micro-batches on the device at once: {OFF}")
                 raise
             if not engine.cycle.uncut.agree(step.blocks, engine.ranks):  # else it was found in the same turn, and may be the reason
                 _make_room(engine, step)
@@ -185,12 +187,12 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
 
 def _make_room(engine, step: _Step) -> None:
     """The device had none for a step."""
-    num, uncut = len(step.micro_batches), engine.cycle.uncut
+    uncut = engine.cycle.uncut
     if step.is_away or engine.config.activations == "device":
-        uncut.note_full(num, kept_there=engine.config.activations in ("auto", "device"))
+        uncut.note_full(step.at_once, kept_there=engine.config.activations in ("auto", "device"))
     else:
         activations = engine.activations or engine.parts.keep_activations()
-        uncut.note_away(num, format_bytes(activations.heap.budget_nbytes))
+        uncut.note_away(step.num, format_bytes(activations.heap.budget_nbytes))
 
 
 def _parts_after(num: int, part: tuple[int, int]) -> Iterable[tuple[int, int]]:
@@ -363,11 +365,12 @@ class _Step:
     def __init__(self, engine, model: nn.Module, num: int):
         """num: of micro-batches."""
         self.engine, self.cycle, self.model = engine, engine.cycle, model
+        self.num, self.at_once = num, engine.cycle.uncut.at_once(num)
         self.surroundings = Surroundings(engine.device)
         self.uncut = engine.cycle.uncut
         self.blocks = [] if self.uncut.whole else blocks_of(model)
         chunk_nbytes = max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks)
-        full = self.uncut.is_full(num)
+        full = self.at_once == 1 < num
         self.groups = [[None, *self.blocks]] if full else groups_of(self.blocks, min(chunk_nbytes, LEAST_NBYTES), self.uncut)
         self.lead = int(bool(self.groups) and self.groups[0][0] is not None)  # the position of the first group
         self.is_cut = len(self.groups) + self.lead > 1
@@ -382,43 +385,47 @@ class _Step:
         is_new = bool(self.blocks) and self.uncut.is_new(model, is_cut=self.is_cut)
         self.attributes = Attributes(model) if is_new else None
         self.in_turns = BuffersInTurns(model) if is_new and self.is_cut else None
-        self.micro_batches: list[MicroBatch] = []
+        self.micro_batches: list[MicroBatch] = []  # of the turn under way
         self.running: MicroBatch | None = None
         self._goes_back: MicroBatch | None = None
         self.sums: Sums | None = None
-        self._is_forward = True
+        self._is_first = self._is_last = False  # turn
+        self._updates = False
 
     @property
     def may_begin_anew(self) -> bool:
         """Whether a step that has failed on this rank may do so, not cut: no other rank has to, and no weight is updated."""
-        return self._is_forward and len(self.micro_batches) > 1 and self.is_cut and self.engine.ranks.world == 1
+        return not self._updates and self.num > 1 and self.is_cut and self.engine.ranks.world == 1
 
     def run(self, works: list[Callable], draws: list[Draws]) -> list[torch.Tensor]:
         """works: the forward passes. draws: their streams, left as they are then."""
-        calls = self.engine.calls
-        for number, (work, own) in enumerate(zip(works, draws, strict=True)):
-            self.micro_batches.append(MicroBatch(self, work, number, own))
-        if len(works) > 1:
+        calls, turn = self.engine.calls, self.at_once if self.is_cut else self.num
+        micro_batches = [MicroBatch(self, work, number % turn, own) for number, (work, own) in enumerate(zip(works, draws, strict=True))]
+        if turn > 1:
             self.sums = Sums(self.engine.gradients, self.engine.weights)
         before = calls.swap(Turn(calls.frames, threading.get_ident()))  # the same list: whoever has calls in it can end them
         if before.frames:
             calls.swap(before)
             raise UsageError(beside("infinity.accumulate"))
         try:
-            with self.cycle.one_backward(num_together=len(works), withhold=self._withhold), self._kept_away():
+            with self.cycle.one_backward(num_together=turn, withhold=self._withhold), self._kept_away():
                 try:
                     with called_by(self.blocks, self._call), without_caches(self.model):
-                        losses = self._forward()
-                        self._backward()
+                        losses = []
+                        for begin in range(0, self.num, turn):
+                            self.micro_batches = micro_batches[begin : begin + turn]
+                            self._is_first, self._is_last = begin == 0, begin + turn >= self.num
+                            losses += self._forward()
+                            self._backward()
                 finally:
-                    for micro in self.micro_batches:
+                    for micro in micro_batches:
                         micro.end()
                     if self.sums is not None:
                         self.sums.abandon()
         finally:
             calls.end_all()  # blocks that ran again have been called in this thread
             calls.swap(before._replace(thread=threading.get_ident()))
-        draws[:] = [micro.draws for micro in self.micro_batches]
+        draws[:] = [micro.draws for micro in micro_batches]
         return losses
 
     def saving(self, micro: MicroBatch) -> contextlib.AbstractContextManager:
@@ -433,7 +440,7 @@ class _Step:
         return activations.switched(self.is_away) if activations is not None else contextlib.nullcontext()
 
     def _forward(self) -> list[torch.Tensor]:
-        """All forward passes, and of each the backward pass of its last segment."""
+        """All forward passes of a turn, and of each the backward pass of its last segment."""
         left, losses = list(self.micro_batches), {}
         while left:
             position = min(micro.position for micro in left)
@@ -446,14 +453,15 @@ class _Step:
                         losses[micro] = micro.turns.result.detach()
                         self._begin_sums([micro])
                         self._go_back(micro, position)
-        if len(self.micro_batches) > 1 and self.blocks:
+        if self.num > 1 and self.blocks and self._is_last:
             self.uncut.note_forward(self.model, is_cut=self.is_cut)
-        self.buffers.forget()
+        if self._is_last:
+            self.buffers.forget()
         return [losses[micro] for micro in self.micro_batches]
 
     def _look(self, micro: MicroBatch) -> None:
         """A turn of a forward pass is over: raise FoundError if anything was found that cannot be cut."""
-        if self.in_turns is not None and micro in self.micro_batches[:2] and (found := self.attributes.look(micro)) is not None:
+        if self.in_turns is not None and self._is_first and micro in self.micro_batches[:2] and (found := self.attributes.look(micro)) is not None:
             self.uncut.note(_another(*found))
         if self.in_turns is not None and (found := self.in_turns.look(micro)) is not None:
             self.uncut.note(f"{_in_words(*found)} is written in several parts of the model, and by others in between")
@@ -472,7 +480,7 @@ class _Step:
             self.attributes.bring_back()
 
     def _backward(self) -> None:
-        self._is_forward = False
+        self._updates = self._is_last
         complete = self._chunks_by_first_use()
         here = {segment.position for micro in self.micro_batches for segment in micro.cutter.segments}.union(complete)
         (last,) = self.engine.ranks.most([max(here, default=-1)])
@@ -484,7 +492,8 @@ class _Step:
                     self._go_back(micro, position)
             if self.sums is not None:
                 self.sums.end(complete.get(position, []))
-            self.cycle.complete(complete.get(position, []))
+            if self._is_last:
+                self.cycle.complete(complete.get(position, []))
         if self.sums is not None:
             self.sums.close()
 

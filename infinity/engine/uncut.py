@@ -26,7 +26,7 @@ class Uncut:
 
     def __init__(self, who: str = "", tell: Callable[[str], None] = say):
         self.whole = False
-        self.too_many: int | None = None  # micro-batches for which there is no room by layer
+        self.most: int | None = None  # micro-batches for which there may be room by layer
         self.away: int | None = None  # those of which the device has none for what blocks are given
         self.reasons: list[str] = []
         self._who, self._tell = who, tell
@@ -39,13 +39,14 @@ class Uncut:
         """Whether no segment begins with the block."""
         return block in self._joined
 
-    def is_full(self, num_micro_batches: int) -> bool:
-        """Whether there is no room for so many by layer."""
-        return self.too_many is not None and num_micro_batches >= self.too_many
+    def at_once(self, num_micro_batches: int) -> int:
+        """How many of a step's micro-batches there is room for by layer, in turns of about as many."""
+        num_turns = -(-num_micro_batches // (self.most or num_micro_batches))
+        return -(-num_micro_batches // num_turns)
 
     def is_away(self, num_micro_batches: int) -> bool:
-        """Whether what blocks of so many are given is to be in host memory."""
-        return self.away is not None and num_micro_batches >= self.away and not self.is_full(num_micro_batches)
+        """Whether what blocks of a step of so many are given is to be in host memory."""
+        return self.away is not None and num_micro_batches >= self.away
 
     def note_away(self, num_micro_batches: int, room: str) -> None:
         """The device has no room for what blocks of so many are given. room: for that in host memory."""
@@ -55,9 +56,10 @@ class Uncut:
         self.away = num_micro_batches
 
     def note_full(self, num_micro_batches: int, *, kept_there: bool) -> None:
-        """There is none. kept_there: on the device, as nothing else was asked for."""
-        self.too_many = num_micro_batches
-        how = "they run one after the other" + (f", unless {OFF}" if kept_there else "")
+        """There is none for so many at once. kept_there: on the device, as nothing else was asked for."""
+        self.most = -(-num_micro_batches // 2)
+        how = f"they take turns of {self.most}" if self.most > 1 else "they run one after the other"
+        how += f", unless {OFF}" if kept_there else ""
         self.name(f"the device has no room for {num_micro_batches} micro-batches by layer", how)
 
     def is_new(self, model: nn.Module, *, is_cut: bool) -> bool:

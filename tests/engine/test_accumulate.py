@@ -575,15 +575,16 @@ def test_so_does_an_exception_in_a_block(place, tmp_path):
 
 
 class Crowding(Block):
-    """A block on a device that has room for what twelve blocks are given, or for what autograd keeps of three."""
+    """A block on a device that has room for what so many blocks are given, or for what autograd keeps of a fourth of them."""
 
+    room: typing.ClassVar[int] = 12
     kept: typing.ClassVar[list[StorageWeakRef]] = []
 
     def forward(self, x):
         up = self.up(normed := self.norm(x))
         output = x + self.down(middle := F.gelu(up))
         self.kept[:] = [each for each in self.kept if not each.expired()]
-        if len(self.kept) >= 12:
+        if len(self.kept) >= self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.kept.extend(StorageWeakRef(each.untyped_storage()) for each in (x, normed, up, middle))
         return output
@@ -631,6 +632,7 @@ def three_steps(model, engine, optimizer, loss=loss_of):
 def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place, update, tmp_path, monkeypatch, capfd):
     """With "auto" what is smaller than what moves stays on the device, which is full again."""
     looks = []
+    monkeypatch.setattr(Crowding, "room", 8)
     monkeypatch.setattr(by_layer, "Attributes", lambda model: looks.append(model) or Attributes(model))
     config = {"activations": place, "options": {"accumulation_steps": 3}, "update": update}
     expected = run(tmp_path, False, update=update, **NVME)
@@ -641,12 +643,38 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
     with training(Crowded, tmp_path, **config, **NVME) as (model, engine, optimizer):
         assert sum(three_steps(model, engine, optimizer, counting(loss_of, calls)), []) == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
-        (reason,) = engine.stats()["by_layer_uncut"]
-        assert reason == "the device has no room for 3 micro-batches by layer"
+        assert engine.stats()["by_layer_uncut"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
     num_tries = 1 + (place == "auto")
-    assert len(calls) == 3 * num_tries + 3 * 3  # the third one had no room
-    assert len(looks) == num_tries + 1  # what modules keep is looked at until a step of the kind has had its forward passes
-    assert capfd.readouterr().err.count("Config(activations='host')") == 1
+    assert len(calls) == 3 * num_tries + 2 + 3 * 3  # the third one had no room, and of two the second
+    assert len(looks) == num_tries + 2  # what modules keep is looked at until a step of the kind has had its forward passes
+    said = capfd.readouterr().err
+    assert said.count("Config(activations='host')") == 2 and said.count("turns of 2") == said.count("one after the other") == 1
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"update": "backward", "dtype": "fp32"},
+        {"update": "backward", "dtype": "bf16"},
+        {"update": "deferred", "dtype": "bf16", "options": {"max_grad_norm": 0.1}},
+        {"update": "deferred", "dtype": "fp16"},
+    ],
+    ids=lambda how: "-".join(map(str, how.values())),
+)
+@pytest.mark.parametrize("num", [3, 5, 8])
+def test_micro_batches_for_which_there_is_no_room_take_turns(num, how, tmp_path):
+    """Of two at a time the device has room for what five blocks are given, and weights are read once a turn."""
+    config = how | NVME
+    for plain, crowded in ((Chain, Crowded), (lambda: tied(Chain()), lambda: tied(Crowded()))):
+        losses, states, _, nbytes = run(tmp_path, False, make=plain, n=num, **config)
+        calls = []
+        found = run(tmp_path, True, make=crowded, n=num, loss=counting(loss_of, calls), activations="device", **config)
+        assert found[0] == losses
+        assert_same_states(found[1], states)
+        assert found[3] < nbytes
+        assert len(calls) > 3 * num
+
 
 
 @pytest.mark.parametrize("update, dtype", [("backward", "fp32"), ("deferred", "bf16"), ("deferred", "fp16")])
@@ -748,6 +776,7 @@ def test_where_host_memory_has_no_room_either_they_run_one_after_the_other_and_i
     def with_little(self, arena, swap, device, budget_nbytes, **options):
         least(self, arena, swap, device, 2 * 4096, **options)
 
+    monkeypatch.setattr(Crowding, "room", 8)
     monkeypatch.setattr(activations.Activations, "__init__", with_little)
     expected = run(tmp_path, False, **NVME)
     with training(Crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
@@ -757,7 +786,7 @@ def test_where_host_memory_has_no_room_either_they_run_one_after_the_other_and_i
             assert engine.arena.nbytes == before and engine.activations.heap.peak_nbytes == 2 * 4096
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
-        assert engine.stats()["by_layer_uncut"] == ["the device has no room for 3 micro-batches by layer"]
+        assert engine.stats()["by_layer_uncut"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
     said = capfd.readouterr().err
     assert "8.0 KiB for it" in said and said.count("one after the other") == 1
 
@@ -795,20 +824,71 @@ def test_an_interrupt_while_host_memory_is_given_back_loses_none_of_it(tmp_path,
         optimizer.step()
 
 
-def full_once(make, place):
-    """make, of a model for which the device has no room as a part of it ends for the first time."""
+def full_once(make, place, number=0):
+    """make, of a model for which the device has no room as a part of it ends for the first time, or so many times later."""
 
     def made():
         model, calls = make(), itertools.count()
 
         def fail(*_):
-            if next(calls) == 0:
+            if next(calls) == number:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
         model.get_submodule(place).register_forward_hook(fail)
         return model
 
     return made
+
+
+def centred():
+    model = Chain()
+    model.blocks[1], model.blocks[3] = Centred(32), Centred(32)
+    return model
+
+
+@pytest.mark.parametrize("number", [1, 3, 5, 6])
+def test_a_device_that_is_full_in_a_later_turn(number, tmp_path):
+    """In either pass of the first turn, or forward in the second, the step begins anew, and buffers are as they were; in the last backward
+    pass, which has begun to update, it is an error."""
+    losses, states, buffers, _ = run(tmp_path, False, make=centred, n=4, num_steps=1, **NVME)
+    options = {"accumulation_steps": 4}
+    with training(full_once(centred, "blocks.2.up", number), tmp_path, activations="device", options=options, **NVME) as (model, engine, optimizer):
+        engine.cycle.uncut.most = 2
+        if number == 6:
+            with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as found:
+                infinity.accumulate(model, tokens(0, 4), loss_of)
+            assert "has 2 micro-batches on the device" in found.value.__notes__[0]
+            return
+        assert [value.item() for value in infinity.accumulate(model, tokens(0, 4), loss_of)] == losses
+        optimizer.step()
+        assert_same_states(states_of(engine, model), states)
+        assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
+        assert engine.cycle.uncut.most == 1
+
+
+class ChangingSingle(Block):
+    def forward(self, x):
+        return super().forward(x.mul_(2) if len(x) == 1 else x)
+
+
+def test_what_cannot_be_cut_is_found_in_a_later_turn(tmp_path):
+    def make():
+        model = Chain()
+        model.blocks[3] = ChangingSingle(32)
+        return model
+
+    def batches(step, n):
+        found = tokens(step, n)
+        return [*found[:-1], tuple(each[:1] for each in found[-1])]
+
+    expected = run(tmp_path, False, make=make, batches=batches, n=4, num_steps=1, **NVME)
+    with training(make, tmp_path, options={"accumulation_steps": 4}, **NVME) as (model, engine, optimizer):
+        engine.cycle.uncut.most = 2
+        assert [value.item() for value in infinity.accumulate(model, batches(0, 4), loss_of)] == expected[0]
+        optimizer.step()
+        assert_same_states(states_of(engine, model), expected[1])
+        (reason,) = engine.stats()["by_layer_uncut"]
+        assert "changes in place what it is given" in reason
 
 
 class ChangingNormed(Chain):
@@ -888,7 +968,7 @@ def test_where_the_device_keeps_nothing_that_is_no_remedy(tmp_path, capfd):
         with pytest.raises(torch.OutOfMemoryError) as found:
             infinity.accumulate(model, tokens(0, 2), loss_of)
         assert not hasattr(found.value, "__notes__")
-    assert "by layer: they run one after the other\n" in capfd.readouterr().err
+    assert "by layer: they take turns of 2\n" in capfd.readouterr().err
 
 
 @pytest.mark.few(4)
