@@ -1,4 +1,4 @@
-"""Saved activations away from the device: to host memory while forward goes on, past its budget to NVMe, back before backward.
+"""Saved activations away from the device: to host memory while forward goes on, past its budget to NVMe or not at all, back before backward.
 
 Knows storages, host memory, a swap, and parts of a graph by names that are given to it. Must not know modules, autograd's graph or weights: whoever packs and unpacks saved
 tensors asks here, in the training thread. Over 500 lines because a storage's way out, back and to its end is one protocol.
@@ -16,11 +16,11 @@ tensors asks here, in the training thread. Over 500 lines because a storage's wa
 #                                         write  v | read
 #                                WRITING --> NVME --> READING
 #
-# A storage stays on the DEVICE until as many bytes as it has were saved after it, for what was saved last is needed first; at
-# most NUM_LEAVING are LEAVING at a time. Both are referred to until they are let go; the compute stream waits for the copy then,
-# so that what is allocated in its place is written after it was read. HOME is a new storage; it lives until the last saved
-# tensor of it is dropped. While somebody else keeps the original alive, nothing comes back: it is used itself. Whether it was
-# changed is told by a tensor of no bytes that shares its version counter.
+# A storage stays on the DEVICE until as many bytes as it has were saved after it, for what was saved last is needed first, and on
+# demand until host memory has room for it. At most NUM_LEAVING are LEAVING at a time. Both are referred
+# to until they are let go; the compute stream waits for the copy then, so that what is allocated in its place is written after it
+# was read. HOME is a new storage; it lives until the last saved tensor of it is dropped. While somebody else keeps the original
+# alive, nothing comes back: it is used itself. Whether it was changed is told by a tensor of no bytes that shares its version counter.
 #
 # Host memory is given to another storage once the last transfer from or to it is over. The first saved are needed last, so
 # they are the ones written to NVMe; backward fetches in reverse order, and reads ahead as far as host memory allows. Where parts of the
@@ -221,6 +221,33 @@ class Parts:
         return itertools.chain(own, itertools.chain.from_iterable(others))
 
 
+class Extents:
+    """Room on NVMe, that is used again. nbytes: all of it."""
+
+    def __init__(self, swap):
+        self.nbytes = 0
+        self._swap = swap
+        self._free: list = []  # smallest first
+
+    def take(self, nbytes: int):
+        """An extent of nbytes or more, 4096 or a multiple. Raises SwapError."""
+        index = bisect.bisect_left(self._free, nbytes, key=_size)
+        if index < len(self._free):
+            return self._free.pop(index)
+        unit = max(1 << nbytes.bit_length() - 4, PAGE_NBYTES)  # sizes alike share theirs
+        extent = self._swap.extend(-(-nbytes // unit) * unit)
+        self.nbytes += extent.nbytes
+        return extent
+
+    def give_back(self, extent) -> None:
+        """Nothing is in it."""
+        bisect.insort(self._free, extent, key=_size)
+
+
+def _size(extent) -> int:
+    return extent.nbytes
+
+
 class Activations:
     """Keeps saved activations in host memory, at most budget_nbytes of it, and what does not fit there on NVMe.
 
@@ -249,9 +276,9 @@ class Activations:
         self._coming: dict[int, Kept] = {}  # fetched ahead
         self._cooling: deque = deque()  # (transfer, memory that is free when it is over)
         self._dropped: deque[Look] = deque()  # in whatever thread
-        self._extents: list = []  # that nothing is in, smallest first
+        self._extents = Extents(swap)
         self._fixed: set[int] = set()  # addresses of buffers
-        self._num_kept = self._largest_nbytes = self._saved_nbytes = self._moved_nbytes = self._nvme_nbytes = 0
+        self._num_kept = self._largest_nbytes = self._saved_nbytes = self._moved_nbytes = 0
         self._num_writing = self._num_written = self._num_reads = 0
         self.parts = Parts()
         self._closed = False
@@ -316,7 +343,7 @@ class Activations:
             "moved_nbytes": self._moved_nbytes,
             "host_nbytes": self.heap.nbytes,
             "host_peak_nbytes": self.heap.peak_nbytes,
-            "nvme_nbytes": self._nvme_nbytes,
+            "nvme_nbytes": self._extents.nbytes,
         }
 
     @uninterrupted
@@ -434,13 +461,7 @@ class Activations:
     def _write(self, kept: Kept) -> None:
         """Begin to move it from host memory to NVMe."""
         if kept.extent is None:
-            index = bisect.bisect_left(self._extents, kept.memory.nbytes, key=_size)
-            if index < len(self._extents):
-                kept.extent = self._extents.pop(index)
-            else:
-                unit = max(1 << kept.memory.nbytes.bit_length() - 4, PAGE_NBYTES)  # sizes alike share theirs
-                kept.extent = self.swap.extend(-(-kept.memory.nbytes // unit) * unit)
-                self._nvme_nbytes += kept.extent.nbytes
+            kept.extent = self._extents.take(kept.memory.nbytes)
         kept.wanted = False
         with self._changed:
             kept.become(Place.WRITING)
@@ -560,7 +581,7 @@ class Activations:
         if kept.memory is not None:
             self._cooling.append((kept.read if kept.place is Place.READING else kept.copy, kept.memory))
         if kept.extent is not None:
-            bisect.insort(self._extents, kept.extent, key=_size)
+            self._extents.give_back(kept.extent)
 
     def _await_write(self, kept: Kept) -> None:
         if kept.place is Place.WRITING:
@@ -569,7 +590,3 @@ class Activations:
 
     def _name(self, kept: Kept) -> str:
         return f"{self.who}activation {kept.number}: "
-
-
-def _size(extent) -> int:
-    return extent.nbytes
