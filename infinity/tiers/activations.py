@@ -17,7 +17,7 @@ tensors asks here, in the training thread. Over 500 lines because a storage's wa
 #                                WRITING --> NVME --> READING
 #
 # A storage stays on the DEVICE until as many bytes as it has were saved after it, for what was saved last is needed first, and on
-# demand until host memory has room for it. At most NUM_LEAVING are LEAVING at a time. Both are referred
+# demand until host memory has room for it, while smaller ones leave. At most NUM_LEAVING are LEAVING at a time. Both are referred
 # to until they are let go; the compute stream waits for the copy then, so that what is allocated in its place is written after it
 # was read. HOME is a new storage; it lives until the last saved tensor of it is dropped. While somebody else keeps the original
 # alive, nothing comes back: it is used itself. Whether it was changed is told by a tensor of no bytes that shares its version counter.
@@ -376,16 +376,28 @@ class Activations:
         self._staying[kept.number] = storage
         self._saved_nbytes += kept.nbytes
         kept.saved_until = self._saved_nbytes
-        for number in list(self._staying):
-            if self._saved_nbytes - self._kept[number].saved_until >= self._kept[number].nbytes:
-                try:
-                    self._send(self._kept[number])
-                except BaseException as error:
-                    if self.on_demand and isinstance(error, BudgetError):
-                        break  # until there is
-                    self._forget(kept)  # nothing is saved then
-                    raise
+        try:
+            self._send_due()
+        except BaseException:  # nothing is saved then
+            self._forget(kept)
+            raise
         return kept
+
+    def _send_due(self) -> None:
+        """Send those after which enough was saved; on demand what has no room stays."""
+        refused_nbytes, moved_nbytes = self._saved_nbytes + 1, self._moved_nbytes
+        for number in list(self._staying):
+            kept = self._kept[number]
+            if kept.nbytes >= refused_nbytes or self._saved_nbytes - kept.saved_until < kept.nbytes:
+                continue
+            try:
+                self._send(kept)
+            except BudgetError:
+                if not self.on_demand:
+                    raise
+                refused_nbytes = kept.nbytes
+        if self._leaving and refused_nbytes <= self._saved_nbytes and self._moved_nbytes == moved_nbytes:
+            self._let_go()  # of which nothing that leaves later would
 
     def _send(self, kept: Kept) -> None:
         """Begin to copy it."""
@@ -425,13 +437,9 @@ class Activations:
                     continue
             if self._cooling:
                 self._cooling[0][0].wait()
-            elif not self._write_oldest() and not self._give_up_last():
-                if not self._leaving:
-                    raise BudgetError(
-                        f"{self.who}a saved activation of {format_bytes(nbytes)} does not fit into what is left of "
-                        f"host_memory for activations, {format_bytes(self.heap.budget_nbytes)}. Raise host_memory, or use "
-                        f"activations='device'."
-                    )
+            elif self.swap is None or not (self._write_oldest() or self._give_up_last()):
+                if self.swap is None or not self._leaving:  # else what leaves can be written then
+                    raise _no_room(self.who, nbytes, self.heap.budget_nbytes)
                 self._let_go()
 
     def _write_oldest(self) -> bool:
@@ -472,7 +480,7 @@ class Activations:
         error = None
         try:
             kept.copy.wait()
-            self.swap.write(kept.extent, kept.memory.buffer, what=self._name(kept)).wait()
+            self.swap.write(kept.extent, kept.memory.buffer, what=_name(self.who, kept)).wait()
         except BaseException as caught:
             error = caught
             self.failure.note(error, f"activation {kept.number} ({self.writer.name}): ")  # else who waits would begin it again
@@ -508,7 +516,7 @@ class Activations:
         kept.become(Place.READING)
         self._num_reads += 1
         kept.read_number = self._num_reads
-        kept.read = self.swap.read(kept.extent, memory.buffer, priority=priority, what=self._name(kept))
+        kept.read = self.swap.read(kept.extent, memory.buffer, priority=priority, what=_name(self.who, kept))
 
     def _to_device(self, kept: Kept) -> None:
         kept.home = torch.UntypedStorage(kept.nbytes, device=self.device)
@@ -588,5 +596,13 @@ class Activations:
             with waits(f"the write of activation {kept.number}", self.writer.ident):
                 self._changed.wait_for(lambda: kept.place is not Place.WRITING)
 
-    def _name(self, kept: Kept) -> str:
-        return f"{self.who}activation {kept.number}: "
+
+def _name(who: str, kept: Kept) -> str:
+    return f"{who}activation {kept.number}: "
+
+
+def _no_room(who: str, nbytes: int, budget_nbytes: int) -> BudgetError:
+    return BudgetError(
+        f"{who}a saved activation of {format_bytes(nbytes)} does not fit into what is left of host_memory for activations, "
+        f"{format_bytes(budget_nbytes)}. Raise host_memory, or use activations='device'."
+    )

@@ -46,21 +46,21 @@ BEHIND = 1 + module.NUM_LEAVING  # of equal storages: the newest stays, and so m
 @pytest.fixture
 def make(tmp_path):
     """Makes Activations with a swap of their own; closed at the end, with nothing left."""
-    made = []
+    made, swaps = [], []
 
-    def build(budget=64 * MIB, *, to_nvme=False):
+    def build(budget=64 * MIB, *, to_nvme=False, on_demand=False):
         path = tmp_path / f"swap{len(made)}"
         path.mkdir()
-        swap = Swap([path])
-        swap.reserve()
-        made.append(Activations(Arena(), swap, CPU, budget, to_nvme=to_nvme))
+        swaps.append(Swap([path]))
+        swaps[-1].reserve()
+        made.append(Activations(Arena(), None if on_demand else swaps[-1], CPU, budget, to_nvme=to_nvme, on_demand=on_demand))
         return made[-1]
 
     before = our_threads()
     yield build
-    for activations in made:
+    for activations, swap in zip(made, swaps, strict=True):
         activations.close()
-        activations.swap.close()
+        swap.close()
     assert [name for name in everything_in(tmp_path) if "/" in name] == []
     assert {t for t in our_threads() - before if isinstance(t, threading.Thread)} == set()
 
@@ -577,6 +577,42 @@ def test_after_a_refusal_smaller_ones_are_kept(make):
     assert all(is_filled(activations.restore(one), value) for value, one in reversed([*enumerate(saved)]))
 
 
+def places(saved):
+    return [one.kept.place.value for one in saved]
+
+
+def test_on_demand_what_has_no_room_stays_and_what_leaves_is_let_go_one_at_a_time(make):
+    activations = make(2 * N, on_demand=True)
+    saved = save_many(activations, range(3))
+    assert places(saved) == ["leaving"] * 2 + ["device"]
+    saved += save_many(activations, [3])
+    assert places(saved) == ["host", "leaving"] + ["device"] * 2  # as when another one leaves
+    saved += save_many(activations, [4, 5])
+    assert places(saved) == ["host"] * 2 + ["device"] * 4
+    assert all(is_filled(activations.restore(one), value) for value, one in reversed([*enumerate(saved)]))
+
+
+def test_on_demand_smaller_ones_leave_where_a_larger_one_has_no_room(make):
+    activations = make(3 * N, on_demand=True)
+    sizes = [5 * N, N, 4 * N, N, N, N, N, 4 * N, N]
+    saved = [activations.save(filled(number, nbytes)) for number, nbytes in enumerate(sizes)]
+    assert [one.kept.number for one in saved if one.kept.place is not Place.DEVICE] == [1, 3, 4]
+    assert activations.heap.used_nbytes == activations.stats()["moved_nbytes"] == 3 * N
+    for number, nbytes in reversed([*enumerate(sizes)]):
+        assert is_filled(activations.restore(saved.pop()), number, nbytes)
+    activations.drain()
+    assert activations._kept == activations._staying == activations._by_storage == {}
+
+
+def test_on_demand_what_stays_leaves_once_there_is_room_the_oldest_first(make):
+    activations = make(2 * N, on_demand=True)
+    saved = save_many(activations, range(6))
+    del saved[:2]
+    saved += save_many(activations, [6])
+    assert [one.kept.number for one in saved if one.kept.place is not Place.DEVICE] == [2, 3]
+    assert all(is_filled(activations.restore(one), value) for value, one in reversed([*enumerate(saved, 2)]))
+
+
 def test_what_was_read_ahead_makes_room_for_what_is_needed_now(make):
     activations = make(8 * N, to_nvme=True)
     small, (large, *_) = save_many(activations, range(16)), save_many(activations, range(40, 45), 4 * N)
@@ -608,11 +644,11 @@ def jitter(seed, most=0.002):
 
 
 @pytest.mark.parametrize(
-    "budget, to_nvme",
-    [(4 * N, False), (4 * N, True), (64 * N, True), (64 * N, False)],
+    "budget, to_nvme, on_demand",
+    [(4 * N, False, False), (4 * N, True, False), (64 * N, True, False), (64 * N, False, False), (4 * N, False, True)],
 )
-def test_random_orders_sizes_and_delays_find_their_bytes(make, budget, to_nvme):
-    activations = make(budget, to_nvme=to_nvme)
+def test_random_orders_sizes_and_delays_find_their_bytes(make, budget, to_nvme, on_demand):
+    activations = make(budget, to_nvme=to_nvme, on_demand=on_demand)
     activations.copies.on_job, activations.writer.on_job = jitter(1), jitter(2)
     _aio._inject("write", 0, -1, None, every=3, delay=0.002)
     _aio._inject("read", 0, -1, None, every=2, delay=0.002)
