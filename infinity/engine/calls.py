@@ -192,6 +192,12 @@ class Calls:
 
     # Saved tensors.
 
+    def drain_dropped(self) -> None:
+        """Let go of what was kept for saved tensors that autograd has dropped."""
+        self.weights.drain_dropped()
+        if self.activations is not None:
+            self.activations.drain()
+
     def _push_saved_tensors(self) -> bool:
         """Put ours in force, unless they are. Those of another engine, whose model calls this one, come after ours."""
         top = _top_saved_tensors_default_hooks(True)

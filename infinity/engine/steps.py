@@ -288,9 +288,7 @@ class Cycle:
         self.course.backward_task = None
         self.gradients.hurry()
         self.calls.release_all()
-        self.weights.drain_dropped()
-        if self.calls.activations is not None:
-            self.calls.activations.drain()
+        self.calls.drain_dropped()
         for chunk in self.reduce_all():
             self.due.sum_squares(chunk)
         self._cycle_is_over, self.has_passed = True, True
@@ -454,6 +452,7 @@ class Cycle:
     def zero_grad(self) -> None:
         self.param_grads.end_step()
         self.calls.end_interrupted()
+        self.calls.drain_dropped()  # by a step that failed
         self._clear_gradients()
         if self.course.backward_task is not None:
             self.abandon_backward()

@@ -6,6 +6,7 @@ a fault can meet a border between segments is a small model of its own.
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import re
 import signal
@@ -696,6 +697,17 @@ def test_what_blocks_are_given_goes_to_host_memory_where_the_device_has_no_room(
     assert re.findall(r"goes to host memory, which has [\d.]+ MiB for it: the device has no room", capfd.readouterr().err)
 
 
+def leave_room(monkeypatch, num):
+    """Of what blocks are given all may leave the device, and host memory has room for so many."""
+    monkeypatch.setattr(activations, "MIN_NBYTES", 1)
+    begin = activations.Activations.__init__
+
+    def with_little(self, arena, swap, device, budget_nbytes, **options):
+        begin(self, arena, swap, device, num * 4096, **options)
+
+    monkeypatch.setattr(activations.Activations, "__init__", with_little)
+
+
 def tied(model):
     model.last.weight = model.first.weight
     return model
@@ -704,13 +716,7 @@ def tied(model):
 @pytest.mark.parametrize("num_in_host_memory", [4, 7, 12])
 def test_what_has_no_room_in_host_memory_stays_on_the_device(num_in_host_memory, tmp_path, monkeypatch):
     """Fifteen blocks are given something, and a tied embedding's gradients wait; what is freed is used again."""
-    monkeypatch.setattr(activations, "MIN_NBYTES", 1)
-    begin = activations.Activations.__init__
-
-    def with_little(self, arena, swap, device, budget_nbytes, **options):
-        begin(self, arena, swap, device, num_in_host_memory * 4096, **options)
-
-    monkeypatch.setattr(activations.Activations, "__init__", with_little)
+    leave_room(monkeypatch, num_in_host_memory)
     for plain, crowded in ((Chain, Crowded), (lambda: tied(Chain()), lambda: tied(Crowded()))):
         expected = run(tmp_path, False, make=plain, **NVME)
         with training(crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
@@ -718,6 +724,32 @@ def test_what_has_no_room_in_host_memory_stays_on_the_device(num_in_host_memory,
             assert_same_states(states_of(engine, model), expected[1])
             assert away(engine) and engine.stats()["by_layer_uncut"] == []
             assert engine.activations.heap.peak_nbytes == num_in_host_memory * 4096
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_zero_grad_after_a_step_that_failed_lets_go_of_what_stayed(where, tmp_path, monkeypatch):
+    leave_room(monkeypatch, 4)
+
+    def fail(gradient):
+        raise ZeroDivisionError
+
+    config = {"options": {"accumulation_steps": 3}, "update": "deferred"} | NVME
+    expected = run(tmp_path, False, update="deferred", **NVME)
+    with training(Crowded, tmp_path, **config) as (model, engine, optimizer):
+        steps = three_steps(model, engine, optimizer)
+        losses = next(steps)
+        begin = threading.active_count()
+        fails = (lambda module, args, output: output.register_hook(fail) and None) if where == "backward" else lambda *_: fail(None)
+        handle = model.blocks[3].register_forward_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            infinity.accumulate(model, tokens(1), loss_of)
+        handle.remove()
+        assert threading.active_count() <= begin and engine.activations._staying
+        gc.collect()
+        optimizer.zero_grad()
+        assert engine.activations._kept == engine.activations._staying == {}
+        assert sum(steps, losses) == expected[0]
+        assert_same_states(states_of(engine, model), expected[1])
 
 
 def test_what_blocks_are_given_leaves_the_device_where_that_is_asked_for(tmp_path, monkeypatch):
