@@ -70,7 +70,7 @@ from infinity.engine.refusals import beside
 from infinity.engine.saved_tensors import SavedTensors
 from infinity.engine.trees import containers_in, flatten, write_back
 from infinity.engine.turns import Draws, Surroundings, Turns, streams
-from infinity.engine.uncut import OFF, FoundError
+from infinity.engine.uncut import OFF, REST_OFF, FoundError
 from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.model.parameters import owner_of
 from infinity.model.recompute import checkpoint
@@ -173,6 +173,8 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
             if not step.may_begin_anew:
                 if step.is_cut and not step.is_away:
                     error.add_note(f"infinity.accumulate has {step.at_once} micro-batches on the device at once: {OFF}")
+                elif step.is_away and engine.activations.has_refused:
+                    error.add_note(f"infinity.accumulate has on the device what {REST_OFF}")
                 raise
             if not engine.cycle.uncut.agree(step.blocks, engine.ranks):  # else it was found in the same turn, and may be the reason
                 _make_room(engine, step)

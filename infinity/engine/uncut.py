@@ -15,6 +15,7 @@ from infinity.output import say
 from infinity.system.ranks import Ranks
 
 OFF = "Config(activations='host') or 'nvme' takes what blocks are given off the device"
+REST_OFF = "had no room in host memory: Config(activations='nvme') takes it off the device"
 
 
 class FoundError(Exception):

@@ -259,6 +259,7 @@ class Activations:
     def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, on_demand: bool = False, who: str = "", failure: FirstFailure | None = None):
         self.is_on = not on_demand
         self.on_demand = on_demand
+        self.has_refused = False  # since it was switched: something stays, or did
         self.device = device
         self.to_nvme = to_nvme
         self.who = who
@@ -285,7 +286,7 @@ class Activations:
 
     @contextlib.contextmanager
     def switched(self, is_on: bool):
-        before, self.is_on = self.is_on, is_on
+        before, self.is_on, self.has_refused = self.is_on, is_on, False
         try:
             yield
         finally:
@@ -395,7 +396,7 @@ class Activations:
             except BudgetError:
                 if not self.on_demand:
                     raise
-                refused_nbytes = kept.nbytes
+                refused_nbytes, self.has_refused = kept.nbytes, True
         if self._leaving and refused_nbytes <= self._saved_nbytes and self._moved_nbytes == moved_nbytes:
             self._let_go()  # of which nothing that leaves later would
 

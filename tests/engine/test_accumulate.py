@@ -988,6 +988,24 @@ def test_a_device_that_is_full_in_backward_is_an_error_that_says_what_is_kept_th
         assert ["Config(activations='host')" in note for note in found.value.__notes__] == [True]
 
 
+@pytest.mark.parametrize("num_in_host_memory", [4, 100])
+def test_a_device_that_is_full_in_backward_of_what_had_no_room_in_host_memory_is_an_error_that_says_so(num_in_host_memory, tmp_path, monkeypatch):
+    leave_room(monkeypatch, num_in_host_memory)
+
+    def fail(gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with training(Crowded, tmp_path, options={"accumulation_steps": 3}, update="deferred", **NVME) as (model, engine, optimizer):
+        infinity.accumulate(model, tokens(0), loss_of)
+        optimizer.step()
+        model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        with pytest.raises(torch.OutOfMemoryError) as found:
+            infinity.accumulate(model, tokens(1), loss_of)
+        notes = getattr(found.value, "__notes__", [])
+        assert ["Config(activations='nvme')" in note for note in notes] == [True] * (num_in_host_memory == 4)
+        assert engine.stats()["by_layer_uncut"] == []
+
+
 def test_where_the_device_keeps_nothing_that_is_no_remedy(tmp_path, capfd):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
