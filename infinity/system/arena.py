@@ -294,9 +294,9 @@ class Heap:
                 for index, (begin, end) in enumerate(gaps):
                     if end - begin >= nbytes:
                         return self._give(region, gaps, index, nbytes)
-            self._give_empty_back(nbytes)
-            if self.nbytes + nbytes > self.budget_nbytes:
+            if self.nbytes + nbytes - sum(region.nbytes for region, _ in self._empty()) > self.budget_nbytes:
                 return None
+            self._give_empty_back(nbytes)
             try:
                 region = self._arena.region(min(max(nbytes, HEAP_REGION_NBYTES), self.budget_nbytes - self.nbytes))
             except OSError as error:
@@ -314,11 +314,14 @@ class Heap:
 
     def _give_empty_back(self, nbytes: int) -> None:
         """Regions too small for what is asked make room for a larger one, as soon as nothing is in them."""
-        for region, gaps in list(self._gaps):
-            if self.nbytes + nbytes > self.budget_nbytes and gaps == [(0, region.nbytes)]:
+        for region, gaps in self._empty():
+            if self.nbytes + nbytes > self.budget_nbytes:
                 self._gaps.remove((region, gaps))
                 self.nbytes -= region.nbytes
                 self._arena.give_back(region)
+
+    def _empty(self) -> list[tuple[Region, list[tuple[int, int]]]]:
+        return [(region, gaps) for region, gaps in self._gaps if gaps == [(0, region.nbytes)]]
 
     def give_back(self, area: Area) -> None:
         """The area is free; it must not be used any more."""

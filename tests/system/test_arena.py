@@ -513,6 +513,18 @@ def test_regions_that_nothing_is_in_make_room_for_a_larger_one():
     assert heap.take(150 * MIB) is not None and arena.nbytes == heap.nbytes <= 200 * MIB
 
 
+def test_they_stay_where_they_would_not_make_enough():
+    """What is refused costs no memory that has been touched and pinned."""
+    arena = Arena()
+    heap = Heap(arena, 200 * MIB)
+    pieces = [heap.take(60 * MIB) for _ in range(3)]
+    for piece in pieces[1:]:
+        heap.give_back(piece)
+    before = arena.nbytes
+    assert heap.take(150 * MIB) is None and heap.take(201 * MIB) is None and arena.nbytes == heap.nbytes == before
+    assert heap.take(130 * MIB) is not None and arena.nbytes == heap.nbytes <= 200 * MIB
+
+
 def test_pieces_never_overlap_whichever_threads_take_and_return_them():
     """8 threads, 400 pieces each; each fills its own and finds it as it was."""
     heap, wrong = Heap(Arena(), 64 * PAGE), []
