@@ -90,10 +90,10 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     which then begins anew; it runs as one, in the end all of the model as in the ordinary loop, and is named once, and by
     stats()["by_layer_uncut"]. So does a step whose forward passes find no room on the device, where there is one rank: what its blocks are
     given, and those of later steps of as many micro-batches, goes to what the engine has left of host memory, as far as there is room, unless
-    Config(activations=...) names a place; where both have none, half as many micro-batches pass the model at a time, in the end one. Gradients are those of
-    `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit, unless of three or more some leave the model after
-    other blocks than the rest (early exits), or call one more often in a row: what they share behind these, and the blocks before, adds up
-    in another order. Random numbers (dropout) are others. Returns the losses, detached.
+    Config(activations=...) names a place; where both have none, half as many micro-batches pass the model at a time, in the end one.
+    Gradients are those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit, unless of three or more some
+    leave the model after other blocks than the rest (early exits), or call one more often in a row: what they share behind these, and the
+    blocks before, adds up in another order. Random numbers (dropout) are others. Returns the losses, detached.
     The optimizer's accumulation_steps is to be 2 or more, so that sums are in fp32; how many micro-batches there are may differ from it.
     Raises ConfigError or UsageError if it cannot begin.
     """
@@ -417,6 +417,8 @@ class _Step:
                         for begin in range(0, self.num, turn):
                             self.micro_batches = micro_batches[begin : begin + turn]
                             self._is_first, self._is_last = begin == 0, begin + turn >= self.num
+                            if self.in_turns is not None:  # in the turn before, blocks that the program checkpoints have run again, too
+                                self.in_turns = BuffersInTurns(self.model)
                             losses += self._forward()
                             self._backward()
                 finally:

@@ -677,7 +677,6 @@ def test_micro_batches_for_which_there_is_no_room_take_turns(num, how, tmp_path)
         assert len(calls) > 3 * num
 
 
-
 @pytest.mark.parametrize("update, dtype", [("backward", "fp32"), ("deferred", "bf16"), ("deferred", "fp16")])
 def test_what_blocks_are_given_goes_to_host_memory_where_the_device_has_no_room(dtype, update, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
@@ -896,6 +895,38 @@ def test_a_device_that_is_full_in_a_later_turn(number, tmp_path):
         assert_same_states(states_of(engine, model), states)
         assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
         assert engine.cycle.uncut.most == 1
+
+
+class WritingTwice(Block):
+    """Checkpoints itself, and writes to a buffer in its second run, too."""
+
+    gradient_checkpointing = True
+
+    def __init__(self, hidden):
+        super().__init__(hidden)
+        self.register_buffer("mean", torch.zeros(hidden))
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x):
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return super().forward(x)
+
+
+def test_what_backward_passes_of_a_turn_write_is_not_taken_for_the_next_ones(tmp_path):
+    def make():
+        model = Chain(num_blocks=0)
+        model.blocks = nn.ModuleList(WritingTwice(32) for _ in range(4))
+        return model
+
+    losses, states, *_ = run(tmp_path, False, make=make, n=4, num_steps=1, **NVME)
+    with training(make, tmp_path, options={"accumulation_steps": 4}, **NVME) as (model, engine, optimizer):
+        engine.cycle.uncut.most = 2
+        assert [value.item() for value in infinity.accumulate(model, tokens(0, 4), loss_of)] == losses
+        optimizer.step()
+        assert_same_states(states_of(engine, model), states)
+        assert engine.stats()["by_layer_uncut"] == []
 
 
 class ChangingSingle(Block):
