@@ -8,8 +8,9 @@ it begin anew are one protocol, whose notes are as long as a file.
 
 # [Note: what accumulation by layer reads]
 # With a micro-batches the ordinary loop fetches every weight 2a times: 4a + 10 bytes a parameter and step from NVMe. Here each segment is
-# fetched once forward and once backward, whatever a is: 14. The price is what is kept for each micro-batch: the inputs of its blocks,
-# which run again in backward, as with activation checkpointing.
+# fetched once forward and once backward, whatever a is: 14, or 4t + 10 in t turns ([Note: a device that is full by layer]). The price is
+# what is kept for each micro-batch: the inputs of its blocks, which run again in backward, as with activation checkpointing. Where host
+# memory has no place for all gradients, each micro-batch after the first turn costs up to 8 more: sums are read and written again.
 #
 # [Note: the order of things by layer]
 # Each micro-batch's `loss(model, micro_batch)` has a thread, which pauses as a segment begins: of those that have come least far the first
@@ -88,11 +89,11 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     runs in a thread of its own, others of which run in between: what it switches in the model for a while, those find. Blocks of the model
     run again for backward, with their hooks, as with activation checkpointing. What cannot be cut between blocks is found in the first step,
     which then begins anew; it runs as one, in the end all of the model as in the ordinary loop, and is named once, and by
-    stats()["by_layer_uncut"]. So does a step whose forward passes find no room on the device, where there is one rank: what its blocks are
-    given, and those of later steps of as many micro-batches, goes to what the engine has left of host memory, as far as there is room, unless
-    Config(activations=...) names a place; where both have none, half as many micro-batches pass the model at a time, in the end one.
-    Gradients are those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit, unless of three or more some
-    leave the model after other blocks than the rest (early exits), or call one more often in a row: what they share behind these, and the
+    stats()["by_layer_uncut"]. So does a step that finds no room on the device before its last backward passes, where there is one rank: what
+    its blocks are given, and those of later steps of as many micro-batches, goes to what the engine has left of host memory, as far as there
+    is room, unless Config(activations=...) names a place; where both have none, half as many micro-batches pass the model at a time, in the
+    end one. Gradients are those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit, unless of three or more
+    some leave the model after other blocks than the rest (early exits), or call one more often in a row: what they share behind these, and the
     blocks before, adds up in another order. Random numbers (dropout) are others. Returns the losses, detached.
     The optimizer's accumulation_steps is to be 2 or more, so that sums are in fp32; how many micro-batches there are may differ from it.
     Raises ConfigError or UsageError if it cannot begin.

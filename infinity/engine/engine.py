@@ -114,7 +114,7 @@ class Engine(NotCopied):
             "num_skipped_steps": self.cycle.num_skipped,
             "activations": self.activations.stats() if self.activations is not None else None,
             "by_layer_speedup": self.cycle.advice.speedup,  # expected of infinity.accumulate; None where that is not known
-            "by_layer_uncut": list(self.cycle.uncut.reasons),  # why parts of the model, or all of it, are one segment there
+            "by_layer_uncut": list(self.cycle.uncut.reasons),  # why parts of the model are one segment there, or not all pass at once
             "links": {link: meter.totals() for link, meter in self.events.meters.items()},
         }
 
