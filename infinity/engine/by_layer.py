@@ -10,7 +10,7 @@ it begin anew are one protocol, whose notes are as long as a file.
 # With a micro-batches the ordinary loop fetches every weight 2a times: 4a + 10 bytes a parameter and step from NVMe. Here each segment is
 # fetched once forward and once backward, whatever a is: 14, or 4t + 10 in t turns ([Note: a device that is full by layer]). The price is
 # what is kept for each micro-batch: the inputs of its blocks, which run again in backward, as with activation checkpointing. Where host
-# memory has no place for all gradients, each micro-batch after the first turn costs up to 8 more: sums are read and written again.
+# memory has no place for all gradients, each turn after the first costs up to 8 more: sums are read and written again.
 #
 # [Note: the order of things by layer]
 # Each micro-batch's `loss(model, micro_batch)` has a thread, which pauses as a segment begins: of those that have come least far the first
@@ -40,10 +40,10 @@ it begin anew are one protocol, whose notes are as long as a file.
 # What blocks are given is kept for all micro-batches at the end of the forward passes, and with it the gradients that wait for earlier
 # segments, such as those of a tied embedding. If the device has no room for it, the step begins anew, with that in host memory, and on the
 # device what has none there, and so do later ones of as many or more. Where both have none, or host memory is not to be used, it begins anew
-# in turns of half as many micro-batches, and of half of those. Sums of the first turn leave the device when they are complete; to these the
-# gradients of later ones are added in host memory one by one, in the order of the ordinary loop, and updates come with the last turn. In
-# turns of one, nothing is cut: micro-batches run one after the other as in the ordinary loop. Their blocks are checkpointed as before: so of
-# one micro-batch no more is kept than before of two, where its whole graph may take more than that.
+# in turns of half as many micro-batches, and of half of those. Sums leave the device in each turn and come back in the next ([Note: room for
+# sums]): so gradients add up in the order of the ordinary loop. Updates come with the last turn. In turns of one, nothing is cut:
+# micro-batches run one after the other as in the ordinary loop. Their blocks are checkpointed as before: so of one micro-batch no more is
+# kept than before of two, where its whole graph may take more than that.
 
 from __future__ import annotations
 
@@ -418,6 +418,8 @@ class _Step:
                         for begin in range(0, self.num, turn):
                             self.micro_batches = micro_batches[begin : begin + turn]
                             self._is_first, self._is_last = begin == 0, begin + turn >= self.num
+                            if self.sums is not None:
+                                self.sums.begin_turn()
                             if self.in_turns is not None:  # in the turn before, blocks that the program checkpoints have run again, too
                                 self.in_turns = BuffersInTurns(self.model)
                             losses += self._forward()

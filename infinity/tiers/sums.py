@@ -1,12 +1,15 @@
 """Gradients of several micro-batches that add up on the device, and leave for host memory once, with all of them in it.
 
 Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments: it is told which parameters have gradients
-soon, and when a chunk has all of its. The training thread calls it, on several ranks at the same places of all.
+soon, when a chunk has all of its, and when all come once more. The training thread calls it, on several ranks at the same places of all.
 """
 
 # [Note: room for sums]
 # Sums lie in what the device has for spans that come and go, as far as this has room for them beside all that the ops of the moment may
 # need: what has no room adds up in host memory. Their room is spans' again once they have left, which is looked at when more is wanted.
+# Where micro-batches take turns, on one rank, the sums of earlier turns come back, and the next gradients are added to them: 8 bytes a
+# parameter and turn over the link, where gradients that leave one by one are 2 or 4 for each micro-batch, and host memory that has no place
+# for all sums would read and write them for each.
 #
 # [Note: sums on several ranks]
 # What adds up there is a rank's shard, of gradients that were reduced one micro-batch after the other, as in the ordinary loop: a reduction
@@ -34,8 +37,13 @@ class Sums:
         self.gradients, self.weights = gradients, weights
         self.registry, self.tier, self.ranks = weights.registry, weights.tier, weights.ranks
         self._here: dict[ChunkState, int] = {}  # bytes of those that add up
+        self._earlier: set[ChunkState] = set()  # that have sums of earlier turns
         self._leaving: deque[tuple[Job, int, int]] = deque()  # with bytes of room, and of memory
         self._nbytes = 0  # of both
+
+    def begin_turn(self) -> None:
+        """All gradients come once more, after those that have."""
+        self._earlier = {chunk for chunk in self.registry.chunks if chunk.gradient.job is not None}
 
     def begin(self, params: Collection[ParameterState], following: Iterable[ParameterState]) -> None:
         """Gradients of these parameters come; ops use them meanwhile, and `following`."""
@@ -50,16 +58,26 @@ class Sums:
         if self._nbytes > room:
             self.end(list(self._here))
             self._settle(room)
+        back: list[ChunkState] = []
         for chunk in chunks:
             gradient, nbytes = chunk.gradient, chunk.chunk.shard_numel * self.gradients.dtype(chunk).itemsize
-            if chunk in self._here or not chunk.trainable or chunk.gradient_on_device or gradient.job is not None:
+            if chunk in self._here or not chunk.trainable or chunk.gradient_on_device:
+                continue
+            if gradient.job is not None and chunk not in self._earlier:
                 continue
             self._settle(room - nbytes)
             if self._nbytes + nbytes <= room:
                 self._here[chunk] = nbytes
                 self._take(nbytes)
-                gradient.stay()
+                if gradient.job is None:
+                    gradient.stay()
+                else:
+                    back.append(chunk)
         self._evict()
+        for chunk in back:
+            self.gradients.wait_for(chunk)
+        self.gradients.stay_on_device(back)
+        self._earlier.difference_update(back)
 
     def end(self, chunks: Iterable[ChunkState]) -> None:
         """All that was to come of these has: it leaves, where it has added up here."""

@@ -1690,15 +1690,16 @@ def test_on_a_gpu_losses_and_states_are_those_of_the_ordinary_loop(dtype, update
     assert_as_the_ordinary_loop(tmp_path, **config, **PLACES[places])
 
 
-@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize("n, num_turns", [(2, 1), (5, 1), (5, 3)])
 @pytest.mark.parametrize("make, dtype", [(Chain, "bf16"), (Odd, "fp32")])
-def test_gradients_leave_the_device_once(make, dtype, n, tmp_path):
+def test_gradients_leave_the_device_once_a_turn(make, dtype, n, num_turns, tmp_path):
     with training(make, tmp_path, options={"accumulation_steps": 2}, dtype=dtype, **NVME) as (model, engine, optimizer):
+        engine.cycle.uncut.most = -(-n // num_turns)
         for step in range(3):
             before = engine.stats()["links"]["gc"]["nbytes"]
             infinity.accumulate(model, tokens(step, n), loss_of)
             optimizer.step()
             optimizer.zero_grad()
         trained = sum(chunk.record.numel for chunk in engine.registry.chunks if chunk.trainable and any(chunk.steps.values()))
-        assert engine.stats()["links"]["gc"]["nbytes"] - before == 4 * trained
+        assert engine.stats()["links"]["gc"]["nbytes"] - before == 4 * num_turns * trained
         assert engine.tier.held_nbytes == sum(span.nbytes for span in engine.registry.spans if span.allocated)
