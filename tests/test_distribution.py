@@ -48,7 +48,7 @@ def sources(tmp_path_factory):
     (archive,) = folder.glob("*.tar.gz")
     assert archive.name == f"infinity_offload-{infinity.__version__}.tar.gz"
     with tarfile.open(archive) as file:
-        file.extractall(folder, filter="data")
+        file.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # since Python 3.11.4
     return folder / archive.name.removesuffix(".tar.gz")
 
 

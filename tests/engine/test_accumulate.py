@@ -652,7 +652,7 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
     assert said.count("Config(activations='host')") == 2 and said.count("turns of 2") == said.count("one after the other") == 1
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "how",
     [
