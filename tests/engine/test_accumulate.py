@@ -712,6 +712,7 @@ def tied(model):
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_in_host_memory", [4, 7, 12])
 def test_what_has_no_room_in_host_memory_stays_on_the_device(num_in_host_memory, tmp_path, monkeypatch):
     """Fifteen blocks are given something, and a tied embedding's gradients wait; what is freed is used again."""
@@ -877,6 +878,7 @@ def centred():
     return model
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("number", [1, 3, 5, 6])
 def test_a_device_that_is_full_in_a_later_turn(number, tmp_path):
     """In either pass of the first turn, or forward in the second, the step begins anew, and buffers are as they were; in the last backward
@@ -1690,6 +1692,7 @@ def test_on_a_gpu_losses_and_states_are_those_of_the_ordinary_loop(dtype, update
     assert_as_the_ordinary_loop(tmp_path, **config, **PLACES[places])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("n, num_turns", [(2, 1), (5, 1), (5, 3)])
 @pytest.mark.parametrize("make, dtype", [(Chain, "bf16"), (Odd, "fp32")])
 def test_gradients_leave_the_device_once_a_turn(make, dtype, n, num_turns, tmp_path):

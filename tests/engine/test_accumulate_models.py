@@ -48,7 +48,7 @@ def how(case, dtype="fp32", **config):
     return found | scaled(dtype) | config
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name, dtype", WAYS)
 def test_losses_and_states_are_those_of_the_ordinary_loop(name, dtype, tmp_path, capfd):
     assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], dtype), **NVME)
@@ -210,7 +210,8 @@ def train_tightly(by_layer, update, nbytes, folder):
         return losses, {key: {segment: tensor.clone() for segment, tensor in state.items()} for key, state in states_of(engine, model).items()}
 
 
-@pytest.mark.parametrize("update", ["deferred", pytest.param("backward", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_two_ranks_have_these_bits_with_little_room_for_sums(update, two_ranks, tmp_path):  # noqa: F811
     expected = two_ranks.run(train_tightly, False, update, 1 << 20, tmp_path)
     for nbytes in (30_000, 40_000, 80_000):

@@ -200,7 +200,7 @@ def small_drive(monkeypatch):
 CROWDED = {"host_memory": "320KiB"}
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
 @pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "moments": "bf16"}, {"dtype": "fp16"}], ids=str)
 def test_what_nvme_has_no_room_for_lives_on_the_device_with_the_same_bits(numbers, options, small_drive, tmp_path):
