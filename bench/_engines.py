@@ -58,6 +58,7 @@ class Trainer:
     close: Callable[[], None] = lambda: None
     micros: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], list[torch.Tensor]] | None = None
     remarks: Callable[[], list[str]] = list  # what a reader of its times should know
+    save_trace: Callable[[], None] = lambda: None  # so far, where it was asked for
 
     def passes(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         """All of a step, forward and backward. Returns the losses."""
@@ -132,10 +133,6 @@ def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
         if job.trace:
             infinity.save_trace(job.trace, model)
 
-    def close():
-        save_trace()
-        engine.close()
-
     def update():
         optimizer.step()
         optimizer.zero_grad()
@@ -145,7 +142,6 @@ def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
         return [loss * job.accumulation for loss in losses]
 
     def remarks():
-        save_trace()  # after each step: a run that is ended at its limit leaves what it has
         stats = engine.stats()
         away = (stats["activations"] or {}).get("moved_nbytes", 0)
         found = list(stats["by_layer_uncut"])
@@ -153,7 +149,7 @@ def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
             found.append(f"{away / 1e9:.1f} GB of activations have left the device")
         return found
 
-    return Trainer(_micro(job, model), update, moved, close, micros if by_layer else None, remarks)
+    return Trainer(_micro(job, model), update, moved, engine.close, micros if by_layer else None, remarks, save_trace)
 
 
 def _by_layer(job: Job) -> Trainer:

@@ -335,6 +335,7 @@ def run(options) -> dict:
         report["device_nbytes"] = torch.cuda.max_memory_allocated() if cuda else 0
         report["reserved_nbytes"] = torch.cuda.max_memory_reserved() if cuda else 0
         leave_so_far(report)
+        trainer.save_trace()  # a run that is ended at its limit leaves what it has
     trainer.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -374,6 +375,7 @@ def made(options, device):
 
 
 def place_of(engine: str, options) -> str:
+    """Where an engine has its states; this one's configuration says so itself."""
     if engine == "deepspeed" and options.weights == options.states == "nvme":
         return "nvme"
     return {**dict.fromkeys(OURS, "auto"), "plain": "device"}.get(engine, "host")

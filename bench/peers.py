@@ -259,6 +259,7 @@ def run(options) -> dict:
         "version": version_of(options.engine),
     }
     dist.barrier()  # files are counted
+    trainer.save_trace()
     trainer.close()
     dist.destroy_process_group()
     return report

@@ -10,7 +10,7 @@ it begin anew are one protocol, whose notes are as long as a file.
 # With a micro-batches the ordinary loop fetches every weight 2a times: 4a + 10 bytes a parameter and step from NVMe. Here each segment is
 # fetched once forward and once backward, whatever a is: 14, or 4t + 10 in t turns ([Note: a device that is full by layer]). The price is
 # what is kept for each micro-batch: the inputs of its blocks, which run again in backward, as with activation checkpointing. Where host
-# memory has no place for all gradients, each turn after the first costs up to 8 more: sums are read and written again.
+# memory has no place for all gradients, each turn after the first costs some 10 more: sums are read and written again.
 #
 # [Note: the order of things by layer]
 # Each micro-batch's `loss(model, micro_batch)` has a thread, which pauses as a segment begins: of those that have come least far the first
@@ -392,7 +392,8 @@ class _Step:
         self.running: MicroBatch | None = None
         self._goes_back: MicroBatch | None = None
         self.sums: Sums | None = None
-        self._is_first = self._is_last = False  # turn
+        self._first_two: list[MicroBatch] = []  # of the step
+        self._is_last = False  # turn
         self._updates = False
 
     @property
@@ -404,6 +405,7 @@ class _Step:
         """works: the forward passes. draws: their streams, left as they are then."""
         calls, turn = self.engine.calls, self.at_once if self.is_cut else self.num
         micro_batches = [MicroBatch(self, work, number % turn, own) for number, (work, own) in enumerate(zip(works, draws, strict=True))]
+        self._first_two = micro_batches[:2]
         if turn > 1:
             self.sums = Sums(self.engine.gradients, self.engine.weights)
         before = calls.swap(Turn(calls.frames, threading.get_ident()))  # the same list: whoever has calls in it can end them
@@ -417,10 +419,10 @@ class _Step:
                         losses = []
                         for begin in range(0, self.num, turn):
                             self.micro_batches = micro_batches[begin : begin + turn]
-                            self._is_first, self._is_last = begin == 0, begin + turn >= self.num
+                            self._is_last = begin + turn >= self.num
                             if self.sums is not None:
                                 self.sums.begin_turn()
-                            if self.in_turns is not None:  # in the turn before, blocks that the program checkpoints have run again, too
+                            if begin and self.in_turns is not None:  # in the turn before, blocks that the program checkpoints have run again, too
                                 self.in_turns = BuffersInTurns(self.model)
                             losses += self._forward()
                             self._backward()
@@ -468,7 +470,7 @@ class _Step:
 
     def _look(self, micro: MicroBatch) -> None:
         """A turn of a forward pass is over: raise FoundError if anything was found that cannot be cut."""
-        if self.in_turns is not None and self._is_first and micro in self.micro_batches[:2] and (found := self.attributes.look(micro)) is not None:
+        if self.in_turns is not None and micro in self._first_two and (found := self.attributes.look(micro)) is not None:
             self.uncut.note(_another(*found))
         if self.in_turns is not None and (found := self.in_turns.look(micro)) is not None:
             self.uncut.note(f"{_in_words(*found)} is written in several parts of the model, and by others in between")

@@ -1,7 +1,8 @@
 """Saved activations away from the device: to host memory while forward goes on, past its budget to NVMe or not at all, back before backward.
 
-Knows storages, host memory, a swap, and parts of a graph by names that are given to it. Must not know modules, autograd's graph or weights: whoever packs and unpacks saved
-tensors asks here, in the training thread. Over 500 lines because a storage's way out, back and to its end is one protocol.
+Knows storages, host memory, a swap, and parts of a graph by names that are given to it. Must not know modules, autograd's graph or weights:
+whoever packs and unpacks saved tensors asks here, in the training thread. Over 500 lines because a storage's way out, back and to its end is
+one protocol.
 """
 
 # [Note: what is moved]
@@ -252,11 +253,12 @@ class Activations:
     """Keeps saved activations in host memory, at most budget_nbytes of it, and what does not fit there on NVMe.
 
     swap: None where nothing is to go there. to_nvme: write all of them; host memory only passes them on. who: begins the text of errors,
-    such as "rank 1 of 2, ". on_demand: saves nothing until it is switched on, and what has no
-    room then stays on the device. What was saved is restored in either case.
+    such as "rank 1 of 2, ". on_demand: saves nothing until it is switched on, and what has no room then stays on the device. What was saved is
+    restored in either case.
     """
 
-    def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, on_demand: bool = False, who: str = "", failure: FirstFailure | None = None):
+    def __init__(self, arena: Arena, swap, device: torch.device, budget_nbytes: int, *, to_nvme: bool, on_demand: bool = False,
+                 who: str = "", failure: FirstFailure | None = None):
         self.is_on = not on_demand
         self.on_demand = on_demand
         self.has_refused = False  # since it was switched: something stays, or did

@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches that add up on the device, and leave for host memory once, with all of them in it.
+"""Gradients of several micro-batches that add up on the device, and leave for host memory once for all that pass together.
 
 Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments: it is told which parameters have gradients
 soon, when a chunk has all of its, and when all come once more. The training thread calls it, on several ranks at the same places of all.

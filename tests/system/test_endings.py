@@ -223,7 +223,7 @@ def test_a_program_that_succeeds_ends_well_with_and_without_close(nursery, tmp_p
     assert_ended_well(nursery.run(size, tmp_path, **options))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "stage, who, closes",
     [("before", "one", False), ("construction", "one", False), ("backward", "one", True), ("save", "one", False), ("load", "all", False)]
@@ -276,7 +276,7 @@ def test_the_same_number_of_batches_is_none(nursery, tmp_path):
 KILLED = {"construction": "infinity.init|the making", "backward": "in step [123]", "save": "in infinity.save", "load": "in infinity.load"}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size, stage", [(2, "construction"), (3, "backward"), (2, "save"), (3, "load")])
 def test_a_rank_that_is_killed_is_named_on_all_others(nursery, tmp_path, size, stage):
     *survivors, (status, _) = nursery.run(size, tmp_path, stage=stage, kills=True)
