@@ -5,6 +5,7 @@ over the whole working set, one after another, so that a slow moment of the mach
 
     python bench/kernel.py                       # one core, then all cores
     python bench/kernel.py --cores 1 4 16 --json kernel.json
+    python bench/kernel.py --values stuck        # momenta that no gradient has come to for a thousand steps: denormals
 """
 
 from __future__ import annotations
@@ -34,18 +35,24 @@ BF16_MOMENTS = " bf16 mom."
 SPLIT = ((torch.bfloat16, "weight"), (torch.int16, "residual"), (torch.float32, "momentum"), (torch.float32, "variance"))
 
 
+VALUES = {"ordinary": (1.0, 0.0, 0.0), "faint": (1e-18, 1e-3, 1e-6), "stuck": (0.0, 6e-45, 1e-6)}
+"""What gradients are multiplied by; the moments."""
+
+
 class Chunks:
     """num_chunks chunks of numel parameters, twice: as split-master records with bf16 gradients, and all in fp32."""
 
-    def __init__(self, num_chunks: int, numel: int, plain_memory: bool):
+    def __init__(self, num_chunks: int, numel: int, plain_memory: bool, values: str):
         self.arena = Arena()
         self.plain_memory = plain_memory
         self.numel = num_chunks * numel
         self.step = 0
         self.ours, self.dithered, self.torchs = [], [], []
+        scale, *moments = VALUES[values]
         for seed in range(num_chunks):
             generator = torch.Generator().manual_seed(seed)
             master, grad = (torch.randn(numel, generator=generator).mul_(0.02) for _ in range(2))
+            grad *= scale
             record = [t for dtype, _ in SPLIT for t in self._tensors(dtype, numel)]
             split_master(master, out=(record[0], record[1]))
             record += [t.copy_(grad) for t in self._tensors(torch.bfloat16, numel)]
@@ -53,6 +60,9 @@ class Chunks:
             self.dithered.append([*record[:2], *self._tensors(torch.bfloat16, numel, 2), record[4]])
             p, m, v, g = self._tensors(torch.float32, numel, 4)
             self.torchs.append((p.copy_(master), g.copy_(grad), m, v))
+            for kept in (record[2:4], self.dithered[-1][2:4], (m, v)):
+                for tensor, value in zip(kept, moments):
+                    tensor.fill_(value)
         self.lists = [list(tensors) for tensors in zip(*self.torchs)]
 
     def _tensors(self, dtype: torch.dtype, numel: int, count: int = 1) -> list[torch.Tensor]:
@@ -119,11 +129,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=11)
     parser.add_argument("--num-chunks", type=positive, default=8)
     parser.add_argument("--chunk-numel", type=positive, default=8 << 20)
+    parser.add_argument("--values", choices=VALUES, default="ordinary", help="faint: gradients whose squares are denormals")
     parser.add_argument("--plain-memory", action="store_true", help="torch's allocator in place of huge pages, for both")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
 
-    chunks = Chunks(args.num_chunks, args.chunk_numel, args.plain_memory)
+    chunks = Chunks(args.num_chunks, args.chunk_numel, args.plain_memory, args.values)
     rows = []
     print(f"{chunks.numel / 1e6:.0f} M parameters, {args.rounds} rounds, torch {torch.__version__}")
     print(f"{'cores':>5}  {'variant':<18}{'Mparam/s':>9}{'min - max':>15}{'GB/s':>7}{'ratio':>8}{'min - max':>14}")

@@ -36,6 +36,22 @@
  * may swap operands; so each NaN that an update leaves behind is stored as 0x7FC00000. A NaN in m or v makes p a NaN:
  * testing p finds all.
  *
+ * [Note: denormals at full speed]
+ * An x86 processor takes some hundred cycles more for a vector of products of which one is a denormal or came from one: an
+ * update was 6 to 10 times as long where gradients are about 1e-20, whose squares are denormals; and for good where a
+ * momentum has nothing but zeros to follow, as in the row of an embedding that no batch asks for any more, since rounding
+ * keeps 0.9 * x at 4 units of 2^-149. So AdamW runs with denormals flushed to zero, as operations take them and as they
+ * leave them, and looks at what came of it. A product that is flushed is 2^-126 at most: less than half a unit of a sum
+ * that came out at 2^-100 or more, which is therefore right. Below that,
+ *   - m and v are right where the gradient is zero and they were zero or 2^-125 at least; and v where no product was small;
+ *   - where the gradient is zero and they were less, their bits are integers, of units of 2^-149, and so are those of what
+ *     they become: `decayed` rounds these once, from float64. What becomes zero is right, with its sign. A quotient of
+ *     such an m is too small to move a p of 2^-58; the root of such a v, to move eps: `plan_flushes` knows for which
+ *     scalars that holds;
+ *   - p is right where it was zero and m is zero.
+ * A vector with any other lane is done again with denormals kept. To do all that in float64, rounding after each operation,
+ * took as long as the processor does.
+ *
  * [Note: weight and residual]
  * weight = (bits + 0x8000) >> 16, residual = bits - (weight << 16), which fits an int16 and so is just the low half of
  * bits; bits = (weight << 16) + residual mod 2^32 gives them back. The plain formula would turn the NaN 0x7FFFFFFF into
@@ -77,6 +93,25 @@
 #define NUM_LIMBS 72
 #define TILE (32 * BLOCK)   /* what a thread takes at a time; below that a call does not wake the pool */
 #define MAX_THREADS 256
+
+/* ---- the thread's rounding ---- */
+
+#define IEEE 0x1F80u        /* to nearest, denormals kept */
+#define FLUSHING 0x9FC0u    /* to nearest, denormals flushed */
+
+/* Returns what the thread had. No operation on memory is moved across it, and so none on what was loaded. */
+static __attribute__((noinline)) unsigned set_mode(unsigned mode)
+{
+#if defined(__x86_64__)
+    unsigned saved = _mm_getcsr();
+    __asm__ volatile("" ::: "memory");
+    _mm_setcsr(mode);
+    __asm__ volatile("" ::: "memory");
+    return saved;
+#else
+    return mode;
+#endif
+}
 
 /* ---- one element ---- */
 
@@ -128,6 +163,32 @@ INLINE void scalar_split(const float *v, uint16_t *weight, int16_t *residual)
     *weight = (uint16_t)((bits_of(*v) + 0x8000u) >> 16);
     *residual = (int16_t)(uint16_t)bits_of(*v);
 }
+
+typedef struct {
+    void *weight;
+    int16_t *residual;          /* NULL: weight is fp32 */
+    void *momentum, *variance;  /* fp32, or bf16 if dithered */
+    const void *grad;
+    int grad_is_fp32, decoupled, dithered;
+    uint32_t key0, key1, index;
+    float grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, step_size;
+    int flushes;        /* denormals, wherever that leaves no trace: [Note: denormals at full speed] */
+    uint32_t least_g;   /* bits: of a scaled gradient of this much or more neither its square nor what v takes of it is one */
+} Update;
+
+/* A single element is updated with denormals kept. */
+INLINE int scalar_any_small(const float *m, const float *v, const float *p) { (void)m, (void)v, (void)p; return 0; }
+INLINE int scalar_mend(const Update *u, const float *g0, const float *m0, const float *v0, const float *p0, const float *g,
+                       float *m, float *v, const float *p)
+{
+    (void)u, (void)g0, (void)m0, (void)v0, (void)p0, (void)g, (void)m, (void)v, (void)p;
+    return 1;
+}
+
+/* The bits of magnitudes in [Note: denormals at full speed]. */
+#define SMALL 0x0D800000u   /* 2^-100: no sum of this much or more feels what is flushed */
+#define FEW 0x01000000u     /* 2^-125, which are as many units of 2^-149 */
+#define DEAF 0x22800000u    /* 2^-58: no p of this much or more feels a few such units of m */
 
 /* ---- two vectors of eight or sixteen ---- */
 
@@ -211,6 +272,65 @@ AVX2 INLINE __m256 avx2_one_nan(__m256 x)
     return _mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 }
 
+AVX2 INLINE __m256i avx2_magnitude(__m256 x)
+{
+    return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7FFFFFFF));
+}
+
+AVX2 INLINE __m256i avx2_below(__m256i magnitude, uint32_t bound)
+{
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)bound), magnitude);
+}
+
+AVX2 INLINE __m256i avx2_is_zero(__m256i x) { return _mm256_cmpeq_epi32(x, _mm256_setzero_si256()); }
+
+AVX2 INLINE int avx2_any_small(const __m256 *m, const __m256 *v, const __m256 *p)
+{
+    __m256i a = _mm256_min_epi32(avx2_magnitude(m[0]), avx2_magnitude(m[1]));
+    __m256i b = _mm256_min_epi32(avx2_magnitude(v[0]), avx2_magnitude(v[1]));
+    __m256i c = _mm256_min_epi32(avx2_magnitude(p[0]), avx2_magnitude(p[1]));
+    return _mm256_movemask_epi8(avx2_below(_mm256_min_epi32(_mm256_min_epi32(a, b), c), SMALL));
+}
+
+/* beta * x where that is not zero and `alone` is set: of x less than FEW, with a gradient of zero. Elsewhere what it was. */
+AVX2 INLINE __m256 avx2_decayed(__m256 sum, __m256i alone, __m256 x, float beta)
+{
+    __m256i units = avx2_magnitude(x);
+    __m128i low = _mm256_cvtpd_epi32(_mm256_mul_pd(_mm256_cvtepi32_pd(_mm256_castsi256_si128(units)), _mm256_set1_pd(beta)));
+    __m128i high = _mm256_cvtpd_epi32(_mm256_mul_pd(_mm256_cvtepi32_pd(_mm256_extracti128_si256(units, 1)), _mm256_set1_pd(beta)));
+    units = _mm256_set_m128i(high, low);
+    __m256 decayed = _mm256_or_ps(_mm256_castsi256_ps(units), _mm256_and_ps(x, _mm256_set1_ps(-0.0f)));
+    return _mm256_blendv_ps(sum, decayed, _mm256_castsi256_ps(_mm256_andnot_si256(avx2_is_zero(units), alone)));
+}
+
+/* Puts right what flushing has changed of m and v. Returns whether a lane may be wrong still. g0, m0, v0, p0: as stored. */
+AVX2 INLINE int avx2_mend(const Update *u, const __m256 *g0, const __m256 *m0, const __m256 *v0, const __m256 *p0,
+                          const __m256 *g, __m256 *m, __m256 *v, const __m256 *p)
+{
+    __m256 any = _mm256_or_ps(_mm256_or_ps(_mm256_or_ps(g0[0], g0[1]), _mm256_or_ps(m0[0], m0[1])), _mm256_or_ps(v0[0], v0[1]));
+    __m256i doubt = avx2_below(_mm256_min_epi32(avx2_magnitude(p[0]), avx2_magnitude(p[1])), SMALL);
+    if (_mm256_testz_si256(avx2_magnitude(any), avx2_magnitude(any)) & _mm256_testz_si256(doubt, doubt))
+        return 0;   /* never trained: the most frequent case by far */
+    doubt = _mm256_setzero_si256();
+    for (int k = 0; k < 2; k++) {
+        __m256i still = avx2_is_zero(avx2_magnitude(g0[k])), was_m = avx2_magnitude(m0[k]), was_v = avx2_magnitude(v0[k]);
+        __m256i few_m = _mm256_andnot_si256(avx2_is_zero(was_m), avx2_below(was_m, FEW));
+        __m256i few_v = _mm256_andnot_si256(avx2_is_zero(was_v), avx2_below(was_v, FEW));
+        __m256i faint = _mm256_or_si256(avx2_below(avx2_magnitude(g[k]), u->least_g), few_v);
+        __m256i small_v = _mm256_and_si256(avx2_below(avx2_magnitude(v[k]), SMALL), faint);
+        __m256i moved = _mm256_or_si256(avx2_below(avx2_magnitude(m[k]), SMALL), small_v);
+        doubt = _mm256_or_si256(doubt, _mm256_andnot_si256(still, moved));
+        doubt = _mm256_or_si256(doubt, _mm256_and_si256(few_v, _mm256_srai_epi32(_mm256_castps_si256(v0[k]), 31)));
+        __m256i alone_m = _mm256_and_si256(still, few_m), alone_v = _mm256_and_si256(still, few_v), is = avx2_magnitude(p[k]);
+        m[k] = avx2_decayed(m[k], alone_m, m0[k], u->beta1);
+        v[k] = avx2_decayed(v[k], alone_v, v0[k], u->beta2);
+        __m256i none = avx2_is_zero(_mm256_or_si256(avx2_magnitude(p0[k]), avx2_magnitude(m[k])));
+        doubt = _mm256_or_si256(doubt, _mm256_andnot_si256(none, avx2_below(is, SMALL)));
+        doubt = _mm256_or_si256(doubt, _mm256_and_si256(alone_m, avx2_below(is, DEAF)));
+    }
+    return _mm256_movemask_epi8(doubt);
+}
+
 AVX512 INLINE __m512 avx512_set(float x) { return _mm512_set1_ps(x); }
 AVX512 INLINE __m512 avx512_sqrt(__m512 x) { return _mm512_sqrt_ps(x); }
 AVX512 INLINE void avx512_load(const float *x, __m512 *v) { v[0] = _mm512_loadu_ps(x); v[1] = _mm512_loadu_ps(x + 16); }
@@ -283,19 +403,65 @@ AVX512 INLINE __m512 avx512_one_nan(__m512 x)
     __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000));
     return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
 }
+
+AVX512 INLINE __m512i avx512_magnitude(__m512 x)
+{
+    return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF));
+}
+
+AVX512 INLINE __mmask16 avx512_below(__m512i magnitude, uint32_t bound)
+{
+    return _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32((int)bound));
+}
+
+AVX512 INLINE __mmask16 avx512_is_zero(__m512i x) { return _mm512_testn_epi32_mask(x, x); }
+
+AVX512 INLINE int avx512_any_small(const __m512 *m, const __m512 *v, const __m512 *p)
+{
+    __m512i a = _mm512_min_epi32(avx512_magnitude(m[0]), avx512_magnitude(m[1]));
+    __m512i b = _mm512_min_epi32(avx512_magnitude(v[0]), avx512_magnitude(v[1]));
+    __m512i c = _mm512_min_epi32(avx512_magnitude(p[0]), avx512_magnitude(p[1]));
+    return avx512_below(_mm512_min_epi32(_mm512_min_epi32(a, b), c), SMALL);
+}
+
+AVX512 INLINE __m512 avx512_decayed(__m512 sum, __mmask16 alone, __m512 x, float beta)
+{
+    __m512i units = avx512_magnitude(x);
+    __m256i low = _mm512_cvtpd_epi32(_mm512_mul_pd(_mm512_cvtepi32_pd(_mm512_castsi512_si256(units)), _mm512_set1_pd(beta)));
+    __m256i high = _mm512_cvtpd_epi32(_mm512_mul_pd(_mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(units, 1)), _mm512_set1_pd(beta)));
+    units = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    __m512i sign = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0x80000000u));
+    return _mm512_mask_mov_ps(sum, alone & ~avx512_is_zero(units), _mm512_castsi512_ps(_mm512_or_si512(units, sign)));
+}
+
+AVX512 INLINE int avx512_mend(const Update *u, const __m512 *g0, const __m512 *m0, const __m512 *v0, const __m512 *p0,
+                              const __m512 *g, __m512 *m, __m512 *v, const __m512 *p)
+{
+    __m512i any = _mm512_or_si512(avx512_magnitude(g0[0]), avx512_magnitude(g0[1]));
+    any = _mm512_or_si512(any, _mm512_or_si512(avx512_magnitude(m0[0]), avx512_magnitude(m0[1])));
+    any = _mm512_or_si512(any, _mm512_or_si512(avx512_magnitude(v0[0]), avx512_magnitude(v0[1])));
+    int doubt = avx512_below(_mm512_min_epi32(avx512_magnitude(p[0]), avx512_magnitude(p[1])), SMALL);
+    if (!(_mm512_test_epi32_mask(any, any) | doubt))
+        return 0;   /* never trained: the most frequent case by far */
+    doubt = 0;
+    for (int k = 0; k < 2; k++) {
+        __m512i was_m = avx512_magnitude(m0[k]), was_v = avx512_magnitude(v0[k]), is = avx512_magnitude(p[k]);
+        __mmask16 still = avx512_is_zero(avx512_magnitude(g0[k]));
+        __mmask16 few_m = avx512_below(was_m, FEW) & ~avx512_is_zero(was_m);
+        __mmask16 few_v = avx512_below(was_v, FEW) & ~avx512_is_zero(was_v);
+        __mmask16 faint = avx512_below(avx512_magnitude(g[k]), u->least_g) | few_v;
+        doubt |= ~still & (avx512_below(avx512_magnitude(m[k]), SMALL) | (avx512_below(avx512_magnitude(v[k]), SMALL) & faint));
+        doubt |= few_v & _mm512_cmplt_epi32_mask(_mm512_castps_si512(v0[k]), _mm512_setzero_si512());
+        m[k] = avx512_decayed(m[k], still & few_m, m0[k], u->beta1);
+        v[k] = avx512_decayed(v[k], still & few_v, v0[k], u->beta2);
+        __mmask16 none = avx512_is_zero(_mm512_or_si512(avx512_magnitude(p0[k]), avx512_magnitude(m[k])));
+        doubt |= (avx512_below(is, SMALL) & ~none) | (avx512_below(is, DEAF) & still & few_m);
+    }
+    return doubt;
+}
 #endif
 
 /* ---- adam ---- */
-
-typedef struct {
-    void *weight;
-    int16_t *residual;          /* NULL: weight is fp32 */
-    void *momentum, *variance;  /* fp32, or bf16 if dithered */
-    const void *grad;
-    int grad_is_fp32, decoupled, dithered;
-    uint32_t key0, key1, index;
-    float grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, step_size;
-} Update;
 
 /* UNIT elements are unrolled and ask for the lines that are read AHEAD elements later: 6-9 % faster on Zen 3, 256 to 1,024
  * alike; a unit of 128, which gcc no longer unrolls, is 10 % slower. To ask for what lies past the end is allowed. */
@@ -309,11 +475,13 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
 }
 
 /* Defines <isa>_adam(update, begin, end): [Note: the fixed arithmetic] on COUNT vectors V of WIDTH floats at a time, for
- * which + - * / are lanewise. The three flags are constants wherever a step is inlined. */
+ * which + - * / are lanewise. The flags but `flushes` are constants wherever a step is inlined. A step returns 0 if it has
+ * stored nothing, since denormals have to be kept. */
 #define ADAM(isa, TARGET, V, WIDTH, COUNT)                                                                             \
-    TARGET INLINE void isa##_step(const Update *u, size_t i, int is_split, int fp32, int decoupled, int dithered)       \
+    TARGET INLINE int isa##_step(const Update *u, size_t i, int is_split, int fp32, int decoupled, int dithered,       \
+                                 int flushes)                                                                          \
     {                                                                                                                  \
-        V p[COUNT], g[COUNT], m[COUNT], v[COUNT];                                                                      \
+        V p[COUNT], g[COUNT], m[COUNT], v[COUNT], p0[COUNT], g0[COUNT], m0[COUNT], v0[COUNT];                          \
         if (is_split)                                                                                                  \
             isa##_join((uint16_t *)u->weight + i, u->residual + i, p);                                                 \
         else                                                                                                           \
@@ -330,6 +498,7 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
             isa##_load((const float *)u->variance + i, v);                                                             \
         }                                                                                                              \
         for (int k = 0; k < COUNT; k++) {                                                                              \
+            p0[k] = p[k], g0[k] = g[k], m0[k] = m[k], v0[k] = v[k];                                                    \
             g[k] = g[k] * isa##_set(u->grad_scale);                                                                    \
             if (decoupled)                                                                                             \
                 p[k] = p[k] * isa##_set(u->decay_or_l2);                                                               \
@@ -340,6 +509,8 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
             V d = isa##_sqrt(v[k]) * isa##_set(u->inv_sqrt_bias2) + isa##_set(u->eps);                                 \
             p[k] = p[k] - isa##_set(u->step_size) * (m[k] / d);                                                        \
         }                                                                                                              \
+        if (flushes && isa##_any_small(m, v, p) && isa##_mend(u, g0, m0, v0, p0, g, m, v, p))                          \
+            return 0;                                                                                                  \
         if (__builtin_expect(isa##_any_nan(p), 0)) {                                                                   \
             for (int k = 0; k < COUNT; k++) {                                                                          \
                 p[k] = isa##_one_nan(p[k]);                                                                            \
@@ -358,12 +529,21 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
             isa##_split(p, (uint16_t *)u->weight + i, u->residual + i);                                                \
         else                                                                                                           \
             isa##_store((float *)u->weight + i, p);                                                                    \
+        return 1;                                                                                                      \
+    }                                                                                                                  \
+                                                                                                                       \
+    TARGET static __attribute__((noinline)) void isa##_step_kept(const Update *u, size_t i)                            \
+    {                                                                                                                  \
+        set_mode(IEEE);                                                                                                \
+        isa##_step(u, i, u->residual != NULL, u->grad_is_fp32, 1, u->dithered, 0);                                     \
+        set_mode(FLUSHING);                                                                                            \
     }                                                                                                                  \
                                                                                                                        \
     TARGET INLINE void isa##_steps(const Update *update, size_t i, size_t end, int is_split, int fp32, int decoupled,  \
                                    int dithered)                                                                       \
     {                                                                                                                  \
         const Update u = *update;   /* no store can change it */                                                       \
+        set_mode(u.flushes ? FLUSHING : IEEE);                                                                         \
         for (; i + UNIT <= end; i += UNIT) {                                                                           \
             prefetch(u.weight, is_split ? 2 : 4, i);                                                                   \
             if (is_split)                                                                                              \
@@ -372,10 +552,12 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
             prefetch(u.variance, dithered ? 2 : 4, i);                                                                 \
             prefetch(u.grad, fp32 ? 4 : 2, i);                                                                         \
             for (size_t k = 0; k < UNIT; k += COUNT * WIDTH)                                                           \
-                isa##_step(&u, i + k, is_split, fp32, decoupled, dithered);                                            \
+                if (!isa##_step(&u, i + k, is_split, fp32, decoupled, dithered, decoupled && u.flushes))               \
+                    isa##_step_kept(update, i + k);                                                                    \
         }                                                                                                              \
+        set_mode(IEEE);                                                                                                \
         for (; i < end; i++)                                                                                           \
-            scalar_step(&u, i, is_split, fp32, decoupled, dithered);                                                   \
+            scalar_step(&u, i, is_split, fp32, decoupled, dithered, 0);                                                \
     }                                                                                                                  \
                                                                                                                        \
     TARGET static void isa##_adam(const void *update, size_t begin, size_t end)                                        \
@@ -571,27 +753,6 @@ static void forget_pool(void)
     pool.num_workers = pool.num_busy = 0;
 }
 
-/* Sets round to nearest and keeps denormals, whatever the thread had; returns what restores that. */
-static unsigned ieee_mode(void)
-{
-#if defined(__x86_64__)
-    unsigned saved = _mm_getcsr();
-    _mm_setcsr(0x1F80);
-    return saved;
-#else
-    return 0;
-#endif
-}
-
-static void restore_mode(unsigned saved)
-{
-#if defined(__x86_64__)
-    _mm_setcsr(saved);
-#else
-    (void)saved;
-#endif
-}
-
 static void take_tiles(const Job *job)
 {
     size_t begin;
@@ -602,7 +763,7 @@ static void take_tiles(const Job *job)
 static void *worker(void *index)
 {
     uint64_t seen = 0;
-    ieee_mode();
+    set_mode(IEEE);
     pthread_mutex_lock(&pool.lock);
     for (;;) {
         while (pool.serial == seen)
@@ -688,11 +849,23 @@ static PyObject *finish(Pass pass, const void *context, Py_ssize_t numel, int th
     if (numel == 0)     /* its addresses may be 0 */
         Py_RETURN_NONE;
     Py_BEGIN_ALLOW_THREADS
-    unsigned saved = ieee_mode();
+    unsigned saved = set_mode(IEEE);
     run(pass, context, (size_t)numel, threads);
-    restore_mode(saved);
+    set_mode(saved);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
+}
+
+/* Whether what [Note: denormals at full speed] says holds for these scalars. */
+static void plan_flushes(Update *u)
+{
+    float least_g = scalar_sqrt(0x1p-124f / u->one_minus_beta2) * 1.01f;
+    u->flushes = u->decoupled && u->decay_or_l2 >= 0.5f && u->decay_or_l2 <= 1 && u->grad_scale > 0
+                 && (u->beta1 == 0 || u->beta1 >= 0.5f) && u->beta1 < 1 && u->one_minus_beta1 > 0 && u->one_minus_beta1 <= 1
+                 && u->beta2 >= 0.5f && u->beta2 < 1 && u->one_minus_beta2 >= 0x1p-20f && u->one_minus_beta2 <= 1
+                 && u->inv_sqrt_bias2 >= 1 && u->eps >= 0x1p-40f && u->eps >= u->inv_sqrt_bias2 * 0x1p-36f
+                 && u->step_size >= 0 && u->step_size <= 1;
+    memcpy(&u->least_g, &least_g, 4);
 }
 
 static PyObject *py_isas(PyObject *module, PyObject *unused)
@@ -733,7 +906,7 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
             isa = &ISAS[i];
     if (isa == NULL)
         return PyErr_Format(PyExc_ValueError, "isa is '%s', which this CPU does not have. Choose one of isas()", name);
-    unsigned saved = ieee_mode();   /* rounding a scalar is part of the arithmetic */
+    unsigned saved = set_mode(IEEE);   /* rounding a scalar is part of the arithmetic */
     Update u = {
         .weight = AT(weight), .residual = AT(residual), .momentum = AT(momentum), .variance = AT(variance), .grad = AT(grad),
         .grad_is_fp32 = grad_is_fp32, .decoupled = decoupled, .dithered = dither != Py_None,
@@ -742,7 +915,9 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
         .beta2 = (float)s[4], .one_minus_beta2 = (float)s[5], .inv_sqrt_bias2 = (float)s[6], .eps = (float)s[7],
         .step_size = (float)s[8],
     };
-    restore_mode(saved);
+    if (isa->adam != scalar_adam)
+        plan_flushes(&u);
+    set_mode(saved);
     return finish(isa->adam, &u, numel, threads);
 }
 

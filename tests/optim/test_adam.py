@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -57,12 +58,23 @@ def hard_values(numel, seed):
     return from_bits(np.choose(rng.integers(0, 3, numel), [ordinary, pattern, special]))
 
 
+def faint_values(numel, seed):
+    """Zeros, a few units of 2^-149, denormals, the least normal numbers, those whose squares are denormals, ordinary ones: in shares that vary."""
+    rng = np.random.default_rng(seed)
+    share = rng.dirichlet([0.3] * 6)
+    units = rng.integers(0, 20, numel, dtype=np.uint32)
+    binades = [rng.integers(low, high, numel, dtype=np.uint32) << 23 for low, high in ((0, 1), (0, 4), (1, 70), (110, 135))]
+    fraction = rng.integers(0, 1 << 23, numel, dtype=np.uint32)
+    kinds = [np.zeros(numel, np.uint32), units, *(binade | fraction for binade in binades)]
+    return from_bits(np.choose(rng.choice(6, numel, p=share), kinds) | rng.integers(0, 2, numel, dtype=np.uint32) << np.uint32(31))
+
+
 class Shard:
     """The tensors of one update; `bits` are those that it leaves."""
 
-    def __init__(self, numel, layout, seed=0):
+    def __init__(self, numel, layout, seed=0, values=hard_values):
         form, grad_dtype, self.decoupled = layout
-        self.master, grad, self.momentum, variance = (hard_values(numel, seed + k) for k in range(4))
+        self.master, grad, self.momentum, variance = (values(numel, seed + k) for k in range(4))
         self.variance = variance.abs()
         self.grad = grad.to(grad_dtype)
         self.weight, self.residual = (self.master.clone(), None) if form == "fp32" else split_master(self.master)
@@ -171,6 +183,53 @@ def test_special_values_meet_each_other(layout, isa):
     master = table.repeat_interleave(len(table)).repeat(3)
     shard.weight, shard.residual = split_master(master) if shard.residual is not None else (master, None)
     assert shard.clone().update(isa=isa).equals(spelled_out(shard))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+def test_denormals_are_kept_wherever_they_come_from(layout, variant):
+    for seed in range(20):
+        shard = Shard(8192, layout, 10 * seed, faint_values)
+        assert shard.clone().update(isa=variant).equals(spelled_out(shard)), seed
+
+
+@pytest.mark.parametrize("isa", _adam.isas()[1:])
+@pytest.mark.parametrize("number", [20, pytest.param(3000, marks=pytest.mark.long)])
+def test_denormals_are_kept_with_any_hyperparameters(number, isa):
+    choices = {
+        "lr": [1e-5, 3e-4, 0.1, 1.0],
+        "betas": list(itertools.product([0.0, 0.5, 0.9, 0.99], [0.5, 0.9, 0.999, 0.9999, 0.999999])),
+        "eps": [1e-8, 1e-6, 1e-3, 1e-10, 1e-12, 0.0],
+        "weight_decay": [0.0, 0.1, 0.5],
+        "step": [1, 2, 100, 10_000],
+        "grad_scale": [1.0, 1 / 3, 1 / 65536, 4.0, 1e-20],
+    }
+    for seed in range(number):
+        rng = random.Random(seed)
+        hyper = {name: rng.choice(values) for name, values in choices.items()}
+        shard = Shard(8192, rng.choice(LAYOUTS), 10 * seed, faint_values)
+        assert shard.clone().update(isa=isa, hyper=hyper).equals(shard.clone().update(isa="scalar", hyper=hyper)), (seed, hyper)
+
+
+@pytest.mark.parametrize("isa", _adam.isas()[1:])
+@pytest.mark.parametrize("grad, momentum, variance", [(1e-20, 1e-3, 1e-6), (0.0, 6e-45, 1e-6), (0.0, 1e-39, 1e-39), (0.0, 0.0, 0.0)])
+def test_denormals_cost_little(grad, momentum, variance, isa):
+    """Gradients whose squares are denormals; what nothing has come to for a long time, or never. Kept by the processor, 6 to 20 times as long."""
+    scalars = AdamScalars.of(**HYPER)
+
+    def least_seconds(grad, momentum, variance):
+        weight, residual = split_master(torch.full((1 << 18,), 0.02))
+        values = [torch.full((1 << 18,), value) for value in (momentum, variance)]
+        fixed = torch.full((1 << 18,), grad)
+        seconds = []
+        for _ in range(15):
+            moments = [value.clone() for value in values]
+            begin = time.perf_counter()
+            adam_step(weight, residual, *moments, fixed, scalars, isa=isa, threads=1)
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)
+
+    assert least_seconds(grad, momentum, variance) < 4.5 * least_seconds(1e-3, 1e-3, 1e-6)
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2, 3, 16])
