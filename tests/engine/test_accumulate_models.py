@@ -185,7 +185,7 @@ def train_uncut(make, by_layer, folder):
     return losses, {key: {segment: tensor.clone() for segment, tensor in state.items()} for key, state in states.items()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [Boxed, Stashing, changing], ids=["joined", "whole", "in place"])
 def test_two_ranks_run_as_one_what_cannot_be_cut(make, two_ranks, tmp_path):  # noqa: F811
     make = functools.partial(make, *{Boxed: (2,), Stashing: ("mask",)}.get(make, ()))

@@ -61,6 +61,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_norms_are_those_of_a_plain_trainer(kind, case, tmp_path):
