@@ -1729,3 +1729,22 @@ def test_gradients_leave_the_device_once_a_turn(make, dtype, n, num_turns, tmp_p
         trained = sum(chunk.record.numel for chunk in engine.registry.chunks if chunk.trainable and any(chunk.steps.values()))
         assert engine.stats()["links"]["gc"]["nbytes"] - before == 4 * num_turns * trained
         assert engine.tier.held_nbytes == sum(span.nbytes for span in engine.registry.spans if span.allocated)
+
+
+def test_a_sum_that_has_made_way_adds_up_in_host_memory_until_the_turn_is_over(tmp_path):
+    """Whether or not an update of the step before was still announced as this one began, in which ranks may differ."""
+    config = NVME | {"dtype": "bf16", "update": "deferred", "options": {"accumulation_steps": 3}}
+    host_memory = least_host_memory(Chain, tmp_path, **config)  # so that last layers' updates wait
+    with training(Chain, tmp_path, host_memory=host_memory, **config) as (model, engine, optimizer):
+        budget, calls, sent = engine.tier.budget_nbytes, itertools.count(), []
+
+        def leave_no_room(*_):
+            engine.tier.budget_nbytes = 0 if next(calls) % 3 == 1 else budget
+
+        model.last.register_forward_hook(leave_no_room)
+        for step in range(3):
+            before = engine.stats()["links"]["gc"]["nbytes"]
+            infinity.accumulate(model, tokens(step), loss_of)
+            optimizer.step()
+            sent.append(engine.stats()["links"]["gc"]["nbytes"] - before)
+        assert sent == [sent[0]] * 3
