@@ -29,9 +29,13 @@ from infinity.engine.module_state import Attributes
 from infinity.engine.trees import flatten
 from infinity.errors import BudgetError
 from infinity.optim.loss_scale import LossScale
+from infinity.plan.record import GRADIENTS
+from infinity.plan.slots import HostState
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers import activations
+from infinity.tiers.adding import Adder
+from infinity.tiers.gradients import Gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -1748,3 +1752,29 @@ def test_a_sum_that_has_made_way_adds_up_in_host_memory_until_the_turn_is_over(t
             optimizer.step()
             sent.append(engine.stats()["links"]["gc"]["nbytes"] - before)
         assert sent == [sent[0]] * 3
+
+
+def test_a_sum_that_breaks_off_on_its_way_back_is_not_kept_for_nvme(tmp_path, monkeypatch):
+    config = NVME | {"update": "deferred", "options": {"accumulation_steps": 4}}
+    host_memory = least_host_memory(Chain, tmp_path, **config)
+    with training(Chain, tmp_path, host_memory=host_memory, **config) as (model, engine, optimizer):
+        engine.cycle.uncut.most = 2
+        comes_back = Gradients.stay_on_device
+
+        def break_off(gradients, chunks):
+            gradients.drain()
+            with monkeypatch.context() as patch:
+                if engine.registry.chunks[0] in chunks:  # the last one that has left, so it is in host memory still
+                    patch.setattr(Adder, "put", interrupt)
+                comes_back(gradients, chunks)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Gradients, "stay_on_device", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            infinity.accumulate(model, tokens(0, 4), loss_of)
+        optimizer.zero_grad()
+        engine.records.flush()
+        entries = [engine.records.caches[GRADIENTS].find(chunk) for chunk in engine.registry.chunks]
+        assert not [entry.chunk.title for entry in entries if entry is not None and entry.state is HostState.DIRTY]
