@@ -420,7 +420,7 @@ class _Step:
                         for begin in range(0, self.num, turn):
                             self.micro_batches = micro_batches[begin : begin + turn]
                             self._is_last = begin + turn >= self.num
-                            if self.sums is not None:
+                            if begin and self.sums is not None:
                                 self.sums.begin_turn()
                             if begin and self.in_turns is not None:  # in the turn before, blocks that the program checkpoints have run again, too
                                 self.in_turns = BuffersInTurns(self.model)

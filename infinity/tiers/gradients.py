@@ -174,8 +174,8 @@ class Gradients:
 
     def release(self, chunk: ChunkState) -> None:
         """The gradient was used: its memory is free, the next arrival is a first one."""
-        if chunk.gradient.is_there and not chunk.gradient_on_device:
-            self.records.discard(chunk, GRADIENTS)
+        if not chunk.gradient_on_device:
+            self.records.discard(chunk, GRADIENTS)  # also what has broken off on its way to the device has left there
         chunk.gradient.is_there = chunk.gradient.was_sent = False
         chunk.gradient.job = chunk.gradient.squares = None
         chunk.gradient.received = set()

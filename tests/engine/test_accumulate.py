@@ -29,9 +29,13 @@ from infinity.engine.module_state import Attributes
 from infinity.engine.trees import flatten
 from infinity.errors import BudgetError
 from infinity.optim.loss_scale import LossScale
+from infinity.plan.record import GRADIENTS
+from infinity.plan.slots import HostState
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers import activations
+from infinity.tiers.adding import Adder
+from infinity.tiers.gradients import Gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -1729,3 +1733,48 @@ def test_gradients_leave_the_device_once_a_turn(make, dtype, n, num_turns, tmp_p
         trained = sum(chunk.record.numel for chunk in engine.registry.chunks if chunk.trainable and any(chunk.steps.values()))
         assert engine.stats()["links"]["gc"]["nbytes"] - before == 4 * num_turns * trained
         assert engine.tier.held_nbytes == sum(span.nbytes for span in engine.registry.spans if span.allocated)
+
+
+def test_a_sum_that_has_made_way_adds_up_in_host_memory_until_the_turn_is_over(tmp_path):
+    """Whether or not an update of the step before was still announced as this one began, in which ranks may differ."""
+    config = NVME | {"dtype": "bf16", "update": "deferred", "options": {"accumulation_steps": 3}}
+    host_memory = least_host_memory(Chain, tmp_path, **config)  # so that last layers' updates wait
+    with training(Chain, tmp_path, host_memory=host_memory, **config) as (model, engine, optimizer):
+        budget, calls, sent = engine.tier.budget_nbytes, itertools.count(), []
+
+        def leave_no_room(*_):
+            engine.tier.budget_nbytes = 0 if next(calls) % 3 == 1 else budget
+
+        model.last.register_forward_hook(leave_no_room)
+        for step in range(3):
+            before = engine.stats()["links"]["gc"]["nbytes"]
+            infinity.accumulate(model, tokens(step), loss_of)
+            optimizer.step()
+            sent.append(engine.stats()["links"]["gc"]["nbytes"] - before)
+        assert sent == [sent[0]] * 3
+
+
+def test_a_sum_that_breaks_off_on_its_way_back_is_not_kept_for_nvme(tmp_path, monkeypatch):
+    config = NVME | {"update": "deferred", "options": {"accumulation_steps": 4}}
+    host_memory = least_host_memory(Chain, tmp_path, **config)
+    with training(Chain, tmp_path, host_memory=host_memory, **config) as (model, engine, optimizer):
+        engine.cycle.uncut.most = 2
+        comes_back = Gradients.stay_on_device
+
+        def break_off(gradients, chunks):
+            gradients.drain()
+            with monkeypatch.context() as patch:
+                if engine.registry.chunks[0] in chunks:  # the last one that has left, so it is in host memory still
+                    patch.setattr(Adder, "put", interrupt)
+                comes_back(gradients, chunks)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Gradients, "stay_on_device", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            infinity.accumulate(model, tokens(0, 4), loss_of)
+        optimizer.zero_grad()
+        engine.records.flush()
+        entries = [engine.records.caches[GRADIENTS].find(chunk) for chunk in engine.registry.chunks]
+        assert not [entry.chunk.title for entry in entries if entry is not None and entry.state is HostState.DIRTY]
