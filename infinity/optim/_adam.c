@@ -41,9 +41,10 @@
  * update was 6 to 10 times as long where gradients are about 1e-20, whose squares are denormals; and for good where a
  * momentum has nothing but zeros to follow, as in the row of an embedding that no batch asks for any more, since rounding
  * keeps 0.9 * x at 4 units of 2^-149. So AdamW runs with denormals flushed to zero, as operations take them and as they
- * leave them, and looks at what came of it. A product that is flushed is 2^-126 at most: less than half a unit of a sum
- * that came out at 2^-100 or more, which is therefore right. Below that,
- *   - m and v are right where the gradient is zero and they were zero or 2^-125 at least; and v where no product was small;
+ * leave them, and looks at what came of it. What is flushed is 2^-126 at most, and no scalar makes it more: grad_scale is
+ * at most 1. That is less than half a unit of a sum that came out at 2^-100 or more, which is therefore right. Below that,
+ *   - m and v are right where the gradient is zero and they were zero or 2^-125 at least; and v where no product was small
+ *     and it was not negative, so that nothing cancels;
  *   - where the gradient is zero and they were less, their bits are integers, of units of 2^-149, and so are those of what
  *     they become: `decayed` rounds these once, from float64. What becomes zero is right, with its sign. A quotient of
  *     such an m is too small to move a p of 2^-58; the root of such a v, to move eps: `plan_flushes` knows for which
@@ -173,7 +174,7 @@ typedef struct {
     uint32_t key0, key1, index;
     float grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, step_size;
     int flushes;        /* denormals, wherever that leaves no trace: [Note: denormals at full speed] */
-    uint32_t least_g;   /* bits: of a scaled gradient of this much or more neither its square nor what v takes of it is one */
+    uint32_t least_g;   /* bits: the square of a scaled gradient of this much or more, and what v takes of it, are normal */
 } Update;
 
 /* A single element is updated with denormals kept. */
@@ -320,7 +321,7 @@ AVX2 INLINE int avx2_mend(const Update *u, const __m256 *g0, const __m256 *m0, c
         __m256i small_v = _mm256_and_si256(avx2_below(avx2_magnitude(v[k]), SMALL), faint);
         __m256i moved = _mm256_or_si256(avx2_below(avx2_magnitude(m[k]), SMALL), small_v);
         doubt = _mm256_or_si256(doubt, _mm256_andnot_si256(still, moved));
-        doubt = _mm256_or_si256(doubt, _mm256_and_si256(few_v, _mm256_srai_epi32(_mm256_castps_si256(v0[k]), 31)));
+        doubt = _mm256_or_si256(doubt, _mm256_srai_epi32(_mm256_castps_si256(v0[k]), 31));
         __m256i alone_m = _mm256_and_si256(still, few_m), alone_v = _mm256_and_si256(still, few_v), is = avx2_magnitude(p[k]);
         m[k] = avx2_decayed(m[k], alone_m, m0[k], u->beta1);
         v[k] = avx2_decayed(v[k], alone_v, v0[k], u->beta2);
@@ -451,7 +452,7 @@ AVX512 INLINE int avx512_mend(const Update *u, const __m512 *g0, const __m512 *m
         __mmask16 few_v = avx512_below(was_v, FEW) & ~avx512_is_zero(was_v);
         __mmask16 faint = avx512_below(avx512_magnitude(g[k]), u->least_g) | few_v;
         doubt |= ~still & (avx512_below(avx512_magnitude(m[k]), SMALL) | (avx512_below(avx512_magnitude(v[k]), SMALL) & faint));
-        doubt |= few_v & _mm512_cmplt_epi32_mask(_mm512_castps_si512(v0[k]), _mm512_setzero_si512());
+        doubt |= _mm512_cmplt_epi32_mask(_mm512_castps_si512(v0[k]), _mm512_setzero_si512());
         m[k] = avx512_decayed(m[k], still & few_m, m0[k], u->beta1);
         v[k] = avx512_decayed(v[k], still & few_v, v0[k], u->beta2);
         __mmask16 none = avx512_is_zero(_mm512_or_si512(avx512_magnitude(p0[k]), avx512_magnitude(m[k])));
@@ -856,15 +857,18 @@ static PyObject *finish(Pass pass, const void *context, Py_ssize_t numel, int th
     Py_RETURN_NONE;
 }
 
-/* Whether what [Note: denormals at full speed] says holds for these scalars. */
+INLINE int within(float x, float least, float most) { return x >= least && x <= most; }
+
+/* Whether what [Note: denormals at full speed] says holds for these scalars. A scalar that is a denormal would be flushed too. */
 static void plan_flushes(Update *u)
 {
+    const float normal = 0x1p-126f;
     float least_g = scalar_sqrt(0x1p-124f / u->one_minus_beta2) * 1.01f;
-    u->flushes = u->decoupled && u->decay_or_l2 >= 0.5f && u->decay_or_l2 <= 1 && u->grad_scale > 0
-                 && (u->beta1 == 0 || u->beta1 >= 0.5f) && u->beta1 < 1 && u->one_minus_beta1 > 0 && u->one_minus_beta1 <= 1
-                 && u->beta2 >= 0.5f && u->beta2 < 1 && u->one_minus_beta2 >= 0x1p-20f && u->one_minus_beta2 <= 1
-                 && u->inv_sqrt_bias2 >= 1 && u->eps >= 0x1p-40f && u->eps >= u->inv_sqrt_bias2 * 0x1p-36f
-                 && u->step_size >= 0 && u->step_size <= 1;
+    u->flushes = u->decoupled && within(u->grad_scale, normal, 1) && within(u->decay_or_l2, 0.5f, 1)
+                 && (u->beta1 == 0 || within(u->beta1, 0.5f, 1)) && within(u->one_minus_beta1, normal, 1)
+                 && within(u->beta2, 0.5f, 1) && within(u->one_minus_beta2, 0x1p-20f, 1)
+                 && within(u->eps, 0x1p-40f, 1) && within(u->inv_sqrt_bias2, 1, u->eps * 0x1p36f)
+                 && (u->step_size == 0 || within(u->step_size, normal, 1));
     memcpy(&u->least_g, &least_g, 4);
 }
 

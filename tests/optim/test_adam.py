@@ -1,5 +1,6 @@
 """The update has the same bits whoever computes it; the split master loses nothing; the norm has no order."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -209,6 +210,28 @@ def test_denormals_are_kept_with_any_hyperparameters(number, isa):
         hyper = {name: rng.choice(values) for name, values in choices.items()}
         shard = Shard(8192, rng.choice(LAYOUTS), 10 * seed, faint_values)
         assert shard.clone().update(isa=isa, hyper=hyper).equals(shard.clone().update(isa="scalar", hyper=hyper)), (seed, hyper)
+
+
+@pytest.mark.parametrize("isa", _adam.isas()[1:])
+@pytest.mark.parametrize(
+    "scalars, momentum, variance, grad",
+    [
+        ({"grad_scale": 2.0**100}, 1e-3, 1e-6, 2.0**-127),  # a denormal that becomes an ordinary gradient
+        ({"grad_scale": 2.0**-127}, 1e-3, 1e-6, 2.0**110),
+        ({"one_minus_beta1": 2.0**-127}, 2.0**-60, 1e-6, 2.0**63),
+        ({"step_size": 2.0**-127}, 2.0**120, 1e-6, 0.0),
+        ({"inv_sqrt_bias2": math.inf, "eps": math.inf}, 1e-3, 1e-39, 0.0),
+        ({"beta2": 0.5, "one_minus_beta2": 0.5}, 1e-3, -(2.0**-122) - 2.0**-145, 2.0**-61),  # the sum is -2^-146
+    ],
+)
+def test_no_scalar_and_no_cancellation_makes_flushing_show(scalars, momentum, variance, grad, isa):
+    scalars = dataclasses.replace(AdamScalars.of(**HYPER | {"grad_scale": 1.0}), **scalars)
+    states = []
+    for variant in (isa, "scalar"):
+        tensors = [torch.full((64,), value) for value in (0.02, momentum, variance, grad)]
+        adam_step(tensors[0], None, *tensors[1:], scalars, isa=variant)
+        states.append([bits(tensor) for tensor in tensors])
+    assert all(map(torch.equal, *states))
 
 
 @pytest.mark.parametrize("isa", _adam.isas()[1:])
