@@ -20,8 +20,10 @@ import contextvars
 import hashlib
 import threading
 from collections.abc import Callable
+from types import GeneratorType
 
 import torch
+import torch.utils.checkpoint
 from torch.overrides import _get_current_function_mode_stack, _push_mode
 
 from infinity.system.interrupts import uninterrupted
@@ -107,9 +109,21 @@ class Turns:
             with self._surroundings():
                 self.result = self._work()
         except BaseException as error:
+            _close_checkpoints(error)
             self._error = error
         self._work, self.is_over = None, True
         self._stop()
+
+
+def _close_checkpoints(error: BaseException) -> None:
+    """Those that the error has passed are closed in this thread, of which they take away what they have put there. Up to torch 2.12 a
+    checkpoint leaves that to the end of its frame, which is another thread's: there it would take away that one's."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        for value in traceback.tb_frame.f_locals.values():
+            if isinstance(value, GeneratorType) and value.gi_code.co_filename == torch.utils.checkpoint.__file__:
+                value.close()
+        traceback = traceback.tb_next
 
 
 def _held() -> threading.Lock:

@@ -903,6 +903,34 @@ def test_a_device_that_is_full_in_a_later_turn(number, tmp_path):
         assert engine.cycle.uncut.most == 1
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, ZeroDivisionError])
+def test_a_checkpoint_that_raises_leaves_the_hooks_of_the_programs_thread(error, tmp_path):
+    """Torch before 2.13 takes them away as the frame of the checkpoint ends, in whichever thread."""
+
+    def loss(model, batch):
+        loss = loss_of(model, batch)
+        if not raised and batch[0] is batches[1][0]:
+            raised.append(error("CUDA out of memory"))
+            torch.utils.checkpoint.checkpoint(raise_it, loss, use_reentrant=False)
+        return loss
+
+    def raise_it(_):
+        raise raised[0]
+
+    batches, raised, packed = tokens(0), [], []
+    with training(Chain, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+            with pytest.raises(ZeroDivisionError) if error is ZeroDivisionError else contextlib.nullcontext():
+                infinity.accumulate(model, batches, loss)
+            raised.clear()
+            gc.collect()
+            packed.clear()
+            torch.ones(2, requires_grad=True).square()
+            assert packed
+        optimizer.step() if error is torch.OutOfMemoryError else optimizer.zero_grad()
+
+
 class WritingTwice(Block):
     """Checkpoints itself, and writes to a buffer in its second run, too."""
 
