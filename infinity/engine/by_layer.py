@@ -420,10 +420,8 @@ class _Step:
                         for begin in range(0, self.num, turn):
                             self.micro_batches = micro_batches[begin : begin + turn]
                             self._is_last = begin + turn >= self.num
-                            if begin and self.sums is not None:
-                                self.sums.begin_turn()
-                            if begin and self.in_turns is not None:  # in the turn before, blocks that the program checkpoints have run again, too
-                                self.in_turns = BuffersInTurns(self.model)
+                            if begin:
+                                self._begin_later_turn()
                             losses += self._forward()
                             self._backward()
                 finally:
@@ -436,6 +434,12 @@ class _Step:
             calls.swap(before._replace(thread=threading.get_ident()))
         draws[:] = [micro.draws for micro in micro_batches]
         return losses
+
+    def _begin_later_turn(self) -> None:
+        if self.sums is not None:
+            self.sums.begin_turn()
+        if self.in_turns is not None:  # in the turn before, blocks that the program checkpoints have run again, too
+            self.in_turns = BuffersInTurns(self.model)
 
     def saving(self, micro: MicroBatch) -> contextlib.AbstractContextManager:
         """What it saves meanwhile is needed in the backward pass of its segment."""
