@@ -40,7 +40,7 @@ VALUES = {"ordinary": (1.0, 0.0, 0.0), "faint": (1e-18, 1e-3, 1e-6), "stuck": (0
 
 
 class Chunks:
-    """num_chunks chunks of numel parameters, twice: as split-master records with bf16 gradients, and all in fp32."""
+    """num_chunks chunks of numel parameters, twice: as split-master records with bf16 gradients, and all in fp32. values: of VALUES."""
 
     def __init__(self, num_chunks: int, numel: int, plain_memory: bool, values: str):
         self.arena = Arena()

@@ -2,8 +2,8 @@
 
 Knows micro-batches, segments, which chunks these have, whether what blocks are given leaves the device, and the engine by a few calls. Must
 not know plans, where records live, or how bytes move: sums.py is told which gradients come, and when they are complete; activations.py in
-which order what was saved is needed. Over 500 lines because a step, its micro-batches and what makes
-it begin anew are one protocol, whose notes are as long as a file.
+which order what was saved is needed. Over 500 lines because a step, its micro-batches and what makes it begin anew are one protocol, whose
+notes are as long as a file.
 """
 
 # [Note: what accumulation by layer reads]

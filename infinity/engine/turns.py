@@ -1,6 +1,6 @@
 """A forward pass in a thread of its own, which runs until it pauses, and goes on when it is told to.
 
-Knows threads, what torch has of each, and generators. Must not know models, graphs or engines.
+Knows threads, what torch has of each, checkpoints that break off in one, and generators. Must not know models, graphs or engines.
 """
 
 # [Note: who runs]

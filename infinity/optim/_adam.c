@@ -38,7 +38,7 @@
  *
  * [Note: denormals at full speed]
  * An x86 processor takes some hundred cycles more for a vector of products of which one is a denormal or came from one: an
- * update was 6 to 10 times as long where gradients are about 1e-20, whose squares are denormals; and for good where a
+ * update was 6 to 13 times as long where gradients are about 1e-20, whose squares are denormals; and for good where a
  * momentum has nothing but zeros to follow, as in the row of an embedding that no batch asks for any more, since rounding
  * keeps 0.9 * x at 4 units of 2^-149. So AdamW runs with denormals flushed to zero, as operations take them and as they
  * leave them, and looks at what came of it. What is flushed is 2^-126 at most, and no scalar makes it more: grad_scale is

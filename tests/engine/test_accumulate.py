@@ -621,10 +621,10 @@ def away(engine):
     return (engine.stats()["activations"] or {}).get("moved_nbytes", 0)
 
 
-def three_steps(model, engine, optimizer, loss=loss_of):
+def three_steps(model, engine, optimizer, loss=loss_of, batches=tokens):
     """The losses of each."""
     for step in range(3):
-        losses = [value.item() for value in infinity.accumulate(model, tokens(step), loss)]
+        losses = [value.item() for value in infinity.accumulate(model, batches(step), loss)]
         optimizer.step()
         optimizer.zero_grad()
         engine.flush()
@@ -1728,21 +1728,14 @@ def test_on_a_gpu_losses_and_states_are_those_of_the_ordinary_loop(dtype, update
 @pytest.mark.parametrize("num_in_host_memory", [4, 100])
 @pytest.mark.parametrize("dtype, update", [("bf16", "deferred"), ("fp32", "backward")])
 def test_on_a_gpu_turns_of_a_device_that_was_full_are_the_ordinary_loop(dtype, update, num_in_host_memory, deterministic, tmp_path, monkeypatch):
-    batches = lambda step, n: [(x.cuda(), y.cuda()) for x, y in tokens(step, n)]
+    batches = lambda step, n=5: [(x.cuda(), y.cuda()) for x, y in tokens(step, n)]
     config = {"device": "cuda", "dtype": dtype, "update": update, **NVME}
     losses, states, _, _ = run(tmp_path, False, make=lambda: tied(Chain()), batches=batches, n=5, **config)
     leave_room(monkeypatch, num_in_host_memory)
     make = full_once(lambda: tied(Chain()), "blocks.2.up")
     with training(make, tmp_path, options={"accumulation_steps": 5}, **config) as (model, engine, optimizer):
         engine.cycle.uncut.most = 2
-        found = []
-        for step in range(3):
-            found += [loss.item() for loss in infinity.accumulate(model, batches(step, 5), loss_of)]
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.flush()
-            assert_nothing_held(engine)
-        assert found == losses
+        assert sum(three_steps(model, engine, optimizer, batches=batches), []) == losses
         assert_same_states(states_of(engine, model), states)
         assert away(engine) and engine.cycle.uncut.most == 2
 
