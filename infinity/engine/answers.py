@@ -13,6 +13,7 @@ from torch import nn
 
 from infinity.engine.due import note_change
 from infinity.engine.gate import Gate
+from infinity.engine.steps import in_backward
 from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import forget_owner
 from infinity.system.interrupts import uninterrupted
@@ -20,19 +21,33 @@ from infinity.system.ranks import Ranks
 from infinity.tiers.state import SpanState
 
 
-class Answers:
-    """named: the parameters, in order. dtype: that the model computes in. initial(index, param): a parameter's value at the start, 1-D;
-    None: that which it has."""
+class FirstValues:
+    """The parameters' values before the start: each parameter has its own."""
 
-    def __init__(self, gate: Gate, ranks: Ranks, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype, initial: Callable | None):
-        self._gate, self._ranks, self._named, self._dtype, self._initial = gate, ranks, named, dtype, initial or _own_value
+    def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
+        """A parameter's value at the start, 1-D, on any device."""
+        return param.detach().reshape(-1)
+
+    def bring_home(self, params: list[nn.Parameter]) -> None:
+        """Give these parameters their values."""
+
+    def send_away(self) -> None:
+        """They may leave again, with whatever values they have."""
+
+
+class Answers:
+    """named: the parameters, in order. dtype: that the model computes in. first: the parameters' values before the start."""
+
+    def __init__(self, gate: Gate, ranks: Ranks, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype, first: FirstValues):
+        self._gate, self._ranks, self._named, self._dtype, self._first = gate, ranks, named, dtype, first
+        self._initial = first.value
         self._indices = {id(param): index for index, (_, param) in enumerate(named)}
         self._loaded: dict[int, torch.Tensor] = {}  # values that were asked for or given before the start, by index
 
     def renew(self, named: list[tuple[str, nn.Parameter]]) -> None:
         """Of these parameters from now on, which may have other names and places than before. The engine has not started. Raises UsageError
         for one that was made of values which are away."""
-        before, initial, loaded = self._indices, self._initial, self._loaded
+        before, initial, loaded, own = self._indices, self._initial, self._loaded, FirstValues().value
         self._named, self._indices = named, {id(param): index for index, (_, param) in enumerate(named)}
         if self._indices == before:
             return
@@ -44,7 +59,7 @@ class Answers:
                 )
         values = {index: value for index, (_, param) in enumerate(named) if (value := loaded.get(before.get(id(param)))) is not None}
         self._loaded = values
-        self._initial = lambda index, param: initial(before[id(param)], param) if id(param) in before else _own_value(index, param)
+        self._initial = lambda index, param: initial(before[id(param)], param) if id(param) in before else own(index, param)
 
     def begin(self, parts, cycle) -> None:
         """The engine has its parts."""
@@ -123,7 +138,7 @@ class Answers:
             return
         self.cycle.refuse_half_updated("new weights", change=True)
         state = self.registry.params[index]
-        if not self.calls.frames and not self.cycle.in_backward():
+        if not self.calls.frames and not in_backward():
             self.calls.release_escaped()
         if self.weights.is_held(self.registry.span_of(state)):
             raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
@@ -146,6 +161,36 @@ class Answers:
                 yield
         finally:
             self._adopt(before)
+
+    @contextlib.contextmanager
+    def gathered_first(self, params: Iterable[torch.Tensor], device: torch.device):
+        """As `gathered`, before the start, which an optimizer is yet to decide on: changes are of the initial values, in their own dtype."""
+        params = [param for param in params if param.numel() and param.is_floating_point()]
+        if not all(map(self.manages, params)):
+            raise ConfigError("infinity.gathered: a parameter is not one of this engine's")
+        self._first.bring_home([param for param in params if not is_here(param)])
+        for param in params:
+            if (value := self._loaded.pop(self._indices[id(param)], None)) is not None:
+                param.data = value[: param.numel()].to(param.dtype, copy=True).view(param.shape)
+        homes = [param.device for param in params]
+        for param in params:
+            param.data = param.data.to(device)
+        try:
+            yield
+        finally:
+            self._gate.check_open()
+            if not self._gate.has_started:
+                for param, home in zip(params, homes):
+                    self._take_first(param, home)
+                self._first.send_away()
+
+    def _take_first(self, param: nn.Parameter, home: torch.device) -> None:
+        """The value of a parameter is that of rank 0, and goes back to the device where it was made."""
+        if self._ranks.world > 1:
+            value = param.detach().to("cpu", copy=True)
+            self._ranks.broadcast_(value.view(-1).view(torch.uint8))
+            param.data = value
+        param.data = param.data.to(home)
 
     @uninterrupted
     def _gather(self, spans: Iterable[SpanState], before: dict[SpanState, torch.Tensor]) -> None:
@@ -185,14 +230,20 @@ class Answers:
         """func(*args, **kwargs), for which these parameters are held."""
         return self.calls.compute(list(map(self.registry.find, params)), func, args, kwargs)
 
+    def look_at_gradients(self):
+        """Inside the block a backward pass only returns gradients."""
+        return self.cycle.looks.look(scaled=self.cycle.scaler is not None) if self._gate.has_started else contextlib.nullcontext()
+
+    def departed_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """In a backward pass: the sign of a parameter's gradient that has left, or None."""
+        if not self._gate.has_started or self.cycle.backward_task is None:
+            return None
+        return self.cycle.param_grads.departed(self.registry.find(param))
+
     def take(self, param: nn.Parameter, data: torch.Tensor) -> None:
         """The program puts other data into a parameter that is held."""
         state = self.registry.find(param)
         state.put(data)
-
-
-def _own_value(index: int, param: nn.Parameter) -> torch.Tensor:
-    return param.detach().reshape(-1)
 
 
 def is_here(param: nn.Parameter) -> bool:

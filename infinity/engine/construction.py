@@ -88,7 +88,7 @@ def init(config: Config | None = None, *, window: int | None = None):
             raise
         for root in builder.roots():
             if any(p.is_floating_point() and p.numel() for p in root.parameters()):
-                Engine(root, config, builder.value, ranks)
+                Engine(root, config, builder, ranks)
 
 
 def _windows(config: Config, device: torch.device, ranks: Ranks) -> dict[str, int]:
@@ -220,8 +220,16 @@ class _Builder(TorchFunctionMode):
                 if (param := reference()) is not None and away.is_in(param):
                     param.data = self._load(away).view(away.shape)
 
+    # What the engine asks for until it starts, see `FirstValues`: every rank in the same order.
+
+    def bring_home(self, params: list[nn.Parameter]) -> None:
+        self._bring_back(params)
+
+    def send_away(self) -> None:
+        self._shrink()
+
     def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
-        """The initial value of a parameter, 1-D, on the CPU or where the parameter was made. Every rank must ask in the same order."""
+        """The initial value of a parameter, 1-D, on the CPU or where the parameter was made."""
         away = self._forget(id(param))
         self._leave_home(id(param))
         if away is None:

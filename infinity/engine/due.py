@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import torch
 
+from infinity.engine.refusals import too_late_to_clip
 from infinity.errors import UsageError
 from infinity.optim.adam import NormAccumulator
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
@@ -45,15 +46,16 @@ class Due:
     """Gradients and updates of the step under way.
 
     early_hyper: of the updates that the backward pass under way begins, None if it begins none. sums_squares: it adds up those of complete
-    gradients, because their norm is asked for.
+    gradients, because their norm is asked for. all_on_device: the device is the home of all records, so no update begins before step().
     """
 
-    def __init__(self, weights: Weights, gradients: Gradients, updater: Updater):
+    def __init__(self, weights: Weights, gradients: Gradients, updater: Updater, *, all_on_device: bool):
         self.registry, self.records, self.course = weights.registry, weights.records, weights.course
         self.ranks, self.events = weights.ranks, weights.events
         self.weights = weights
         self.gradients = gradients
         self.updater = updater
+        self._all_on_device = all_on_device
         # Whose next update in a backward pass is to be put off. Not for `reset`: the plan marks the first ones as step() ends, before
         # zero_grad() comes.
         self.behind: set[ChunkState] = set()
@@ -65,6 +67,10 @@ class Due:
         self.sums_squares = False
         self.waiting: list[ChunkState] = []  # whose update is READY
         self.updater.end_step()
+
+    def expect_no_update(self) -> None:
+        """No update begins before step()."""
+        self.early_hyper = None
 
     # Gradients.
 
@@ -210,14 +216,10 @@ class Due:
         for chunk in dropped:
             self.gradients.drop(chunk)
 
-    def refuse_late(self) -> None:
-        """Raise UsageError where updates have begun, which what the program wants of gradients must come before."""
-        if self.early_hyper is not None:
-            raise UsageError(
-                "gradients are clipped, or asked for their norm, after a backward pass that has begun to update with them. Tell the optimizer "
-                "before: infinity.AdamW(..., max_grad_norm=...), which may be math.inf where only the norm is of interest; or use "
-                "update='deferred'."
-            )
+    def refuse_late(self, optimizer) -> None:
+        """Raise UsageError where updates may have begun, before which the norm of all gradients would have to be known."""
+        if self.early_hyper is not None and not self._all_on_device:
+            raise UsageError(too_late_to_clip(type(optimizer).__name__, optimizer.made_at))
 
     def first_nonfinite(self, chunks: list[ChunkState]) -> str:
         """Where the first gradient of these is that is not finite, in words."""

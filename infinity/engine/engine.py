@@ -18,12 +18,13 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine import engines
-from infinity.engine.answers import Answers
+from infinity.engine.answers import Answers, FirstValues
 from infinity.engine.build import assemble
 from infinity.engine.foreign import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
 from infinity.engine.gate import Gate
 from infinity.engine.margin import Margin
 from infinity.engine.pause import finish_saving
+from infinity.engine.refusals import has_optimizer, planned_otherwise
 from infinity.engine.resident import hooks_for
 from infinity.engine.sizing import Training, budgets
 from infinity.engine.steps import Cycle
@@ -56,11 +57,11 @@ from infinity.tiers.state import TORCH_DTYPES
 class Engine(NotCopied):
     """Trains one model from device, host and NVMe memory. A context manager: leaving it closes it.
 
-    initial: gives a parameter's initial value, `initial(index, param) -> 1-D tensor on any device`. Nothing is built or
-    written until an optimizer is attached or the model runs for the first time.
+    first: gives the parameters' initial values. Nothing is built or written until an optimizer is attached or the model runs for the first
+    time.
     """
 
-    def __init__(self, model: nn.Module, config: Config, initial=None, ranks: Ranks | None = None):
+    def __init__(self, model: nn.Module, config: Config, first: FirstValues | None = None, ranks: Ranks | None = None):
         self.config = config
         self.device = device_of(config.device)
         self.events = Events(tracing=config.trace)
@@ -75,7 +76,7 @@ class Engine(NotCopied):
         self.turn = threading.RLock()  # of who saves or loads: a forward pass of another thread begins before that, or after it
         self.saving = None  # the checkpoint under way, or the last one
         self.last_save = None  # of what a checkpoint that is whole holds
-        self.answers = Answers(self.gate, self.ranks, self._named, TORCH_DTYPES[config.dtype], initial)
+        self.answers = Answers(self.gate, self.ranks, self._named, TORCH_DTYPES[config.dtype], first or FirstValues())
         engines.add(self, model)
         watch_replicas()
         watch_wrappers(_note_wrapper)
@@ -156,8 +157,7 @@ class Engine(NotCopied):
     def gathered(self, params: Iterable[torch.Tensor]):
         """The parameters are whole on the device inside the block; what it changes is kept, on every rank as on rank 0."""
         self.gate.enter("infinity.gathered")
-        self.start()
-        with self.answers.gathered(params):
+        with self.answers.gathered(params) if self.has_started else self.answers.gathered_first(params, self.device):
             yield
 
     def close(self) -> None:
@@ -236,32 +236,29 @@ class Engine(NotCopied):
     # What the optimizer calls.
 
     def attach(self, optimizer) -> None:
-        """Learn who updates which parameter. One optimizer an engine."""
-        if self.optimizer is not None:
-            raise UsageError("the model has an optimizer already; use its parameter groups for several settings")
+        """Learn who updates which parameter. One optimizer an engine: a second one replaces the first while nothing has been trained."""
+        before = self.optimizer
+        if before is not None and self.cycle.has_trained:
+            raise UsageError(has_optimizer(before.made_at))
         self.optimizer = optimizer
         try:
             planned = (_deferred(self.optimizer, self.config), optimizer.accumulation_steps > 1, optimizer.rule.moments)
             if self.has_started and planned != (self.updater.deferred, self.accumulating, self.moments):
-                raise UsageError(
-                    "the model ran before its optimizer was made, and now needs other memory than was planned; make the "
-                    "optimizer before the first forward pass"
-                )
+                raise UsageError(planned_otherwise(before.made_at if before else None))
             if optimizer.loss_scale is not None and self.config.dtype != "fp16":
                 raise ConfigError(f"loss_scale with dtype={self.config.dtype!r}: only fp16 gradients need one; leave it out")
             scaler = Scaler(optimizer.loss_scale or LossScale(), self.ranks.world) if self.config.dtype == "fp16" else None
             self.start()
         except BaseException:
-            self.optimizer = None
+            self.optimizer = before
             raise
         self.cycle.optimizer, self.cycle.scaler = optimizer, scaler
         config = self.config
         if planner.records_may_visit(weights=config.weights, states=config.states, keep=config.residency == "auto"):
             self.margin.hold_records()
-        for index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                if (state := self.registry.find(param)) is not None:
-                    state.group = index
+        groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        for state in self.registry.params:
+            state.group = groups.get(id(state.param))
 
     def adopt(self) -> None:
         """Take what parameters the model has by now, such as adapters. Before the start."""

@@ -31,18 +31,26 @@ class Expectations:
         as_before = known and forwards and forwards == self._forwards_last.get(number)
         self._forwards_last[number] = forwards
         for state in self.params:
-            state.arrivals = 0
             if as_before and state.touched == state.touched_last.get(number):
                 arrived = state.arrived_last.get(number, math.inf)
-                state.expected = arrived if arrived or not state.touched or forwards <= 1 else math.inf
+                state.expect(arrived if arrived or not state.touched or forwards <= 1 else math.inf)
             else:
-                state.expected = state.touched if forwards and not later and state.touched <= 1 else math.inf
+                state.expect(state.touched if forwards and not later and state.touched <= 1 else math.inf)
             state.touched_last[number] = state.touched
 
     def expect_nothing(self) -> None:
         """A backward pass begins that only passes through, as far as is known."""
         for state in self.params:
             state.arrivals = 0
+
+    def expect_anything(self) -> None:
+        """Gradients come that no backward pass brings, of whichever parameters."""
+        for state in self.params:
+            state.expect(math.inf)
+
+    def forget(self) -> None:
+        """The last step's passes say nothing of the next ones."""
+        self._forwards_last.clear()
 
     def end_pass(self, number: int) -> list[ParameterState]:
         """Remember what it brought. Returns the parameters that had a gradient."""

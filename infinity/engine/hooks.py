@@ -17,12 +17,12 @@ from torch.autograd.function import BackwardCFunction
 
 from infinity.engine.doors import Doors
 from infinity.engine.ops import BACKWARD, FORWARD, RECOMPUTE, Frame, Op
-from infinity.engine.refusals import beside
+from infinity.engine.refusals import beside, refuse_sparse
 from infinity.engine.steps import Cycle
 from infinity.engine.trees import map_tensors, tensors_in
 from infinity.errors import UsageError
 from infinity.model.compiled import behind
-from infinity.model.parameters import NotCopied, get_grad, set_grad
+from infinity.model.parameters import LastHook, NotCopied, get_grad, set_grad
 from infinity.system.interrupts import uninterrupted
 from infinity.tiers.state import ParameterState
 
@@ -47,7 +47,7 @@ class Hooks(NotCopied):
         for state in self.registry.params:
             if state.trainable:
                 self._handles.append(state.param.register_hook(functools.partial(self._expect_gradient, state)))
-                self._handles.append(state.param.register_post_accumulate_grad_hook(functools.partial(self._gradient, state)))
+                self._handles.append(state.param.register_post_accumulate_grad_hook(LastHook(self._gradient, state)))
 
     def remove(self) -> None:
         """Leave the modules as they were; parameters keep whatever they point to."""
@@ -107,6 +107,13 @@ class Hooks(NotCopied):
             if any(thread.ident == self.calls.thread for thread in threading.enumerate()):
                 raise UsageError(beside(type(behind(module)).__name__))
 
+    def _scaled(self, output):
+        """The whole model's outputs: of an fp16 model in fp32, and their gradients loss-scaled."""
+        scaler = self.cycle.scaler
+        if scaler is None:
+            return output
+        return map_tensors(output, lambda tensor: scaler.apply(tensor) if tensor.is_floating_point() else tensor)
+
     def _unscaled(self, value: torch.Tensor) -> torch.Tensor:
         """An input of an fp16 model; what it depends on gets gradients that are not scaled."""
         return self.cycle.scaler.unapply(value) if value.is_floating_point() and value.requires_grad else value
@@ -121,7 +128,7 @@ class Hooks(NotCopied):
             return None
         whole = frame.op.index == 0 and not self.calls.frames
         if whole:
-            output = self.cycle.scaled(output)
+            output = self._scaled(output)
         anchored = output
         if torch.is_grad_enabled():
             if frame.op.whole:
@@ -198,8 +205,7 @@ class Hooks(NotCopied):
                 f"{state.name} has a gradient in {grad.dtype}, but the engine keeps it in {state.placeholder.dtype}. Choose the dtype in "
                 f"infinity.Config, not with model.to() or model.float()."
             )
-        if grad.is_sparse:
-            raise UsageError(f"{state.name} has a sparse gradient, which no tier can hold; build its module with sparse=False")
+        refuse_sparse(state, grad)
         self.cycle.gradient(state, grad)
 
 

@@ -8,6 +8,10 @@ Knows parameters. Must not know tiers, how a norm is summed, or when a step begi
 # them. The norm is the engine's own, as of max_grad_norm, and the same on all ranks; the factor waits for step(), whose updates multiply
 # each gradient by it. So both are exact, in whatever tier the gradients are. Of some of them alone neither is known. What finds no gradient
 # clips nothing and says nothing: so each stays in place from its backward pass to step(), but while another pass runs, forward or backward.
+#
+# [Note: gradients of the last step]
+# In PyTorch a gradient stays after step(), and the next one is added to it. The engine has given its memory to others by then. So the sign
+# in `param.grad` stays after step(), too, until the program drops it. A gradient that arrives while one is still there is refused.
 
 from __future__ import annotations
 
@@ -24,17 +28,24 @@ from infinity.tiers.state import ParameterState
 
 _ALL = "{what} of {some} gradients, of {all}: the engine has one for all of them. Give it all parameters of the model in one call, each once"
 
-_NO_FACTOR = -1  # whose bits are of a NaN that no arithmetic makes
+_NO_FACTOR, _GIVEN = -1, -2  # their bits, as a float, are of NaNs that no arithmetic makes
+
+NOT_DROPPED = (
+    "a gradient arrives while param.grad still has the gradients of the last step, to which plain PyTorch would add it. The engine keeps no "
+    "gradient after step(): call optimizer.zero_grad() before the next backward pass. To sum the gradients of several backward passes, call "
+    "step() once after them, and declare their number: infinity.AdamW(..., accumulation_steps=...)."
+)
 
 
 class ParamGrads:
     """Of the parameters of one engine. norm(): of all gradients of the step under way, before step()."""
 
     def __init__(self, states: Iterable[ParameterState], norm: Callable[[], float], ranks: Ranks):
-        for state in states:
+        self._states = list(states)
+        for state in self._states:
             state.departed.answer_by(self)
         self._norm, self._ranks = norm, ranks
-        self._departed: list[ParameterState] = []  # whose gradients have left since the last step
+        self._departed: dict[ParameterState, None] = {}  # whose gradients have left, of this step or, until they are dropped, of the last one
         self._hidden = False  # from autograd, which else would add to them, and torch.compile, which would look at them
         self._wait = False  # for a step() or zero_grad()
         self._factors: dict[DepartedGradient, float] = {}  # by which those of the last pass were multiplied
@@ -43,22 +54,61 @@ class ParamGrads:
 
     def depart(self, states: Iterable[ParameterState]) -> None:
         """A backward pass is over that has brought gradients of these."""
-        self._departed = list(dict.fromkeys((*self._departed, *states)))
+        self._departed |= dict.fromkeys(states)
         self._wait = True
         self.show()
 
     def show(self) -> None:
-        """A pass is over: what came before it, too, is found again."""
+        """A pass is over: gradients that have left are named in `param.grad` again."""
         self._hidden = False
         with DisableTorchFunctionSubclass():
             for state in self._departed:
                 set_grad(state.param, state.departed)
 
     def end_step(self) -> None:
-        """They were used, or given up."""
+        """step() has used them. Their signs stay, see [Note: gradients of the last step]."""
         self._wait = False
         self._factors.clear()
         self.factor = 1.0
+
+    def drop(self) -> None:
+        """The program wants none of them, nor any that it has put into `param.grad`."""
+        self.end_step()
+        self._take_away()
+        self._departed.clear()
+        with DisableTorchFunctionSubclass():
+            for state in self._states:
+                if get_grad(state.param) is not None:
+                    set_grad(state.param, None)
+
+    @property
+    def are_of_last_step(self) -> bool:
+        """Whether gradients of the last step were not dropped."""
+        return bool(self._departed) and not self._wait
+
+    def departed(self, state: ParameterState) -> DepartedGradient | None:
+        """The sign of a gradient that has left, in this backward pass or before."""
+        return state.departed if state.arrivals or state in self._departed else None
+
+    def take_given(self) -> list[tuple[ParameterState, torch.Tensor]]:
+        """The gradients that the program has put into `param.grad`, which are taken from there. All ranks must have some, or none.
+
+        Raises UsageError where ranks differ; see also `were_dropped`.
+        """
+        given = []
+        with DisableTorchFunctionSubclass():
+            for state in self._states:
+                if (grad := get_grad(state.param)) is not None and grad is not state.departed:
+                    given.append((state, grad))
+            if given and not self._ranks.agree(_GIVEN):
+                raise UsageError(
+                    f"{self._ranks.name} has a gradient in {given[0][0].name}.grad that no backward pass has brought, and another rank has "
+                    f"none. Put gradients into param.grad on all ranks."
+                )
+            for state, _ in given:
+                set_grad(state.param, None)
+                self._departed.pop(state, None)
+        return given
 
     # What they answer, see [Note: what may be done with gradients that have left].
 
@@ -91,8 +141,8 @@ class ParamGrads:
         factor = self.settled_factor()
         if not self._ranks.agree(*struct.unpack("q", struct.pack("d", factor))):
             raise UsageError(
-                f"{self._ranks.name} multiplies gradients by {factor}, another rank by another factor, or is about to clip: clip on all ranks "
-                f"alike"
+                f"{self._ranks.name} multiplies gradients by {factor}. Another rank has another factor, is about to clip, or has put gradients "
+                f"into param.grad: clip on all ranks alike, and put gradients there on all ranks or on none"
             )
         return factor
 
@@ -112,9 +162,11 @@ class ParamGrads:
             raise UsageError(_ALL.format(what=what, some=len(gradients), all=len(self._departed)))
 
     def were_dropped(self) -> bool:
-        """Whether the program has dropped all of them, as model.zero_grad() does; raises UsageError where it dropped some only, or too
-        late."""
-        if self._hidden:
+        """Whether the program has dropped all gradients of this step, as model.zero_grad() does.
+
+        Raises UsageError where it has dropped some of them, or put others in their place.
+        """
+        if self._hidden or not self._wait:
             return False
         with DisableTorchFunctionSubclass():
             found = [(state, get_grad(state.param)) for state in self._departed]
@@ -124,7 +176,7 @@ class ParamGrads:
                 f"{given[0]}.grad was given a value, which the engine would not use: gradients have left for its tiers. Change them as "
                 f"they arrive, with param.register_hook(...)."
             )
-        dropped = [state.name for state, grad in found if grad is None] if self._wait else []
+        dropped = [state.name for state, grad in found if grad is None]
         if dropped and len(dropped) < len(self._departed):
             raise UsageError(
                 f"the gradient of {dropped[0]} was dropped and others were not; the engine can only drop all: call "
@@ -133,12 +185,14 @@ class ParamGrads:
         return bool(dropped)
 
     def clear(self) -> None:
-        """None is to be found until `show`, and none at all of a step that has ended."""
+        """No gradient that has left is to be found until `show`; those of the last step are forgotten where the program has dropped or
+        replaced them."""
         self.settled_factor()
+        with DisableTorchFunctionSubclass():
+            if self.are_of_last_step and not self._hidden:
+                self._departed = {state: None for state in self._departed if get_grad(state.param) is state.departed}
         self._take_away()
         self._hidden = True
-        if not self._wait:
-            self._departed.clear()
 
     def close(self) -> None:
         self._take_away()
@@ -147,7 +201,8 @@ class ParamGrads:
     def _take_away(self) -> None:
         with DisableTorchFunctionSubclass():
             for state in self._departed:
-                set_grad(state.param, None)
+                if get_grad(state.param) is state.departed:
+                    set_grad(state.param, None)
 
 
 def drop_half_arrived(states: Iterable[ParameterState]) -> None:

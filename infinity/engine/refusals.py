@@ -40,6 +40,65 @@ SCALED = (
 )
 
 
+LOOK_SCALED = (
+    "torch.autograd.grad of parameters with dtype='fp16': the engine scales the loss, so the gradients would be scaled, too. Use "
+    "infinity.Config(dtype='bf16') or 'fp32', which need no loss scale."
+)
+GIVEN_SCALED = (
+    "param.grad was given a gradient with dtype='fp16', whose gradients the engine scales. Call loss.backward() instead, or use "
+    "infinity.Config(dtype='bf16') or 'fp32', which need no loss scale."
+)
+GIVEN_LATE = (
+    "param.grad was given a gradient after a backward pass that has begun to update weights. Put it there before that backward pass, or use "
+    "infinity.Config(update='deferred')."
+)
+
+
+def too_late_to_clip(optimizer: str, made_at: str) -> str:
+    """Gradients are clipped, or their norm is asked for. made_at: file and line where the program makes the optimizer."""
+    return (
+        f"clip_grad_norm_ was called, or the norm of all gradients was asked for, but the optimizer already updates weights during the "
+        f"backward pass. Change the line that makes the optimizer, {made_at}: infinity.{optimizer}(..., max_grad_norm=1.0), with the limit "
+        f"that you clip to; the call of clip_grad_norm_ may then go. To know the norm without clipping, use max_grad_norm=math.inf."
+    )
+
+
+def has_optimizer(made_at: str) -> str:
+    """A second optimizer is made for a model that has been trained. made_at: file and line where the program makes the first one."""
+    return (
+        f"the model has an optimizer already, made at {made_at}, and has been trained with it. Go on with that one; its parameter groups take "
+        f"several settings. For a new start, close() the engine, and build model, engine and optimizer anew."
+    )
+
+
+def planned_otherwise(made_at: str | None) -> str:
+    """An optimizer needs other memory than the engine has planned. made_at: where the one is made that it would replace, if there is one."""
+    if made_at is None:
+        return (
+            "the engine started before its optimizer was made, as by a call of the model, stats() or infinity.load, and the optimizer needs "
+            "other memory than was planned then. Make the optimizer first."
+        )
+    return (
+        f"the model has an optimizer already, made at {made_at}. The new one has another rule, max_grad_norm or accumulation_steps, for which "
+        f"the engine has planned no memory. close() the engine, and build model, engine and optimizer anew."
+    )
+
+
+def sums_in_hook(name: str) -> str:
+    """A hook of the program looks at a gradient that is one of several."""
+    return (
+        f"{name} has a hook of register_post_accumulate_grad_hook, and this is not the first backward pass of its step. In plain PyTorch the "
+        f"hook would find the sum of all passes in param.grad; here the earlier ones have left for the engine's tiers. Use "
+        f"param.register_hook(...), which is given each pass's gradient."
+    )
+
+
+def refuse_sparse(state: ParameterState, grad: torch.Tensor) -> None:
+    """Raise UsageError for a gradient that no tier can hold."""
+    if grad.is_sparse:
+        raise UsageError(f"{state.name} has a sparse gradient, which no tier can hold; build its module with sparse=False")
+
+
 def no_optimizer(name: str) -> str:
     """A gradient of a parameter comes."""
     return (

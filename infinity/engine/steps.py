@@ -31,12 +31,22 @@ from infinity.engine.expectations import Expectations
 from infinity.engine.follow import Follower
 from infinity.engine.foreign import refuse_optimizers
 from infinity.engine.margin import Margin
-from infinity.engine.param_grads import ParamGrads, drop_half_arrived
-from infinity.engine.refusals import SCALED, no_more_passes, no_optimizer, refuse_by_layer, refuse_modes, refuse_thawed
-from infinity.engine.trees import map_tensors, tensors_in
+from infinity.engine.param_grads import NOT_DROPPED, ParamGrads, drop_half_arrived
+from infinity.engine.outside_gradients import Looks, bring
+from infinity.engine.refusals import (
+    SCALED,
+    no_more_passes,
+    no_optimizer,
+    refuse_by_layer,
+    refuse_modes,
+    refuse_thawed,
+    sums_in_hook,
+)
+from infinity.engine.skipped_steps import skip
+from infinity.engine.trees import tensors_in
 from infinity.engine.uncut import Uncut
 from infinity.engine.window import Window
-from infinity.errors import NonFiniteError, UsageError
+from infinity.errors import UsageError
 from infinity.optim.loss_scale import Scaler
 from infinity.plan.placement import look_ahead
 from infinity.plan.schedule import Moment, moment
@@ -65,7 +75,8 @@ class Cycle:
         self.events = events
         self.registry, self.records, self.weights, self.course = parts.registry, parts.records, parts.weights, parts.course
         self.gradients, self.updater = parts.gradients, parts.updater
-        self.due = Due(self.weights, self.gradients, self.updater)
+        all_on_device = all(chunk.on_device for chunk in self.registry.chunks if chunk.trainable)  # for good: none has visited yet
+        self.due = Due(self.weights, self.gradients, self.updater, all_on_device=all_on_device)
         slots_ahead, states_ahead = look_ahead(parts.placement)
         self.follower = Follower(
             self.weights, self.due, keep=config.residency == "auto", slots_ahead=slots_ahead, states_ahead=states_ahead
@@ -76,6 +87,7 @@ class Cycle:
         self.scaler: Scaler | None = None
         self.closed = False
         self.half_loaded = False  # a checkpoint's records are not all there
+        self.has_stepped = False
         self.num_skipped = 0  # steps whose gradients were not finite
         self._awaits_end = False  # a backward pass under way will call end_backward
         self.num_forwards = 0  # that built a graph and had something to train, since the last backward pass that counts
@@ -86,6 +98,7 @@ class Cycle:
         self.by_layer: bool | None = None  # whether the step under way, or the last one, is of `one_backward`
         self.num_together = 1  # micro-batches that are on the device at once
         self._withhold: Callable[[ParameterState, torch.Tensor], bool] = _withhold_nothing
+        self.looks = Looks()
         self._frozen = [state for state in self.registry.params if not state.trainable]
         self._trainable = [state for state in self.registry.params if state.trainable]
         self.window = Window()
@@ -101,6 +114,11 @@ class Cycle:
         self.closed = True
         self.pace.end()
         self.param_grads.close()
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the step under way has gradients, or there was a step, be it before a checkpoint that was loaded."""
+        return self.came or self.num_backwards > 0 or self.has_stepped or any(any(chunk.steps.values()) for chunk in self.registry.chunks)
 
     @property
     def backward_task(self) -> int | None:
@@ -119,7 +137,7 @@ class Cycle:
         self.raise_failure()
         self.end_interrupted()
         self.refuse_half_updated("a forward pass")
-        if not self.in_backward():
+        if not in_backward():
             self._awaits_end = False  # of a backward pass that failed
             self._clear_gradients()
             refuse_thawed(self._frozen)
@@ -165,13 +183,6 @@ class Cycle:
         if not self.course.trace and self.course.has_begun:
             self.follower.begin_step()  # evaluations have run since the last step
 
-    def scaled(self, output):
-        """The whole model's outputs: of an fp16 model in fp32, and their gradients loss-scaled."""
-        scaler = self.scaler
-        if scaler is None:
-            return output
-        return map_tensors(output, lambda tensor: scaler.apply(tensor) if tensor.is_floating_point() else tensor)
-
     def begin_backward(self) -> None:
         """The gradient of an outermost output is known; once a backward pass."""
         if self.course.backward_task is not None:
@@ -182,7 +193,7 @@ class Cycle:
         self.course.backward_task = torch._C._current_graph_task_id()
         self.calls.recording = True  # an evaluation may have run since the forward pass
         self.window.begin_pass(self.num_backwards)
-        self.trains, self.came = self.num_forwards > 0 and self._why_not_train() is None, False
+        self.trains, self.came = self.num_forwards > 0 and not self.looks.are_under_way and self._why_not_train() is None, False
         if self.trains:
             self._expect_gradients()
         else:
@@ -194,6 +205,8 @@ class Cycle:
             return no_optimizer(state.name if state else "a parameter")
         if self.torn:
             return _TORN
+        if self.param_grads.are_of_last_step:
+            return NOT_DROPPED
         if self.param_grads.factor != 1.0:
             return SCALED
         if self.num_backwards >= self.num_passes:
@@ -228,7 +241,9 @@ class Cycle:
             self.updater.expect(chunk, self.due.early_hyper is not None and chunk.trainable and chunk.gradient.missing > 0)
 
     def expect_gradient(self, state: ParameterState) -> None:
-        """Autograd is about to add to `param.grad`."""
+        """Autograd is about to add to `param.grad`, or to return the gradient to the program."""
+        if self.looks.are_under_way:
+            return
         if self.course.backward_task is None:
             if self.scaler is not None:
                 raise UsageError(
@@ -246,11 +261,17 @@ class Cycle:
                 raise UsageError(refusal)
             self.trains = True
             self._expect_gradients()
-        self.came = True
+        if (self.num_backwards or state.arrivals) and state.has_gradient_hooks:
+            raise UsageError(sums_in_hook(state.name))
 
     def gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
         """A parameter's gradient of this backward pass, or of one region of it."""
         self.expect_gradient(state)
+        self.arrive(state, grad)
+
+    def arrive(self, state: ParameterState, grad: torch.Tensor) -> None:
+        """A gradient of a parameter is there."""
+        self.came = True
         if state.group is None:
             return
         chunks = self.registry.chunks_of(state)
@@ -289,9 +310,7 @@ class Cycle:
         self.gradients.hurry()
         self.calls.release_all()
         self.calls.drain_dropped()
-        for chunk in self.reduce_all():
-            self.due.sum_squares(chunk)
-        self._cycle_is_over, self.has_passed = True, True
+        self.end_pass()
         if not self.came:
             self.param_grads.show()
             return
@@ -304,6 +323,12 @@ class Cycle:
         self.advice.pass_done()
         if self.num_backwards < self.num_passes:
             self.margin.pass_done()
+
+    def end_pass(self) -> None:
+        """No more gradients come of a pass; every rank must call it."""
+        for chunk in self.reduce_all():
+            self.due.sum_squares(chunk)
+        self._cycle_is_over, self.has_passed = True, True
 
     @uninterrupted
     def reduce_all(self) -> list[ChunkState]:
@@ -321,8 +346,9 @@ class Cycle:
         gradients. withhold(parameter, gradient): whether one is to come once more, with what is still missing in it."""
         self._check_open()
         refuse_by_layer(runs=self.course.backward_task is not None, failed=self.failed, begun=self.num_backwards > 0)
-        if self.torn:
-            raise UsageError(_TORN)
+        self._clear_gradients()
+        if (refusal := self._why_not_train()) is not None:
+            raise UsageError(refusal)
         self._begin_step_of(by_layer=True)
         self.pace.begin()
         self.course.backward_task, self.trains, self.came = _MANY_GRAPHS, True, True
@@ -360,9 +386,11 @@ class Cycle:
     def step(self) -> None:
         """Ends a step; called without gradients."""
         self.check_gradients()
-        self._require_gradients("step()")
+        if given := self.param_grads.take_given():
+            bring(self, given)
+        self.require_gradients("step()")
         if (factor := self.param_grads.agreed_factor()) != 1.0 or self._needs_norm:
-            self.due.refuse_late()
+            self.due.refuse_late(self.optimizer)
         hyper = self._hyper(factor)
         if self.due.early_hyper is not None and self.due.early_hyper.groups != hyper.groups:
             raise UsageError(
@@ -380,7 +408,8 @@ class Cycle:
             if self.optimizer.max_grad_norm is not None:
                 self.optimizer.grad_norm = norm
             if overflow:
-                self._skip(ready)
+                self.num_skipped += 1
+                skip(self, ready)
                 return
             if self.optimizer.max_grad_norm is not None:
                 clip = self.optimizer.max_grad_norm / (norm + _EPS_OF_CLIPPING)
@@ -394,9 +423,9 @@ class Cycle:
                 self.gradients.wait_for(chunk)
                 self.due.begin_update(chunk, hyper)
         self.due.announce_put_off(hyper)
-        self._end_step()
+        self.end_step()
 
-    def _require_gradients(self, what: str) -> None:
+    def require_gradients(self, what: str) -> None:
         """Those of whole backward passes since the last step, between two of which this is asked for."""
         if self.course.backward_task is not None:
             self.abandon_backward()
@@ -420,37 +449,23 @@ class Cycle:
     @torch.no_grad()
     def _norm(self) -> float:
         """Of all gradients that have come since the last step; every rank must call it."""
-        self._require_gradients("the norm of all gradients")
-        self.due.refuse_late()
+        self.require_gradients("the norm of all gradients")
+        self.due.refuse_late(self.optimizer)
         return self.due.norm(self.due.pending()) * self._hyper().grad_scale
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
         completions = self.completions.for_plan(self.num_passes)
         self.follower.adopt(*completions, anew=self.margin.settle(by_step=True))
         self._reset()
         self.param_grads.end_step()
+        self.has_stepped = True
         self.events.step_done()
         self.pace.step_done()
         self.advice.step_done()
         self.follower.begin_step()
 
-    def _skip(self, ready: list[ChunkState]) -> None:
-        """Forget the step's gradients, which are not finite on some rank: no state changes, on any rank."""
-        self.num_skipped += 1
-        raises = self.config.nonfinite == "raise"
-        found = self.due.first_nonfinite(ready) if raises else None
-        for chunk in ready:
-            self.gradients.wait_for(chunk)
-            self.gradients.drop(chunk)
-        self._end_step()
-        if raises:
-            raise NonFiniteError(
-                f"{self.ranks.name}: gradients of this step are not finite; {found}. No state was "
-                f"changed; a lower learning rate or max_grad_norm may help, nonfinite='skip' goes on without the step."
-            )
-
     def zero_grad(self) -> None:
-        self.param_grads.end_step()
+        self.param_grads.drop()
         self.calls.end_interrupted()
         self.calls.drain_dropped()  # by a step that failed
         self._clear_gradients()
@@ -512,7 +527,7 @@ class Cycle:
     def end_interrupted(self) -> None:
         """Calls of modules and backward passes that an interrupt or an error has ended, in this thread, are over."""
         self.calls.end_interrupted()
-        if self.course.backward_task not in (None, _MANY_GRAPHS) and not self.in_backward():
+        if self.course.backward_task not in (None, _MANY_GRAPHS) and not in_backward():
             self.abandon_backward()
 
     @uninterrupted
@@ -540,9 +555,9 @@ class Cycle:
         self.completions.reset()
         self.first_step = False
 
-    @staticmethod
-    def in_backward() -> bool:
-        return torch._C._current_graph_task_id() != -1
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _withhold_nothing(state: ParameterState, grad: torch.Tensor) -> bool:

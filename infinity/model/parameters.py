@@ -15,9 +15,13 @@ Knows classes of tensors, and which engine to ask. Must not know where values ar
 # Unheld: what is as true of a placeholder is answered. For anything else the engine is asked to `compute` it: inside one of its ops it
 # holds the parameter for that one function, elsewhere it refuses. What comes of `detach()` and `.data` there, which libraries call for a
 # shape or a type, is `Absent`: it refuses later, if a value is asked of it.
+#
+# Both: a hook on the accumulated gradient runs before the engine's own hook, which takes the gradient away (`LastHook`). `param.grad` names
+# a gradient that has left, also while the backward pass runs. torch.autograd.grad looks at gradients: the engine takes none of them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 
@@ -80,21 +84,35 @@ _CONVERSIONS = frozenset(
 _BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})  # take parameters for their places in the graph
 
 
-def converts_to_itself(func, args: tuple, kwargs: dict) -> bool:
-    """Whether the tensor, args[0], is of the type and on the device already that `to`, `cpu`, `half` or the like ask for.
+_VIEWS_LIKE = frozenset({torch.Tensor.view_as, torch.Tensor.expand_as})
 
-    Raises UsageError where they ask for another dtype or device.
-    """
+
+class LastHook(functools.partial):
+    """A hook on an accumulated gradient that runs after all other hooks of its parameter, whenever these are registered."""
+
+
+def converts_to_itself(func, args: tuple, kwargs: dict) -> bool:
+    """Whether a conversion (`to`, `cpu`, `half`, ...) asks for the dtype and device that the tensor, args[0], has."""
+    like, found = _converted(func, args, kwargs)
+    return found is like
+
+
+def refuse_conversion(func, args: tuple, kwargs: dict) -> None:
+    """Raise UsageError where a conversion of the tensor, args[0], asks for another dtype or device."""
+    like, found = _converted(func, args, kwargs)
+    if isinstance(found, torch.Tensor) and (found.dtype, found.device) != (like.dtype, like.device):
+        raise UsageError(
+            f".{func.__name__}() would make a parameter or a gradient of an engine {found.dtype} on {found.device}; the engine has "
+            f"{like.dtype} on {like.device}. Choose these with infinity.Config(dtype=..., device=...), or convert the tensors that "
+            f"model.state_dict() returns."
+        )
+
+
+def _converted(func, args: tuple, kwargs: dict) -> tuple[torch.Tensor, object]:
+    """An empty tensor of the dtype and device of args[0], and the result of the conversion of it."""
     with DisableTorchFunctionSubclass():
         like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
-        found = func(like, *args[1:], **kwargs)
-        if isinstance(found, torch.Tensor) and (found.dtype, found.device) != (like.dtype, like.device):
-            raise UsageError(
-                f".{func.__name__}() would make a parameter or a gradient of an engine {found.dtype} on {found.device}; the engine has "
-                f"{like.dtype} on {like.device}. Choose these with infinity.Config(dtype=..., device=...), or convert what "
-                f"model.state_dict() returns."
-            )
-    return found is like
+        return like, func(like, *args[1:], **kwargs)
 
 
 def is_conversion(func) -> bool:
@@ -106,7 +124,38 @@ def is_metadata(func, args: tuple, kwargs: dict) -> bool:
     return func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs)
 
 
-class Held:
+class Managed:
+    """Mixed into both classes of a parameter: its gradient, and hooks on that."""
+
+    __slots__ = ()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        with DisableTorchFunctionSubclass():
+            found = get_grad(self)
+        if found is None and torch._C._current_graph_task_id() != -1 and is_open(engine := owner_of(self)):
+            return engine.answers.departed_gradient(self)
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with DisableTorchFunctionSubclass():
+            set_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def register_post_accumulate_grad_hook(self, hook):
+        with DisableTorchFunctionSubclass():
+            handle = torch.Tensor.register_post_accumulate_grad_hook(self, hook)
+            hooks = self._post_accumulate_grad_hooks
+            for key in [key for key, registered in hooks.items() if isinstance(registered, LastHook)]:
+                hooks[key] = hooks.pop(key)  # autograd goes by the order of insertion, which `move_to_end` leaves as it is
+        return handle
+
+
+class Held(Managed):
     """Mixed into the class of a parameter that something holds."""
 
     __slots__ = ()
@@ -135,7 +184,7 @@ class Held:
         return copied
 
 
-class Unheld:
+class Unheld(Managed):
     """Mixed into the class of a parameter that nothing holds."""
 
     __slots__ = ()
@@ -150,7 +199,8 @@ class Unheld:
         if func in _CONVERSIONS and isinstance(args[0], (Unheld, Absent)) and converts_to_itself(func, args, kwargs):
             return args[0]
         if func in _BACKWARD:
-            return func(*_with_edges(args), **_with_edges(kwargs))
+            with _look_at(args, kwargs) if func is torch.autograd.grad else contextlib.nullcontext():
+                return func(*_with_edges(args), **_with_edges(kwargs))
         return ask(func, args, kwargs)
 
     @property
@@ -169,16 +219,6 @@ class Unheld:
 
     def set_(self, *source) -> nn.Parameter:  # which asks no `__torch_function__`
         return ask(_set, (self, *source), {})
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        with DisableTorchFunctionSubclass():
-            return get_grad(self)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        with DisableTorchFunctionSubclass():
-            set_grad(self, value)
 
     def __repr__(self, **options):
         with DisableTorchFunctionSubclass():
@@ -248,6 +288,8 @@ def ask(func, args: tuple, kwargs: dict):
             return engine.answers.compute(params, func, args, kwargs)
     if func is torch.Tensor.detach:
         return absent[0] if absent else Absent(params[0])
+    if func in _VIEWS_LIKE and params and args[0] is args[1]:
+        return _leading_to_gradient(func, args[0])
     if func is torch.Tensor.data_ptr:  # tells parameters apart
         with DisableTorchFunctionSubclass():
             return func(*args)
@@ -257,12 +299,31 @@ def ask(func, args: tuple, kwargs: dict):
             f"the engine is closed and {name} is only a placeholder; read what is to be kept before close(), or give the model values with "
             f"load_state_dict()"
         )
+    if func in _CONVERSIONS:
+        refuse_conversion(func, args, kwargs)
     what = getattr(func, "__name__", str(func))
     what = getattr(getattr(func, "__self__", None), "__name__", what) if what in ("__get__", "__set__") else what
     raise UsageError(
         f"{name} has no value here ({what}): outside of the model's forward and backward passes it may be in any tier. Read and change values "
         f"inside `with infinity.gathered(parameter):`."
     )
+
+
+def _leading_to_gradient(func, param: nn.Parameter) -> torch.Tensor:
+    """A view of a parameter like itself. Programs make one to find, behind its grad_fn, the node that accumulates the gradient."""
+    with DisableTorchFunctionSubclass():
+        view = func(param, param)
+    view.__class__, view.param = Absent, param
+    return view
+
+
+def _look_at(args: tuple, kwargs: dict) -> contextlib.ExitStack:
+    """Tell the engines of these parameters that a backward pass only returns gradients."""
+    looks = contextlib.ExitStack()
+    params = [tensor for tensor in _tensors((args, kwargs.values())) if isinstance(tensor, Unheld)]
+    for engine in {id(engine): engine for param in params if is_open(engine := owner_of(param))}.values():
+        looks.enter_context(engine.answers.look_at_gradients())
+    return looks
 
 
 def _with_edges(value):

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from infinity.errors import UsageError
-from infinity.model.parameters import TiedNames, converts_to_itself, is_conversion, is_metadata
+from infinity.model.parameters import TiedNames, converts_to_itself, is_conversion, is_metadata, refuse_conversion
 
 _OF_ITSELF = frozenset({torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.data.__set__})
 
@@ -59,8 +59,10 @@ class DepartedGradient(torch.Tensor):
         if func in _OF_ITSELF or is_metadata(func, args, kwargs or {}):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if is_conversion(func) and converts_to_itself(func, args, kwargs or {}):  # as by model.cpu()
-            return args[0]
+        if is_conversion(func):
+            if converts_to_itself(func, args, kwargs or {}):  # as by model.cpu()
+                return args[0]
+            refuse_conversion(func, args, kwargs or {})
         if func in _NORMS and _is_euclidean(*args, **(kwargs or {})):
             return PartOfNorm(args[0]) if isinstance(args[0], DepartedGradient) else tuple(map(_norm_of, args[0]))
         if func in _FACTORS and len(args) == 2 and not isinstance(args[1], (tuple, list)):

@@ -7,6 +7,7 @@ rules.py; a rule of the user's own goes into `Elementwise`.
 from __future__ import annotations
 
 import difflib
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -88,6 +89,7 @@ class Elementwise(torch.optim.Optimizer):
         if len(engines) > 1:
             raise ConfigError("the parameters belong to several engines; make one optimizer for each")
         (self._engine,) = engines.values()
+        self.made_at = _caller()
         self._engine.attach(self)
 
     def _refuse_unknown(self, name: str, defaults: dict) -> None:
@@ -106,6 +108,7 @@ class Elementwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._require_in_force("step()")
         self.snapshot()
         self._saved = None
         self._engine.step()
@@ -113,7 +116,13 @@ class Elementwise(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step() has used; those of the last step() are on their way and stay."""
+        self._require_in_force("zero_grad()")
         self._engine.zero_grad()
+
+    def _require_in_force(self, what: str) -> None:
+        """Raise UsageError where the engine has another optimizer by now."""
+        if (other := self._engine.optimizer) is not self:
+            raise UsageError(f"{what} of an optimizer that was replaced by the one of {other.made_at}. Use that one")
 
     def add_param_group(self, param_group: dict) -> None:
         if getattr(self, "_engine", None) is not None:
@@ -274,6 +283,14 @@ class Lion(Elementwise):
 
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **options):
         super().__init__(params, LionRule(), {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
+
+
+def _caller() -> str:
+    """File and line of the program that is running, outside of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __name__.split(".")[0]:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _tuples(value):

@@ -129,6 +129,10 @@ class ParameterState:
         self.written_in_forward = False
         self.departed = DepartedGradient(placeholder)
 
+    def expect(self, num_gradients: float) -> None:
+        """A backward pass begins that brings so many gradients of it, infinite if nobody knows."""
+        self.arrivals, self.expected = 0, num_gradients
+
     def hold(self) -> None:
         """One more may read and change it; its span is home."""
         self.num_holders += 1
@@ -162,6 +166,12 @@ class ParameterState:
         """Whether the program looks at its gradients, or changes them, beside the engine, which has one hook of each kind."""
         with DisableTorchFunctionSubclass():
             return any(len(hooks or ()) > 1 for hooks in (self.param._backward_hooks, self.param._post_accumulate_grad_hooks))
+
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether the program looks at accumulated gradients."""
+        with DisableTorchFunctionSubclass():
+            return len(self.param._post_accumulate_grad_hooks or ()) > 1
 
     def check_untouched(self) -> None:
         """The last guard, for what went by all others, such as code in C: raise UsageError if somebody wrote to the placeholder or put

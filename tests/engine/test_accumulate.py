@@ -400,6 +400,7 @@ def test_updates_begin_while_earlier_segments_go_backward(tmp_path):
         for _ in range(2):
             infinity.accumulate(model, tokens(0), loss_of)
             optimizer.step()
+            optimizer.zero_grad()
         assert early[:3] == early[6:9] == [0, 0, 0]
         assert all(found > len(engine.registry.chunks) / 2 for found in (*early[3:6], *early[9:]))
 
@@ -1063,6 +1064,7 @@ def test_a_device_that_is_full_in_backward_of_what_had_no_room_in_host_memory_is
     with training(Crowded, tmp_path, options={"accumulation_steps": 3}, update="deferred", **NVME) as (model, engine, optimizer):
         infinity.accumulate(model, tokens(0), loss_of)
         optimizer.step()
+        optimizer.zero_grad()
         model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
         with pytest.raises(torch.OutOfMemoryError) as found:
             infinity.accumulate(model, tokens(1), loss_of)
@@ -1079,6 +1081,7 @@ def test_where_the_device_keeps_nothing_that_is_no_remedy(tmp_path, capfd):
     with training(full_once(Chain, "blocks.2"), tmp_path, **config) as (model, engine, optimizer):
         infinity.accumulate(model, tokens(0), loss_of)
         optimizer.step()
+        optimizer.zero_grad()
         model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
         with pytest.raises(torch.OutOfMemoryError) as found:
             infinity.accumulate(model, tokens(0, 2), loss_of)
@@ -1771,6 +1774,7 @@ def test_a_sum_that_has_made_way_adds_up_in_host_memory_until_the_turn_is_over(t
             before = engine.stats()["links"]["gc"]["nbytes"]
             infinity.accumulate(model, tokens(step), loss_of)
             optimizer.step()
+            optimizer.zero_grad()
             sent.append(engine.stats()["links"]["gc"]["nbytes"] - before)
         assert sent == [sent[0]] * 3
 

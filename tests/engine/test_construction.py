@@ -3,6 +3,7 @@
 Long because each way to give a parameter values is tried where these are drawn later, sent away, and whole.
 """
 
+import contextlib
 import copy
 import dataclasses
 import errno
@@ -15,6 +16,7 @@ import pytest
 import torch
 from helpers import assert_same_bits, everything_in, on_gpu
 from models import TRAITS, H, mlp, tiny_gpt
+from test_ranks import World
 from torch import nn
 
 import infinity
@@ -617,3 +619,106 @@ def test_what_a_parameter_costs_does_not_grow_with_their_number(tmp_path, monkey
         monkeypatch.undo()
         counts.append(len(calls) / num_layers)
     assert counts[1] < 1.2 * counts[0], counts
+
+
+# ---- infinity.gathered before the optimizer ----
+
+OPTIONS = {"plain": {}, "clips": {"max_grad_norm": 1.0}, "accumulates": {"accumulation_steps": 2}}
+
+
+def taken_from(way, config, window):
+    """A model of four layers in an engine, and a copy that is in none."""
+    torch.manual_seed(0)
+    plain = mlp(4)
+    torch.manual_seed(0)
+    if way == "offload":
+        model = mlp(4)
+        infinity.offload(model, config)
+        return model, plain
+    with infinity.init(config, window=window):
+        model = mlp(4)
+    return model, plain
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("way, window", [("init", 1), ("init", None), ("offload", None)], ids=["away", "home", "offload"])
+def test_values_may_be_changed_before_the_optimizer_is_made(way, window, options, config):
+    model, plain = taken_from(way, config, window)
+    for each in (model, plain):
+        with torch.no_grad(), infinity.gathered(list(each.parameters())) if each is model else contextlib.nullcontext():
+            for number, param in enumerate(each.parameters()):
+                param.mul_(number)
+    with infinity.engine_of(model) as engine:
+        assert not engine.has_started
+        infinity.AdamW(model.parameters(), **options)
+        for (name, value), other in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert_same_bits(value, other, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_that_were_loaded_are_gathered_before_the_optimizer_is_made(dtype, config):
+    with infinity.init(config, window=1):
+        model = mlp(4).to(dtype)
+    torch.manual_seed(1)
+    loaded = mlp(4).state_dict()
+    model.load_state_dict(loaded)
+    for name, param in model.named_parameters():
+        with torch.no_grad(), infinity.gathered(param):
+            assert_same_bits(param, loaded[name].to(dtype), name)
+            param.mul_(2)
+    with infinity.engine_of(model):
+        infinity.AdamW(model.parameters(), max_grad_norm=1.0)
+        for name, value in model.state_dict().items():
+            assert_same_bits(value, (loaded[name].to(dtype) * 2).float(), name)
+
+
+def test_gathered_values_leave_again_for_the_scratch_file(config, counts):
+    with infinity.init(config, window=LAYER):
+        model = mlp(6)
+    before = counts.builders[0].scratch.written_nbytes
+    for param in model.parameters():
+        with infinity.gathered(param), torch.no_grad():
+            param.add_(1.0)
+    assert counts.builders[0].scratch.written_nbytes - before >= 4 * LAYER
+    with infinity.engine_of(model):
+        infinity.AdamW(model.parameters(), max_grad_norm=1.0)
+
+
+def test_a_change_before_the_optimizer_is_kept_when_the_block_raises(config):
+    model, _ = taken_from("init", config, 1)
+    with pytest.raises(KeyError), infinity.gathered(model.layers[0].weight), torch.no_grad():
+        model.layers[0].weight.fill_(3.0)
+        raise KeyError
+    with infinity.engine_of(model):
+        infinity.AdamW(model.parameters(), max_grad_norm=1.0)
+        assert (model.state_dict()["layers.0.weight"] == 3.0).all()
+
+
+def test_the_engine_may_start_while_values_are_gathered(config):
+    model, plain = taken_from("init", config, 1)
+    with infinity.gathered(list(model.parameters())), torch.no_grad():
+        model.layers[0].weight.fill_(3.0)
+        infinity.AdamW(model.parameters(), max_grad_norm=1.0)
+    with infinity.engine_of(model):
+        assert (model.state_dict()["layers.0.weight"] == 3.0).all()
+        assert_same_bits(model.state_dict()["layers.1.weight"], plain.layers[1].weight.detach(), "layers.1.weight")
+
+
+def changed_on_rank_0(folder):
+    torch.manual_seed(0)
+    with infinity.init(infinity.Config(nvme=folder, device="cpu", dtype="fp32", host_memory="64MiB"), window=1):
+        model = mlp(4)
+    with infinity.engine_of(model) as engine:
+        for param in model.parameters():
+            with torch.no_grad(), infinity.gathered(param):
+                param.fill_(1.0 + engine.ranks.rank)
+        infinity.AdamW(model.parameters(), max_grad_norm=1.0)
+        return all((value == 1.0).all() for value in model.state_dict().values())
+
+
+def test_values_of_rank_0_count_before_the_optimizer_is_made(tmp_path):
+    world = World(2, tmp_path)
+    try:
+        assert world.run(changed_on_rank_0, tmp_path) == [True, True]
+    finally:
+        world.close()

@@ -261,6 +261,7 @@ def test_the_actions_of_a_known_route_are_not_made_again(tmp_path):
         for step in range(6):
             model(batch(step), _every_other(step)).backward()
             optimizer.step()
+            optimizer.zero_grad()
             actions.append(engine.course.routes[-1].actions)
     assert actions[0] is actions[2] is actions[4] and actions[1] is actions[3] is actions[5]
     assert actions[0] != actions[1]

@@ -795,3 +795,58 @@ def test_weights_of_two_steps_are_never_shown(what, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         gpt_step(model, optimizer, 2)
+
+
+# ---- a second optimizer ----
+
+
+def test_a_second_optimizer_replaces_one_that_has_trained_nothing(tmp_path):
+    """As where the optimizer's cell of a notebook is run again."""
+    plain_model, plain_optimizer = plain(mlp)
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        with torch.no_grad():
+            model(inputs(model, 0))
+        second = infinity.AdamW(list(model.parameters()), lr=1e-2)
+        for call in (optimizer.step, optimizer.zero_grad):
+            with pytest.raises(UsageError, match="an optimizer that was replaced by the one of .*test_engine.py:"):
+                call()
+        for step in range(3):
+            loss_of(model(inputs(model, step))).backward()
+            second.step()
+            second.zero_grad()
+            loss_of(plain_model(inputs(plain_model, step))).backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+        assert_equals_reference(engine, model, plain_model, plain_optimizer)
+
+
+@pytest.mark.parametrize("moment", ["after backward", "after a step", "after loading"])
+def test_a_second_optimizer_is_refused_once_the_first_has_trained(moment, tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        loss_of(model(inputs(model, 0))).backward()
+        if moment == "after backward":
+            assert_refuses_another(model, optimizer)
+        optimizer.step()
+        infinity.save(tmp_path / "saved", model, optimizer)
+        assert_refuses_another(model, optimizer)
+    if moment == "after loading":
+        with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+            infinity.load(tmp_path / "saved", model, optimizer)
+            assert_refuses_another(model, optimizer)
+
+
+def assert_refuses_another(model, optimizer):
+    with pytest.raises(UsageError, match=r"has an optimizer already, made at .*helpers.py:\d+, and has been trained"):
+        infinity.AdamW(model.parameters())
+    assert infinity.engine_of(model).optimizer is optimizer
+
+
+def test_a_second_optimizer_that_needs_other_memory_is_refused(tmp_path):
+    with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
+        for options in ({"max_grad_norm": 1.0}, {"accumulation_steps": 2}):
+            with pytest.raises(UsageError, match="for which the engine has planned no memory"):
+                infinity.AdamW(model.parameters(), **options)
+        with pytest.raises(UsageError, match="for which the engine has planned no memory"):
+            infinity.Lion(model.parameters())
+        loss_of(model(inputs(model, 0))).backward()
+        optimizer.step()

@@ -469,6 +469,7 @@ def test_a_backward_pass_that_fails_half_updated_is_torn(tmp_path, bomb):
     with training(mined, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
         forward_backward(model, 0)
         optimizer.step()
+        optimizer.zero_grad()
         bomb.armed = "backward"
         with pytest.raises(Boom):
             forward_backward(model, 1)

@@ -1,6 +1,8 @@
 """Clipping as torch.nn.utils does it, over gradients that have left: what plain PyTorch computes, or an error with the remedy."""
 
 import math
+import re
+import sys
 
 import pytest
 import torch
@@ -178,6 +180,7 @@ def test_squares_are_summed_behind_the_backward_pass_once_the_norm_was_asked_for
             found.append([chunk.gradient.squares is not None for chunk in engine.registry.chunks])
             nn.utils.clip_grad_norm_(model.parameters(), math.inf)
             optimizer.step()
+            optimizer.zero_grad()
         assert not any(found[0]) and all(found[1])
 
 
@@ -276,3 +279,23 @@ def clipped_alone(folder, ask):
 @pytest.mark.parametrize("ask", ["one rank", "other bounds"])
 def test_ranks_that_clip_differently_are_told(world, tmp_path, ask):
     world.run(clipped_alone, tmp_path, ask)
+
+
+@pytest.mark.parametrize("bound", [1e-3, math.inf])
+def test_clipping_needs_no_declaration_where_the_device_holds_all(bound, tmp_path):
+    expected = steps(*plainly(), CLIPS["clip_grad_norm_"](bound))
+    with training(mlp, tmp_path, **SGD) as (model, engine, optimizer):
+        assert not engine.updater.deferred and all(chunk.on_device for chunk in engine.registry.chunks)
+        assert steps(model, optimizer, CLIPS["clip_grad_norm_"](bound)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("place", ["nvme", "host"])
+def test_clipping_that_comes_too_late_names_the_line_to_change(place, tmp_path):
+    torch.manual_seed(0)
+    model = mlp()
+    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **PLACES[place])):
+        line = sys._getframe().f_lineno + 1
+        infinity.Lion(model.parameters())
+        loss_of(model(inputs(model, 0))).backward()
+        with pytest.raises(UsageError, match=rf"{re.escape(__file__)}:{line}: infinity.Lion\(\.\.\., max_grad_norm=1.0\)"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)

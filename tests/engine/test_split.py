@@ -116,6 +116,7 @@ def test_updates_that_are_behind_let_those_that_follow_wait_for_the_next_forward
                 engine.updater.drain()
                 engine.records.flush()
             optimizer.step()
+            optimizer.zero_grad()
 
         for number in range(2):  # now the plan knows when gradients are complete
             step(number, settles=True)  # what a slow drive has not written as step() ends would mark the next updates
@@ -144,6 +145,7 @@ def test_no_update_is_put_off_for_whose_gradient_there_are_only_the_slots_that_o
         for step in range(4):
             loss_of(model(inputs(step))).backward()
             optimizer.step()
+            optimizer.zero_grad()
         assert bool(put_off) == puts_off
 
 

@@ -1116,3 +1116,55 @@ def train_on_ranks(case, directory):
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_two_ranks_train_to_the_bits_of_plain_pytorch(case, world, tmp_path):
     world().run(train_on_ranks, case, tmp_path)
+
+
+CASTS = {
+    "float": lambda weight: weight.float(),
+    "double": lambda weight: weight.double(),
+    "to dtype": lambda weight: weight.to(torch.float32),
+    "to device and dtype": lambda weight: weight.to("cpu", torch.float32),
+    "to like": lambda weight: weight.to(torch.zeros(1)),
+    "type": lambda weight: weight.type(torch.float32),
+    "type by name": lambda weight: weight.type("torch.FloatTensor"),
+    "half": lambda weight: weight.half(),
+    "copied": lambda weight: weight.to(weight.dtype, copy=True),
+    "detached": lambda weight: weight.detach().float(),
+    "data": lambda weight: weight.data.float(),
+}
+
+
+class CastsChild(nn.Module):
+    """Its forward reads and casts a child's weight."""
+
+    def __init__(self, cast):
+        super().__init__()
+        self.first, self.router, self.cast = nn.Linear(16, 16), nn.Linear(16, 4, bias=False), cast
+
+    def forward(self, x):
+        weight = self.cast(self.router.weight)
+        return nn.functional.linear(self.first(x).to(weight.dtype), weight).float()
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_a_parent_may_cast_the_weight_of_a_child(cast, tmp_path):
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def run(take):
+        torch.manual_seed(0)
+        model = CastsChild(cast).bfloat16()
+        take(model)
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.item()
+
+    config = infinity.Config(nvme=tmp_path, device="cpu", host_memory="64MiB", weights="nvme", states="nvme", residency="none")
+    ours = run(lambda model: infinity.offload(model, config) and infinity.AdamW(model.parameters(), lr=1e-3))
+    assert ours == run(lambda model: None)
+
+
+def test_a_cast_outside_of_forward_names_the_configuration(tmp_path):
+    model = nn.Linear(16, 4)
+    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32")):
+        infinity.AdamW(model.parameters())
+        with pytest.raises(UsageError, match="Choose these with infinity.Config"):
+            model.weight.half()

@@ -1,0 +1,67 @@
+"""Gradients outside of backward passes: torch.autograd.grad returns them, or the program puts them into `param.grad`.
+
+Knows an engine's steps. Must not know how gradients reach their tier, or what an update computes.
+"""
+
+# [Note: gradients outside of backward passes]
+# torch.autograd.grad only looks: no gradient arrives, and the backward pass that it runs belongs to no step.
+# Gradients that the program has put into `param.grad` arrive at step(), as if one more backward pass had brought them. The mean over all
+# ranks is used, as of any gradient. A gradient in place of one that a backward pass of this step has brought is refused, because that one
+# has left.
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+
+from infinity.engine.param_grads import NOT_DROPPED
+from infinity.engine.refusals import GIVEN_LATE, GIVEN_SCALED, LOOK_SCALED, refuse_sparse
+from infinity.errors import UsageError
+from infinity.tiers.state import ParameterState
+
+
+class Looks:
+    """Whether the backward pass under way only returns gradients to the program."""
+
+    def __init__(self):
+        self.are_under_way = False
+
+    @contextlib.contextmanager
+    def look(self, *, scaled: bool) -> Iterator[None]:
+        """Backward passes inside the block return gradients. scaled: these would be multiplied by a loss scale. Raises UsageError then."""
+        if scaled:
+            raise UsageError(LOOK_SCALED)
+        before, self.are_under_way = self.are_under_way, True
+        try:
+            yield
+        finally:
+            self.are_under_way = before
+
+
+def bring(cycle, given: list[tuple[ParameterState, torch.Tensor]]) -> None:
+    """Have gradients arrive that the program has put into `param.grad`, before anything else of a step() is done. Every rank must call it.
+
+    given: parameters with their gradients, of the parameter's shape, dtype and device. Raises UsageError before anything has changed.
+    """
+    for state, grad in given:
+        refuse_sparse(state, grad)
+    if cycle.torn or cycle.failed:
+        cycle.require_gradients("step()")
+    if cycle.param_grads.are_of_last_step:
+        raise UsageError(NOT_DROPPED)
+    if cycle.scaler is not None:
+        raise UsageError(GIVEN_SCALED)
+    if any(chunk.update.is_early for chunk in cycle.registry.chunks):
+        raise UsageError(GIVEN_LATE)
+    cycle.due.expect_no_update()
+    cycle.expectations.expect_anything()
+    for chunk in cycle.registry.chunks:
+        chunk.gradient.expect(math.inf)
+    for state, grad in given:
+        cycle.arrive(state, grad.clone())  # the program may write to its own while this one is on its way
+    cycle.end_pass()
+    cycle.expectations.forget()
+    cycle.param_grads.depart(state for state, _ in given)

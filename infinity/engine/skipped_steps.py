@@ -1,0 +1,24 @@
+"""Steps whose gradients are not finite: they change no state, on any rank.
+
+Knows an engine's steps. Must not know how the norm of gradients is found.
+"""
+
+from __future__ import annotations
+
+from infinity.errors import NonFiniteError
+from infinity.tiers.state import ChunkState
+
+
+def skip(cycle, ready: list[ChunkState]) -> None:
+    """Forget the gradients of a step, which are not finite on some rank. Raises NonFiniteError where the configuration says so."""
+    raises = cycle.config.nonfinite == "raise"
+    found = cycle.due.first_nonfinite(ready) if raises else None
+    for chunk in ready:
+        cycle.gradients.wait_for(chunk)
+        cycle.gradients.drop(chunk)
+    cycle.end_step()
+    if raises:
+        raise NonFiniteError(
+            f"{cycle.ranks.name}: gradients of this step are not finite; {found}. No state was changed; a lower learning rate or "
+            f"max_grad_norm may help, nonfinite='skip' goes on without the step."
+        )
