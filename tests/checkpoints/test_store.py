@@ -445,7 +445,7 @@ def test_a_first_checkpoint_is_none_or_whole_when_killed_at_every_call(tmp_path,
                 assert digest == digests[step]
             except CheckpointError as error:
                 step = 0
-                says = ("is no directory", "holds no checkpoint", "a checkpoint is being written there, or its writing was interrupted")
+                says = ("is no directory", "holds no checkpoint: there is no manifest.json", "its first save was interrupted, or is under way")
                 assert str(target) in str(error) and any(text in str(error) for text in says), error
             steps.append(step)
             survivor.save(target)
@@ -1428,7 +1428,7 @@ def test_who_opens_a_checkpoint_while_it_is_replaced_gets_the_old_or_the_new_one
 
 def test_who_comes_while_the_first_checkpoint_is_written_is_told_so(tmp_path):
     directory = Directory(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="a checkpoint is being written there, or its writing was interrupted; there is no earlier"):
+    with pytest.raises(CheckpointError, match="its first save was interrupted, or is under way. Training may begin anew"):
         Checkpoint(tmp_path / "c")
     directory.abort()
     with pytest.raises(CheckpointError, match="is no directory: name that of a checkpoint"):
