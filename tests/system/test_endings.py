@@ -13,12 +13,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from helpers import without_gloo
+
+from infinity.system import watch
 
 SECONDS = 30  # in which every program is to end, whatever happened
 
@@ -314,6 +317,54 @@ def test_a_rank_that_is_killed_is_named_on_all_others(nursery, tmp_path, size, s
 def test_a_killed_rank_0_that_kept_the_store_is_named(nursery, tmp_path, size, stage):
     answers = nursery.run(size, tmp_path, stage=stage, kills=True, who="first")
     assert_killed_is_named(answers, stage, 0, "ended without a word, last ")
+
+
+class Listener:
+    def __init__(self):
+        self.error, self._heard = None, threading.Event()
+
+    def hear(self, error):
+        self.error = error
+        self._heard.set()
+
+    def wait(self):
+        assert self._heard.wait(SECONDS)
+        return str(self.error)
+
+
+class LostStore:
+    """A store whose process ends as soon as a rank watches the others."""
+
+    def __init__(self):
+        self.store, self.is_lost = dist.HashStore(), False
+
+    def __getattr__(self, name):
+        if self.is_lost:
+            raise dist.DistNetworkError("connection reset by peer")
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize(
+    "keeper, left, expected",
+    [
+        (0, "", "rank 0 of 2 keeps the launcher's store and does not answer, last in step 4: was it killed"),
+        (0, "left", "rank 0 of 2, which keeps the launcher's store, has left in step 4"),
+        (None, "", "the launcher's store does not answer: has torchrun ended"),
+    ],
+)
+def test_a_lost_store_names_the_rank_of_another_machine_that_kept_it(keeper, left, expected, monkeypatch):
+    monkeypatch.setattr(watch, "WATCH_S", 0.01)
+    monkeypatch.setattr(watch, "BROKEN_S", 0.05)
+    store, listener = LostStore(), Listener()
+    store.set("here0", f"another-boot pid:[1] 7 7\n1\n{left}\nin step 4")
+    one = watch.Watch(store, keeper, 1, 2, "rank 1 of 2", watch.Place(lambda thread: ""), lambda: None)
+    one.listen(listener.hear)
+    one.say()
+    one.meet(store, 1)
+    store.is_lost = True
+    one.start()
+    assert listener.wait().startswith(f"rank 1 of 2 ends because {expected}")
+    one.close()
 
 
 @pytest.mark.long
