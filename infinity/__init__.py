@@ -1,5 +1,6 @@
 """Train PyTorch models far larger than device memory: every state lives on the device, in host memory or on NVMe."""
 
+from infinity.checkpoints.latest import latest
 from infinity.checkpoints.load import Loaded, load
 from infinity.checkpoints.load_safetensors import load_safetensors
 from infinity.checkpoints.save import Saving, save
@@ -46,6 +47,7 @@ __all__ = [
     "engine_of",
     "gathered",
     "init",
+    "latest",
     "leaf",
     "linear_cross_entropy",
     "load",

@@ -4,7 +4,7 @@ Knows files and an engine's values by name. Must not know tiers or when a step b
 
     what it says      json_text, encoding, manifest, manifest_check (which trusts nothing)
     how it lies       files (directories, old or new), writer, reader
-    of an engine      contents; areas, linked, publish, save; load
+    of an engine      contents; areas, linked, publish, save; latest, load
     other formats     safetensors (which trusts nothing, either), safetensors_writer, load_safetensors, dcp_names, dcp_save, dcp_load
     without engines   convert
 """

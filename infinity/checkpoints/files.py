@@ -38,6 +38,8 @@ SLACK_NBYTES = 1 << 20  # for the manifest and the filesystem's own
 QUEUE = Drive(inflight_write_nbytes=8 << 20)  # nobody waits for reads behind these writes
 _TEMPORARY = ".manifest.new"
 
+_BEFORE_ONE = "a program that starts before its first checkpoint is whole gets None from infinity.latest(path)"
+
 Progress = Callable[[int, int], None]  # called with (done, total), in bytes
 
 REMEDIES = {
@@ -193,13 +195,13 @@ def read_manifest(path: Path) -> Manifest:
 
 def _why_none(path: Path) -> str:
     if not path.is_dir():
-        return f"{path} is no directory: name that of a checkpoint"
+        return f"{path} is no directory: name that of a checkpoint; {_BEFORE_ONE}"
     names = os.listdir(path)
     if any(manifests.FOLDER_NAME.fullmatch(name) for name in names):
-        return f"{path}: a checkpoint is being written there, or its writing was interrupted; there is no earlier one. Use another one"
+        return f"{path} holds no checkpoint: its first save was interrupted, or is under way. Training may begin anew; {_BEFORE_ONE}"
     inside = sorted(name for name in names if (path / name / manifests.NAME).is_file())
-    hint = f"; did you mean {path / inside[-1]}?" if inside else ""
-    return f"{path} holds no checkpoint: there is no {manifests.NAME}{hint}"
+    hint = f"did you mean {path / inside[-1]}?" if inside else _BEFORE_ONE
+    return f"{path} holds no checkpoint: there is no {manifests.NAME}; {hint}"
 
 
 def _current_folder(path: Path) -> str | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 import aio_ext
 from infinity.checkpoints.areas import Areas
 from infinity.checkpoints.manifest import File
+from infinity.checkpoints.reader import is_zero
 from infinity.checkpoints.writer import Writer
 from infinity.system.arena import PAGE_NBYTES
 from infinity.tiers.state import ChunkState
@@ -87,18 +88,21 @@ def to_read(linked: dict[int, Linked], files: list[File]) -> list[int]:
 
 
 def is_whole(chunk: ChunkState, crcs: tuple[int, ...], writer: Writer, areas: Areas) -> bool:
-    """Whether a record of a linked file has its sums still. Raises what `Areas.area` does."""
+    """Whether a record of a linked file has its sums still, and zero behind each segment. Raises what `Areas.area` does."""
     record = chunk.record
     for segment, offset, expected in zip(record.segments, record.offsets, crcs):
         nbytes, crc = record.numel * segment.itemsize, 0
         for begin in range(0, nbytes, areas.nbytes):
             count = min(areas.nbytes, nbytes - begin)
             with areas.area() as (region, _):
+                part = region.buffer[: -(-count // PAGE_NBYTES) * PAGE_NBYTES]
                 try:
-                    writer.read(chunk.index, offset + begin, region.buffer[: -(-count // PAGE_NBYTES) * PAGE_NBYTES]).wait()
+                    writer.read(chunk.index, offset + begin, part).wait()
                 except OSError:  # the drive has lost it
                     return False
-                crc = aio_ext.crc32c(region.buffer[:count], crc)
+                if not is_zero(part[count:]):
+                    return False
+                crc = aio_ext.crc32c(part[:count], crc)
         if crc != expected:
             return False
     return True

@@ -26,7 +26,7 @@ import aio_ext
 from infinity.checkpoints.contents import checked_generators, loose_tensors, parameters_of, set_generators, with_extra_state
 from infinity.checkpoints.files import Progress, read_manifest
 from infinity.checkpoints.manifest import Whole
-from infinity.checkpoints.reader import Checkpoint, segment_tensors
+from infinity.checkpoints.reader import Checkpoint, padded_segments, segment_tensors
 from infinity.config import checked_path
 from infinity.engine import pause
 from infinity.engine.engine import Engine, engine_of
@@ -386,11 +386,8 @@ class _Destination:
         self.parts = [(sizes[kind][0], entry.memory.buffer[: sizes[kind][1]]) for kind, entry in lease.entries.items()]
 
     def segments(self) -> dict[str, memoryview]:
-        found = {}
-        for segment, offset in zip(self.record.segments, self.record.offsets):
-            begin, buffer = next((b, m) for b, m in reversed(self.parts) if b <= offset)
-            found[segment.name] = buffer[offset - begin : offset - begin + self.record.numel * segment.itemsize]
-        return found
+        """By name, each with its padding."""
+        return {name: found for begin, buffer in self.parts for name, found in padded_segments(self.record, buffer, begin).items()}
 
     def finish(self) -> None:
         """The bytes are there, right or wrong: hand them on."""

@@ -27,8 +27,11 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
     `infinity.init` gets is read when that is made: the files must stay until then. Moments of a model that has some stay. Call
     it on all ranks.
 
-    Raises CheckpointError for damaged files, and for names that are missing, unknown (both allowed with strict=False) or of
-    another shape: all in one, before anything is changed.
+    The files of some transformers models have other names than the model, such as those of Mixtral and LLaVA: transformers renames
+    and merges their tensors in `from_pretrained`. Call that inside `infinity.init` instead.
+
+    Raises CheckpointError for damaged files, and for names that are missing, unknown (both allowed with strict=False, unless all are)
+    or of another shape: all in one, before anything is changed.
     """
     engine = engine_of(model)
     checked_path(path)
@@ -74,11 +77,26 @@ def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[tor
                 break
             sources.setdefault(id(value), (value, _FilePart(files, found, value.shape, place.begin if place is not None else None)))
     unknown = sorted((files.names.keys() | files.unreadable.keys()) - {name for names in tied.values() for name in names})
-    if strict:
+    if strict or (missing and unknown and not sources):
         wrong += [f"{what}: {listed(names)}" for what, names in (("missing there", missing), ("unknown here", unknown)) if names]
     if wrong:
-        raise CheckpointError(f"{files.path} does not fit the model: {'; '.join(wrong)}")
+        remedy = _from_pretrained(model, files.path) if missing and unknown else ""
+        raise CheckpointError(f"{files.path} does not fit the model: {'; '.join(wrong)}{remedy}")
     return list(sources.values())
+
+
+def _from_pretrained(model: nn.Module, path: str) -> str:
+    """The lines that load the files of a transformers model under other names; "" if the model has no part of transformers' kind."""
+    kinds = (type(module) for module in model.modules())
+    kind = next((kind for kind in kinds if hasattr(kind, "from_pretrained") and hasattr(kind, "base_model_prefix")), None)
+    if kind is None:
+        return ""
+    return (
+        f". transformers may rename or merge these tensors as it loads them, and load_safetensors does not. If these are the files of a "
+        f"{kind.__name__}, load them with these lines, before the optimizer is made:\n"
+        f"    with infinity.init(config):\n"
+        f"        model = {kind.__name__}.from_pretrained({path!r})"
+    )
 
 
 def _give(engine: Engine, sources: list[tuple[torch.Tensor, _FilePart]]) -> None:

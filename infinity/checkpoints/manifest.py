@@ -24,7 +24,8 @@ Knows names, sizes and JSON. Must not know engines, tensors' bytes or how files 
 #
 # Rank r holds elements [r, r + 1) * numel / world of a chunk, in a record: segments one behind the other, each starting at a multiple
 # of 4096 bytes, little endian. A trainable one has weight (in dtype); residual (int16) for bf16 or master (fp32) for fp16; then the
-# moments. A frozen one has the weight alone. Each holds the elements up to the end of the chunk's last piece, and no more.
+# moments. A frozen one has the weight alone. Each holds the elements up to the end of the chunk's last piece, and no more. The bytes from
+# the end of a segment to the next multiple of 4096 are zero, and readers check that.
 # fp32 bits of a bf16 weight's master: (weight bits << 16) + residual.
 #
 # manifest_check.py reads it.

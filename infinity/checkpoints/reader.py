@@ -111,16 +111,23 @@ class Checkpoint:
             raise failed(text, self.folder / self.manifest.files[self.manifest.places[chunk][rank].file].name, failure)
 
     def check(self, chunk: int, rank: int, segments: dict[str, memoryview]) -> None:
-        """Compare bytes that were read with the manifest. segments: some of the record's, by name, each without its padding."""
+        """Compare bytes that were read with the manifest. segments: some of the record's, by name, each with its padding, which is zero."""
         place, record = self.manifest.places[chunk][rank], self.manifest.record(chunk, rank)
         for segment, crc in zip(record.segments, place.crcs):
-            if segment.name in segments and aio_ext.crc32c(segments[segment.name]) != crc:
-                names = [self.manifest.parameters[piece.param].name for piece in self.manifest.chunks[chunk].shard_pieces(rank)]
-                raise CheckpointError(
-                    f"{self.folder / self.manifest.files[place.file].name}: chunk {chunk} of rank {rank} "
-                    f"({', '.join(names[:2])}{', ...' if len(names) > 2 else ''}), {segment.name}, is damaged: its checksum is not that of "
-                    f"the manifest; use another checkpoint"
-                )
+            if segment.name not in segments:
+                continue
+            whole, nbytes = segments[segment.name], record.numel * segment.itemsize
+            if aio_ext.crc32c(whole[:nbytes]) != crc:
+                wrong = "its checksum is not that of the manifest"
+            elif not is_zero(whole[nbytes:]):
+                wrong = "the padding behind it is not zero"
+            else:
+                continue
+            names = [self.manifest.parameters[piece.param].name for piece in self.manifest.chunks[chunk].shard_pieces(rank)]
+            raise CheckpointError(
+                f"{self.folder / self.manifest.files[place.file].name}: chunk {chunk} of rank {rank} "
+                f"({', '.join(names[:2])}{', ...' if len(names) > 2 else ''}), {segment.name}, is damaged: {wrong}; use another checkpoint"
+            )
 
     def record(self, chunk: int, rank: int) -> dict[str, torch.Tensor]:
         """The segments of a record by name, checked, 1-D, on the CPU; valid until three others were asked for."""
@@ -130,7 +137,7 @@ class Checkpoint:
             region = self._memory()
             if layout.nbytes:
                 self.settle(chunk, rank, [self.read(chunk, rank, 0, region.buffer[: layout.nbytes])])
-            self.check(chunk, rank, segment_bytes(layout, region.buffer))
+            self.check(chunk, rank, padded_segments(layout, region.buffer))
         self._cached[key] = region
         return segment_tensors(layout, region)
 
@@ -211,7 +218,7 @@ class Checkpoint:
                 begin(number + 1)
                 self.settle(*job, tickets.pop(number))
                 layout = manifest.record(*job)
-                self.check(*job, segment_bytes(layout, regions[number % 2].buffer))
+                self.check(*job, padded_segments(layout, regions[number % 2].buffer))
                 done += layout.nbytes
                 if progress is not None:
                     progress(done, manifest.nbytes)
@@ -294,6 +301,20 @@ def segment_bytes(record: Record, buffer: memoryview) -> dict[str, memoryview]:
     return {
         segment.name: buffer[offset : offset + record.numel * segment.itemsize]
         for segment, offset in zip(record.segments, record.offsets)
+    }
+
+
+def is_zero(padding: memoryview) -> bool:
+    return bytes(padding) == bytes(len(padding))
+
+
+def padded_segments(record: Record, buffer: memoryview, begin: int = 0) -> dict[str, memoryview]:
+    """A record's segments by name, each with its padding: those that lie in memory that holds the record from byte `begin` on."""
+    ends = (*record.offsets[1:], record.nbytes)
+    return {
+        segment.name: buffer[offset - begin : end - begin]
+        for segment, offset, end in zip(record.segments, record.offsets, ends)
+        if begin <= offset and end - begin <= len(buffer)
     }
 
 

@@ -35,7 +35,7 @@ class Peer:
     @property
     def has_ended(self) -> bool:
         """Whether its process is known to be gone."""
-        return has_ended(self.process)
+        return bool(self.process) and has_ended(self.process)
 
 
 class Peers:

@@ -84,7 +84,7 @@ class Ranks:
             self.name = f"rank {self.rank} of {self.world}"
             launchers = dist.distributed_c10d._get_default_store()
             self._store = dist.PrefixStore(f"infinity-{next(_numbers)}", launchers)
-            self._watch = Watch(self._store, self.rank, self.world, self.name, self._place, self._abort)
+            self._watch = Watch(self._store, _keeper_of(launchers), self.rank, self.world, self.name, self._place, self._abort)
             with self.at("the making of the engine"):
                 self._watch.meet(launchers, CONTROL_TIMEOUT_S)
                 timeout = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
@@ -343,6 +343,14 @@ class Ranks:
     def is_stuck(self) -> bool:
         """Closed, and its thread is still in the store."""
         return self._watch is not None and self._watch.is_stuck
+
+
+def _keeper_of(store) -> int | None:
+    """The rank whose process keeps the launcher's store, None if no rank does: torchrun's agent, or a directory."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(store, dist.TCPStore) and not is_agents else None
 
 
 def _negated(numbers: list) -> list:

@@ -32,7 +32,8 @@ BROKEN_S = 4.0  # the same, once a connection is
 # tensors until the process ends, which keeps them, and its group, until then.
 # A rank that ends without a word, or leaves while another one waits for it, cannot say so: the others find it missing (peers.py), and
 # the first that does writes it down for all. What a collective itself says of a lost connection names nobody, and is nobody's error.
-
+# A rank may also keep the launcher's store: rank 0 does without torchrun. If that rank is killed, no rank can read or write the store.
+# Each survivor then finds the ended process by itself: /proc tells on one machine. On another machine the lost store names its keeper.
 
 # [Note: how ranks that run different modules are found]
 # They end up waiting in different collectives, for ever. A rank whose training thread has been in one collective, or has waited for
@@ -101,14 +102,15 @@ class Place:
 
 
 class Watch:
-    """store: the engine's own, in which all ranks write. abort(): ends the device's collectives, which would wait for a lost rank."""
+    """store: the engine's own, in which all ranks write. keeper: the rank whose process keeps that store, None if no rank does. abort():
+    ends the device's collectives, which would wait for a lost rank."""
 
-    def __init__(self, store, rank: int, world: int, name: str, place: Place, abort: Callable[[], None]):
+    def __init__(self, store, keeper: int | None, rank: int, world: int, name: str, place: Place, abort: Callable[[], None]):
         self.rank, self.world, self.name, self.place = rank, world, name, place
         self.failure = FirstFailure(self._tell)  # of this rank, or a PeerError
         self.was_printed = False  # the failure
         self.store_is_gone = False  # and with it who kept it, which may have ended well
-        self._store, self._abort = store, abort
+        self._store, self._keeper, self._abort = store, keeper, abort
         self._peers = Peers(store, rank, world)
         self._broken = ""  # the collective that failed
         self._closing = threading.Event()
@@ -130,7 +132,16 @@ class Watch:
 
     def meet(self, launchers, patience_s: float) -> None:
         """Wait until all ranks are here; groups that lack one would wait for it in C++ code, where nothing reaches them. launchers: the
-        store in which ranks say that they ended."""
+        store in which ranks say that they ended. Raises PeerError where a rank does not come, or the store is lost."""
+        try:
+            self._meet(launchers, patience_s)
+            self._peers.look()  # if the store is lost, the processes of all ranks are known
+        except PeerError:
+            raise
+        except RuntimeError as error:  # of the store
+            raise PeerError(f"{self.name} ends because {self._why_store_is_lost()}") from error
+
+    def _meet(self, launchers, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
         missing = [rank for rank in range(self.world) if rank != self.rank]
         for number in itertools.count():
@@ -178,8 +189,8 @@ class Watch:
                 if not found and (self._broken or number % max(1, self.world // 32) == 0):
                     found = self._find_missing(board.waits_long)
             except Exception:
-                found = "-1 the rank that keeps the launcher's store is gone"
                 self.store_is_gone = True
+                found = f"-1 {self._why_store_is_lost()}"
             if found:
                 self._end_with(found)
                 return
@@ -225,10 +236,29 @@ class Watch:
                 return self._posted_failure()
         return ""
 
-    def _gone(self, rank: int, peer: Peer) -> str:
-        how = "ended without a word" if peer.has_ended else f"has not been heard of for {peer.silent_s:.0f} s"
+    def _why_store_is_lost(self) -> str:
+        """Which rank has ended, as far as this rank can tell without the store; see [Note: how a failure reaches the other ranks]."""
+        deadline = time.monotonic() + BROKEN_S  # a process that is killed closes its connections before /proc says that it has ended
+        while True:
+            for rank in range(self.world):
+                peer = self._peers.known(rank)
+                if rank != self.rank and not peer.left and peer.has_ended:
+                    return self._gone(rank, peer)
+            keeper = self._peers.known(self._keeper) if self._keeper not in (None, self.rank) else None
+            if time.monotonic() > deadline or (keeper is not None and keeper.left):
+                break
+            time.sleep(WATCH_S / 10)
+        if keeper is None:
+            return "the launcher's store does not answer: has torchrun ended, or is its machine gone? Start all ranks again"
+        if keeper.left:
+            return f"rank {self._keeper} of {self.world}, which keeps the launcher's store, has left {keeper.where}"
+        return self._gone(self._keeper, keeper, "keeps the launcher's store and does not answer")
+
+    def _gone(self, rank: int, peer: Peer, how: str = "") -> str:
+        how = how or ("ended without a word" if peer.has_ended else f"has not been heard of for {peer.silent_s:.0f} s")
+        last = f", last {peer.where}" if peer.where else ""
         return (
-            f"rank {rank} of {self.world} {how}, last {peer.where}: was it killed, as the kernel does when memory runs out (see dmesg), or "
+            f"rank {rank} of {self.world} {how}{last}: was it killed, as the kernel does when memory runs out (see dmesg), or "
             f"is its machine gone? Lower host_memory or the number of ranks a machine where it was memory"
         )
 

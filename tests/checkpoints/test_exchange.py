@@ -2,6 +2,7 @@
 
 import copy
 import json
+import textwrap
 
 import pytest
 import torch
@@ -150,6 +151,7 @@ def test_all_that_does_not_fit_is_named_at_once_and_nothing_changes(tmp_path):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(infinity.CheckpointError) as caught:
             infinity.load_safetensors(model, tmp_path / "files")
+        assert "from_pretrained" not in str(caught.value)
         for words in ("embedding.weight has shape [40, 23] there and [40, 24] here", "missing there: wide.weight", "unknown here: stray"):
             assert words in str(caught.value)
         for name, value in model.state_dict().items():
@@ -158,6 +160,44 @@ def test_all_that_does_not_fit_is_named_at_once_and_nothing_changes(tmp_path):
         write_files(tmp_path / "some", specs[1:], lambda spec: [values[spec.name].reshape(-1)])
         infinity.load_safetensors(model, tmp_path / "some", strict=False)
         assert model.state_dict()["scale"] == 9
+        write_files(tmp_path / "none", specs[1:2], lambda spec: [values[spec.name].reshape(-1)])
+        with pytest.raises(infinity.CheckpointError, match="unknown here: stray"):  # nothing would be loaded
+            infinity.load_safetensors(model, tmp_path / "none", strict=False)
+
+
+TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+IMAGE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, image_size=28, patch_size=14)
+SMALL_HEADS = TEXT | {"head_dim": 8}
+QWEN = TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}, "bos_token_id": 1, "eos_token_id": 2}
+RENAMED = {  # of models whose files have other names: settings by transformers' name of the configuration
+    "Mixtral": lambda config: config(**TEXT, num_local_experts=2),
+    "Llava": lambda config: config(vision_config={"model_type": "clip_vision_model", **IMAGE}, text_config={"model_type": "llama", **TEXT}),
+    "PaliGemma": lambda config: config(vision_config=IMAGE, text_config=SMALL_HEADS, projection_dim=32, hidden_size=32),
+    "Gemma3": lambda config: config(vision_config=IMAGE, text_config=SMALL_HEADS, mm_tokens_per_image=4),
+    "Qwen2VL": lambda config: config(text_config=QWEN, vision_config=dict(depth=1, embed_dim=32, num_heads=4, hidden_size=32)),
+}
+
+
+@pytest.mark.parametrize("kind", RENAMED)
+def test_the_refusal_of_renamed_tensors_has_the_lines_that_load_them(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    kind_of = getattr(transformers, f"{kind}ForCausalLM" if kind == "Mixtral" else f"{kind}ForConditionalGeneration")
+    build = lambda: kind_of(RENAMED[kind](getattr(transformers, f"{kind}Config")))
+    torch.manual_seed(1)
+    plain = build()
+    plain.save_pretrained(tmp_path / "files")
+    with pytest.raises(infinity.CheckpointError) as caught:
+        infinity.load_safetensors(made(tmp_path / "swap", build, dtype="fp32"), tmp_path / "files")
+    _, lines = str(caught.value).split("before the optimizer is made:\n")
+    (tmp_path / "again").mkdir()
+    names = {"infinity": infinity, kind_of.__name__: kind_of, "config": infinity.Config(nvme=tmp_path / "again", dtype="fp32", **SMALL)}
+    exec(textwrap.dedent(lines), names)
+    infinity.AdamW(names["model"].parameters())
+    with infinity.engine_of(names["model"]):
+        found = names["model"].state_dict()
+        assert found.keys() == plain.state_dict().keys()
+        for name, value in plain.state_dict().items():
+            assert_same_bits(found[name], value, name)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

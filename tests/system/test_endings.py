@@ -13,11 +13,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from helpers import without_gloo
+
+from infinity.system import watch
 
 SECONDS = 30  # in which every program is to end, whatever happened
 
@@ -117,7 +121,7 @@ def program(
     lingers=False,
     slow=False,
 ):
-    """What a user writes. At `stage` the last rank, or each, raises or is killed; it has `fewer` batches than the others."""
+    """What a user writes. At `stage` the last rank, the first or each raises or is killed; it has `fewer` batches than the others."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -127,7 +131,7 @@ def program(
     if groups:
         dist.init_process_group("gloo")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    mine = who == "all" or rank == world - 1
+    mine = who == "all" or rank == (0 if who == "first" else world - 1)
     step = 0
 
     def come_to(here):
@@ -168,6 +172,9 @@ def program(
                 come_to("step")
             optimizer.step()
             optimizer.zero_grad()
+            if step == 2 and stage == "idle":
+                come_to("idle")
+                time.sleep(2)  # the others make their next batch
             if step == 3:
                 infinity.save(Path(folder, "saved"), model, optimizer, scheduler=Scheduler())
                 infinity.load(Path(folder, "saved"), model, optimizer, scheduler=Scheduler())
@@ -273,18 +280,106 @@ def test_the_same_number_of_batches_is_none(nursery, tmp_path):
     assert_ended_well(nursery.run(2, tmp_path, batches=3, barrier=True))
 
 
-KILLED = {"construction": "infinity.init|the making", "backward": "in step [123]", "save": "in infinity.save", "load": "in infinity.load"}
+KILLED = {
+    "before": "keeps the launcher's store",
+    "construction": "infinity.init|the making",
+    "forward": "in step [123]|the start of the engine",
+    "backward": "in step [123]|the start of the engine",
+    "step": "in step [123]|the start of the engine",
+    "idle": "in step [234]",
+    "save": "in infinity.save",
+    "load": "in infinity.load",
+}
+
+
+def assert_killed_is_named(answers, stage, killed, how):
+    """Each survivor ends with one PeerError, which says that the killed rank ended, and where it was."""
+    size = len(answers)
+    for rank, (status, output) in enumerate(answers):
+        if rank == killed:
+            assert status == -signal.SIGKILL, output
+            continue
+        (error,) = re.findall(r"^\[rank\d\]: infinity.errors.PeerError: (.*)$", output, re.M)
+        assert status == 1 and error.startswith(f"rank {rank} of {size} ends because rank {killed} of {size} {how}"), output
+        assert re.search(KILLED[stage], error) and "memory" in error, output
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("size, stage", [(2, "construction"), (3, "backward"), (2, "save"), (3, "load")])
 def test_a_rank_that_is_killed_is_named_on_all_others(nursery, tmp_path, size, stage):
-    *survivors, (status, _) = nursery.run(size, tmp_path, stage=stage, kills=True)
-    assert status == -signal.SIGKILL
-    for rank, (status, output) in enumerate(survivors):
-        (error,) = re.findall(r"^\[rank\d\]: infinity.errors.PeerError: (.*)$", output, re.M)
-        assert status == 1 and error.startswith(f"rank {rank} of {size} ends because rank {size - 1} of {size} ended without a word, last "), output
-        assert re.search(KILLED[stage], error) and "memory" in error and "gloo" not in output, output
+    answers = nursery.run(size, tmp_path, stage=stage, kills=True)
+    assert_killed_is_named(answers, stage, size - 1, "ended without a word, last ")
+    assert all("gloo" not in output for _, output in answers)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("size, stage", [(3, "forward"), (2, "construction"), (2, "backward"), (3, "step"), (2, "idle"), (3, "save"), (2, "load")])
+def test_a_killed_rank_0_that_kept_the_store_is_named(nursery, tmp_path, size, stage):
+    answers = nursery.run(size, tmp_path, stage=stage, kills=True, who="first")
+    assert_killed_is_named(answers, stage, 0, "ended without a word, last ")
+
+
+class Listener:
+    def __init__(self):
+        self.error, self._heard = None, threading.Event()
+
+    def hear(self, error):
+        self.error = error
+        self._heard.set()
+
+    def wait(self):
+        assert self._heard.wait(SECONDS)
+        return str(self.error)
+
+
+class LostStore:
+    """A store whose process ends as soon as a rank watches the others."""
+
+    def __init__(self):
+        self.store, self.is_lost = dist.HashStore(), False
+
+    def __getattr__(self, name):
+        if self.is_lost:
+            raise dist.DistNetworkError("connection reset by peer")
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize(
+    "keeper, left, expected",
+    [
+        (0, "", "rank 0 of 2 keeps the launcher's store and does not answer, last in step 4: was it killed"),
+        (0, "left", "rank 0 of 2, which keeps the launcher's store, has left in step 4"),
+        (None, "", "the launcher's store does not answer: has torchrun ended"),
+    ],
+)
+def test_a_lost_store_names_the_rank_of_another_machine_that_kept_it(keeper, left, expected, monkeypatch):
+    monkeypatch.setattr(watch, "WATCH_S", 0.01)
+    monkeypatch.setattr(watch, "BROKEN_S", 0.05)
+    store, listener = LostStore(), Listener()
+    store.set("here0", f"another-boot pid:[1] 7 7\n1\n{left}\nin step 4")
+    one = watch.Watch(store, keeper, 1, 2, "rank 1 of 2", watch.Place(lambda thread: ""), lambda: None)
+    one.listen(listener.hear)
+    one.say()
+    one.meet(store, 1)
+    store.is_lost = True
+    one.start()
+    assert listener.wait().startswith(f"rank 1 of 2 ends because {expected}")
+    one.close()
+
+
+@pytest.mark.long
+def test_a_rank_0_killed_before_it_makes_an_engine_is_named(nursery, tmp_path):
+    answers = nursery.run(2, tmp_path, stage="before", kills=True, who="first")
+    assert_killed_is_named(answers, "before", 0, "keeps the launcher's store and does not answer")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size, stage", [(3, "forward"), (2, "backward"), (3, "step"), (2, "idle")])
+def test_a_killed_rank_0_is_named_where_torchrun_keeps_the_store(nursery, tmp_path, size, stage):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    answers = nursery.run(size, tmp_path, environment, stage=stage, kills=True, who="first")
+    assert_killed_is_named(answers, stage, 0, "ended without a word, last ")
 
 
 # ---- torchrun without a group ----

@@ -15,6 +15,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.model.gpt import GPT, Batches
 from infinity.output import check_different, check_file, write_json
+from infinity.system.ranks import Ranks
 from infinity.tools.cli import _parser, main
 from infinity.tools.measure import benchmarks
 from infinity.tools.progress import StepProgress
@@ -414,6 +415,12 @@ def test_a_run_too_short_for_a_steady_step_says_nothing_of_it(directory, capsys)
     assert (report["nvme_read_bytes_per_param"], report["nvme_write_bytes_per_param"]) == (None, None)
     assert report["measured_steps"] == 2
     assert "a parameter and step" not in capsys.readouterr().out
+
+
+def test_ranks_of_which_one_finds_no_checkpoint_do_not_resume(directory, capsys, monkeypatch):
+    monkeypatch.setattr(Ranks, "agree", lambda ranks, *values, **options: values != (-1,))  # another rank found one
+    assert main(["train", *SMALL, "--steps", "2", "--save", "run", "--resume"]) == 2
+    assert "run: the ranks found different checkpoints; all must see the same directory" in capsys.readouterr().err
 
 
 def test_named_swap_directories_are_used(directory, capsys):

@@ -168,6 +168,8 @@ class TrainingRun:
         arguments, first = self.arguments, 0
         display = _Display(self) if self.is_first else contextlib.nullcontext()
         with display as shown, Sigterm(self.world, listens=arguments.save is not None) as sigterm, self.engine:
+            if not self.engine.ranks.agree(-1 if found is None else found.step):
+                raise CheckpointError(f"{arguments.save}: the ranks found different checkpoints; all must see the same directory")
             if found is not None:
                 first = self.resumed_from_step = self._load(found)
             elif arguments.resume and self.is_first:
@@ -201,8 +203,6 @@ class TrainingRun:
 
     def _load(self, found):
         """Go back to a checkpoint; the number of steps that were done."""
-        if not self.engine.ranks.agree(found.step):
-            raise CheckpointError(f"{found.path}: the ranks found different checkpoints; all must see the same directory")
         try:
             with bytes_progress(self.is_first, "loaded") as progress:
                 infinity.load(found.path, self.model, self.optimizer, progress=progress)
