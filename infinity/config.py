@@ -144,6 +144,10 @@ class Config:
     trace: bool = False
     """Record the time of every transfer and op, for `engine.stats()` and tests."""
 
+    verbose: bool = True
+    """Whether the engine prints its start block: sizes, tiers and bytes a step. Rank 0 gives it once to the logger "infinity.start", or to
+    standard error if the program has configured no logging. `infinity.describe` has the same values."""
+
     seed: int = 0
     """Seed of whatever the engine itself draws."""
 
@@ -166,6 +170,7 @@ class Config:
         settle("tile_above", _limit)
         settle("checksums", _flag)
         settle("trace", _flag)
+        settle("verbose", _flag)
         settle("seed", _seed)
         problems += self._contradictions()
         if problems:
