@@ -139,7 +139,8 @@ class Config:
     """Which linear and embedding layers are cut into tiles, each fetched and freed by itself: those whose weight takes more
     than these bytes ("512MiB"), into tiles of at most as many; with "auto", those that with their gradient take more
     than 7/8 of device_memory, into tiles of at most 1/8 of it; with None, none. Their parameters are new ones, named
-    `NAME.tiles.N.weight`; names in state dicts stay. See `infinity.tile_large_layers` for the layers left alone."""
+    `NAME.tiles.N.weight`; names in state dicts stay. A linear layer in tiles rounds differently from the whole layer; the start block counts
+    the layers. See `infinity.tile_large_layers` for the layers left alone."""
 
     trace: bool = False
     """Record the time of every transfer and op, for `engine.stats()` and tests."""

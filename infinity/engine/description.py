@@ -92,7 +92,7 @@ class Description:
     link carries bytes."""
 
     tiled: Mapping[str, int]
-    """Layers that are cut into tiles, by name, with their number of tiles. Their results round differently from those of the whole layer."""
+    """Layers that are cut into tiles, by name, with their number of tiles. Linear ones round differently from the whole layer."""
 
     def __str__(self) -> str:
         return "\n  ".join([*self._model(), *self._tiers(), *self._step(), *self._tiles()])
@@ -133,7 +133,7 @@ class Description:
             return []
         num, tiles = len(self.tiled), sum(self.tiled.values())
         layers = "1 layer is" if num == 1 else f"{num} layers are"
-        return [f"{layers} cut into {tiles} tiles, which round differently; tile_above=None keeps layers whole"]
+        return _lines(f"{layers} cut into {tiles} tiles; linear ones round differently; tile_above=None keeps layers whole")
 
 
 def _lines(text: str) -> list[str]:
