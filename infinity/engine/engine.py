@@ -28,6 +28,7 @@ from infinity.engine.pause import finish_saving
 from infinity.engine.resident import hooks_for
 from infinity.engine.sizing import Training, budgets
 from infinity.engine.steps import Cycle
+from infinity.engine.trainers import refuse_trainers
 from infinity.errors import ConfigError, UsageError
 from infinity.model.buffers import refuse_unmixed
 from infinity.model.compiled import find_compiled, watch_wrappers
@@ -278,6 +279,8 @@ class Engine(NotCopied):
     @torch.no_grad()
     def step(self) -> None:
         self.gate.check_open()
+        if self.has_started and self.cycle.first_step:
+            refuse_trainers(self)
         self.gate.note_step()
         life = self._life()  # else the collector may find the model gone in between
         interrupts.guard()
@@ -382,6 +385,7 @@ class Engine(NotCopied):
     def _begin(self, module, args, kwargs):
         """The model's first pre-hook."""
         if torch.is_grad_enabled():
+            refuse_trainers(self)
             refuse_optimizers([(name, param) for name, param in self._named if param.requires_grad])
         self.start()
         self.hooks.doors.end_call(module)

@@ -33,10 +33,12 @@ from infinity.engine.foreign import refuse_optimizers
 from infinity.engine.margin import Margin
 from infinity.engine.param_grads import ParamGrads, drop_half_arrived
 from infinity.engine.refusals import SCALED, no_more_passes, no_optimizer, refuse_by_layer, refuse_modes, refuse_thawed
+from infinity.engine.trainers import refuse_trainers
 from infinity.engine.trees import map_tensors, tensors_in
 from infinity.engine.uncut import Uncut
 from infinity.engine.window import Window
 from infinity.errors import NonFiniteError, UsageError
+from infinity.model.parameters import owner_of
 from infinity.optim.loss_scale import Scaler
 from infinity.plan.placement import look_ahead
 from infinity.plan.schedule import Moment, moment
@@ -80,7 +82,7 @@ class Cycle:
         self._awaits_end = False  # a backward pass under way will call end_backward
         self.num_forwards = 0  # that built a graph and had something to train, since the last backward pass that counts
         self._num_passing = 0  # forward passes of a cycle of the pipeline that no step() ends
-        self._looked = False  # for optimizers of torch's own, before the first forward pass that trains
+        self._looked = False  # for optimizers of torch's own and trainers of other libraries, before the first forward pass that trains
         self._cycle_is_over = True  # the next such pass begins another
         self.expectations = Expectations(self.registry.params)
         self.by_layer: bool | None = None  # whether the step under way, or the last one, is of `one_backward`
@@ -129,7 +131,7 @@ class Cycle:
                 self.pace.begin()
                 self.advice.begin()
             if trains and not self._looked:
-                self._refuse_other_optimizers()
+                self._refuse_others()
                 self._looked = True
             if self.optimizer is None or (torch.is_grad_enabled() and not (self.num_forwards or self.num_backwards)):
                 self._begin_passing()
@@ -200,7 +202,8 @@ class Cycle:
             return no_more_passes(self.num_backwards, self.num_passes, by_layer=self.by_layer)
         return None
 
-    def _refuse_other_optimizers(self) -> None:
+    def _refuse_others(self) -> None:
+        refuse_trainers(owner_of(self.registry.params[0].param))
         if self.optimizer is None:
             refuse_optimizers([(state.name, state.param) for state in self._trainable if state.param.requires_grad])
 
@@ -242,7 +245,7 @@ class Cycle:
                 self.param_grads.show()
                 self.calls.release_all()
                 self.weights.drain_dropped()
-                self._refuse_other_optimizers()
+                self._refuse_others()
                 raise UsageError(refusal)
             self.trains = True
             self._expect_gradients()
