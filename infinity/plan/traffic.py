@@ -18,12 +18,13 @@ from dataclasses import dataclass
 
 from infinity.plan import schedule
 from infinity.plan.compression import moved_nbytes
+from infinity.plan.needs import span_nbytes
 from infinity.plan.packing import WEIGHT_NBYTES, Layout
 from infinity.plan.placement import Placement, share_device
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.schedule import Use
 
-MOST_GROUPS = 256  # of spans, in the trace that is played
+MOST_GROUPS = 128  # of spans, in the trace that is played
 LINKS = ("nc", "cg", "gg", "rs", "gc", "cn")
 
 
@@ -103,11 +104,14 @@ def _guests(
     layout: Layout, records: Sequence[Record], placement: Placement, step: Step
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Spans whose records the device has room for, and those whose waiting gradients it has room for: their bytes there."""
+    room_nbytes = step.device_nbytes - placement.gradient_limit_nbytes
+    if not step.may_visit or room_nbytes <= sum(map(span_nbytes, layout.spans)):  # all weights come first
+        return {}, {}
     found = share_device(
         layout,
         records,
         placement.homes[STATES],
-        room_nbytes=step.device_nbytes - placement.gradient_limit_nbytes if step.may_visit else 0,
+        room_nbytes=room_nbytes,
         gradient_itemsize=4 if step.num_passes > 1 else None,
         may_stay=placement.may_stay,
     )
@@ -120,7 +124,7 @@ def _fetches(
 ) -> tuple[Mapping[int, int], Mapping[int, int]]:
     """How often each span is copied to the device in a step, and how often gathered. The second pass of a step and all later ones are
     alike."""
-    nbytes = {span.index: 0 if placement.pinned else span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans}
+    nbytes = {span.index: 0 if placement.pinned else span_nbytes(span) for span in layout.spans}
     taken = placement.fixed_nbytes + sum(visiting.values()) + sum(staying.values()) + sum(nbytes[span] for span in visiting)
     nbytes |= dict.fromkeys(visiting, 0)
     groups = _groups(list(nbytes))
