@@ -5,9 +5,9 @@ Knows a layout, its records and their placement. Must not know ops, clocks, thre
 
 # [Note: how the bytes of a step are counted]
 # No op has run yet. The count plays a step whose forward pass uses each span once, in registration order, and whose backward pass uses each
-# span once, in the opposite order. Neighbouring spans of a large model count as one. `schedule.plan`, which orders real steps, says for this trace which spans are copied and gathered, and
-# how often. A model that runs a layer several times, skips one, or shares weights moves other numbers of bytes. `Engine.stats()` has the
-# bytes that were moved. `infinity plan` runs the model's own ops, and plays slots of host memory as well.
+# span once, in the opposite order. Neighbouring spans of a large model count as one. `schedule.plan`, which orders real steps, says for this
+# trace how often each span is copied and gathered. A model that runs a layer several times, skips one, or shares weights moves other numbers
+# of bytes. `Engine.stats()` has the bytes that were moved. `infinity plan` runs the model's own ops, and plays slots of host memory as well.
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import infinity
 from infinity.model.gpt import GPT
 from infinity.plan.traffic import MOST_GROUPS, _groups
 
+ON_NVME = {"weights": "nvme", "states": "nvme", "residency": "none"}
 STEP_LINKS = ("nc", "cg", "gg", "rs", "gc", "cn")
 
 
@@ -39,8 +40,8 @@ def moved(model, optimizer, num_steps):
 @pytest.mark.parametrize(
     "options",
     [
-        {"weights": "nvme", "states": "nvme", "residency": "none", "compression": "off", "host_memory": "1MiB", "device_memory": "512KiB"},
-        {"weights": "nvme", "states": "nvme", "residency": "none", "dtype": "fp32", "max_grad_norm": 1.0, "host_memory": "2MiB", "device_memory": "1MiB"},
+        ON_NVME | {"compression": "off", "host_memory": "1MiB", "device_memory": "512KiB"},
+        ON_NVME | {"dtype": "fp32", "max_grad_norm": 1.0, "host_memory": "2MiB", "device_memory": "1MiB"},
         {"host_memory": "3MiB", "device_memory": "512KiB", "accumulation_steps": 3, "max_grad_norm": 1.0},
         {"weights": "host", "states": "host", "device_memory": "512KiB"},
         {"weights": "device", "states": "host", "device_memory": "2MiB"},
@@ -107,7 +108,8 @@ def test_the_block_has_at_most_12_lines_of_100_columns(tmp_path):
     with infinity.engine_of(model):
         found = infinity.describe(model)
         assert found.tiled
-        tier = dataclasses.replace(found.tiers["host"], weights=1000 << 40, states=1000 << 40, gradients=1000 << 40, used=1000 << 40)
+        large = dict.fromkeys(("weights", "states", "gradients", "used"), 1000 << 40)
+        tier = dataclasses.replace(found.tiers["host"], **large)
         wide = {"step_nbytes": dict.fromkeys(STEP_LINKS, 1000 << 40), "tiers": dict.fromkeys(found.tiers, tier), "num_ranks": 512}
         for description in (found, dataclasses.replace(found, num_parameters=10**12, drive_seconds=1234.5, **wide)):
             lines = str(description).splitlines()
