@@ -7,7 +7,9 @@ from infinity.checkpoints.save import Saving, save
 from infinity.config import Config
 from infinity.engine.by_layer import accumulate
 from infinity.engine.construction import init
-from infinity.engine.engine import Engine, engine_of, gathered, offload
+from infinity.engine.description import Description, describe
+from infinity.engine.engine import Engine, gathered, offload
+from infinity.engine.engines import engine_of
 from infinity.engine.no_sync import no_sync
 from infinity.engine.trace_file import save_trace
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError
@@ -27,6 +29,7 @@ __all__ = [
     "CheckpointError",
     "Config",
     "ConfigError",
+    "Description",
     "Elementwise",
     "Engine",
     "Lion",
@@ -44,6 +47,7 @@ __all__ = [
     "__version__",
     "accumulate",
     "checkpoint",
+    "describe",
     "engine_of",
     "gathered",
     "init",

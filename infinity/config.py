@@ -139,10 +139,15 @@ class Config:
     """Which linear and embedding layers are cut into tiles, each fetched and freed by itself: those whose weight takes more
     than these bytes ("512MiB"), into tiles of at most as many; with "auto", those that with their gradient take more
     than 7/8 of device_memory, into tiles of at most 1/8 of it; with None, none. Their parameters are new ones, named
-    `NAME.tiles.N.weight`; names in state dicts stay. See `infinity.tile_large_layers` for the layers left alone."""
+    `NAME.tiles.N.weight`; names in state dicts stay. A linear layer in tiles rounds differently from the whole layer; the start block counts
+    the layers. See `infinity.tile_large_layers` for the layers left alone."""
 
     trace: bool = False
     """Record the time of every transfer and op, for `engine.stats()` and tests."""
+
+    verbose: bool = True
+    """Whether the engine prints its start block: sizes, tiers and bytes a step. Rank 0 gives it once to the logger "infinity.start", or to
+    standard error if the program has configured no logging. `infinity.describe` has the same values."""
 
     seed: int = 0
     """Seed of whatever the engine itself draws."""
@@ -166,6 +171,7 @@ class Config:
         settle("tile_above", _limit)
         settle("checksums", _flag)
         settle("trace", _flag)
+        settle("verbose", _flag)
         settle("seed", _seed)
         problems += self._contradictions()
         if problems:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import HERE, LANGUAGES, PAGES, ROOT, Block, blocks_of, make_directories, parse, program_of, run_page
+from pages import HERE, LANGUAGES, PAGES, ROOT, Block, blocks_of, in_place, make_directories, parse, program_of, run_page
 
 import infinity
 from infinity.config import CHOICES
+from infinity.system import drives
 from infinity.tools.cli import _parser
 
 TEXTS = {page: page.read_text() for page in PAGES}
@@ -64,6 +65,28 @@ def test_a_page_whose_code_fails_is_found(forks, tmp_path):
         page.write_text(f"# A page\n\n{text}")
         status, output = run(forks, page, tmp_path)
         assert status == 1 and ("no_such_name" in output or "nowhere.toml" in output)
+
+
+def test_the_start_block_of_the_readme_is_the_one_that_its_program_prints(tmp_path, monkeypatch, caplog):
+    """On a drive with the rate of the README; the room that is left on the drive is the machine's own."""
+    blocks = blocks_of(ROOT / "README.md")
+    (number,) = [number for number, block in enumerate(blocks) if block.language == "text"]
+    shown = blocks[number].text.strip()
+    make_directories(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    rate = float(re.search(r"measured (\S+) GB/s", shown)[1]) * 1e9
+    directory = os.open("ssd0/swap", os.O_RDONLY)
+    drives.store(directory, drives.Drive(nbytes_per_s=rate))
+    os.close(directory)
+    names = {"infinity": infinity}
+    exec(compile(in_place(blocks[number - 1].text), "README.md", "exec"), names)
+    infinity.engine_of(names["model"]).close()
+    printed = f"infinity: {caplog.records[-1].getMessage()}"
+
+    def without_room(text):
+        return re.sub(r"(?m)(^  NVMe.*) +\S+ \SiB$", r"\1", text)
+
+    assert without_room(printed) == without_room(shown) != shown
 
 
 @pytest.mark.long
@@ -136,7 +159,7 @@ def test_commands_and_options_that_the_text_names_are_there(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_names_that_the_text_has_of_the_package_are_there(page):
-    for name in re.findall(r"\binfinity\.((?!toml|json)[a-zA-Z_]\w*)", TEXTS[page]):
+    for name in re.findall(r"\binfinity\.((?!toml|json|start\b)[a-zA-Z_]\w*)", TEXTS[page]):
         assert hasattr(infinity, name) or importlib.util.find_spec(f"infinity.{name}"), f"infinity.{name}"
 
 

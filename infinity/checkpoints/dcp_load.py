@@ -25,7 +25,8 @@ from infinity.checkpoints.dcp_names import METADATA, Names, boxes, defaults_of_t
 from infinity.checkpoints.files import failed
 from infinity.config import checked_path
 from infinity.engine import pause
-from infinity.engine.engine import Engine, engine_of
+from infinity.engine.engine import Engine
+from infinity.engine.engines import engine_of
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.rules import AdamRule
 from infinity.plan.packing import Piece

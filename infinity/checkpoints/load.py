@@ -29,7 +29,8 @@ from infinity.checkpoints.manifest import Whole
 from infinity.checkpoints.reader import Checkpoint, padded_segments, segment_tensors
 from infinity.config import checked_path
 from infinity.engine import pause
-from infinity.engine.engine import Engine, engine_of
+from infinity.engine.engine import Engine
+from infinity.engine.engines import engine_of
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.optimizers import follow_references_by
 from infinity.plan.record import STATES, WEIGHTS

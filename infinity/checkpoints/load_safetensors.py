@@ -13,7 +13,8 @@ from torch import nn
 from infinity.checkpoints.contents import persistent_buffers
 from infinity.checkpoints.safetensors import TensorFiles
 from infinity.config import checked_path
-from infinity.engine.engine import Engine, engine_of
+from infinity.engine.engine import Engine
+from infinity.engine.engines import engine_of
 from infinity.errors import CheckpointError
 from infinity.model import tiling
 from infinity.sizes import listed

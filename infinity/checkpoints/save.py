@@ -45,7 +45,8 @@ from infinity.checkpoints.publish import POLL_S, Publication
 from infinity.checkpoints.writer import Tensors, Writer
 from infinity.config import checked_path
 from infinity.engine import pause
-from infinity.engine.engine import Engine, engine_of
+from infinity.engine.engine import Engine
+from infinity.engine.engines import engine_of
 from infinity.errors import CheckpointError
 from infinity.sizes import parse_bytes
 from infinity.system.arena import PAGE_NBYTES

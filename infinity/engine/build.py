@@ -50,7 +50,8 @@ REGION_NBYTES = 4 << 30  # of records that stay in host memory: one is pinned wh
 @dataclass
 class Assembly:
     """The parts of one engine. swap is None where nothing lives on NVMe, compressor where all its bytes are moved each time, activations
-    where they stay on the device. host_nbytes: what all of it may take of host memory. ahead: of all parameters' first values."""
+    where they stay on the device. host_nbytes: what all of it may take of host memory. ahead: of all parameters' first values.
+    nvme_room_nbytes: room that this rank found in the swap directories."""
 
     layout: Layout
     placement: planner.Placement
@@ -68,6 +69,7 @@ class Assembly:
     activations: Activations | None
     host_nbytes: int
     ahead: ReadAhead | None = None
+    nvme_room_nbytes: int = 0
 
     @uninterrupted
     def keep_activations(self, place: str | None = None) -> Activations:
@@ -135,7 +137,7 @@ def assemble(
             undo,
         )
         undo.pop_all()
-    return replace(made, ahead=ahead)
+    return replace(made, ahead=ahead, nvme_room_nbytes=nvme_budget)
 
 
 def _read_ahead(named: Named, free_nbytes: int) -> ReadAhead:

@@ -20,6 +20,7 @@ from infinity.config import Config
 from infinity.engine import engines
 from infinity.engine.answers import Answers, FirstValues
 from infinity.engine.build import assemble
+from infinity.engine.description import tell_start
 from infinity.engine.foreign import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
 from infinity.engine.gate import Gate
 from infinity.engine.margin import Margin
@@ -28,6 +29,7 @@ from infinity.engine.refusals import has_optimizer, planned_otherwise
 from infinity.engine.resident import hooks_for
 from infinity.engine.sizing import Training, budgets
 from infinity.engine.steps import Cycle
+from infinity.engine.trainers import refuse_trainers
 from infinity.errors import ConfigError, UsageError
 from infinity.model.buffers import refuse_unmixed
 from infinity.model.compiled import find_compiled, watch_wrappers
@@ -274,6 +276,8 @@ class Engine(NotCopied):
     @torch.no_grad()
     def step(self) -> None:
         self.gate.check_open()
+        if self.has_started and self.cycle.first_step:
+            refuse_trainers(self)
         self.gate.note_step()
         life = self._life()  # else the collector may find the model gone in between
         interrupts.guard()
@@ -372,11 +376,13 @@ class Engine(NotCopied):
         span_nbytes = self.placement.device_nbytes if self.device.type == "cpu" else 0
         self.freed = Freed(self.placement.host_nbytes + span_nbytes, span_nbytes)
         self.freed.give_back()
+        tell_start(self)
 
     @torch._dynamo.disable(reason="the engine starts here. Make the optimizer before the first call of what is compiled as one")
     def _begin(self, module, args, kwargs):
         """The model's first pre-hook."""
         if torch.is_grad_enabled():
+            refuse_trainers(self)
             refuse_optimizers([(name, param) for name, param in self._named if param.requires_grad])
         self.start()
         self.hooks.doors.end_call(module)
@@ -404,14 +410,6 @@ def _note_wrapper(module: nn.Module, wrapper: nn.Module) -> None:
     for engine in {owner_of(param) for param in module.parameters()}:
         if is_open(engine) and engine.has_started:
             engine.hooks.doors.note_wrapper(module, wrapper)
-
-
-def engine_of(model: nn.Module) -> Engine:
-    """The engine that trains a model. Raises ConfigError if none does."""
-    engine = engines.find(model)
-    if engine is None:
-        raise ConfigError(f"{type(model).__name__} is in no engine: build it inside infinity.init or call infinity.offload")
-    return engine
 
 
 def offload(model: nn.Module, config: Config | None = None) -> Engine:

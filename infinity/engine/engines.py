@@ -15,7 +15,7 @@ from torch import nn
 
 # Closes at exit what is open still: registered before `_end_all`, whose lanes write there, it runs after that.
 import infinity.system.swap  # noqa: F401
-from infinity.errors import UsageError
+from infinity.errors import ConfigError, UsageError
 from infinity.system import dropped
 from infinity.system.ranks import end_process
 
@@ -37,6 +37,14 @@ def find(model: nn.Module):
         inside = [reference for module in model.modules() if (reference := _engines.get(module)) is not None]
         reference = inside[0] if len(inside) == 1 else None
     return reference() if reference is not None else None
+
+
+def engine_of(model: nn.Module):
+    """The engine that trains a model. Raises ConfigError if none does."""
+    engine = find(model)
+    if engine is None:
+        raise ConfigError(f"{type(model).__name__} is in no engine: build it inside infinity.init or call infinity.offload")
+    return engine
 
 
 def forget(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from infinity.engine.engine import engine_of
+from infinity.engine.engines import engine_of
 from infinity.errors import UsageError
 
 

@@ -31,22 +31,16 @@ from infinity.engine.expectations import Expectations
 from infinity.engine.follow import Follower
 from infinity.engine.foreign import refuse_optimizers
 from infinity.engine.margin import Margin
-from infinity.engine.param_grads import NOT_DROPPED, ParamGrads, drop_half_arrived
 from infinity.engine.outside_gradients import Looks, bring
-from infinity.engine.refusals import (
-    SCALED,
-    no_more_passes,
-    no_optimizer,
-    refuse_by_layer,
-    refuse_modes,
-    refuse_thawed,
-    sums_in_hook,
-)
+from infinity.engine.param_grads import NOT_DROPPED, ParamGrads, drop_half_arrived
+from infinity.engine.refusals import SCALED, no_more_passes, no_optimizer, refuse_by_layer, refuse_modes, refuse_thawed, sums_in_hook
 from infinity.engine.skipped_steps import skip
+from infinity.engine.trainers import refuse_trainers
 from infinity.engine.trees import tensors_in
 from infinity.engine.uncut import Uncut
 from infinity.engine.window import Window
 from infinity.errors import UsageError
+from infinity.model.parameters import owner_of
 from infinity.optim.loss_scale import Scaler
 from infinity.plan.placement import look_ahead
 from infinity.plan.schedule import Moment, moment
@@ -85,14 +79,13 @@ class Cycle:
         self.calls = Calls(self.follower, margin, parts)
         self.optimizer = None
         self.scaler: Scaler | None = None
-        self.closed = False
+        self.closed = self.has_stepped = False
         self.half_loaded = False  # a checkpoint's records are not all there
-        self.has_stepped = False
         self.num_skipped = 0  # steps whose gradients were not finite
         self._awaits_end = False  # a backward pass under way will call end_backward
         self.num_forwards = 0  # that built a graph and had something to train, since the last backward pass that counts
         self._num_passing = 0  # forward passes of a cycle of the pipeline that no step() ends
-        self._looked = False  # for optimizers of torch's own, before the first forward pass that trains
+        self._looked = False  # for optimizers of torch's own and trainers of other libraries, before the first forward pass that trains
         self._cycle_is_over = True  # the next such pass begins another
         self.expectations = Expectations(self.registry.params)
         self.by_layer: bool | None = None  # whether the step under way, or the last one, is of `one_backward`
@@ -147,7 +140,7 @@ class Cycle:
                 self.pace.begin()
                 self.advice.begin()
             if trains and not self._looked:
-                self._refuse_other_optimizers()
+                self._refuse_others()
                 self._looked = True
             if self.optimizer is None or (torch.is_grad_enabled() and not (self.num_forwards or self.num_backwards)):
                 self._begin_passing()
@@ -213,7 +206,8 @@ class Cycle:
             return no_more_passes(self.num_backwards, self.num_passes, by_layer=self.by_layer)
         return None
 
-    def _refuse_other_optimizers(self) -> None:
+    def _refuse_others(self) -> None:
+        refuse_trainers(owner_of(self.registry.params[0].param))
         if self.optimizer is None:
             refuse_optimizers([(state.name, state.param) for state in self._trainable if state.param.requires_grad])
 
@@ -257,7 +251,7 @@ class Cycle:
                 self.param_grads.show()
                 self.calls.release_all()
                 self.weights.drain_dropped()
-                self._refuse_other_optimizers()
+                self._refuse_others()
                 raise UsageError(refusal)
             self.trains = True
             self._expect_gradients()

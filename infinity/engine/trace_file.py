@@ -20,7 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infinity.engine.engine import Engine, engine_of
+from infinity.engine.engine import Engine
+from infinity.engine.engines import engine_of
 from infinity.errors import UsageError
 from infinity.output import check_file, write_text
 from infinity.system.events import COMPUTE, SLOTS, STALL, STEP, Event, now

@@ -56,7 +56,8 @@ class _Offloaded:
     def prepare(self, *args, **options):
         for model in args:
             if isinstance(model, nn.Module) and any(param.requires_grad for param in model.parameters()):
-                taken(model, self._config, self._wanted, told=f"Accelerator(mixed_precision={self._wanted!r})")
+                told = f"Accelerator(mixed_precision={self._wanted!r})"
+                taken(model, self._config, self._wanted, told=told, asked="mixed_precision={!r}".format)
                 model._is_accelerate_prepared = True
                 self._in_engines.add(model)
         return super().prepare(*args, **options)

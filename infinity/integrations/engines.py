@@ -5,9 +5,16 @@ Knows which dtypes go together. Must not know what the library does with the mod
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import nn
 
 import infinity
+from infinity.engine.trainers import note_integration
+from infinity.output import say
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def has_engine(model: nn.Module) -> bool:
@@ -18,17 +25,29 @@ def has_engine(model: nn.Module) -> bool:
     return True
 
 
-def taken(model: nn.Module, config: infinity.Config | None, precision: str, *, told: str) -> infinity.Engine:
+def taken(
+    model: nn.Module, config: infinity.Config | None, precision: str, *, told: str, asked: Callable[[str], str]
+) -> infinity.Engine:
     """The engine that the model is in, or else a new one with these settings.
 
-    precision: "no", "bf16" or "fp16", that of the library's autocast. told: how the program says that, for the error. Raises ConfigError for
-    a precision that is not the dtype of the engine.
+    precision: "no" without autocast, or the dtype of the library's autocast. told: the program's words for this precision, for messages.
+    asked(dtype): the argument that asks the library for autocast in this dtype. Raises ConfigError for a precision that is not the dtype of
+    the engine. Without autocast, an engine of bf16 or fp16 takes a model of another dtype: rank 0 then prints one line that says so.
     """
     engine = infinity.engine_of(model) if has_engine(model) else None
     dtype = engine.config.dtype if engine is not None else (config or infinity.Config()).dtype
     if precision not in ("no", dtype):
+        change = f"use infinity.Config(dtype={precision!r}), which keeps fp32 masters, or " if precision in _DTYPES else ""
         raise infinity.ConfigError(
-            f"{told} over an engine of dtype {dtype!r}: use infinity.Config(dtype={precision!r}), which keeps fp32 masters, or leave the "
-            f"precision out. Some trainers, as TRL's, have bf16=True where nothing is said."
+            f"{told} over an engine of dtype {dtype!r}: {change}leave the precision out. Some trainers, as TRL's, have bf16=True where "
+            f"nothing is said."
         )
-    return engine if engine is not None else infinity.offload(model, config)
+    was_of_it = engine is None and all(param.dtype == _DTYPES[dtype] for param in model.parameters() if param.is_floating_point())
+    if engine is None:
+        engine = infinity.offload(model, config)
+    if note_integration(engine) and precision == "no" and dtype != "fp32" and not was_of_it and engine.ranks.rank == 0:
+        say(
+            f"{told} over an engine of dtype {dtype!r}: the model computes in {dtype}, with fp32 masters. If this is meant, add "
+            f"{asked(dtype)}; else use infinity.Config(dtype='fp32')"
+        )
+    return engine

@@ -17,6 +17,7 @@ import os
 import shutil
 import warnings
 
+from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch.callbacks import Callback
@@ -30,7 +31,8 @@ from infinity.integrations.engines import has_engine, taken
 from infinity.integrations.optimizers import convert
 from infinity.integrations.stats import flattened
 
-_MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+_DTYPES = {"32-true": "no", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}  # by Lightning's precision
+_MIXED = {"bf16": "precision='bf16-mixed'", "fp16": "precision='16-mixed'"}
 
 
 class EngineStrategy(DDPStrategy):
@@ -55,8 +57,9 @@ class EngineStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         if fits or has_engine(self.model):
-            wanted = _MIXED.get(self.precision_plugin.precision, "no")
-            taken(self.model, self._config, wanted, told=f"Trainer(precision={self.precision_plugin.precision!r})")
+            precision = self.precision_plugin.precision
+            told = f"Trainer(precision={precision!r})"
+            taken(self.model, self._config, _DTYPES.get(precision, precision), told=told, asked=_MIXED.get)
             if isinstance(self.precision_plugin, MixedPrecision):
                 _leave_scaling(self.precision_plugin)
         else:
@@ -153,9 +156,10 @@ class EngineFabricStrategy(FabricDDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if _trains(module):
-            wanted = _MIXED.get(self.precision.precision, "no")
-            taken(module, self._config, wanted, told=f"Fabric(precision={self.precision.precision!r})")
-            if wanted != "no":
+            precision = self.precision.precision
+            told = f"Fabric(precision={precision!r})"
+            taken(module, self._config, _DTYPES.get(precision, precision), told=told, asked=_MIXED.get)
+            if isinstance(self.precision, FabricMixedPrecision):
                 _leave_scaling(self.precision)
         return module
 

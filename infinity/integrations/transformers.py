@@ -33,7 +33,7 @@ def offloaded(trainer: type[Trainer], config: infinity.Config | None = None, *, 
     infinity.init, or for the defaults. log_stats: what is logged of training has the engine's stats(), too, for TensorBoard and the like.
     The optimizer is infinity's of the kind that `args.optim` names, unless the program gives one: `optimizers=(infinity.AdamW(...), None)`.
     Call train, evaluate, predict and save_model on all ranks. Raises ConfigError for `bf16=True` or `fp16=True` over an engine of another
-    dtype, and for an optimizer that has no counterpart.
+    dtype, and for an optimizer that has no counterpart. Without both, an engine of bf16 or fp16 says in one line what it computes in.
     """
     made = type(trainer.__name__, (_Offloaded, trainer), {"_config": config, "_log_stats": log_stats})
     made.__module__, made.__qualname__ = trainer.__module__, trainer.__qualname__
@@ -67,7 +67,8 @@ class _Offloaded:
         """The engine of the model as it is now, adapters included."""
         self.callback_handler.model = self.model  # instead of one that was made before, whose engine ends so
         wanted = self.args.mixed_precision
-        engine = taken(self.model, self._config, wanted, told=f"TrainingArguments({wanted}=True)")
+        told = f"TrainingArguments({wanted}=True)" if wanted != "no" else "TrainingArguments without bf16=True or fp16=True"
+        engine = taken(self.model, self._config, wanted, told=told, asked="{}=True".format)
         if self.args.torch_compile and not getattr(self.model, "_is_accelerate_prepared", False):
             self.model.compile(backend=self.args.torch_compile_backend or "inductor", mode=self.args.torch_compile_mode)
         self.model._is_accelerate_prepared = True

@@ -1,4 +1,4 @@
-"""Layers too large for the device as a row of small ones, exactly: the modules, what they compute, and their names in state dicts.
+"""Layers too large for the device as a row of small ones: the modules, what they compute, and their names in state dicts.
 
 Knows modules, parameters and random numbers. Must not know tiers, budgets or engines: an engine that fetches, frees and takes
 the gradient of one module at a time does so tile by tile, because each tile is a module.
@@ -98,7 +98,8 @@ class TiledLinear(Tiled):
     """nn.Linear whose weight [out_features, in_features] is cut into out_tiles x in_tiles modules, as evenly as possible.
 
     `tiles` holds them row by row; the first of each row has the row's bias. Maps [..., in_features] to [..., out_features].
-    Cut along out_features only, each output element is computed as before; along in_features, sums have another order.
+    Values equal those of nn.Linear up to rounding. Products of other sizes may round otherwise, and the gradient of the input, as the output
+    of a layer that is cut along in_features, is a sum over tiles.
     Raises ConfigError for less than one tile or more than there are features.
     """
 

@@ -22,11 +22,11 @@ def net():
     return nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Linear(H, H))
 
 
-def train(model, optimizer, steps=2, backward=torch.Tensor.backward):
+def train(model, optimizer, steps=2):
     losses = []
     for step in range(steps):
         loss = (model(torch.full((4, H), step + 1.0)) - 1).square().mean()
-        backward(loss)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -202,28 +202,6 @@ def test_a_shallow_copy_of_a_model_is_named_as_such(config):
 
 
 # Libraries
-
-
-@pytest.mark.parametrize("order", ["model and optimizer", "model first", "after a step"])
-def test_accelerate_prepares_a_model_and_its_optimizer(order, config):
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = net()
-    with infinity.offload(model, config):
-        if order == "model first":
-            model = accelerator.prepare(model)
-        optimizer = infinity.AdamW(model.parameters(), lr=0.01)
-        before = train(model, optimizer) if order == "after a step" else []
-        if order != "model first":
-            model, optimizer = accelerator.prepare(model, optimizer)
-        scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
-        got = before + train(model, optimizer, 2, accelerator.backward)
-        scheduler.step()
-        reference = net()
-        optimizer = ReferenceAdamW(reference.parameters(), lr=0.01)
-        expected = (train(reference, optimizer) if before else []) + train(reference, optimizer)
-        for losses in zip(got, expected, strict=True):
-            assert_same_bits(*losses, "loss")
 
 
 def gpt(tie):

@@ -15,7 +15,7 @@ import infinity
 
 
 def config(directory, **changes):
-    return infinity.Config(nvme=directory, device="cpu", dtype="fp32", chunk_mib=1 / 256, host_memory="8MiB", **NVME | changes)
+    return infinity.Config(nvme=directory, device="cpu", dtype="fp32", chunk_mib=1 / 256, host_memory="8MiB", verbose=False, **NVME | changes)
 
 
 def layers():

@@ -165,7 +165,7 @@ def test_config_show_prints_every_value_and_where_it_came_from(directory, capsys
         "host_memory     48.0 GiB  infinity.toml",
         "device_memory   auto      default",
     ]
-    assert [line.split()[1:] for line in lines[-3:]] == [["none", "--set"], ["true", "--set"], ["0", "default"]]
+    assert [line.split()[1:] for line in lines[-4:]] == [["none", "--set"], ["true", "--set"], ["true", "default"], ["0", "default"]]
 
 
 def test_what_config_show_prints_as_json_is_a_file_of_settings(directory, capsys):
@@ -319,7 +319,7 @@ def test_with_json_nothing_else_is_on_standard_output(directory, capsys):
     assert main(["train", *SMALL, "--steps", "2", "--json", "--output", "out.json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == json.loads((directory / "out.json").read_text()) and len(json.loads(out)["losses"]) == 2
-    assert "GPT of " in err and "step 2/2" in err
+    assert "step 2/2" in err
 
 
 # Runs

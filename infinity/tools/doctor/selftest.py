@@ -117,7 +117,7 @@ class _SelfTest:
     def _build(self, **places):
         torch.manual_seed(0)
         dtype = "bf16" if self.device == "cuda" else "fp32"  # many CPUs have no bf16 instructions
-        with infinity.init(Config(device=self.device, dtype=dtype, chunk_mib=0.25, **places)):
+        with infinity.init(Config(device=self.device, dtype=dtype, chunk_mib=0.25, verbose=False, **places)):
             model = GPT(**SIZES)
         return model, infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
 

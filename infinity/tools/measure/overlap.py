@@ -147,6 +147,7 @@ class Bench:
             chunk_mib=chunk_mib,
             tile_above=None,
             trace=True,
+            verbose=False,
         )
         self.num_layers, self.chunk_mib = arguments.layers, chunk_mib
         self.compute_ms, self.balance = arguments.compute_ms, arguments.balance

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from infinity.plan.compression import moved_nbytes
 from infinity.plan.placement import Placement
-from infinity.plan.record import GRADIENTS, KINDS
+from infinity.plan.record import KINDS
 from infinity.plan.slots import Entry, HostCache, HostState, Requests, keeps
+from infinity.plan.traffic import nvme_nbytes
 from infinity.tools.predict.clock import Clock, Flag, PlayedLane
 from infinity.tools.predict.links import Links
 
@@ -211,10 +211,6 @@ class PlayedRecords:
         self.unpin(chunk, kind, entry)
 
     def _transfer(self, link: str, chunk, kind: str):
-        nbytes = self.placement.sizes[kind][chunk.index]
-        if (self.compresses or self.placement.pool_nbytes) and kind != GRADIENTS:
-            late = self.placement.in_slots[kind][chunk.index] > nbytes
-            how = {"codes": self.compresses, "pools": self.placement.pool_nbytes > 0}
-            read, written = moved_nbytes(chunk.record.of(kind, late=late), self.placement.num_late, **how)
-            nbytes = read if link == "nc" else written
+        read, written = nvme_nbytes(self.placement, chunk.record, kind, chunk.index, compresses=self.compresses)
+        nbytes = read if link == "nc" else written
         return (link, self.links.drive_seconds(link, nbytes), (chunk.index, kind), nbytes)

@@ -82,8 +82,6 @@ def train(arguments) -> int:
     if distributed:
         dist.init_process_group("nccl" if config.device.startswith("cuda") else "gloo")
     run = TrainingRun(arguments, config, batches)
-    if rank == 0:
-        run.introduce()
     run.train(options, found)
     report = run.report()
     if distributed:  # not after an error: it may wait for ranks that wait for this one
@@ -147,17 +145,6 @@ class TrainingRun:
         )
         self.engine = infinity.engine_of(self.model)
         self.counters.append(self.engine.stats())
-
-    def introduce(self):
-        stats = self.counters[0]
-        print(
-            f"GPT of {stats['num_parameters'] / 1e6:,.1f} M parameters in {self.config.dtype} on {self.config.device}: "
-            f"states {format_bytes(stats['state_nbytes'])}, "
-            f"device budget {format_bytes(stats['device_budget_nbytes'])}, "
-            f"host arena {format_bytes(stats['host_arena_nbytes'])}{', each a rank' if self.world > 1 else ''}",
-            file=sys.stderr if self.arguments.json else sys.stdout,
-            flush=True,
-        )
 
     def train(self, options, found):
         """All steps from those of a Found, or from the first. options: what a checkpoint is to keep of them.

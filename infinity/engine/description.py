@@ -1,0 +1,226 @@
+"""The description of a started engine: sizes, tiers, bytes a step. Printed once at the start, and returned by `infinity.describe`.
+
+Knows an engine's parts and the planner's counts. Must not know hooks, steps or how bytes move.
+"""
+
+# [Note: where the start block goes]
+# The block is one record of level INFO of the logger "infinity.start". The logger has a level of its own, INFO, so that the level of the root
+# logger, WARNING by default, does not drop the record. If no handler of the program would get it, the block goes to standard error.
+
+from __future__ import annotations
+
+import logging
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from infinity.engine.engines import engine_of
+from infinity.engine.sizing import expected_device_nbytes
+from infinity.errors import UsageError
+from infinity.model.tiled_layers import Tiled
+from infinity.output import say, table
+from infinity.plan import placement as planner
+from infinity.plan.needs import span_nbytes
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
+from infinity.plan.traffic import Step, step_nbytes
+from infinity.sizes import format_bytes
+from infinity.system.events import LINKS
+
+_NUM_COLUMNS = 98  # of a line, behind its indent
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+TIERS = {"device": "device", "host": "host", "nvme": "NVMe"}
+
+_logger = logging.getLogger("infinity.start")
+if _logger.level == logging.NOTSET:
+    _logger.setLevel(logging.INFO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """Bytes of one rank in one tier. weights, states, gradients: copies that stay there between uses. used: all that the engine reserves
+    there, buffers and slots included. left: the rest of the budget (device_memory, host_memory), or of the room in the swap directories."""
+
+    weights: int
+    states: int
+    gradients: int
+    used: int
+    left: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """Sizes of one rank's engine as planned at its start. `str()` of it is the start block."""
+
+    model: str
+    """Name of the model's class."""
+
+    num_parameters: int
+    """Elements of all parameters that the engine manages, of all ranks together."""
+
+    num_trainable: int
+    """Elements of those with requires_grad."""
+
+    device: str
+    """Where the model computes, such as "cuda:0"."""
+
+    num_ranks: int
+    """Ranks that share the parameters."""
+
+    dtype: str
+    """The dtype of the computation: bf16, fp16 or fp32."""
+
+    stored: Mapping[str, str]
+    """The dtype of each stored state of a trainable parameter, by name, such as {"weight": "bf16", "residual": "int16", ...}."""
+
+    tiers: Mapping[str, Tier]
+    """Bytes by tier: "device", "host" and "nvme"."""
+
+    activations: str
+    """The tier of the activations that autograd saves: device, host or nvme."""
+
+    step_nbytes: Mapping[str, int]
+    """Expected bytes a step and link: nc (NVMe to host), cg (host to device), gg (all-gather), rs (reduce-scatter), gc (device to host),
+    cn (host to NVMe). Counted as [Note: how the bytes of a step are counted] in infinity/plan/traffic.py says."""
+
+    drive_seconds: float | None
+    """Seconds that the drives need for one step's bytes, at their measured rate. None: no bytes, or no measurement."""
+
+    bottleneck: str | None
+    """The link that is expected to be busy longest: that of NVMe with more bytes, or without NVMe the link with the most bytes. None: no
+    link carries bytes."""
+
+    tiled: Mapping[str, int]
+    """Layers that are cut into tiles, by name, with their number of tiles. Linear ones round differently from the whole layer."""
+
+    def __str__(self) -> str:
+        return "\n  ".join([*self._model(), *self._tiers(), *self._step(), *self._tiles()])
+
+    def _model(self) -> list[str]:
+        trainable = f"{self.num_trainable:,}" if self.num_trainable < self.num_parameters else "all"
+        ranks = f"; {self.num_ranks} ranks, bytes are of one" if self.num_ranks > 1 else ""
+        stored = ", ".join(f"{dtype} {name}" for name, dtype in self.stored.items())
+        stored = stored.replace(", int16 residual", " + int16 residual (fp32 master)")
+        return [
+            f"{self.model}, {self.num_parameters:,} parameters ({trainable} trainable), on {self.device}{ranks}",
+            *_lines(f"computes in {self.dtype}; stores {stored}"),
+        ]
+
+    def _tiers(self) -> list[str]:
+        rows = []
+        for tier, title in TIERS.items():
+            found = self.tiers[tier]
+            numbers = (found.weights, found.states, found.gradients, found.used, found.left)
+            rows.append([title, *(format_bytes(nbytes) if nbytes else "-" for nbytes in numbers)])
+        lines = table(["tier", "weights", "states", "gradients", "used", "left"], rows).splitlines()
+        return [*lines, f"activations: {TIERS[self.activations]}"]
+
+    def _step(self) -> list[str]:
+        moved = [f"{LINKS[link]} {format_bytes(nbytes)}".replace(" ", _NO_BREAK) for link, nbytes in self.step_nbytes.items() if nbytes]
+        if not moved:
+            return ["a step moves no bytes between tiers: its time is that of the computation"]
+        drives = self.step_nbytes["nc"] + self.step_nbytes["cn"]
+        if self.drive_seconds is not None:
+            rate = drives / self.drive_seconds / 1e9
+            expected = f"at least {self.drive_seconds:.3g} s a step for {format_bytes(drives)} at the measured {rate:.2f} GB/s"
+        else:
+            expected = "time a step unknown, drives are not measured" if drives else "time a step unknown before the first"
+        return [*_lines(f"a step moves about: {', '.join(moved)}"), *_lines(f"bottleneck: {LINKS[self.bottleneck]}; {expected}")]
+
+    def _tiles(self) -> list[str]:
+        if not self.tiled:
+            return []
+        num, tiles = len(self.tiled), sum(self.tiled.values())
+        layers = "1 layer is" if num == 1 else f"{num} layers are"
+        return _lines(f"{layers} cut into {tiles} tiles; linear ones round differently; tile_above=None keeps layers whole")
+
+
+def _lines(text: str) -> list[str]:
+    lines = textwrap.wrap(text, _NUM_COLUMNS, subsequent_indent="  ", break_long_words=False)
+    return [line.replace(_NO_BREAK, " ") for line in lines]
+
+
+def describe(model: nn.Module) -> Description:
+    """Sizes, tiers and bytes a step of a model's engine, as planned at its start: the values of the start block.
+
+    Raises ConfigError for a model in no engine, UsageError before the engine has started or after its end.
+    """
+    engine = engine_of(model)
+    engine.gate.check_open()
+    if not engine.has_started:
+        raise UsageError("infinity.describe: the engine has not started. Create the optimizer first: the plan depends on it.")
+    return description_of(engine)
+
+
+def tell_start(engine) -> None:
+    """Give out the start block of an engine, on rank 0; see [Note: where the start block goes]."""
+    if not engine.config.verbose or engine.ranks.rank or not _logger.isEnabledFor(logging.INFO):
+        return
+    text = str(description_of(engine))
+    if _logger.hasHandlers():
+        _logger.info("%s", text)
+    else:
+        say(text)
+
+
+def description_of(engine) -> Description:
+    """Of an engine that has its parts."""
+    layout, placement, swap, config = engine.layout, engine.placement, engine.swap, engine.config
+    model, records = engine.model, [chunk.record for chunk in engine.registry.chunks]
+    moved = step_nbytes(layout, records, placement, _step(engine))
+    drives, rate = moved["nc"] + moved["cn"], swap.nbytes_per_s / engine.ranks.num_local if swap is not None else 0.0
+    of_one = next((record for record, chunk in zip(records, layout.chunks) if chunk.trainable), records[0])
+    links = [link for link in ("nc", "cn") if moved[link]] or [link for link in moved if moved[link]]
+    return Description(
+        model=type(model).__name__,
+        num_parameters=layout.num_parameters,
+        num_trainable=sum(spec.numel for spec in layout.specs if spec.trainable),
+        device=str(engine.device),
+        num_ranks=engine.ranks.world,
+        dtype=config.dtype,
+        stored={segment.name: segment.dtype for segment in of_one.segments},
+        tiers=_tiers(engine),
+        activations="device" if config.activations == "auto" else config.activations,
+        step_nbytes=moved,
+        drive_seconds=drives / rate if drives and rate else None,
+        bottleneck=max(links, key=moved.get, default=None),
+        tiled={name: len(module.tiles) for name, module in model.named_modules() if isinstance(module, Tiled)},
+    )
+
+
+def _step(engine) -> Step:
+    config, placement = engine.config, engine.placement
+    keep = config.residency == "auto"
+    return Step(
+        num_passes=engine.optimizer.accumulation_steps if engine.optimizer is not None else 1,
+        device_nbytes=max(placement.device_nbytes, expected_device_nbytes(config, engine.device.type, placement.device_nbytes)),
+        deferred=engine.updater.deferred,
+        keep=keep,
+        may_visit=planner.records_may_visit(weights=config.weights, states=config.states, keep=keep),
+        compresses=engine.compressor is not None and engine.compressor.codes,
+    )
+
+
+def _tiers(engine) -> dict[str, Tier]:
+    layout, placement = engine.layout, engine.placement
+    sizes = {tier: {kind: _at_home(placement, kind, tier) for kind in KINDS} for tier in TIERS}
+    if placement.pinned:
+        sizes["device"][WEIGHTS] = sum(map(span_nbytes, layout.spans))
+    used = {"device": placement.fixed_nbytes, "host": placement.host_nbytes, "nvme": placement.nvme_nbytes}
+    budgets = {"device": placement.device_nbytes, "host": engine.parts.host_nbytes, "nvme": engine.parts.nvme_room_nbytes}
+    return {
+        tier: Tier(
+            weights=found[WEIGHTS],
+            states=found[STATES],
+            gradients=found[GRADIENTS],
+            used=used[tier],
+            left=max(0, budgets[tier] - used[tier]),
+        )
+        for tier, found in sizes.items()
+    }
+
+
+def _at_home(placement: planner.Placement, kind: str, tier: str) -> int:
+    sizes = placement.on_nvme[kind] if tier == "nvme" else placement.sizes[kind]
+    return sum(nbytes for nbytes, home in zip(sizes, placement.homes[kind]) if home == tier)

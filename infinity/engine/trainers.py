@@ -1,0 +1,96 @@
+"""Trainers of other libraries that drive an engine's model without `infinity.integrations`: found by the call stack, and refused.
+
+Knows names of modules of these libraries, and imports none of them. Must not know what a trainer does, nor what an engine does.
+"""
+
+# [Note: how a trainer is found]
+# A trainer of another library moves models, skips optimizer steps and saves optimizer states. Without the integration, this fails late: at the
+# second micro-batch, or at the first checkpoint, of which a part is left. So the engine looks once, before the first training forward pass. A
+# Trainer of transformers or Lightning is on the call stack then. accelerate is not. But a module that its `prepare` has marked is being called,
+# and its wrapper around the optimizer exists. If only the optimizer was given to `prepare`, the wrapper is on the stack of step().
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+
+from torch import nn
+
+from infinity.errors import UsageError
+from infinity.model.parameters import owner_of
+
+_TRAINERS = {  # the beginning of a module's name, innermost library last: what its user calls it, and the lines that work
+    "transformers.trainer": (
+        "Trainer of transformers",
+        "from infinity.integrations.transformers import offloaded",
+        "trainer = offloaded(Trainer)(model=model, args=args, ...)",
+    ),
+    "lightning.pytorch": (
+        "Trainer of Lightning",
+        "from infinity.integrations.lightning import EngineStrategy",
+        "trainer = Trainer(strategy=EngineStrategy(config), ...)",
+    ),
+    "lightning.fabric": (
+        "Fabric of Lightning",
+        "from infinity.integrations.lightning import EngineFabricStrategy",
+        "fabric = Fabric(strategy=EngineFabricStrategy(config), ...)",
+    ),
+    "accelerate": (
+        "Accelerator of accelerate",
+        "from infinity.integrations.accelerate import offloaded",
+        "accelerator = offloaded(Accelerator)(...)",
+    ),
+}
+_SAME = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}  # older names of packages
+
+_taken: weakref.WeakSet = weakref.WeakSet()
+
+
+def note_integration(engine) -> bool:
+    """An integration gives this engine's model to a trainer. Returns whether this is the first time."""
+    is_new = engine not in _taken
+    _taken.add(engine)
+    return is_new
+
+
+def refuse_trainers(engine) -> None:
+    """Raise UsageError, with the two lines to write instead, if a trainer without integration drives the engine.
+
+    See [Note: how a trainer is found].
+    """
+    if engine in _taken:
+        return
+    found, is_prepared = _on_stack()
+    if is_prepared and _has_wrapped_optimizer(engine):
+        found.add("accelerate")
+    for module, (title, *lines) in _TRAINERS.items():
+        if module in found:
+            raise UsageError(
+                f"{title} drives a model that is in an engine, but does not know of the engine: accumulation, clipping or its first checkpoint "
+                f"would fail. Write instead:\n    " + "\n    ".join(lines)
+            )
+
+
+def _on_stack() -> tuple[set[str], bool]:
+    """The trainers that are on the call stack of this thread, and whether a module is there that accelerate has marked as prepared."""
+    found, is_prepared, frame = set(), False, sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        for old, new in _SAME.items():
+            if name == old or name.startswith(f"{old}."):
+                name = f"{new}{name.removeprefix(old)}"
+        found.update(module for module in _TRAINERS if name == module or name.startswith(f"{module}."))
+        called = frame.f_locals.get("self")
+        is_prepared |= isinstance(called, nn.Module) and bool(vars(called).get("_is_accelerate_prepared"))
+        frame = frame.f_back
+    return found, is_prepared
+
+
+def _has_wrapped_optimizer(engine) -> bool:
+    """Whether accelerate has wrapped an optimizer over the engine's parameters. A model alone is prepared for an evaluation, too."""
+    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    if wrapper is None:
+        return False
+    wrapped = [thing for thing in gc.get_objects() if issubclass(type(thing), wrapper) and "optimizer" in vars(thing)]
+    return any(owner_of(param) is engine for each in wrapped for group in each.optimizer.param_groups for param in group["params"])

@@ -1,0 +1,154 @@
+"""Bytes that one step moves over each link, counted before the first step.
+
+Knows a layout, its records and their placement. Must not know ops, clocks, threads or files.
+"""
+
+# [Note: how the bytes of a step are counted]
+# No op has run yet. The count plays a step whose forward pass uses each span once, in registration order, and whose backward pass uses each
+# span once, in the opposite order. Neighbouring spans of a large model count as one. `schedule.plan`, which orders real steps, says for this
+# trace how often each span is copied and gathered. A model that runs a layer several times, skips one, or shares weights moves other numbers
+# of bytes. `Engine.stats()` has the bytes that were moved. `infinity plan` runs the model's own ops, and plays slots of host memory as well.
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from infinity.plan import schedule
+from infinity.plan.compression import moved_nbytes
+from infinity.plan.needs import span_nbytes
+from infinity.plan.packing import WEIGHT_NBYTES, Layout
+from infinity.plan.placement import Placement, share_device
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
+from infinity.plan.schedule import Use
+
+MOST_GROUPS = 128  # of spans, in the trace that is played
+LINKS = ("nc", "cg", "gg", "rs", "gc", "cn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Properties of a step that change its bytes. num_passes: backward passes a step. device_nbytes: expected device budget, in bytes.
+    deferred: updates follow step(). keep: copies stay where there is room. may_visit: records may come to the device. compresses: floats on
+    NVMe are coded."""
+
+    num_passes: int
+    device_nbytes: int
+    deferred: bool
+    keep: bool
+    may_visit: bool
+    compresses: bool
+
+
+def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement, step: Step) -> dict[str, int]:
+    """Bytes that a rank moves in one step, by link; see [Note: how the bytes of a step are counted]."""
+    visiting, staying = _guests(layout, records, placement, step)
+    copies, gathers = _fetches(layout, placement, step, visiting, staying)
+    stay = {index for span in staying for index in layout.spans[span].chunks}
+    num_kept = _num_kept(layout, placement, step, visiting)
+    found = dict.fromkeys(LINKS, 0)
+    for chunk, record in zip(layout.chunks, records):
+        whole, shard = (numel * WEIGHT_NBYTES[chunk.dtype] for numel in (chunk.numel, record.numel))  # of weights, and of gradients
+        homes = {kind: placement.homes[kind][chunk.index] for kind in KINDS}
+        if layout.world > 1:
+            found["gg"] += gathers[chunk.span] * whole
+            found["rs"] += step.num_passes * whole if chunk.trainable else 0
+        if chunk.span in visiting or homes[STATES] == "device" or (placement.pinned and not chunk.trainable):
+            continue  # the record needs no other tier
+        found["cg"] += copies[chunk.span] * shard
+        found["gc"] += step.num_passes * shard if chunk.trainable else 0
+        for kind, num_reads in ((WEIGHTS, copies[chunk.span]), (STATES, 1), (GRADIENTS, step.num_passes)):
+            if homes[kind] != "nvme" or (kind == GRADIENTS and (not _spills(step) or chunk.index in stay)):
+                continue
+            if kind == WEIGHTS and chunk.trainable:
+                num_reads = max(num_reads, 1)  # its update needs it
+            num_writes = num_reads if kind == GRADIENTS else int(chunk.trainable)
+            if num_kept[kind]:
+                num_kept[kind] -= 1
+                num_reads, num_writes = 0, 0 if kind == GRADIENTS else num_writes
+            read, written = nvme_nbytes(placement, record, kind, chunk.index, compresses=step.compresses)
+            found["nc"] += num_reads * read
+            found["cn"] += num_writes * written
+    return found
+
+
+def _spills(step: Step) -> bool:
+    """Whether gradients wait for a later pass or for step(), so that they may leave for NVMe meanwhile."""
+    return step.deferred or step.num_passes > 1
+
+
+def _num_kept(layout: Layout, placement: Placement, step: Step, visiting: Mapping[int, int]) -> dict[str, int]:
+    """By kind, how many chunks without a place in host memory find their copy still in a slot when it is next needed."""
+    found = {}
+    for kind in KINDS:
+        num = sum(home == "nvme" and chunk.span not in visiting for home, chunk in zip(placement.homes[kind], layout.chunks))
+        slots = placement.slots[kind]
+        if slots < num:  # two slots are always on their way to the next chunks; weights, used twice and more, pass through all of them
+            slots = max(0, slots - 2) if kind != WEIGHTS else 0
+        found[kind] = min(slots, num)
+    return found if step.keep else dict.fromkeys(KINDS, 0)
+
+
+def nvme_nbytes(placement: Placement, record: Record, kind: str, index: int, *, compresses: bool) -> tuple[int, int]:
+    """Bytes that one read and one write of a chunk's copy of this kind move between host memory and NVMe, in the mean of some updates."""
+    nbytes = placement.sizes[kind][index]
+    if kind == GRADIENTS or not (compresses or placement.pool_nbytes):
+        return nbytes, nbytes
+    late = placement.in_slots[kind][index] > nbytes
+    return moved_nbytes(record.of(kind, late=late), placement.num_late, codes=compresses, pools=placement.pool_nbytes > 0)
+
+
+def _guests(
+    layout: Layout, records: Sequence[Record], placement: Placement, step: Step
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Spans whose records the device has room for, and those whose waiting gradients it has room for: their bytes there."""
+    room_nbytes = step.device_nbytes - placement.gradient_limit_nbytes
+    if not step.may_visit or room_nbytes <= sum(map(span_nbytes, layout.spans)):  # all weights come first
+        return {}, {}
+    found = share_device(
+        layout,
+        records,
+        placement.homes[STATES],
+        room_nbytes=room_nbytes,
+        gradient_itemsize=4 if step.num_passes > 1 else None,
+        may_stay=placement.may_stay,
+    )
+    visiting, staying = map(dict, found)
+    return visiting, staying
+
+
+def _fetches(
+    layout: Layout, placement: Placement, step: Step, visiting: Mapping[int, int], staying: Mapping[int, int]
+) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """How often each span is copied to the device in a step, and how often gathered. The second pass of a step and all later ones are
+    alike."""
+    nbytes = {span.index: 0 if placement.pinned else span_nbytes(span) for span in layout.spans}
+    taken = placement.fixed_nbytes + sum(visiting.values()) + sum(staying.values()) + sum(nbytes[span] for span in visiting)
+    nbytes |= dict.fromkeys(visiting, 0)
+    groups = _groups(list(nbytes))
+    planned = functools.partial(_planned, [sum(map(nbytes.get, group)) for group in groups], step.device_nbytes - taken, step.keep)
+    found, more = planned(1), step.num_passes - 1
+    if more:
+        found = [[one + more * (two - one) for one, two in zip(*counts)] for counts in zip(found, planned(2))]
+    return tuple({span: num for group, num in zip(groups, counts) for span in group} for counts in found)
+
+
+def _groups(spans: Sequence[int]) -> list[Sequence[int]]:
+    """Neighbours together, so that the count takes milliseconds whatever the model's size."""
+    size = math.ceil(len(spans) / MOST_GROUPS)
+    return [spans[start : start + size] for start in range(0, len(spans), size)]
+
+
+def _planned(nbytes: Sequence[int], budget: int, keep: bool, num_passes: int) -> tuple[list[int], list[int]]:
+    """How often each group is copied and gathered in a step of so many passes. nbytes: of each group."""
+    forward = [Use(("forward", group), (group,)) for group in range(len(nbytes))]
+    backward = [Use(("backward", group), (group,)) for group in reversed(range(len(nbytes)))]
+    copies, gathers = [0] * len(nbytes), [0] * len(nbytes)
+    for action in schedule.plan((forward + backward) * num_passes, nbytes=dict(enumerate(nbytes)), budget=budget, keep=keep):
+        if isinstance(action, schedule.Copy):
+            copies[action.span] += 1
+        elif isinstance(action, schedule.Gather):
+            gathers[action.span] += 1
+    return copies, gathers

@@ -1,0 +1,176 @@
+"""The start block and `infinity.describe`: when it is printed, and that its numbers are those of the engine."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from test_ranks import World
+from torch import nn
+
+import infinity
+from infinity.model.gpt import GPT
+from infinity.plan.traffic import MOST_GROUPS, _groups
+
+ON_NVME = {"weights": "nvme", "states": "nvme", "residency": "none"}
+STEP_LINKS = ("nc", "cg", "gg", "rs", "gc", "cn")
+
+
+def build(folder, **options):
+    """A GPT of 230,000 parameters and its optimizer. options: of Config, and of the optimizer."""
+    own = {name: options.pop(name) for name in ("max_grad_norm", "accumulation_steps") if name in options}
+    torch.manual_seed(0)
+    with infinity.init(infinity.Config(nvme=folder, device="cpu", chunk_mib=1 / 16, **options)):
+        model = GPT(hidden=64, layers=4, heads=4, vocab=256, seq=16)
+    return model, infinity.AdamW(model.parameters(), **own)
+
+
+def moved(model, optimizer, num_steps):
+    """Bytes by link of each step, in the mean of the last ones."""
+    found, tokens = [], torch.randint(256, (2, 16))
+    for _ in range(num_steps + 3):
+        for _ in range(optimizer.accumulation_steps):
+            model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({link: totals["nbytes"] for link, totals in infinity.engine_of(model).stats()["links"].items()})
+    return {link: (found[-1][link] - found[2][link]) / num_steps for link in STEP_LINKS}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ON_NVME | {"compression": "off", "host_memory": "1MiB", "device_memory": "512KiB"},
+        ON_NVME | {"dtype": "fp32", "max_grad_norm": 1.0, "host_memory": "2MiB", "device_memory": "1MiB"},
+        {"host_memory": "3MiB", "device_memory": "512KiB", "accumulation_steps": 3, "max_grad_norm": 1.0},
+        {"weights": "host", "states": "host", "device_memory": "512KiB"},
+        {"weights": "device", "states": "host", "device_memory": "2MiB"},
+        {"device_memory": "64MiB"},
+    ],
+    ids=["nvme", "nvme fp32", "passes", "host", "weights on the device", "device"],
+)
+def test_bytes_a_step_are_about_those_that_a_step_moves(options, tmp_path):
+    model, optimizer = build(tmp_path, **options)
+    with infinity.engine_of(model):
+        expected = infinity.describe(model).step_nbytes
+        found = moved(model, optimizer, 16)
+    for link in ("cg", "gc"):
+        assert expected[link] == pytest.approx(found[link], rel=0.06)
+    for link in ("nc", "cn"):
+        assert expected[link] == pytest.approx(found[link], rel=0.25)
+    assert expected["gg"] == expected["rs"] == 0
+
+
+@pytest.mark.long
+def test_two_ranks_expect_what_they_gather_and_reduce(tmp_path):
+    world = World(2, tmp_path)
+    results = world.run(_of_two_ranks, tmp_path)
+    world.close()
+    for description, found in results:
+        assert description.num_ranks == 2 and "2 ranks, bytes are of one" in str(description)
+        for link in ("gg", "rs", "cg", "gc"):
+            assert description.step_nbytes[link] == pytest.approx(found[link], rel=0.06), link
+
+
+def _of_two_ranks(folder):
+    model, optimizer = build(folder, weights="host", states="host", device_memory="1MiB")
+    with infinity.engine_of(model):
+        return infinity.describe(model), moved(model, optimizer, 16)
+
+
+def test_tiers_hold_what_the_placement_says_and_what_is_left(tmp_path):
+    model, _ = build(tmp_path, host_memory="2MiB", device_memory="512KiB", compression="off")
+    with infinity.engine_of(model) as engine:
+        found, stats = infinity.describe(model), engine.stats()
+        assert sum(tier.weights + tier.states for tier in found.tiers.values()) == stats["state_nbytes"]
+        assert found.tiers["host"].used + found.tiers["host"].left == 2 << 20
+        assert found.tiers["device"].used + found.tiers["device"].left == 512 << 10
+        assert found.tiers["nvme"].used == engine.placement.nvme_nbytes > 0 and found.tiers["nvme"].left > 0
+        assert found.stored == {"weight": "bf16", "residual": "int16", "momentum": "fp32", "variance": "fp32"}
+        assert found.num_parameters == found.num_trainable == stats["num_parameters"]
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            found.dtype = "fp32"
+
+
+def test_seconds_and_bottleneck_come_from_the_drives_if_these_were_measured(tmp_path, monkeypatch):
+    model, _ = build(tmp_path, weights="nvme", states="nvme", residency="none", compression="off")
+    with infinity.engine_of(model) as engine:
+        found = infinity.describe(model)
+        assert found.drive_seconds is None and "drives are not measured" in str(found)
+        monkeypatch.setattr(type(engine.swap), "nbytes_per_s", 1e6)
+        found = infinity.describe(model)
+        assert found.drive_seconds == (found.step_nbytes["nc"] + found.step_nbytes["cn"]) / 1e6
+        assert found.bottleneck == "nc" and "bottleneck: NVMe to host; at least" in str(found)
+
+
+def test_the_block_has_at_most_12_lines_of_100_columns(tmp_path):
+    model, _ = build(tmp_path, host_memory="3MiB", device_memory="512KiB", tile_above="16KiB", max_grad_norm=1.0)
+    with infinity.engine_of(model):
+        found = infinity.describe(model)
+        assert found.tiled
+        large = dict.fromkeys(("weights", "states", "gradients", "used"), 1000 << 40)
+        tier = dataclasses.replace(found.tiers["host"], **large)
+        wide = {"step_nbytes": dict.fromkeys(STEP_LINKS, 1000 << 40), "tiers": dict.fromkeys(found.tiers, tier), "num_ranks": 512}
+        for description in (found, dataclasses.replace(found, num_parameters=10**12, drive_seconds=1234.5, **wide)):
+            lines = str(description).splitlines()
+            assert len(lines) <= 12 and max(map(len, lines)) <= 100
+
+
+def test_layers_in_tiles_are_named_with_how_to_keep_them_whole(tmp_path):
+    for above, expected in ("16KiB", True), (None, False):
+        model, _ = build(tmp_path, device_memory="512KiB", tile_above=above)
+        with infinity.engine_of(model):
+            found = infinity.describe(model)
+            assert bool(found.tiled) is expected is ("cut into" in str(found)) is ("tile_above=None" in str(found))
+            for name, num in found.tiled.items():
+                assert len(model.get_submodule(name).tiles) == num > 1
+
+
+def test_a_logger_of_its_own_gets_the_block_once_on_rank_0(tmp_path, caplog):
+    model, _ = build(tmp_path)
+    with infinity.engine_of(model):
+        model(torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1, 16, dtype=torch.int64)).backward()
+        (record,) = [record for record in caplog.records if record.name == "infinity.start"]
+        assert record.levelno == logging.INFO and record.getMessage() == str(infinity.describe(model))
+
+
+def test_verbose_false_ends_the_block(tmp_path, caplog):
+    model, _ = build(tmp_path, verbose=False)
+    with infinity.engine_of(model):
+        assert not caplog.records and infinity.describe(model).model == "GPT"
+
+
+def test_the_block_goes_to_stderr_only_if_no_handler_would_get_it(tmp_path, capsys, caplog, monkeypatch):
+    logger = logging.getLogger("infinity.start")
+    monkeypatch.setattr(logger, "propagate", False)  # as in a program that has configured no logging
+    for number, expected in enumerate(("infinity: Linear, 72 parameters (all trainable), on cpu", "", "")):
+        if number == 1:
+            logger.addHandler(caplog.handler)
+        elif number == 2:
+            logger.removeHandler(caplog.handler)
+            monkeypatch.setattr(logger, "level", logging.WARNING)
+            logger.manager._clear_cache()
+        model = nn.Linear(8, 8)
+        with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu")):
+            infinity.AdamW(model.parameters())
+            assert capsys.readouterr().err.partition("\n")[0] == expected
+            assert len(caplog.records) == (number >= 1)
+
+
+def test_a_model_whose_engine_has_not_started_or_is_closed_is_refused(tmp_path):
+    model = nn.Linear(8, 8)
+    with pytest.raises(infinity.ConfigError, match="is in no engine"):
+        infinity.describe(model)
+    engine = infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu"))
+    with pytest.raises(infinity.UsageError, match="Create the optimizer first"):
+        infinity.describe(model)
+    infinity.AdamW(model.parameters())
+    engine.close()
+    with pytest.raises(infinity.UsageError, match="closed"):
+        infinity.describe(model)
+
+
+def test_the_count_of_a_large_model_is_made_of_few_groups():
+    for num in (1, MOST_GROUPS, MOST_GROUPS + 1, 10_000):
+        groups = _groups(range(num))
+        assert len(groups) <= MOST_GROUPS and [span for group in groups for span in group] == list(range(num))
