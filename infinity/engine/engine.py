@@ -254,6 +254,8 @@ class Engine(NotCopied):
         except BaseException:
             self.optimizer = before
             raise
+        if before is not None:
+            before.be_replaced(optimizer.made_at)
         self.cycle.optimizer, self.cycle.scaler = optimizer, scaler
         config = self.config
         if planner.records_may_visit(weights=config.weights, states=config.states, keep=config.residency == "auto"):

@@ -89,7 +89,7 @@ class Elementwise(torch.optim.Optimizer):
         if len(engines) > 1:
             raise ConfigError("the parameters belong to several engines; make one optimizer for each")
         (self._engine,) = engines.values()
-        self.made_at = _caller()
+        self.made_at, self._replaced_by = _caller(), None
         self._engine.attach(self)
 
     def _refuse_unknown(self, name: str, defaults: dict) -> None:
@@ -120,9 +120,13 @@ class Elementwise(torch.optim.Optimizer):
         self._engine.zero_grad()
 
     def _require_in_force(self, what: str) -> None:
-        """Raise UsageError where the engine has another optimizer by now."""
-        if (other := self._engine.optimizer) is not self:
-            raise UsageError(f"{what} of an optimizer that was replaced by the one of {other.made_at}. Use that one")
+        """Raise UsageError if the engine has another optimizer by now."""
+        if self._replaced_by is not None:
+            raise UsageError(f"{what} of an optimizer that was replaced by the one of {self._replaced_by}. Use that one")
+
+    def be_replaced(self, made_at: str) -> None:
+        """The engine has another optimizer from now on, which is made in this file and line."""
+        self._replaced_by = made_at
 
     def add_param_group(self, param_group: dict) -> None:
         if getattr(self, "_engine", None) is not None:
