@@ -629,6 +629,7 @@ def not_a_number(model, engine, optimizer, folder):
     dtype = torch.float16 if engine.cycle.scaler is not None else torch.float32
     loss_of(model((inputs(model, 0) * math.nan).to(dtype))).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def flush(model, engine, optimizer, folder):

@@ -561,6 +561,7 @@ def test_the_engine_holds_what_was_planned(tmp_path, mode, update, accumulation_
             for _ in range(accumulation_steps):
                 model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
             adam.step()
+            adam.zero_grad()
         engine.flush()
         stats, placement = engine.stats(), engine.placement
         assert placement.host_nbytes <= config.host_memory

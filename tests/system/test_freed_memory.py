@@ -33,6 +33,7 @@ TRAINING = """
     for step in range(4):
         model(x, x).backward()
         optimizer.step()
+        optimizer.zero_grad()
         check(f"step {step}")
     infinity.save(f"{directory}/saved", model, optimizer)
     check("save")
@@ -40,6 +41,7 @@ TRAINING = """
     check("load")
     model(x, x).backward()
     optimizer.step()
+    optimizer.zero_grad()
     check("the step after")
 """
 

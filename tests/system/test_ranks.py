@@ -614,6 +614,7 @@ def poisoned(folder, nonfinite):
             loss.backward()
             try:
                 adam.step()
+                adam.zero_grad()
             except infinity.NonFiniteError as error:
                 raised = str(error)
             adam.zero_grad()
@@ -714,6 +715,7 @@ def tiny(folder, frozen, compression):
             loss = model(torch.ones(4, 8)).square().mean()
             loss.backward()
             adam.step()
+            adam.zero_grad()
             losses.append(loss.item())
     return losses
 
@@ -781,6 +783,7 @@ def changed(folder):
         for step in range(2):
             model(*map(share, tokens(step, 0))).backward()
             adam.step()
+            adam.zero_grad()
         with infinity.gathered([model.token.weight, model.norm.weight]), torch.no_grad():
             if dist.get_rank() == 0:
                 model.token.weight.fill_(0.5)
@@ -796,6 +799,7 @@ def changed(folder):
             output, expected = (m(*tokens(7, 0)).item() for m in (model, plain))
         model(*map(share, tokens(3, 0))).backward()
         adam.step()
+        adam.zero_grad()
         return {
             "token": weights["token.weight"],
             "norm": weights["norm.weight"],
@@ -1112,6 +1116,7 @@ def starting(folder, loser):
     for _ in range(3):
         model(*tokens(0, 0)).backward()
         adam.step()
+        adam.zero_grad()
 
 
 @pytest.mark.parametrize("loser", [0, 1])
