@@ -40,6 +40,7 @@ import torch
 from torch import nn
 
 from infinity.config import DEFAULT_NVME, Config
+from infinity.engine.answers import FirstValues
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, SwapError
 from infinity.output import check_file, check_plot, give, pyplot, table
@@ -155,7 +156,7 @@ class Bench:
         torch.manual_seed(0)  # every rank has the same weights
         numbers = torch.randn(numel + _SHIFT * arguments.layers).to(torch.bfloat16)
         self.model = nn.Sequential(*(Layer(numel) for _ in range(arguments.layers)))
-        self.engine = Engine(self.model, config, lambda index, param: numbers[_SHIFT * index :][:numel])
+        self.engine = Engine(self.model, config, _Shifted(numbers))
         self.device, self.world = self.engine.device, world
         self.cuda = self.device.type == "cuda"
         self.pace = Pace()
@@ -324,6 +325,16 @@ class Bench:
                     f"layer {index} of {self.num_layers} saw {num_wrong} words of 8 bytes that are not those put there; check the drive",
                     str(self.engine.config.nvme[0]),
                 )
+
+
+class _Shifted(FirstValues):
+    """Each layer has the numbers of the layer before, shifted by _SHIFT."""
+
+    def __init__(self, numbers: torch.Tensor):
+        self._numbers = numbers
+
+    def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
+        return self._numbers[_SHIFT * index :][: param.numel()]
 
 
 class Layer(nn.Module):
