@@ -49,8 +49,8 @@ REGION_NBYTES = 4 << 30  # of records that stay in host memory: one is pinned wh
 
 @dataclass
 class Assembly:
-    """The parts of one engine. swap is None where nothing lives on NVMe, compressor where all its bytes are moved each time, activations
-    where they stay on the device. host_nbytes: what all of it may take of host memory. ahead: of all parameters' first values."""
+    """The parts of one engine. swap is None where nothing lives on NVMe, compressor where no record does, activations where they stay on
+    the device. host_nbytes: what all of it may take of host memory. ahead: of all parameters' first values."""
 
     layout: Layout
     placement: planner.Placement
@@ -191,13 +191,14 @@ def _connect(
     arena, lock = Arena(pin=cuda), Monitor()
     undo.callback(arena.close)
     compressor_ = None
+    is_on_nvme = any(extent is not None for kind in KINDS for extent in extents[kind])
     buffers_nbytes, pool_nbytes, num_late = placement.compression_nbytes, placement.pool_nbytes, placement.num_late
     if not compresses:  # buffers may have been planned, and a pool for gradients that are coded
         late = [records[index] for index in planner.late_chunks(placement) if num_late]
         buffers_nbytes, pool_nbytes = 0, pool_nbytes + buffers_nbytes
         num_late = most_late([compression.pooled_nbytes(record, codes=False) for record in late], pool_nbytes)
-    if compresses or num_late:
-        compressor_ = Compressor(swap, arena, buffers_nbytes, pool_nbytes)
+    if is_on_nvme:  # also where nothing is coded or late: the compressor does not write moments that are zero
+        compressor_ = Compressor(swap, arena, buffers_nbytes, pool_nbytes if compresses or num_late else 0)
         undo.callback(compressor_.close)
     rooms = zip(placement.in_slots[STATES], placement.sizes[STATES], extents[STATES])
     late_nbytes = [in_slot - nbytes if num_late and extent is not None else 0 for in_slot, nbytes, extent in rooms]
