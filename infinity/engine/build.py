@@ -26,7 +26,7 @@ from infinity.system.arena import PAGE_NBYTES, Arena, Slots
 from infinity.system.capacity import host_free_nbytes
 from infinity.system.events import Events
 from infinity.system.failure import FirstFailure
-from infinity.system.freed_memory import keep_freed_memory
+from infinity.system.freed_memory import Freed, keep_freed_memory
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Lane, Monitor
 from infinity.system.mapped import ReadAhead
@@ -49,9 +49,9 @@ REGION_NBYTES = 4 << 30  # of records that stay in host memory: one is pinned wh
 
 @dataclass
 class Assembly:
-    """The parts of one engine. swap is None where nothing lives on NVMe, compressor where all its bytes are moved each time, activations
-    where they stay on the device. host_nbytes: what all of it may take of host memory. ahead: of all parameters' first values.
-    nvme_room_nbytes: room that this rank found in the swap directories."""
+    """The parts of one engine. swap is None where nothing lives on NVMe, compressor where no record does, activations where they stay on
+    the device. host_nbytes: what all of it may take of host memory. ahead: of all parameters' first values. nvme_room_nbytes: room that
+    this rank found in the swap directories."""
 
     layout: Layout
     placement: planner.Placement
@@ -68,6 +68,7 @@ class Assembly:
     weights: Weights
     activations: Activations | None
     host_nbytes: int
+    freed: Freed
     ahead: ReadAhead | None = None
     nvme_room_nbytes: int = 0
 
@@ -183,7 +184,7 @@ def _connect(
         chunk.weights_home = placement.homes[WEIGHTS][index]
         chunk.states_home = placement.homes[STATES if chunk.trainable else WEIGHTS][index]
     registry = Registry(layout_, params, spans, chunks)
-    tier = DeviceTier(placement.device_nbytes - placement.fixed_nbytes)
+    tier, freed = _device_tier(placement, cuda)
     for span in spans:
         span.pinned = placement.pinned or chunks[span.span.chunks[0]].states_home == "device"
         if span.pinned:
@@ -198,8 +199,8 @@ def _connect(
         late = [records[index] for index in planner.late_chunks(placement) if num_late]
         buffers_nbytes, pool_nbytes = 0, pool_nbytes + buffers_nbytes
         num_late = most_late([compression.pooled_nbytes(record, codes=False) for record in late], pool_nbytes)
-    if compresses or num_late:
-        compressor_ = Compressor(swap, arena, buffers_nbytes, pool_nbytes)
+    if any(map(any, extents.values())):  # also where nothing is coded or late: the compressor does not write moments that are zero
+        compressor_ = Compressor(swap, arena, buffers_nbytes, pool_nbytes if compresses or num_late else 0)
         undo.callback(compressor_.close)
     rooms = zip(placement.in_slots[STATES], placement.sizes[STATES], extents[STATES])
     late_nbytes = [in_slot - nbytes if num_late and extent is not None else 0 for in_slot, nbytes, extent in rooms]
@@ -252,9 +253,8 @@ def _connect(
     values = Values(registry, records_, updater, tier, ranks)
     weights = Weights(values, course, gather_lane, gather_stream, device, events)
     undo.callback(weights.close)
-    made = Assembly(
-        layout_, placement, swap, compressor_, arena, registry, tier, course, records_, gradients, updater, values, weights, None, host_budget
-    )
+    parts = (layout_, placement, swap, compressor_, arena, registry, tier, course, records_, gradients, updater, values, weights)
+    made = Assembly(*parts, activations=None, host_nbytes=host_budget, freed=freed)
     if config.activations in ("host", "nvme"):
         made.keep_activations(config.activations)
     return made
@@ -294,6 +294,15 @@ def _make_swap(
         swap.close()
         raise
     return swap, extents, compresses
+
+
+def _device_tier(placement: planner.Placement, cuda: bool) -> tuple[DeviceTier, Freed]:
+    """On the CPU the device's memory is host memory, too."""
+    span_nbytes = 0 if cuda else placement.device_nbytes
+    held = lambda: (0, 0) if cuda else (tier.held_nbytes, tier.peak_nbytes)
+    freed = Freed(placement.host_nbytes + span_nbytes, span_nbytes, held)
+    tier = DeviceTier(placement.device_nbytes - placement.fixed_nbytes, None if cuda else freed.note_allocated)
+    return tier, freed
 
 
 def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Resident]:

@@ -46,7 +46,6 @@ from infinity.system import interrupts
 from infinity.system.capacity import device_of, gauge_of
 from infinity.system.dropped import close_with
 from infinity.system.events import Events
-from infinity.system.freed_memory import Freed
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Lane
 from infinity.system.mapped import ReadAhead
@@ -359,7 +358,7 @@ class Engine(NotCopied):
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
         self.records, self.gradients, self.updater = parts.records, parts.gradients, parts.updater
         self.values, self.weights, self.course = parts.values, parts.weights, parts.course
-        self.compressor = parts.compressor
+        self.compressor, self.freed = parts.compressor, parts.freed
         self.events.count_slots = self.records.slots_in_use
         try:
             bound_nbytes = None if self.config.device_memory == "auto" else self.config.device_memory
@@ -375,8 +374,6 @@ class Engine(NotCopied):
             raise
         self.answers.begin(parts, self.cycle)
         self.gate.begin(self.cycle)  # from here on it has started
-        span_nbytes = self.placement.device_nbytes if self.device.type == "cpu" else 0
-        self.freed = Freed(self.placement.host_nbytes + span_nbytes, span_nbytes)
         self.freed.give_back()
         tell_start(self)
 

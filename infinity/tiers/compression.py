@@ -162,8 +162,8 @@ class Read:
 
 
 class Compressor:
-    """Moves fewer bytes of a swap's extents: floats are coded, and moments may be late. arena: gives nbytes for buffers, see
-    `buffers_nbytes`, with 0 nothing is coded; and pool_nbytes for gradients of late moments."""
+    """Moves fewer bytes of a swap's extents: floats are coded, moments may be late, and zeros of a first record are not written. arena:
+    gives nbytes for buffers, see `buffers_nbytes`, with 0 nothing is coded; and pool_nbytes for gradients of late moments."""
 
     def __init__(self, swap: Swap, arena: Arena, nbytes: int, pool_nbytes: int = 0):
         self.swap = swap

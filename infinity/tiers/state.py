@@ -324,9 +324,13 @@ class SpanState:
 
 
 class DeviceTier:
-    """Device memory of all spans, with its budget. The training thread allocates and frees, or one that it waits for; any may `book`."""
+    """Device memory of all spans, with its budget. The training thread allocates and frees, or one that it waits for; any may `book`.
 
-    def __init__(self, budget_nbytes: int):
+    on_allocated(nbytes): called after the memory of a span was allocated; None where nobody asks.
+    """
+
+    def __init__(self, budget_nbytes: int, on_allocated: Callable[[int], None] | None = None):
+        self.on_allocated = on_allocated
         self.budget_nbytes = budget_nbytes  # for spans that come and go, what else the engine holds is booked by `book`
         self.limit_nbytes = budget_nbytes  # up to which ops under way may hold more than that
         self.used_nbytes = 0
@@ -354,6 +358,8 @@ class DeviceTier:
         if not span.pinned:
             self.used_nbytes += span.nbytes
         self._note_peak()
+        if self.on_allocated is not None:
+            self.on_allocated(span.nbytes)
 
     def free(self, span: SpanState) -> None:
         assert not span.pinned

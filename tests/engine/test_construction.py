@@ -24,8 +24,10 @@ from infinity.engine.sizing import budgets
 from infinity.engine.foreign import watch_replicas
 from infinity.errors import UsageError
 from infinity.model import draws
+from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.ranks import Ranks
 from infinity.system.scratch import Scratch
+from infinity.tiers.state import TORCH_DTYPES
 
 construction = sys.modules["infinity.engine.construction"]
 
@@ -587,25 +589,41 @@ def test_the_programs_default_device_is_not_that_of_a_draw(config, counts):
     infinity.engine_of(model).close()
 
 
-@pytest.mark.parametrize("compression, states_nbytes", [("auto", 0), ("off", 10)])
-def test_states_that_are_zero_are_not_written_to_nvme(compression, states_nbytes, tmp_path, counts):
-    """Values of bf16 are their own masters; 12 bytes a parameter, of which the weights are 2."""
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "compression, host_memory, num_late", [("auto", "auto", 2), ("auto", "128KiB", 0), ("off", "auto", 0)], ids=["late", "little", "off"]
+)
+def test_first_moments_are_not_written_to_nvme(compression, host_memory, num_late, dtype, tmp_path, counts):
+    """All moments are zero before the first update. host_memory: with room for gradients of late moments, and without. dtype: that of
+    the model's values; a value that is bf16 is its own master, and its residual is zero, too."""
     config = infinity.Config(
-        nvme=tmp_path, device="cpu", dtype="bf16", weights="nvme", states="nvme", residency="none", compression=compression, chunk_mib=1 / 64
+        nvme=tmp_path,
+        device="cpu",
+        dtype="bf16",
+        weights="nvme",
+        states="nvme",
+        residency="none",
+        compression=compression,
+        chunk_mib=1 / 64,
+        host_memory=host_memory,
     )
+    make = lambda: mlp(6).to(TORCH_DTYPES[dtype])
     torch.manual_seed(0)
-    expected = mlp(6).bfloat16()
+    expected = make()
     torch.manual_seed(0)
     with infinity.init(config):
-        model = mlp(6).bfloat16()
+        model = make()
     infinity.AdamW(model.parameters())
     with infinity.engine_of(model) as engine:
-        numels = [(chunk.record.weight_nbytes // 2, chunk.record.states_nbytes) for chunk in engine.registry.chunks]
-        assert engine.stats()["nvme_write_nbytes"] == sum(2 * numel + (states if states_nbytes else 0) for numel, states in numels)
+        assert engine.placement.num_late == num_late
+        records = [chunk.record for chunk in engine.registry.chunks]
+        written = {"weight"} if dtype == "bf16" else {"weight", "residual"}
+        segments = [segment for record in records for kind in (WEIGHTS, STATES) for segment in record.of(kind)]
+        assert engine.stats()["nvme_write_nbytes"] == sum(nbytes for segment, _, nbytes in segments if segment.name in written)
         for param, other in zip(model.parameters(), expected.parameters(), strict=True):
             state = engine.read_state(param)
-            assert_same_bits(state.pop("weight"), other.detach(), other.shape)
-            assert all(value.eq(0).all() for value in state.values()) and len(state) == 3
+            assert_same_bits(state.pop("weight"), other.detach().bfloat16(), other.shape)
+            assert all(value.eq(0).all() for name, value in state.items() if name not in written) and len(state) == 3
 
 
 def test_what_a_parameter_costs_does_not_grow_with_their_number(tmp_path, monkeypatch):

@@ -205,7 +205,7 @@ def test_a_start_that_is_interrupted_once_its_parts_stand_ends_their_threads(tmp
 def test_what_an_engine_is_asked_that_could_not_start_is_one_error_with_the_reason(tmp_path):
     """Weights that had left for their first records are gone: nothing may show what stands for them, nor start again with that."""
     engine = infinity.offload(model := linears(), infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME))
-    _aio._inject("write", 1, 1, -errno.ENOSPC)
+    _aio._inject("write", 0, 1, -errno.ENOSPC)
     with pytest.raises(infinity.SwapError):
         infinity.AdamW(model.parameters())
 

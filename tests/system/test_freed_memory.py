@@ -4,7 +4,7 @@ import pytest
 from helpers import run_python
 
 from infinity.system import freed_memory
-from infinity.system.freed_memory import LEAST_NBYTES, Freed
+from infinity.system.freed_memory import LEAST_NBYTES, LOOK_NBYTES, MOST_NBYTES, Freed
 
 TRAINING = """
     import ctypes, sys
@@ -54,31 +54,115 @@ def test_a_settled_process_takes_its_budgets_and_what_pytorch_takes(sizes, tmp_p
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_memory_goes_back_when_it_has_grown_by_a_share_of_the_budgets_or_by_more_than_a_step_needs(monkeypatch):
-    sizes, trims = [], []
-    monkeypatch.setattr(freed_memory, "resident_nbytes", lambda: sizes.pop(0))
-    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda name: type("Libc", (), {"malloc_trim": lambda self, pad: trims.append(pad)})())
-    kept = Freed(1000 << 20)
-    for found, num_trims in (([900 << 20, 500 << 20], 1), ([600 << 20], 1), ([601 << 20, 550 << 20], 2), ([300 << 20], 2), ([401 << 20] * 2, 3)):
-        sizes[:] = found
-        kept.give_back()
-        assert (len(trims), sizes) == (num_trims, [])
-    spans = Freed(100 << 20, span_nbytes=50 << 20)
-    trims.clear()
-    for end, found, num_trims in (
-        (spans.give_back, [400 << 20, 300 << 20], 1),
-        (spans.give_back_after_step, [350 << 20], 1),
-        (spans.give_back_after_step, [351 << 20, 310 << 20], 2),
-        (spans.give_back, [327 << 20, 310 << 20], 3),
+PASSES = """
+    import sys
+    import torch, infinity
+    from torch import nn
+    from infinity.system.freed_memory import resident_nbytes
+
+    directory, width, host_mib, device_mib, most_mib, *depths = sys.argv[1], *map(int, sys.argv[2:])
+    budgets = {"device_memory": device_mib << 20, "host_memory": host_mib << 20}
+    config = infinity.Config(nvme=directory, device="cpu", dtype="fp32", weights="nvme", states="nvme", residency="none", **budgets)
+    for depth in depths:
+        with infinity.init(config):
+            model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+        optimizer = infinity.AdamW(model.parameters())  # the engine starts: its host memory is resident from now on
+        peak = start = resident_nbytes()
+
+        def note(*_):
+            global peak
+            peak = max(peak, resident_nbytes())
+
+        for layer in model:
+            layer.register_forward_hook(lambda layer, inputs, output: (note(), output.register_hook(note))[0])
+        for step in range(2):
+            model(torch.randn(4, width)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine = infinity.engine_of(model)
+        grown = (peak - start) / 2**20
+        print(f"{depth} layers: {grown:.0f} MiB in a pass, {device_mib} MiB of spans and {most_mib} MiB expected at most", flush=True)
+        assert grown <= device_mib + most_mib
+        engine.close()
+        del model, optimizer, engine
+"""
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(512, 24, 16, 56, 30, 60, 120), pytest.param((1024, 256, 128, 120, 64, 128, 190), marks=pytest.mark.long)],
+    ids=["8 to 31 M parameters", "67 to 199 M parameters"],
+)
+def test_a_pass_of_any_model_stays_within_its_budgets(sizes, tmp_path):
+    """Resident memory in a pass grows by the device memory's budget and a constant, whatever the size of the model."""
+    done = run_python(PASSES, tmp_path, *sizes)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Resident memory in MiB as looks find it in turn; and how often blocks went back."""
+
+    class Memory:
+        sizes: list[int]
+        num_trims = 0
+
+        def malloc_trim(self, pad):
+            self.num_trims += 1
+
+    memory = Memory()
+    monkeypatch.setattr(freed_memory, "resident_nbytes", lambda: memory.sizes.pop(0) * MIB)
+    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda name: memory)
+    return memory
+
+
+def look(memory, end, sizes):
+    """Whether blocks went back; all of sizes were found."""
+    before, memory.sizes = memory.num_trims, sizes
+    end()
+    assert not memory.sizes
+    return memory.num_trims - before
+
+
+def test_memory_goes_back_when_it_has_grown_by_a_share_of_the_budgets(memory):
+    freed = Freed(500 * MIB, 0, lambda: (0, 0))
+    for sizes, goes_back in (([900, 500], 1), ([550], 0), ([551, 540], 1), ([300], 0), ([351, 340], 1)):
+        assert look(memory, freed.give_back, sizes) == goes_back
+
+
+def test_a_step_keeps_freed_blocks_up_to_the_budget_of_spans(memory):
+    freed = Freed(100 * MIB, 50 * MIB, lambda: (0, 0))
+    for end, sizes, goes_back in (
+        (freed.give_back, [400, 300], 1),
+        (freed.give_back_after_step, [350], 0),
+        (freed.give_back_after_step, [351, 310], 1),
+        (freed.give_back, [327, 310], 1),
     ):
-        sizes[:] = found
-        end()
-        assert (len(trims), sizes) == (num_trims, [])
-    small = Freed(0)
-    for found, num_trims in (([LEAST_NBYTES + 1, 0], 4), ([LEAST_NBYTES], 4)):
-        sizes[:] = found
-        small.give_back()
-        assert len(trims) == num_trims
+        assert look(memory, end, sizes) == goes_back
+
+
+def test_a_pass_whose_kept_blocks_are_not_used_again_gives_them_back_sooner(memory):
+    held = [10 * MIB, 20 * MIB]
+    freed = Freed(200 * MIB, 100 * MIB, lambda: held)
+    allocate = lambda: freed.note_allocated(LOOK_NBYTES)
+    look(memory, freed.give_back, [310, 310])  # 300 beside what is held
+    assert look(memory, lambda: freed.note_allocated(LOOK_NBYTES - 1), []) == 0
+    assert look(memory, lambda: freed.note_allocated(1), [400]) == 0
+    assert look(memory, allocate, [401, 320]) == 1  # of which 310 are rest and activations
+    assert look(memory, allocate, [350]) == 0
+    assert look(memory, allocate, [351, 320]) == 1
+    assert look(memory, allocate, [305]) == 0  # activations have gone
+    assert look(memory, allocate, [336, 305]) == 1
+
+
+@pytest.mark.parametrize("budget_nbytes, slack_nbytes", [(0, LEAST_NBYTES), (1 << 40, MOST_NBYTES)])
+def test_slack_is_neither_too_small_nor_too_large(memory, budget_nbytes, slack_nbytes):
+    freed = Freed(budget_nbytes, 0, lambda: (0, 0))
+    assert look(memory, freed.give_back, [slack_nbytes // MIB + 1, 0]) == 1
+    assert look(memory, freed.give_back, [slack_nbytes // MIB]) == 0
 
 
 def test_a_process_without_descriptors_or_proc_goes_on(monkeypatch):
@@ -86,4 +170,4 @@ def test_a_process_without_descriptors_or_proc_goes_on(monkeypatch):
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(freed_memory, "resident_nbytes", fail)
-    Freed(0).give_back()
+    Freed(0, 0, lambda: (0, 0)).give_back()

@@ -339,7 +339,7 @@ def test_the_remedy_is_another_directory_and_the_last_checkpoint(tmp_path):
 def test_without_checksums_nothing_is_compared(tmp_path):
     """What `checksums=False` leaves out, so that a measurement of their cost measures it."""
     with training(lambda: linears(3, 48), tmp_path, checksums=False, **NVME) as (_, engine, _):
-        extent = engine.registry.chunks[0].extents["weights"]
+        extent = engine.registry.chunks[0].extents["weights"].extent
         path, place, _ = SwapFiles(engine.swap, [tmp_path]).place(extent, 0)
         engine.flush()
         with damaged(path, place, bytes(PAGE)):

@@ -519,7 +519,7 @@ def test_where_coding_was_planned_and_does_not_pay_its_buffers_hold_gradients(tm
     with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | config | {"compression": "auto"}) as (_, engine, _):
         assert (engine.placement.num_late, engine.placement.pool_nbytes) == (planned, 0)
         assert {chunk.redo.num_late for chunk in engine.registry.chunks if chunk.redo} == {found} - {0} and not engine.stats()["compresses_nvme"]
-        assert (engine.compressor is not None) == (found > 0) and engine.arena.nbytes <= engine.placement.host_nbytes
+        assert (engine.compressor.pool is not None) == (found > 0) and engine.arena.nbytes <= engine.placement.host_nbytes
     (on, late), (off, _) = (trained(tmp_path, choice, **config) for choice in ("auto", "off"))
     assert any(late) == (found > 0)
     assert_same_states(on, off)

@@ -146,7 +146,7 @@ def test_layers_that_host_memory_has_no_room_for_are_refused_before_they_are_mad
 def test_a_byte_that_was_changed_on_the_drive_is_found(make_bench):
     with make_bench() as bench:
         bench.run()
-        extent = bench.engine.registry.chunks[3].extents[WEIGHTS]
+        extent = bench.engine.registry.chunks[3].extents[WEIGHTS].extent
         content = memory(extent.nbytes)
         bench.engine.swap.read(extent, content).wait()
         content[70_001] ^= 1

@@ -274,7 +274,7 @@ class Bench:
         if self.balance:
             self.pace.seconds = self.compute_ms / 1e3
             self.engine.events.before_end = self.pace.end_of
-            self.swap = self.engine.records.swap = PacedSwap(self.engine.swap, self.pace)
+            self.swap = self.engine.records.swap = PacedSwap(self.engine.records.swap, self.pace)
         else:
             products = Products(self.device)
             products.count = round((self.compute_ms / 1e3 - medians[COMPUTE]) / products.seconds_of_one())
@@ -409,7 +409,7 @@ class Pace:
 
 
 class PacedSwap:
-    """A swap whose reads are over one after the other, each lengthened."""
+    """A swap, or its compressor, whose reads are over one after the other, each lengthened."""
 
     def __init__(self, swap, pace: Pace):
         self.swap = swap
