@@ -359,7 +359,7 @@ def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool 
 def _median_seconds(work: Callable[[], object], device: torch.device, after: Callable[[], object] = lambda: None) -> float:
     """Of the work; `after` follows each time and does not count."""
     seconds = []
-    for _ in range(1 + 2 * NUM_ROUNDS):
+    for _ in range(1 + NUM_ROUNDS):
         began = time.perf_counter()
         work()
         _wait_for(device)
