@@ -250,12 +250,15 @@ def test_what_the_file_held_besides_stays(paths, tmp_path, small, capsys):
         ((0.0, 0.0, 19e-6), True, True),
         ((300e-6, 400e-6, 350e-6), True, True),
         ((11840e-6, 0.0, 300e-6), True, False),
+        ((-4000e-6, -20e-6, -900e-6), True, False),
+        ((-6e-6, -1e-6, 2e-6), True, True),
     ],
 )
 def test_a_figure_repeats_if_its_rounds_lie_close_together(values, is_time, repeats):
     figure = Figure(values, is_time)
     assert figure.repeats == repeats
-    assert (figure.written(1.0) is None) != repeats
+    written = figure.written(1.0)
+    assert written >= 0 if repeats else written is None
 
 
 def slowed(real, by):
@@ -303,6 +306,16 @@ def test_a_figure_that_does_not_repeat_keeps_the_value_of_the_file():
     found = tuning._machine(cpu, 1, [], links, known)
     assert (found.device_tflops, found.update_gparams) == (0.7, 3.0)
     assert tuning._machine(cpu, 1, [], links, replace(known, device="cuda")).device_tflops is None
+
+
+def test_directories_on_one_drive_and_slow_ones_are_named(paths):
+    found = []
+    for path, rate in zip(paths, (1e9, 0.2e9)):
+        figures_of_mixes = dict.fromkeys(drives.MIXES, Figure((rate, rate, rate)))
+        found.append(tuning._Path(path, None, alone=figures_of_mixes, together=figures_of_mixes))
+    one_drive, slow = tuning._warnings(found, {}, 0.0)
+    assert one_drive.startswith(f"swap directories {paths[0]} and {paths[1]} lie on one ")
+    assert slow.startswith(f"swap directory {paths[1]} is slow: 200 MB/s, and {paths[0]} reaches 1,000 MB/s. It gets 17% of the bytes; ")
 
 
 def test_cores_that_other_processes_keep_busy_are_counted():

@@ -5,9 +5,10 @@ Knows values by round, and processor times. Must not know what a figure is of, n
 # [Note: a figure that repeats]
 # Every figure is measured in three rounds, each of which measures all figures once: work beside tune seldom hits all rounds alike. The
 # median counts if the three lie within a factor of 1.5, or, of a small time, within 20 us. Other figures are named and not written. The file
-# keeps the figure that it had; without one, readers take it as not measured. In an idle machine figures differ by 5 to 30 %; beside two
-# processes that keep two cores busy, products differed by a factor of 4 and the overhead of a chunk by a factor of 2 to 20. Work that goes on
-# through all rounds can make every round slow alike, so tune also says how many cores other processes kept busy.
+# keeps the figure that it had; without one, readers take it as not measured. An overhead is a difference of two measurements, so noise takes it
+# below zero: the rounds are compared before that is cut off. On two cores that other processes kept busy, products differed by a factor of
+# 4 and copies by a factor of 6. Work that goes on through all rounds can make every round slow alike, so tune also says how many cores other
+# processes kept busy.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Figure:
         return least > 0 and most <= MOST_RATIO * least or self.is_time and most - least <= LEAST_SECONDS
 
     def written(self, unit: float) -> float | None:
-        """In this unit and to four digits, for people to read; None for a figure that does not repeat."""
-        return float(f"{self.value / unit:.4g}") if self.repeats else None
+        """In this unit, not below zero, to four digits, for people to read; None for a figure that does not repeat."""
+        return float(f"{max(0.0, self.value) / unit:.4g}") if self.repeats else None
 
 
 class OtherProcesses:

@@ -33,7 +33,7 @@ from infinity.config import Config
 from infinity.errors import BudgetError, ConfigError, SwapError
 from infinity.output import check_file, give, table, write_json, write_text
 from infinity.sizes import format_bytes
-from infinity.system import drives
+from infinity.system import drives, swap_paths
 from infinity.system.drives import Drive
 from infinity.system.mounts import MEMORY_FILESYSTEMS, mount_at
 from infinity.system.ranks import Ranks
@@ -411,7 +411,11 @@ def _warnings(found: list[_Path], links: dict[str, Figure], num_busy: float) -> 
     cores = len(os.sched_getaffinity(0))
     if num_busy > BUSY_SHARE * cores:
         lines.append(f"other processes kept {num_busy:.1f} of {cores} cores busy meanwhile: figures are lower than on an idle machine")
-    if lines:
+    again = bool(lines)
+    lines += map(str, swap_paths.shared_drives([each.path for each in found]))
+    if len(found) > 1:
+        lines += map(str, swap_paths.slow_directories({each.path: each.alone["mixed"].value for each in found}))
+    if again:
         lines.append("run tune again when nothing else runs here")
     return lines
 
