@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import infinity
+from aio_ext import _aio
 from infinity.engine.sizing import Training, arrange
 from infinity.plan import placement as planner
 from infinity.plan.compression import NUM_BUFFERS, NUM_LANES
 from infinity.plan.needs import Budgets, Candidate, Needs
 from infinity.plan.record import ADAM_MOMENTS
+from infinity.system import drives
 from infinity.system.arena import Arena
 from infinity.system.swap import Swap
 from infinity.tiers.compression import Compressor
@@ -297,3 +299,19 @@ def arranged(model, config, *, compresses=False, **options):
     budgets = {name.replace("_budget", "_nbytes"): options.pop(name) for name in list(options) if name.endswith("_budget")}
     how = Training(**{"moments": ADAM_MOMENTS, "deferred": False, "accumulating": False} | options)
     return arrange(model, list(model.named_parameters()), config, Budgets(**budgets), how, (0, 1), compresses=compresses)
+
+
+def slow_down(monkeypatch, delays):
+    """Let blocks of each directory reach the kernel so many seconds late while drives.compare measures."""
+    real = drives.compare
+
+    def compare(fds):
+        for fd, delay in zip(fds.values(), delays):
+            for op in ("read", "write"):
+                _aio._inject(op, 0, -1, None, delay=delay, fd=fd)
+        try:
+            return real(fds)
+        finally:
+            _aio._inject()
+
+    monkeypatch.setattr(drives, "compare", compare)

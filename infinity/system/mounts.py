@@ -1,8 +1,9 @@
-"""Which filesystem a path lies on, and whether it can be a path at all.
+"""Which filesystem and which drives a path lies on, and whether it can be a path at all.
 
-Knows the text of /proc/self/mountinfo, and what the system takes. Must not know what anybody does with a filesystem.
+Knows the text of /proc/self/mountinfo, /sys/dev/block, and what the system takes. Must not know what anybody does with a filesystem.
 """
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -42,6 +43,24 @@ def mount_of(path: str, mountinfo: str) -> Mount:
     if best is None:
         raise LookupError(f"/proc/self/mountinfo has no mount above {path}")
     return best
+
+
+def block_devices(mount: Mount) -> list[Path]:
+    """Folders in /sys of the whole drives under a mount, those under a RAID or a logical volume; none of what has no drive."""
+    numbers = mount.device
+    with contextlib.suppress(OSError):  # btrfs numbers its mounts by itself
+        real = os.stat(mount.source).st_rdev
+        numbers = f"{os.major(real)}:{os.minor(real)}" if real else numbers
+    device = Path("/sys/dev/block", numbers)
+    return whole_drives(Path(os.path.realpath(device))) if device.exists() else []
+
+
+def whole_drives(device: Path) -> list[Path]:
+    """Folders in /sys of the whole drives of a block device, given by its folder there: a drive, a partition, a RAID or a logical volume."""
+    if (device / "partition").exists():
+        device = device.parent
+    slaves = sorted((device / "slaves").glob("*"))
+    return [drive for slave in slaves for drive in whole_drives(Path(os.path.realpath(slave)))] or [device]
 
 
 def why_no_path(path: str | os.PathLike) -> str:

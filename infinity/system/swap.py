@@ -19,6 +19,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from pathlib import Path
 import aio_ext
 from infinity.errors import ConfigError, SwapError, UsageError
 from infinity.sizes import format_bytes
-from infinity.system import drives
+from infinity.system import drives, swap_paths
 from infinity.system.swap_directory import ALIGNMENT, Directory, Stripe, check_paths, guard, run_name
 from infinity.system.swap_errors import swap_error
 from infinity.system.waits import waits
@@ -98,8 +99,10 @@ class Swap:
     paths: existing directories, best one a drive. rank, world: this rank among the ranks that share them on this node. run:
     a name that all ranks of this run give, and no other run does; by default it is taken from the launcher's environment.
     expected_nbytes: what will be allocated, about. From 1 GiB a path on, drives that never were are measured, in seconds; what
-    was found stays there in infinity-drive.json. checksums: whether what is read is compared with what was written, see
-    [Note: checksums].
+    was found stays there in infinity-drive.json. Below, several paths are compared with each other, in some tens of milliseconds.
+    checksums: whether what is read is compared with what was written, see [Note: checksums].
+
+    Rank 0 warns of paths that lie on one drive, and of a path that is slower than half of the fastest one.
 
     Raises ConfigError for paths that do not exist or are named twice, SwapError (an OSError with errno and filename) for those
     that cannot be used: no directory, not writable, in use by another run. What a dead run left there is removed.
@@ -136,17 +139,40 @@ class Swap:
                 if self._is_held_here(path):
                     gc.collect()  # by what the program has dropped, maybe, such as a notebook's cell that is run again
                 self._directories[-1].claim(must_measure)
+            self._weights = self._weigh(warns=rank == 0)
         except BaseException:
             self.close()
             raise
-        rates = [directory.drive.nbytes_per_s for directory in self._directories]
-        self._weights = rates if all(rates) else [1.0] * len(paths)
 
     def _is_held_here(self, path: Path) -> bool:
         """Whether another Swap of this process has the directory."""
         status = os.stat(path)
         others = [directory for swap in list(_live) if swap is not self for directory in swap._directories]
         return (status.st_dev, status.st_ino) in [directory.identity for directory in others if directory.is_claimed]
+
+    def _weigh(self, *, warns: bool) -> list[float]:
+        """Bytes a second of each path, if all were measured, or if the comparison of all finds a slow one; else all are equal."""
+        rates = {directory.path: directory.drive.nbytes_per_s for directory in self._directories}
+        if len(rates) > 1 and not all(rates.values()):
+            rates = self._compare()
+        slow = swap_paths.slow_directories(rates) if len(rates) > 1 and all(rates.values()) else []
+        for remark in [*swap_paths.shared_drives(list(rates)), *slow] if warns else ():
+            warnings.warn_explicit(str(remark), RuntimeWarning, "infinity", 0, registry=_warned)  # no line of ours is at fault
+        is_measured = all(directory.drive.nbytes_per_s for directory in self._directories)
+        return list(rates.values()) if is_measured or slow else [1.0] * len(rates)
+
+    def _compare(self) -> dict[Path, float]:
+        """Bytes a second of each path; 0 for all if one has no direct I/O or no room. One rank at a time."""
+        with contextlib.ExitStack() as stack:
+            for directory in sorted(self._directories, key=lambda directory: directory.identity):
+                stack.enter_context(guard(directory.path))
+            fds = {directory.path: stack.enter_context(directory.scratch(drives.COMPARED_NBYTES)) for directory in self._directories}
+            if None in fds.values():
+                return dict.fromkeys(fds, 0.0)
+            try:
+                return drives.compare(fds)
+            except OSError as error:
+                raise swap_error(error.errno, f"measuring the drive failed ({error.strerror})", error.filename) from error
 
     def allocate(self, nbytes: int) -> Extent:
         """Plan a range of at least nbytes, rounded up to 4096; nothing is written yet. Raises UsageError after `reserve`.
@@ -323,6 +349,7 @@ def _round_up(nbytes: int, unit: int) -> int:
 
 
 _live: "weakref.WeakSet[Swap]" = weakref.WeakSet()
+_warned: dict = {}  # warnings that were shown, as the module warnings keeps them
 
 
 def _close_all() -> None:

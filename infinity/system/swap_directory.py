@@ -96,6 +96,22 @@ class Directory:
                 raise swap_error(error.errno, f"the swap directory cannot be used ({error.strerror})", error.filename or self.path) from error
             raise
 
+    @contextlib.contextmanager
+    def scratch(self, nbytes: int) -> Iterator[int | None]:
+        """The descriptor of a file to measure on, gone at the end; None without direct I/O or without room. Raises SwapError."""
+        try:
+            try:
+                refusal = self._open_file(nbytes)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                refusal = error.strerror  # reserve() says how much is missing
+            yield self.file if refusal is None else None
+        except OSError as error:
+            raise swap_error(error.errno, f"measuring the drive failed ({error.strerror})", self.file_path) from error
+        finally:
+            self.remove_file()
+
     def append(self, nbytes: int) -> int:
         """Lay a stripe behind the others; its offset."""
         offset = self.nbytes

@@ -6,9 +6,10 @@ import json
 import os
 import threading
 import time
+import warnings
 
 import pytest
-from helpers import everything_in, memory
+from helpers import everything_in, memory, slow_down
 
 import aio_ext
 from aio_ext import _aio
@@ -70,6 +71,36 @@ def test_little_swap_is_not_worth_measuring(paths, monkeypatch):
     monkeypatch.setattr(drives, "measure", None)
     with Swap(paths, expected_nbytes=len(paths) * swap_module.MEASURE_FROM_NBYTES - 1) as swap:
         assert [directory.drive for directory in swap._directories] == [Drive()] * len(paths)
+    assert everything_in(*paths) == []
+
+
+def test_a_slow_path_is_found_and_named_with_little_swap_too(paths, monkeypatch):
+    slow_down(monkeypatch, (0.0, 0.006))
+    with pytest.warns(RuntimeWarning) as warned, Swap(paths[:2]) as swap:
+        fast, slow = (sum(stripe.nbytes for stripe in swap.allocate(40 * MIB).stripes if stripe.path == path) for path in (0, 1))
+    assert 2 < fast / slow
+    one_drive, named = [str(warning.message) for warning in warned]
+    assert one_drive.startswith(f"swap directories {paths[0]} and {paths[1]} lie on one ")
+    assert named.startswith(f"swap directory {paths[1]} is slow: ") and str(paths[0]) in named
+    assert everything_in(*paths) == []
+
+
+def test_one_rank_warns_of_slow_paths_at_each_start(paths):
+    for path, rate in zip(paths, (1e9, 1e8)):
+        keep(path, nbytes_per_s=rate)
+    for rank, num in ((1, 0), (0, 2)):
+        with warnings.catch_warnings(record=True) as warned, Swap(paths[:2], rank=rank, world=2, run="run"):
+            assert len(warned) == num
+    with warnings.catch_warnings(record=True) as warned, Swap(paths[:1]):
+        assert not warned
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_path_that_fails_while_compared_is_named_and_leaves_nothing(paths, op):
+    _aio._inject(op, 3, 1, -errno.EIO)
+    with pytest.raises(SwapError, match="measuring the drive failed.*see dmesg") as caught:
+        Swap(paths[:2])
+    assert caught.value.errno == errno.EIO and caught.value.filename.startswith(str(paths[0]))
     assert everything_in(*paths) == []
 
 

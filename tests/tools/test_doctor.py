@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import everything_in, start_python
+from helpers import everything_in, slow_down, start_python
 
 from infinity.system.arena import Arena
 from infinity.system.capacity import cgroup_folders
@@ -389,6 +389,19 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path):
     assert names[:6] == ["filesystem", "space", "O_DIRECT", "fallocate", "asynchronous", "first writes"] and "drive" in names
     assert rates.detail.startswith(f"{tmp_path}: read ")
     assert everything_in(tmp_path) == []
+
+
+def test_several_directories_are_compared_and_their_free_space_is_told_once(paths, monkeypatch):
+    with contextlib.ExitStack() as stack:
+        folders = {path: stack.enter_context(volumes.scratch(path)) for path in paths[:2]}
+        slow_down(monkeypatch, (0.0, 0.006))
+        one_drive, slow = volumes.together(folders)
+        with contextlib.closing(volumes.checks(paths[1], folders[paths[1]], [paths[0]])) as checks:
+            space = dict(itertools.islice(checks, 2))["space"]()
+    assert one_drive.detail.startswith(f"swap directories {paths[0]} and {paths[1]} lie on one ")
+    assert slow.detail.startswith(f"swap directory {paths[1]} is slow: ")
+    assert space == absent("space", f"the free space of {paths[0]}: both lie on one filesystem")
+    assert everything_in(*paths) == []
 
 
 def run(capsys, *arguments):

@@ -38,7 +38,7 @@ def random_machine(draw):
     """Of any values that are allowed."""
 
     def value_of(field):
-        if field.type == "float":
+        if field.type.startswith("float"):
             ordinary = draw.random() * 10 ** draw.randrange(-20, 20) + 1e-300
             return draw.choice([5e-324, 0.1 + 0.2, 1.7976931348623157e308, ordinary, draw.randrange(1, 1000)])
         if field.type == "int":
@@ -87,7 +87,7 @@ def test_a_machine_without_drives_has_none(drives):
         ({"h2d_gpbs": 5}, "machine has no 'h2d_gpbs': did you mean 'h2d_gbps'?"),
         ({"zzz": 5}, "machine has no 'zzz': it has name, nodes, devices"),
         ({"drives": [DRIVE, DRIVE | {"path_": "x"}]}, "machine.drives[1] has no 'path_': did you mean 'path'?"),
-        ({"drives": [{"read_gbps": 1}]}, "machine.drives[0]: write_gbps, mixed_gbps missing"),
+        ({"drives": [DRIVE | {"mixed_gbps": 0}]}, "machine.drives[0]: mixed_gbps: expected a rate above zero; got 0"),
         ({"drives": DRIVE}, "machine.drives: expected a list of tables: [[machine.drives]]"),
         ({"drives": [5]}, "machine.drives: expected a list of tables"),
         ({"drives": "sda"}, "machine.drives: expected a list of tables"),
@@ -120,11 +120,19 @@ def test_a_mistake_is_named_with_its_place(change, expected):
 
 
 def test_all_that_is_missing_or_wrong_is_listed(tmp_path):
-    with pytest.raises(ConfigError, match="machine: device_memory, device_tflops, .*, d2h_all_gbps missing"):
+    with pytest.raises(ConfigError, match="machine: device_memory, host_memory missing"):
         Machine.from_table({})
     with pytest.raises(ConfigError) as raised:
         Machine.from_table(LEAST | {"nodes": 0, "h2d_gbps": -1, "drives": [DRIVE | {"endurance": "x"}]})
     assert [line.split(":")[1].split("=")[0].strip() for line in str(raised.value).splitlines()] == ["nodes", "h2d_gbps", "endurance"]
+
+
+def test_rates_that_are_not_known_are_left_out_and_asked_for():
+    Machine.from_table({name: value for name, value in (LEAST | {"drives": [DRIVE]}).items() if name != "host_gbps"}).require_rates()
+    machine = Machine.from_table({name: LEAST[name] for name in LEAST if name != "device_tflops"} | {"drives": [DRIVE, {"read_gbps": 1}]})
+    assert Machine.from_table(machine.to_table()) == machine and "device_tflops" not in machine.to_table()
+    with pytest.raises(ConfigError, match=r"^machine: device_tflops, drives\[1\].write_gbps, drives\[1\].mixed_gbps are not known: run"):
+        machine.require_rates()
 
 
 @pytest.mark.parametrize("content", ["", "machine = 5", "[config]\ndtype = 'fp32'", "[[machine]]\nnodes = 1"])

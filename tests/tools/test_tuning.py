@@ -19,7 +19,8 @@ from infinity.config import Config
 from infinity.system import drives
 from infinity.system.drives import Drive
 from infinity.tools.cli import main
-from infinity.tools.measure import probes, search, tuning
+from infinity.tools.measure import figures, probes, search, tuning
+from infinity.tools.measure.figures import Figure, OtherProcesses
 from infinity.tools.predict.machine import Machine
 
 MIB = 1 << 20
@@ -138,7 +139,7 @@ SMALL = """
     drives._SECONDS = 0.001
     probes.ROUND_NBYTES, probes.UPDATE_NUMEL = 1 << 20, 1 << 16
     probes.BLOCKS = {"cpu": (64, 2, 1, 16, torch.float32)}
-    tuning.MOST_NBYTES, tuning.LINK_NBYTES = tuning.LEAST_NBYTES, 1 << 20
+    tuning.MOST_NBYTES, tuning.LINK_NBYTES, tuning._ROUNDS = tuning.LEAST_NBYTES, 1 << 20, 1
 """
 
 
@@ -151,6 +152,8 @@ def small(monkeypatch, one_thread):
     monkeypatch.setattr(probes, "BLOCKS", {"cpu": (64, 2, 1, 16, torch.float32)})
     monkeypatch.setattr(tuning, "MOST_NBYTES", tuning.LEAST_NBYTES)
     monkeypatch.setattr(tuning, "LINK_NBYTES", MIB)
+    monkeypatch.setattr(tuning, "_ROUNDS", 1)  # every figure repeats then
+    monkeypatch.setattr(figures, "LEAST_SECONDS", math.inf)  # an overhead of 0, too
     monkeypatch.setattr(search, "AXES", {"inflight_nbytes": [8 * MIB, 12 * MIB], "block_nbytes": [512 << 10, MIB], "num_queues": [1, 2]})
     monkeypatch.setattr(search, "GRID_ROUNDS", 25)
 
@@ -232,16 +235,111 @@ def test_what_the_file_held_besides_stays(paths, tmp_path, small, capsys):
     assert found.drives[0].endurance == 99 and found.host_gbps < 1e6 and found.host_memory > 1
 
 
+# Figures that do not repeat
+
+
+@pytest.mark.parametrize(
+    "values, is_time, repeats",
+    [
+        ((2e9, 2.2e9, 1.9e9), False, True),
+        ((2e9, 3e9, 2.5e9), False, True),
+        ((2e9, 3.1e9, 2.5e9), False, False),
+        ((0.15e12, 0.0043e12, 0.15e12), False, False),
+        ((0.0, 2e9, 2e9), False, False),
+        ((1e-6, 9e-6, 15e-6), True, True),
+        ((0.0, 0.0, 19e-6), True, True),
+        ((300e-6, 400e-6, 350e-6), True, True),
+        ((11840e-6, 0.0, 300e-6), True, False),
+        ((-4000e-6, -20e-6, -900e-6), True, False),
+        ((-6e-6, -1e-6, 2e-6), True, True),
+    ],
+)
+def test_a_figure_repeats_if_its_rounds_lie_close_together(values, is_time, repeats):
+    figure = Figure(values, is_time)
+    assert figure.repeats == repeats
+    written = figure.written(1.0)
+    assert written >= 0 if repeats else written is None
+
+
+def slowed(real, by):
+    """A measurement beside other work: the rate of every second call is divided."""
+    calls = iter(range(10**6))
+    return lambda *arguments, **options: real(*arguments, **options) / (by if next(calls) % 2 else 1)
+
+
+def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path, small, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "_ROUNDS", 2)
+    monkeypatch.setattr(tuning, "_REPEATS", 1)
+    monkeypatch.setattr(figures, "LEAST_SECONDS", 20e-6)
+    monkeypatch.setattr(figures, "MOST_RATIO", 1e3)
+    monkeypatch.setattr(probes, "product_rate", slowed(probes.product_rate, 1e6))
+    monkeypatch.setattr(probes, "op_seconds", lambda device: 30e-6)
+    monkeypatch.setattr(probes, "chunk_seconds", slowed(lambda device: 500.0, 1e6))
+    monkeypatch.setattr(tuning, "_median_rate", slowed(tuning._median_rate, 1e6))  # reads and writes of the first round agree
+    output = tmp_path / "infinity.toml"
+    assert tune(paths[0], "--output", output) == 0
+    shown = capsys.readouterr()
+    for name in ("products", "overhead of a chunk", f"{paths[0]}, write"):
+        (line,) = [line for line in shown.err.splitlines() if line.startswith(f"infinity: warning: {name}: ")]
+        assert line.endswith("in 2 rounds: does not repeat, and is not written")
+    assert "infinity: warning: run tune again when nothing else runs here" in shown.err
+    written = config_files.read(output)["machine"]
+    assert not {"device_tflops", "chunk_overhead_us"} & written.keys() and written["update_gparams"] > 0
+    assert "write_gbps" not in written["drives"][0] and written["drives"][0]["capacity"] > 0
+    assert "not known: machine: device_tflops, drives[0]." in shown.out
+    assert everything_in(paths[0]) == []  # no settings for engines either: they measure, or take their defaults
+
+    machine = Machine.load(output)
+    assert machine.device_tflops is None and machine.chunk_overhead_us == 500.0  # the default
+    assert main(["plan", "--machine", str(output), "--params", "1M"]) == 2
+    error = capsys.readouterr().err
+    assert "device_tflops, drives[0]." in error and "are not known: run `infinity tune` when nothing else runs there" in error
+    assert Config.load(output).nvme == (paths[0],)
+
+
+def test_a_figure_that_does_not_repeat_keeps_the_value_of_the_file():
+    names = ("memory", "update", "product", "h2d", "d2h", "copy_s", "op_s", "chunk_s")
+    links = {name: Figure((3e9, 3e9, 3e9)) for name in names} | {"product": Figure((1e9, 9e9, 5e9))}
+    cpu = torch.device("cpu")
+    assert tuning._machine(cpu, 1, [], links, None).device_tflops is None
+    known = Machine(device="cpu", device_memory=1, host_memory=1, device_tflops=0.7, update_gparams=0.7)
+    found = tuning._machine(cpu, 1, [], links, known)
+    assert (found.device_tflops, found.update_gparams) == (0.7, 3.0)
+    assert tuning._machine(cpu, 1, [], links, replace(known, device="cuda")).device_tflops is None
+
+
+def test_directories_on_one_drive_and_slow_ones_are_named(paths):
+    found = []
+    for path, rate in zip(paths, (1e9, 0.2e9)):
+        figures_of_mixes = dict.fromkeys(drives.MIXES, Figure((rate, rate, rate)))
+        found.append(tuning._Path(path, None, alone=figures_of_mixes, together=figures_of_mixes))
+    one_drive, slow = tuning._warnings(found, {}, 0.0)
+    assert one_drive.startswith(f"swap directories {paths[0]} and {paths[1]} lie on one ")
+    assert slow.startswith(f"swap directory {paths[1]} is slow: 200 MB/s, and {paths[0]} reaches 1,000 MB/s. It gets 17% of the bytes; ")
+
+
+def test_cores_that_other_processes_keep_busy_are_counted():
+    source = "import time; print(flush=True); end = time.monotonic() + 0.3\nwhile time.monotonic() < end: pass"
+    with start_python(source) as process:
+        process.stdout.readline()
+        others = OtherProcesses()
+        process.wait(timeout=60)
+        assert others.num_cores() > 0.1
+    (line, advice) = tuning._warnings([], {}, len(os.sched_getaffinity(0)) / 2)
+    assert "other processes kept" in line and "tune again" in advice
+    assert tuning._warnings([], {}, 0.0) == []
+
+
 def test_mistakes_are_refused_before_anything_is_measured(paths, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(drives, "Probe", None)
     bad, odd = tmp_path / "bad.toml", tmp_path / "odd.toml"
-    bad.write_text("[machine]\ndevices = 'many'\n")
+    bad.write_text("[machine]\ndevices = 'many'\ndevice_memory = 1\nhost_memory = 1\n")
     odd.write_text("config = 3\n")
     cases = [
         ([paths[0] / "none"], "does not exist; create it"),
         ([paths[0], paths[0]], "are one directory"),
         ([paths[0], "--output", tmp_path / "none" / "f.toml"], "there is no directory"),
-        ([paths[0], "--output", bad], "device_tflops"),
+        ([paths[0], "--output", bad], "devices='many'"),
         ([paths[0], "--output", odd], "expected a table"),
     ]
     for arguments, text in cases:

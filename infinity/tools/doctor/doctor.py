@@ -25,6 +25,7 @@ from infinity.errors import BudgetError, ConfigError
 from infinity.optim import _adam
 from infinity.system import drives
 from infinity.system.arena import Arena
+from infinity.system.mounts import block_devices
 from infinity.system.swap_errors import REMEDIES
 from infinity.tools.doctor import devices, selftest, system, volumes
 from infinity.tools.doctor.findings import Finding, Verdict, absent, attention, ok
@@ -55,6 +56,8 @@ def _doctor(arguments) -> int:
         folders = {}
         for path in directories:
             report.section(f"directory {path}", _directory(path, folders, stack))
+        if len(folders) > 1:
+            report.section("directories", iter([("directories", lambda: volumes.together(folders))]))
         if arguments.seconds and folders:
             report.section("self-test", _self_test(folders, arguments.seconds), at_once=False)
     return report.close()
@@ -149,13 +152,14 @@ def _devices(cards: list[devices.Card]) -> Iterator[Check]:
 
 
 def _directory(path: Path, folders: dict[Path, Path], stack: contextlib.ExitStack) -> Iterator[Check]:
+    others = list(folders)
     try:
         folder = folders[path] = stack.enter_context(volumes.scratch(path))
     except OSError as error:
         finding = volumes.refused(path, error)
         yield "directory", lambda: finding
         return
-    yield from volumes.checks(path, folder)
+    yield from volumes.checks(path, folder, others)
 
 
 def _self_test(folders: dict[Path, Path], seconds: float) -> Iterator[Check]:
@@ -205,7 +209,7 @@ def _default_directories() -> list[Path]:
 def _numa(cards: list[devices.Card], directories: list[Path]) -> list[Finding]:
     found = {}
     for path in filter(Path.exists, directories):
-        for device in volumes.block_devices(volumes.read_mount(path)):
+        for device in block_devices(volumes.read_mount(path)):
             found[device.name] = system.read_node_of(device)
     gpus = {f"GPU {card.index}": system.read_node_of(Path("/sys/bus/pci/devices", card.bus)) for card in cards}
     return system.numa(system.read_nodes(), os.sched_getaffinity(0), found, gpus)

@@ -29,11 +29,11 @@ from pathlib import Path
 import aio_ext
 from infinity.errors import NO_DESCRIPTORS, refuses_direct
 from infinity.sizes import format_bytes
-from infinity.system import drives
+from infinity.system import drives, swap_paths
 from infinity.system.arena import Arena
-from infinity.system.mounts import MEMORY_FILESYSTEMS, Mount, mount_at
+from infinity.system.mounts import MEMORY_FILESYSTEMS, Mount, block_devices, mount_at
 from infinity.system.swap_directory import ALIGNMENT
-from infinity.tools.doctor.findings import Finding, absent, attention, ok
+from infinity.tools.doctor.findings import Finding, Verdict, absent, attention, ok
 
 NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "beegfs", "gpfs", "glusterfs", "9p", "virtiofs", "afs")
 SCRATCH_PREFIX = ".infinity-doctor-"
@@ -99,6 +99,23 @@ def drive(name: str, rotational: str | None, scheduler: str | None, gbps: float)
     else:
         findings.append(ok("scheduler", f"{mode} on {name}"))
     return findings
+
+
+def together(folders: dict[Path, Path]) -> list[Finding]:
+    """Of several directories, with a folder of ours in each: whether they share a drive, and whether one is slow."""
+    found = [attention("one drive", remark.text, remark.remedy) for remark in swap_paths.shared_drives(list(folders))]
+    found = found or [ok("one drive", "as far as the kernel tells, each directory lies on a drive of its own")]
+    with contextlib.ExitStack() as stack:
+        probes = {path: stack.enter_context(_probe(folder)) for path, folder in folders.items()}
+        buffered = [path for path, probe in probes.items() if probe.direct().status is not Verdict.OK]
+        if buffered:
+            return [*found, absent("slow directory", f"not compared: {', '.join(map(str, buffered))} without O_DIRECT")]
+        for probe in probes.values():
+            os.posix_fallocate(probe.fd, 0, drives.COMPARED_NBYTES)
+        rates = drives.compare({path: probe.fd for path, probe in probes.items()})
+    slow = [attention("slow directory", remark.text, remark.remedy) for remark in swap_paths.slow_directories(rates)]
+    each = ", ".join(f"{path} {rate / 1e6:,.0f} MB/s" for path, rate in rates.items())
+    return [*found, *(slow or [ok("slow directory", f"none: {each}")])]
 
 
 def space(free_nbytes: int, total_nbytes: int) -> Finding:
@@ -168,10 +185,10 @@ def scratch(path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def checks(path: Path, folder: Path) -> Iterator[tuple[str, Callable[[], Finding | list[Finding]]]]:
-    """Those of a directory, in order, by name. folder: as of `scratch`."""
+def checks(path: Path, folder: Path, others: Sequence[Path] = ()) -> Iterator[tuple[str, Callable[[], Finding | list[Finding]]]]:
+    """Those of a directory, in order, by name. folder: as of `scratch`. others: directories that come before."""
     yield "filesystem", lambda: filesystem(read_mount(path))
-    yield "space", lambda: _space(path)
+    yield "space", lambda: _space(path, others)
     with _probe(folder) as probe:
         yield "O_DIRECT", probe.direct
         yield "fallocate", lambda: preallocation(probe.fallocate())
@@ -192,24 +209,10 @@ def read_mount(path: Path) -> Mount:
     return mount_at(path)
 
 
-def block_devices(mount: Mount) -> list[Path]:
-    """Folders in /sys of the whole drives under a mount, those under a RAID or a logical volume; none of what has no drive."""
-    numbers = mount.device
-    with contextlib.suppress(OSError):  # btrfs numbers its mounts by itself
-        real = os.stat(mount.source).st_rdev
-        numbers = f"{os.major(real)}:{os.minor(real)}" if real else numbers
-    device = Path("/sys/dev/block", numbers)
-    return _whole(Path(os.path.realpath(device))) if device.exists() else []
-
-
-def _whole(device: Path) -> list[Path]:
-    if (device / "partition").exists():
-        device = device.parent
-    slaves = sorted((device / "slaves").glob("*"))
-    return [drive for slave in slaves for drive in _whole(Path(os.path.realpath(slave)))] or [device]
-
-
-def _space(path: Path) -> Finding:
+def _space(path: Path, others: Sequence[Path]) -> Finding:
+    for other in others:
+        if os.stat(other).st_dev == os.stat(path).st_dev:
+            return absent("space", f"the free space of {other}: both lie on one filesystem")
     status = os.statvfs(path)
     return space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
 

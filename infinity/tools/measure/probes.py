@@ -313,15 +313,16 @@ def product_rate(device: torch.device) -> float:
 
 
 def op_seconds(device: torch.device) -> float:
-    """What an op of no work to speak of costs the training thread; on the CPU, what it costs more than in plain PyTorch."""
+    """Seconds that an op of next to no work costs the training thread; on the CPU, the seconds beyond those of plain PyTorch. A difference of
+    two measurements: below zero where other work has disturbed them."""
     plain = 0.0 if device.type == "cuda" else _small_step_seconds(device, None, update=False)
-    return max(0.0, _small_step_seconds(device, "device", update=False) - plain) / (2 * SMALL_LAYERS)  # forward and backward
+    return (_small_step_seconds(device, "device", update=False) - plain) / (2 * SMALL_LAYERS)  # forward and backward
 
 
 def chunk_seconds(device: torch.device) -> float:
-    """What a chunk costs the engine's threads a step, beyond its bytes: a step of small layers that come and go, less one of such that
-    stay."""
-    return max(0.0, _small_step_seconds(device, "host") - _small_step_seconds(device, "device")) / SMALL_LAYERS
+    """Seconds that a chunk costs the engine's threads a step, beyond its bytes: a step of small layers that come and go, less a step of layers
+    that stay. Below zero where other work has disturbed the measurements."""
+    return (_small_step_seconds(device, "host") - _small_step_seconds(device, "device")) / SMALL_LAYERS
 
 
 def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool = True) -> float:
@@ -360,7 +361,7 @@ def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool 
 def _median_seconds(work: Callable[[], object], device: torch.device, after: Callable[[], object] = lambda: None) -> float:
     """Of the work; `after` follows each time and does not count."""
     seconds = []
-    for _ in range(1 + 2 * NUM_ROUNDS):
+    for _ in range(1 + NUM_ROUNDS):
         began = time.perf_counter()
         work()
         _wait_for(device)

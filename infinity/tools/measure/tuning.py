@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -32,12 +33,13 @@ from infinity.config import Config
 from infinity.errors import BudgetError, ConfigError, SwapError
 from infinity.output import check_file, give, table, write_json, write_text
 from infinity.sizes import format_bytes
-from infinity.system import drives
+from infinity.system import drives, swap_paths
 from infinity.system.drives import Drive
 from infinity.system.mounts import MEMORY_FILESYSTEMS, mount_at
 from infinity.system.ranks import Ranks
 from infinity.tools.doctor.system import read_memory_limit
 from infinity.tools.measure import probes, search
+from infinity.tools.measure.figures import Figure, OtherProcesses
 from infinity.tools.predict import planning
 from infinity.tools.predict.machine import DriveRates, Machine
 from infinity.tools.predict.prediction import predict
@@ -49,22 +51,38 @@ MOST_NBYTES = 1 << 30
 LINK_NBYTES = 32 << 20  # of a chunk that is copied or gathered
 
 _GPT = {"hidden": 2048, "layers": 8, "heads": 16, "vocab": 256, "seq": 1024}
-_ROUNDS = 5
+_ROUNDS, _REPEATS = 3, 3  # of all figures, and of one transfer in each; see [Note: a figure that repeats] in figures.py
+BUSY_SHARE = 0.1  # of the cores, that other processes may take without a word
 _OF_SEVERAL = ("devices", "h2d_all_gbps", "d2h_all_gbps", "gather_gbps", "gather_latency_us")
 _KEPT = ("name", "nodes", "network_gbps")  # of a [machine] that was there: not measured here
+_LINKS = [  # shown: text, the figure of one device, that of all at once, the unit and its name
+    ("host to device", "h2d", "h2d_all", 1e9, "GB/s"),
+    ("device to host", "d2h", "d2h_all", 1e9, "GB/s"),
+    ("both at once", "both", "both_all", 1e9, "GB/s"),
+    ("all-gather", "", "gather", 1e9, "GB/s"),
+    ("reduce-scatter", "", "reduce", 1e9, "GB/s"),
+    ("products", "product", "", 1e12, "TFLOP/s"),
+    ("updates, on the device", "device_update", "", 1e9, "Gparam/s"),
+    ("updates, in host memory", "update", "", 1e9, "Gparam/s"),
+    ("host memory, read and written", "memory", "", 1e9, "GB/s"),
+    ("a small copy", "copy_s", "", 1e-6, "us"),
+    ("a small all-gather", "", "gather_s", 1e-6, "us"),
+    ("overhead of an op", "op_s", "", 1e-6, "us"),
+    ("overhead of a chunk", "chunk_s", "", 1e-6, "us"),
+]
 _AXES = {"inflight_nbytes": "in the kernel", "block_nbytes": "block", "num_queues": "queues"}
 
 
 @dataclass
 class _Path:
-    """A directory with its probe, and what was found. seen: rates by setting around the chosen one; alone, together: by mix."""
+    """A directory with its probe, and the figures found there. seen: rates by setting around the chosen one; alone, together: by mix."""
 
     path: Path
     probe: drives.Probe
     drive: Drive = Drive()
     seen: dict[tuple[str, int], dict[str, float]] | None = None
-    alone: dict[str, float] | None = None
-    together: dict[str, float] | None = None
+    alone: dict[str, Figure] | None = None
+    together: dict[str, Figure] | None = None
 
 
 def tune(arguments) -> int:
@@ -84,7 +102,7 @@ def tune(arguments) -> int:
     if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
         raise ConfigError("tune measures one node: start it on one, and write `nodes` and `network_gbps` into [machine] of the file")
     with probes.launched(arguments.device) as (device, ranks), Progress() as progress, contextlib.ExitStack() as stack:
-        found = []
+        found, others = [], OtherProcesses()
         if ranks.rank == 0:
             found = [_Path(path, stack.enter_context(probe_in(path))) for path in paths]
             _find_settings(found, progress)
@@ -93,7 +111,10 @@ def tune(arguments) -> int:
         if ranks.rank == 0:
             machine = _machine(device, ranks.world, found, links, known)
             progress.finish()
-            give(_report(output, machine, found, links), _text(found, links, ranks.world), arguments.json)
+            warned = _warnings(found, links, others.num_cores() if ranks.world == 1 else 0.0)
+            give(_report(output, machine, found, links, warned), _text(found, links, ranks.world), arguments.json)
+            for text in warned:
+                print(f"infinity: warning: {text}", file=sys.stderr)
             _write(output, config_files.read(output) if output.exists() else {}, machine, found)
             if not arguments.json:
                 print(f"\ntokens of a GPT that is all on NVMe: {tokens_that_hide(machine)}")
@@ -158,9 +179,12 @@ def _find_settings(found: list[_Path], progress: Progress) -> None:
         with _named(each.path):
             _tune_drive(each, progress)
     progress.show("all drives at once" if len(found) > 1 else f"{found[0].path}: reading and writing", last=True)
-    for mix in drives.MIXES:
-        for each, rate in zip(found, _rates_together(found, mix)):
-            each.together = (each.together or {}) | {mix: rate}
+    if len(found) > 1:
+        rounds = [{mix: _rates_together(found, mix) for mix in drives.MIXES} for _ in range(_ROUNDS)]
+        for number, each in enumerate(found):
+            each.together = {mix: Figure(tuple(rates[mix][number] for rates in rounds)) for mix in drives.MIXES}
+    else:
+        found[0].together = found[0].alone
     for each in found:
         with _named(each.path):
             each.probe.check()
@@ -188,19 +212,22 @@ def _tune_drive(each: _Path, progress: Progress) -> None:
             point = replace(chosen, **{name: value})
             if search.is_possible(point):
                 each.seen[name, value] = {mix: probe.rate(mix, point) for mix in drives.MIXES}
-    each.alone = {mix: statistics.median(probe.rate(mix, chosen) for _ in range(_ROUNDS)) for mix in drives.MIXES}
-    each.drive = chosen.measured(each.alone["mixed"], block_s)
+    rounds = [{mix: _median_rate(probe, mix, chosen) for mix in drives.MIXES} for _ in range(_ROUNDS)]
+    each.alone = {mix: Figure(tuple(rates[mix] for rates in rounds)) for mix in drives.MIXES}
+    each.drive = chosen.measured(each.alone["mixed"].value, block_s)
+
+
+def _median_rate(probe: drives.Probe, mix: str, drive: Drive) -> float:
+    return statistics.median(probe.rate(mix, drive) for _ in range(_REPEATS))
 
 
 def _rates_together(found: list[_Path], mix: str) -> list[float]:
     """Bytes a second of each, while all are at it."""
-    if len(found) == 1:
-        return [found[0].alone[mix]]
     starts = threading.Barrier(len(found))
 
     def rate(each: _Path) -> float:
         rates = []
-        for _ in range(_ROUNDS):
+        for _ in range(_REPEATS):
             starts.wait()
             rates.append(each.probe.rate(mix, each.drive))
         return statistics.median(rates)
@@ -226,99 +253,111 @@ def _abort_on_error(starts: threading.Barrier, rate: Callable[[_Path], float], e
 # Links and processors
 
 
-def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, float]:
-    """Rates in units a second, and seconds, by name. Ranks take part together; what all do at once counts as the slowest does."""
+def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, Figure]:
+    """Rates in units a second, and seconds, by name, each from every round. Ranks take part together; if all work at once, the slowest
+    counts."""
+    rounds = [dict(_round(device, ranks, progress, f"round {number + 1} of {_ROUNDS}")) for number in range(_ROUNDS)]
+    return {name: Figure(tuple(values[name] for values in rounds), is_time=name.endswith("_s")) for name in rounds[0]}
+
+
+def _round(device: torch.device, ranks: Ranks, progress: Progress, title: str) -> Iterator[tuple[str, float]]:
+    """Each figure once, with its name."""
 
     def of_one(text: str, work: Callable[[], float]) -> float:
-        if ranks.rank == 0:
-            progress.show(text, last=True)
-        ranks.barrier()
+        show(text)
         return ranks.most([work() if ranks.rank == 0 else 0.0])[0]
 
     def of_all(text: str, work: Callable[[], float], slowest=ranks.least) -> float:
-        if ranks.rank == 0:
-            progress.show(text, last=True)
-        ranks.barrier()
+        show(text)
         return slowest([work()])[0]
+
+    def show(text: str) -> None:
+        if ranks.rank == 0:
+            progress.show(f"{text}, {title}", last=True)
+        ranks.barrier()
 
     def rate(probe, together: Ranks | None = None) -> float:
         with contextlib.closing(probe):
-            return statistics.median(probes.rates(probe, _ROUNDS, together))
+            return statistics.median(probes.rates(probe, _REPEATS, together))
 
     def copies(to_device: bool) -> probes.Copies:
         return probes.Copies(device, LINK_NBYTES, to_device=to_device)
 
     cuda, several = device.type == "cuda", ranks.world > 1
-    found = {
-        "memory": of_one("host memory", probes.memory_rate),
-        "update": of_one("updates in host memory", lambda: probes.update_rate(torch.device("cpu"))),
-        "product": of_one("products on the device", lambda: probes.product_rate(device)),
-        "h2d": of_one("copies to the device", lambda: rate(copies(True))),
-        "d2h": of_one("copies from the device", lambda: rate(copies(False))),
-        "copy_s": of_one("a small copy", lambda: probes.copy_seconds(device)),
-        "op_s": of_all("small ops", lambda: probes.op_seconds(device), slowest=ranks.most),
-        "chunk_s": of_all("small chunks", lambda: probes.chunk_seconds(device), slowest=ranks.most),
-    }
+    yield "memory", of_one("host memory", probes.memory_rate)
+    yield "update", of_one("updates in host memory", lambda: probes.update_rate(torch.device("cpu")))
+    yield "product", of_one("products on the device", lambda: probes.product_rate(device))
+    yield "h2d", of_one("copies to the device", lambda: rate(copies(True)))
+    yield "d2h", of_one("copies from the device", lambda: rate(copies(False)))
+    yield "copy_s", of_one("a small copy", lambda: probes.copy_seconds(device))
+    yield "op_s", of_all("small ops", lambda: probes.op_seconds(device), slowest=ranks.most)
+    yield "chunk_s", of_all("small chunks", lambda: probes.chunk_seconds(device), slowest=ranks.most)
     if cuda:
-        found["device_update"] = of_one("updates on the device", lambda: probes.update_rate(device))
-        found["both"] = of_one("copies both ways", lambda: rate(probes.BothWays(device, LINK_NBYTES)))
+        yield "device_update", of_one("updates on the device", lambda: probes.update_rate(device))
+        yield "both", of_one("copies both ways", lambda: rate(probes.BothWays(device, LINK_NBYTES)))
     if several:
-        found["h2d_all"] = of_all("copies to all devices", lambda: rate(copies(True), ranks))
-        found["d2h_all"] = of_all("copies from all devices", lambda: rate(copies(False), ranks))
+        yield "h2d_all", of_all("copies to all devices", lambda: rate(copies(True), ranks))
+        yield "d2h_all", of_all("copies from all devices", lambda: rate(copies(False), ranks))
         if cuda:
-            found["both_all"] = of_all("copies both ways of all devices", lambda: rate(probes.BothWays(device, LINK_NBYTES), ranks))
-        found["gather"] = of_all("all-gathers", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=False)))
-        found["reduce"] = of_all("reduce-scatters", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=True)))
-        found["gather_s"] = of_all("a small all-gather", lambda: probes.gather_seconds(ranks, device), slowest=ranks.most)
-    return found
+            yield "both_all", of_all("copies both ways of all devices", lambda: rate(probes.BothWays(device, LINK_NBYTES), ranks))
+        yield "gather", of_all("all-gathers", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=False)))
+        yield "reduce", of_all("reduce-scatters", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=True)))
+        yield "gather_s", of_all("a small all-gather", lambda: probes.gather_seconds(ranks, device), slowest=ranks.most)
 
 
-def _machine(device: torch.device, world: int, found: list[_Path], links: dict[str, float], known: Machine | None) -> Machine:
-    """What was measured; what cannot be is as the file had it."""
+def _machine(device: torch.device, world: int, found: list[_Path], links: dict[str, Figure], known: Machine | None) -> Machine:
+    """The figures that repeat. The others, and those that tune does not measure, are as the file had them."""
     memory = min(psutil.virtual_memory().total, read_memory_limit() or math.inf)
     kept = {name: getattr(known, name) for name in _KEPT} if known else {"name": platform.node()}
     if known and world == 1 < known.devices:  # one process measures one device of several
         kept |= {name: getattr(known, name) for name in _OF_SEVERAL}
-    endurance = {drive.path: drive.endurance for drive in known.drives} if known else {}
-    sharers: dict[int, int] = {}
-    for each in found:
-        sharers[os.stat(each.path).st_dev] = sharers.get(os.stat(each.path).st_dev, 0) + 1
+    measured = {
+        "device_tflops": links["product"].written(1e12),
+        "device_update_gparams": links.get("device_update", links["update"]).written(1e9),
+        "host_gbps": links["memory"].written(1e9),
+        "update_gparams": links["update"].written(1e9),
+        "h2d_gbps": links["h2d"].written(1e9),
+        "d2h_gbps": links["d2h"].written(1e9),
+        "h2d_all_gbps": links.get("h2d_all", links["h2d"]).written(1e9),
+        "d2h_all_gbps": links.get("d2h_all", links["d2h"]).written(1e9),
+        "gather_gbps": links["gather"].written(1e9) if "gather" in links else 0.0,
+        "copy_latency_us": links["copy_s"].written(1e-6),
+        "op_overhead_us": links["op_s"].written(1e-6),
+        "chunk_overhead_us": links["chunk_s"].written(1e-6),
+        "gather_latency_us": links["gather_s"].written(1e-6) if "gather_s" in links else None,
+    }
+    # Figures of another kind of device say nothing of this one.
+    earlier = _figures_of(known, measured) if known and known.device == device.type else {}
+    return Machine(
+        **earlier | {name: value for name, value in measured.items() if value is not None} | {"devices": world} | kept,
+        device=device.type,
+        device_memory=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory // 4,  # what an engine takes on the CPU
+        cores=len(os.sched_getaffinity(0)),
+        host_memory=memory,
+        drives=_drive_rates(found, known),
+    )
+
+
+def _drive_rates(found: list[_Path], known: Machine | None) -> tuple[DriveRates, ...]:
+    before = {drive.path: drive for drive in known.drives} if known else {}
+    sharers = Counter(os.stat(each.path).st_dev for each in found)
     rates = []
     for each in found:
-        status = os.statvfs(each.path)
+        status, earlier = os.statvfs(each.path), before.get(str(each.path))
+        measured = {f"{mix}_gbps": figure.written(1e9) for mix, figure in each.together.items()}
         rates.append(
             DriveRates(
                 path=str(each.path),
-                **{f"{mix}_gbps": _round(each.together[mix] / 1e9) for mix in drives.MIXES},
+                **_figures_of(earlier, measured) | {name: value for name, value in measured.items() if value is not None},
                 capacity=status.f_bavail * status.f_frsize // sharers[os.stat(each.path).st_dev],
-                endurance=endurance.get(str(each.path), 0),
+                endurance=earlier.endurance if earlier else 0,
             )
         )
-    several = {
-        "devices": world,
-        "h2d_all_gbps": _round(links.get("h2d_all", links["h2d"]) / 1e9),
-        "d2h_all_gbps": _round(links.get("d2h_all", links["d2h"]) / 1e9),
-        "gather_gbps": _round(links.get("gather", 0.0) / 1e9),
-    }
-    if "gather_s" in links:
-        several["gather_latency_us"] = _round(links["gather_s"] * 1e6)
-    return Machine(
-        **several | kept,
-        device=device.type,
-        device_memory=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory // 4,  # what an engine takes on the CPU
-        device_tflops=_round(links["product"] / 1e12),
-        device_update_gparams=_round(links.get("device_update", links["update"]) / 1e9),
-        cores=len(os.sched_getaffinity(0)),
-        host_memory=memory,
-        host_gbps=_round(links["memory"] / 1e9),
-        update_gparams=_round(links["update"] / 1e9),
-        h2d_gbps=_round(links["h2d"] / 1e9),
-        d2h_gbps=_round(links["d2h"] / 1e9),
-        copy_latency_us=_round(links["copy_s"] * 1e6),
-        op_overhead_us=_round(links["op_s"] * 1e6),
-        chunk_overhead_us=_round(links["chunk_s"] * 1e6),
-        drives=tuple(rates),
-    )
+    return tuple(rates)
+
+
+def _figures_of(value, names) -> dict[str, float]:
+    return {name: getattr(value, name) for name in names} if value is not None else {}
 
 
 def tokens_that_hide(machine: Machine) -> str:
@@ -329,14 +368,11 @@ def tokens_that_hide(machine: Machine) -> str:
     load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=True)
     try:
         found = predict(subject.model, load, machine, Config(weights="nvme", states="nvme", residency="none", dtype=dtype))
+    except ConfigError as error:  # a figure that did not repeat
+        return f"not known: {error}"
     except BudgetError as error:
         return f"not known, as even one of {sum(param.numel() for param in subject.model.parameters()):,} parameters does not fit: {error}"
     return planning.when_hidden(found)
-
-
-def _round(value: float) -> float:
-    """To four digits, for people to read."""
-    return float(f"{value:.4g}")
 
 
 # What is written and shown
@@ -345,6 +381,8 @@ def _round(value: float) -> float:
 def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) -> None:
     """See [Note: what is written is what is read]."""
     for each in found:
+        if not each.alone["mixed"].repeats:
+            continue
         fd = os.open(each.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             drives.store(fd, each.drive)
@@ -362,22 +400,59 @@ def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) ->
         write_text(output, config_files.to_toml(content))
 
 
-def _report(output: Path, machine: Machine, found: list[_Path], links: dict[str, float]) -> dict:
+def _warnings(found: list[_Path], links: dict[str, Figure], num_busy: float) -> list[str]:
+    """A line for each figure that is not written, and for each cause. num_busy: cores that other processes kept busy."""
+    names = {key: (f"{text}, all at once" if all_ == key else text, unit, name) for text, one, all_, unit, name in _LINKS for key in (one, all_)}
+    lines = [_unwritten(*names[key], figure) for key, figure in links.items() if not figure.repeats]
+    for each in found:
+        lines += [_unwritten(f"{each.path}, {mix}", 1e9, "GB/s", figure) for mix, figure in each.together.items() if not figure.repeats]
+        if not each.alone["mixed"].repeats:
+            lines.append(f"{each.path}: its rate does not repeat: {drives.CACHE_NAME} is not written there")
+    cores = len(os.sched_getaffinity(0))
+    if num_busy > BUSY_SHARE * cores:
+        lines.append(f"other processes kept {num_busy:.1f} of {cores} cores busy meanwhile: figures are lower than on an idle machine")
+    again = bool(lines)
+    lines += map(str, swap_paths.shared_drives([each.path for each in found]))
+    if len(found) > 1:
+        lines += map(str, swap_paths.slow_directories({each.path: each.alone["mixed"].value for each in found}))
+    if again:
+        lines.append("run tune again when nothing else runs here")
+    return lines
+
+
+def _unwritten(text: str, unit: float, name: str, figure: Figure) -> str:
+    values = ", ".join(f"{value / unit:.3g}" for value in figure.values)
+    return f"{text}: {values} {name} in {len(figure.values)} rounds: does not repeat, and is not written"
+
+
+def _report(output: Path, machine: Machine, found: list[_Path], links: dict[str, Figure], warned: list[str]) -> dict:
     """The value of --json: what is written to `output`, and what else was measured, in bytes and units a second."""
     measured = [
         {
             "path": str(each.path),
             "settings": asdict(each.drive),
-            "alone": each.alone,
-            "together": each.together,
+            "alone": _values(each.alone),
+            "together": _values(each.together),
             "around": [{"setting": name, "value": value} | rates for (name, value), rates in each.seen.items()],
         }
         for each in found
     ]
-    return {"output": str(output), "machine": machine.to_table(), "drives": measured, "links": links}
+    ranges = {name: [min(figure.values), max(figure.values)] for name, figure in links.items()}
+    return {
+        "output": str(output),
+        "machine": machine.to_table(),
+        "drives": measured,
+        "links": _values(links),
+        "ranges": ranges,
+        "warnings": warned,
+    }
 
 
-def _text(found: list[_Path], links: dict[str, float], world: int) -> str:
+def _values(figures: dict[str, Figure]) -> dict[str, float]:
+    return {name: figure.value for name, figure in figures.items()}
+
+
+def _text(found: list[_Path], links: dict[str, Figure], world: int) -> str:
     lines = []
     for each in found:
         rows = []
@@ -391,32 +466,27 @@ def _text(found: list[_Path], links: dict[str, float], world: int) -> str:
     rows = [_row(each, each.alone) for each in found]
     if len(found) > 1:
         rows += [_row(each, each.together, " at once") for each in found]
-        rows.append(["sum", *[""] * 4, *(f"{sum(each.together[mix] for each in found) / 1e9:.2f}" for mix in drives.MIXES)])
+        rows.append(["sum", *[""] * 4, *(f"{sum(each.together[mix].value for each in found) / 1e9:.2f}" for mix in drives.MIXES)])
     lines += [table(head, rows), f"\nlinks and processors{f', {world} devices' if world > 1 else ''}\n"]
     return "\n".join([*lines, table(["", "one device", "all at once, each", ""], _link_rows(links))])
 
 
-def _row(each: _Path, rates: dict[str, float], suffix: str = "") -> list[str]:
+def _row(each: _Path, rates: dict[str, Figure], suffix: str = "") -> list[str]:
     drive = each.drive
     sizes = [format_bytes(nbytes) for nbytes in (drive.block_nbytes, drive.inflight_nbytes, drive.inflight_write_nbytes)]
-    return [f"{each.path}{suffix}", *sizes, str(drive.num_queues), *(f"{rates[mix] / 1e9:.2f}" for mix in drives.MIXES)]
+    return [f"{each.path}{suffix}", *sizes, str(drive.num_queues), *(_cell(rates[mix], 1e9) for mix in drives.MIXES)]
 
 
-def _link_rows(links: dict[str, float]) -> list[list[str]]:
-    names = [
-        ("host to device", "h2d", "h2d_all", 1e9, "GB/s"),
-        ("device to host", "d2h", "d2h_all", 1e9, "GB/s"),
-        ("both at once", "both", "both_all", 1e9, "GB/s"),
-        ("all-gather", "", "gather", 1e9, "GB/s"),
-        ("reduce-scatter", "", "reduce", 1e9, "GB/s"),
-        ("products", "product", "", 1e12, "TFLOP/s"),
-        ("updates, on the device", "device_update", "", 1e9, "Gparam/s"),
-        ("updates, in host memory", "update", "", 1e9, "Gparam/s"),
-        ("host memory, read and written", "memory", "", 1e9, "GB/s"),
-    ]
+def _link_rows(links: dict[str, Figure]) -> list[list[str]]:
     rows = []
-    for text, one, all_, unit, name in names:
-        cells = [f"{links[key] / unit:.3g}" if key in links else "" for key in (one, all_)]
+    for text, one, all_, unit, name in _LINKS:
+        cells = [_cell(links[key], unit) if key in links else "" for key in (one, all_)]
         if any(cells):
             rows.append([text, *cells, name])
     return rows
+
+
+def _cell(figure: Figure, unit: float) -> str:
+    """The median with the least and the most; a question mark after a figure that does not repeat."""
+    least, most = min(figure.values) / unit, max(figure.values) / unit
+    return f"{figure.value / unit:.3g} ({least:.3g} to {most:.3g}){'' if figure.repeats else ' ?'}"

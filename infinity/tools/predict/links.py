@@ -16,7 +16,7 @@ class Links:
     """Of one of `world` ranks. Raises ConfigError for ranks without collectives."""
 
     def __init__(self, machine: Machine, world: int):
-        machine.require_collectives()
+        machine.require_rates()
         self.machine, self.world = machine, world
         self.cpu = machine.device == "cpu"
         share = machine.devices

@@ -28,13 +28,14 @@ MACHINES = Path(__file__).with_name("machines")  # a file each that comes with t
 
 @dataclass(frozen=True, kw_only=True)
 class DriveRates:
-    """One drive of a node. Rates in 10^9 bytes a second; `mixed_gbps` of both directions together, 14 reads to 12 writes."""
+    """One drive of a node. Rates in 10^9 bytes a second, None if not measured; `mixed_gbps` of both directions together, 14 reads to 12
+    writes."""
 
     path: str = ""
     """Swap directory on it, if there is one yet."""
-    read_gbps: float
-    write_gbps: float
-    mixed_gbps: float
+    read_gbps: float | None = None
+    write_gbps: float | None = None
+    mixed_gbps: float | None = None
     capacity: int = 0
     """Bytes that swap may take; 0 for what is not known."""
     endurance: int = 0
@@ -44,7 +45,8 @@ class DriveRates:
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """One node or several alike. Rates of links in 10^9 bytes a second, each of one device (`h2d_gbps`), of all of a node's
-    devices at once but given of each (`h2d_all_gbps`), or of a node (`host_gbps`). Sizes in bytes, "141 GB" in files."""
+    devices at once but given of each (`h2d_all_gbps`), or of a node (`host_gbps`). Sizes in bytes, "141 GB" in files. A rate is None
+    if it was not measured, or if `infinity tune` found no value that repeats: a file leaves it out."""
 
     name: str = ""
     nodes: int = 1
@@ -53,21 +55,21 @@ class Machine:
     device: str = "cuda"
     """cuda, or cpu for a node that trains on its processors."""
     device_memory: int
-    device_tflops: float
+    device_tflops: float | None = None
     """10^12 floating-point operations a second that a training step's products reach, of one device."""
-    device_update_gparams: float
+    device_update_gparams: float | None = None
     """10^9 parameters a second that one device updates, records on it."""
     cores: int = 0
     """Of a node's processors, for the engine's threads; 0 where that is not known."""
     host_memory: int
-    host_gbps: float
+    host_gbps: float | None = None
     """What host memory carries, read and written, of all of a node's processors; for people, no prediction needs it."""
-    update_gparams: float
+    update_gparams: float | None = None
     """10^9 parameters a second that a node's processors update, by AdamW, records in host memory."""
-    h2d_gbps: float
-    d2h_gbps: float
-    h2d_all_gbps: float
-    d2h_all_gbps: float
+    h2d_gbps: float | None = None
+    d2h_gbps: float | None = None
+    h2d_all_gbps: float | None = None
+    d2h_all_gbps: float | None = None
     gather_gbps: float = 0.0
     """Of an all-gather over a node's devices: bytes that one device receives a second; 0 where there is one device."""
     network_gbps: float = 0.0
@@ -101,8 +103,17 @@ class Machine:
         """Devices of all nodes."""
         return self.nodes * self.devices
 
-    def require_collectives(self) -> None:
-        """Raise ConfigError if a rate is not known that collectives of so many devices need."""
+    def require_rates(self) -> None:
+        """Raise ConfigError if a rate is not known that predictions need."""
+        fields = {name: getattr(self, name) for name in _names_of_rates(Machine) if name != "host_gbps"}
+        for number, drive in enumerate(self.drives):
+            fields |= {f"drives[{number}].{name}": getattr(drive, name) for name in _names_of_rates(DriveRates)}
+        if missing := [name for name, rate in fields.items() if rate is None]:
+            is_one = len(missing) == 1
+            raise ConfigError(
+                f"machine: {', '.join(missing)} {'is' if is_one else 'are'} not known: run `infinity tune` when nothing else runs there, or write "
+                f"{'a value' if is_one else 'values'} into the file"
+            )
         for name, num in (("gather_gbps", self.devices), ("network_gbps", self.nodes)):
             if num > 1 and not getattr(self, name):
                 raise ConfigError(f"machine: {name} is not known: say how many GB/s collectives carry over {self.world} devices")
@@ -114,7 +125,7 @@ class Machine:
 
     def drive_gbps(self, what: str) -> float:
         """`read`, `write` or `mixed` of all drives of a node at once."""
-        return sum(getattr(drive, f"{what}_gbps") for drive in self.drives)
+        return sum(getattr(drive, f"{what}_gbps") or 0.0 for drive in self.drives)
 
     @classmethod
     def load(cls, path: Path | str) -> Machine:
@@ -146,8 +157,18 @@ class Machine:
         return cls(**content, drives=tuple(DriveRates(**drive) for drive in drives))
 
     def to_table(self) -> dict:
-        """What `from_table` makes the same machine of."""
-        return dataclasses.asdict(self) | {"drives": [dataclasses.asdict(drive) for drive in self.drives]}
+        """What `from_table` makes the same machine of. Rates that are not known are left out, and so are times at their defaults."""
+
+        def known(value) -> dict:
+            fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value) if field.name != "drives"]
+            return {field.name: each for field, each in fields if each is not None and not (field.name.endswith("_us") and repr(each) == repr(field.default))}
+
+        return known(self) | {"drives": [known(drive) for drive in self.drives]}
+
+
+def _names_of_rates(cls) -> list[str]:
+    """Of fields that may be None."""
+    return [field.name for field in dataclasses.fields(cls) if field.type == "float | None"]
 
 
 _MAY_BE_ZERO = ("gather_gbps", "network_gbps", "_us")
@@ -157,13 +178,15 @@ def _settle(value, where: str, sizes: tuple[str, ...]) -> list[str]:
     """Sizes to bytes; rates are checked."""
     problems = []
     for field in dataclasses.fields(value):
-        given = getattr(value, field.name)
+        given, is_number = getattr(value, field.name), field.type.startswith("float")
+        if given is None and field.type.endswith("None"):
+            continue
         try:
             if field.name in sizes:
                 object.__setattr__(value, field.name, parse_bytes(given))
-            elif field.type == "float" and (isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf):
+            elif is_number and (isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf):
                 raise ConfigError(f"expected a number, zero or above; got {given!r}")
-            elif field.type == "float" and not given and not field.name.endswith(_MAY_BE_ZERO):
+            elif is_number and not given and not field.name.endswith(_MAY_BE_ZERO):
                 raise ConfigError("expected a rate above zero; got 0")
             elif field.type == "str" and field.name != "device" and not isinstance(given, str):
                 raise ConfigError(f"expected text; got {given!r}")

@@ -335,7 +335,7 @@ def _machine(arguments) -> Machine:
             raise ConfigError(f"which machine? Measure this one with `infinity tune DIR...`, which writes {path}, or name a file: --machine FILE")
     given = {name: getattr(arguments, name) for name in ("nodes", "devices")}
     machine = dataclasses.replace(Machine.load(path), **{name: value for name, value in given.items() if value is not None})
-    machine.require_collectives()
+    machine.require_rates()
     return machine
 
 

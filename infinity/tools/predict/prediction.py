@@ -100,7 +100,9 @@ class Prediction:
 
 
 def predict(model: nn.Module, workload: Workload, machine: Machine, config: Config) -> Prediction:
-    """Raises BudgetError where something does not fit: `Prediction.memory` of what is returned fits."""
+    """Raises BudgetError where something does not fit: `Prediction.memory` of what is returned fits. Raises ConfigError for a machine whose
+    rates are not known."""
+    machine.require_rates()
     layout, records, placement, on_device = arrangement(model, workload, machine, config)
     uses, flops, grads = workload.trace([home.span for home in layout.homes])
     seconds = [count / (machine.device_tflops * 1e12) for count in flops]
