@@ -17,7 +17,8 @@ from typing import ClassVar
 from infinity import config_files
 from infinity.deepspeed import Conversion, convert
 from infinity.errors import ConfigError
-from infinity.sizes import format_bytes, parse_bytes
+from infinity.sizes import format_bytes, parse_budget
+from infinity.spelling import nearest
 from infinity.system.mounts import why_no_path
 
 DEFAULT_NVME = Path("infinity-swap")
@@ -57,8 +58,8 @@ def _unknown_fields(cls, values):
     names = [field.name for field in dataclasses.fields(cls)]
     problems = []
     for unknown in (name for name in values if name not in names):
-        near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.5)
-        cure = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(names)}"
+        near = nearest(unknown, names)
+        cure = f"did you mean {near!r}?" if near else f"the fields are {', '.join(names)}"
         problems.append(f"{cls.__name__} has no field {unknown!r}: {cure}")
     return problems
 
@@ -159,7 +160,7 @@ class Config:
             try:
                 object.__setattr__(self, name, check(name, getattr(self, name)))
             except ConfigError as error:
-                problems.append(f"{self._prefix(name)}{error}")
+                problems.append(self._told(name, str(error)))
 
         settle("nvme", _paths)
         settle("host_memory", _budget)
@@ -183,7 +184,7 @@ class Config:
 
         A relative path of `nvme` in the file is relative to the file's directory. Raises ConfigError that names the file.
         """
-        return cls.layered([(str(path), _table_of(path)), ("argument", overrides)])
+        return cls.layered([(str(path), _table_of(checked_path(path))), ("argument", overrides)])
 
     @classmethod
     def layered(cls, layers: Iterable[Layer], deepspeed: Mapping | str | os.PathLike | None = None) -> "Config":
@@ -213,6 +214,8 @@ class Config:
 
         `conversion` of the result says what became of every key. Raises ConfigError for a ZeRO stage other than 3, among others.
         """
+        if not isinstance(source, Mapping):
+            checked_path(source)
         return cls.layered([("argument", overrides)], deepspeed=source)
 
     def to_table(self) -> dict:
@@ -227,26 +230,35 @@ class Config:
         table["nvme"] = [str(path if self.creates_nvme else path.absolute()) for path in self.nvme]
         return table
 
-    def _prefix(self, name) -> str:
-        """Of an error: where the value came from."""
-        return f"{self.origins[name]}: " if name in self.origins else ""
+    def _told(self, name, problem) -> str:
+        """A problem, which begins with the name of its field, with the place that its value came from."""
+        origin = self.origins.get(name)
+        if origin == _option(name):
+            return origin + problem.removeprefix(name)
+        return problem if origin is None else f"{origin}: {problem}"
 
     def _contradictions(self) -> list[str]:
         found = []
         if self.moments == "bf16" and self.dtype in ("fp16", "fp32"):
             found.append(
-                f"{self._prefix('moments')}moments='bf16' with dtype={self.dtype!r}: bf16 moments go with dtype='bf16' only"
+                self._told("moments", f"moments='bf16' with dtype={self.dtype!r}: bf16 moments go with dtype='bf16' only"),
             )
         if self.dtype == "fp16" and self.nonfinite in ("ignore", "raise"):
             found.append(
-                f"{self._prefix('nonfinite')}nonfinite={self.nonfinite!r} with dtype='fp16': its loss scale finds its size "
-                f"by steps that overflow and are skipped. Use nonfinite='auto'."
+                self._told(
+                    "nonfinite",
+                    f"nonfinite={self.nonfinite!r} with dtype='fp16': its loss scale finds its size by steps that overflow and are "
+                    f"skipped. Use nonfinite='auto'.",
+                )
             )
         if self.update == "backward" and (self.dtype == "fp16" or self.nonfinite in ("raise", "skip")):
             what = "dtype='fp16'" if self.dtype == "fp16" else f"nonfinite={self.nonfinite!r}"
             found.append(
-                f"{self._prefix('update')}update='backward' with {what}: whether a step counts is known only after the "
-                f"backward pass. Use update='deferred' or 'auto'."
+                self._told(
+                    "update",
+                    f"update='backward' with {what}: whether a step counts is known only after the backward pass. "
+                    f"Use update='deferred' or 'auto'.",
+                )
             )
         return found
 
@@ -273,8 +285,13 @@ def command_layers(arguments, options: Sequence[str] = ()) -> list[Layer]:
     for name in options:
         value = getattr(arguments, name)
         if value is not None:
-            layers.append((f"--{name.replace('_', '-')}", {name: value}))
+            layers.append((_option(name), {name: value}))
     return layers
+
+
+def _option(name: str) -> str:
+    """The command's option for a field."""
+    return f"--{name.replace('_', '-')}"
 
 
 def set_layers(arguments) -> list[Layer]:
@@ -300,7 +317,7 @@ def _table_of(path):
 def converted(source: Mapping | str | os.PathLike) -> tuple[str, Conversion]:
     """A configuration of DeepSpeed's: what to call it, and what becomes of it."""
     given = isinstance(source, Mapping)
-    origin, content = ("DeepSpeed", source) if given else (str(source), config_files.read_json(source))
+    origin, content = ("DeepSpeed", source) if given else (str(source), config_files.read_json(checked_path(source)))
     try:
         return origin, convert(content)
     except ConfigError as error:
@@ -308,7 +325,9 @@ def converted(source: Mapping | str | os.PathLike) -> tuple[str, Conversion]:
 
 
 def checked_path(path: str | os.PathLike) -> Path:
-    """Raises ConfigError for what can be no path."""
+    """Raises ConfigError for a value that cannot name a file or a directory, such as an empty text."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"{path!r:.60}: expected a path, as text or pathlib.Path; got {type(path).__name__}")
     if reason := why_no_path(path):
         raise ConfigError(reason)
     return Path(path)
@@ -329,8 +348,9 @@ def _paths(name, value):
         if path == DEFAULT_NVME and len(paths) == 1 and not path.exists():
             continue
         if not path.is_dir():
-            state = "is not a directory" if path.exists() else "does not exist"
-            raise ConfigError(f"{name}: {path} {state}; create it (mkdir -p {path}) or name another")
+            if os.path.lexists(path):
+                raise ConfigError(f"{name}: {path} is not a directory; name a directory")
+            raise ConfigError(f"{name}: {path} does not exist; create it (mkdir -p {path}) or name another")
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigError(f"{name}: {path} is not writable by this user; change its mode or name another")
         real = path.resolve()
@@ -344,14 +364,12 @@ def _budget(name, value):
     if value == "auto":
         return value
     try:
-        nbytes = parse_bytes(value)
+        nbytes = parse_budget(value)
     except ConfigError as error:
         raise ConfigError(f'{name}: {error}, or "auto"') from None
     if nbytes > LARGEST_NBYTES:
         most = format_bytes(LARGEST_NBYTES)
         raise ConfigError(f'{name}: {str(value)[:60]} is more than {most}, which no machine has; give what this one has, or "auto"')
-    if nbytes == 0:
-        raise ConfigError(f'{name}={value!r}: expected more than zero bytes, or "auto"')
     return nbytes
 
 

@@ -11,13 +11,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from infinity.errors import ConfigError
+from infinity.ordinary_file import read_ordinary
 
 DEFAULT_NAME = "infinity.toml"  # what commands read where no other file is named
+LARGEST_NBYTES = 1 << 16  # of a file: a parser takes less than a second for so many, whatever they say
+# tomllib's time and memory grow with the square of the number of parts of a dotted key.
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){8}""")
 
 
 def read(path: Path | str) -> dict:
     """The tables of a file, JSON if it is named so, else TOML. Raises ConfigError, with the place in the file."""
-    return read_json(path) if Path(path).suffix == ".json" else _read(path, tomllib.loads, "TOML")
+    suffix = Path(path).suffix
+    if suffix in (".yaml", ".yml"):
+        raise ConfigError(f"{path}: expected TOML, or JSON in a file whose name ends in .json; got YAML, by its name. Write it as one of these")
+    return read_json(path) if suffix == ".json" else _read(path, _parse_toml, "TOML")
 
 
 def read_json(path: Path | str) -> dict:
@@ -31,7 +38,7 @@ def assignment(text: str) -> tuple[str, object]:
     if not equals or not re.fullmatch(r"\s*[\w.-]+\s*", name):
         raise ConfigError(f"{text!r}: expected NAME=VALUE")
     try:
-        content = tomllib.loads(f"value = {value}")
+        content = _parse_toml(f"value = {value}")
     except (ValueError, RecursionError):
         content = {}
     # More than one value: there was a newline.
@@ -49,7 +56,7 @@ def to_toml(tables: Mapping[str, object]) -> str:
 
 def _read(path: Path | str, parse: Callable[[str], object], kind: str) -> dict:
     try:
-        content = parse(Path(path).read_text(encoding="utf-8-sig"))
+        content = parse(read_ordinary(path, LARGEST_NBYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of the parser, and of what is no text
@@ -57,6 +64,13 @@ def _read(path: Path | str, parse: Callable[[str], object], kind: str) -> dict:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a table of settings; got {type(content).__name__}")
     return content
+
+
+def _parse_toml(text: str) -> dict:
+    """Raises ValueError, with the place."""
+    if found := _LONG_KEY.search(text):
+        raise ValueError(f"expected keys of at most 8 parts; got {found[0][:40]}... (at line {text.count(chr(10), 0, found.start()) + 1})")
+    return tomllib.loads(text)
 
 
 def _lines(content: Mapping[str, object], path: tuple[str, ...]) -> list[str]:

@@ -12,13 +12,13 @@ ours is the only one, the difference is listed.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from infinity.errors import ConfigError
+from infinity.spelling import nearest
 
 _STAGE = (
     "3. Only ZeRO-3 slices weights, gradients and states over all ranks, as this engine always does: set 3 if that is meant"
@@ -58,6 +58,7 @@ _INSIDE = "the engine has no such inner part"
 _OWN_LOOP = "your training loop's"
 _LOADER = "your data loader's"
 _REPORTS = "nothing is printed or sent on its own: see engine.stats()"
+_AUTO = "auto: left to the trainer there, and to its arguments or the default here"
 _REMOVED = "gone from DeepSpeed, too"
 
 # What needs nothing here. A name that ends in a dot is that of a table with whatever is in it.
@@ -283,7 +284,7 @@ class _Converter:
         self.known = {*_UNNEEDED, *_UNMATCHED}
         for key, value in self.given.items():
             if value is None or value == "auto":
-                self.done.unneeded[key] = "not set"
+                self.done.unneeded[key] = _AUTO if value else "not set"
             else:
                 self.left[key] = value
 
@@ -476,11 +477,19 @@ class _Converter:
             elif rule := next((name for name in sections if name in _UNMATCHED), None):
                 self.list_unmatched(key, rule, value)
             else:
-                section, _, name = key.rpartition(".")
-                names = [known.rpartition(".")[2] for known in self.known if known.rpartition(".")[0] == section]
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                self.done.unmatched[key] = f"no setting that is known here{hint}"
+                self.refuse_misspelled(key)
+                self.done.unmatched[key] = "no setting that is known here"
+
+    def refuse_misspelled(self, key):
+        """Raises ConfigError for an unknown key that is spelled like a known one: its table or value would have no effect."""
+        section = ""
+        for name in key.split("."):
+            names = {known.removeprefix(section).split(".")[0] for known in self.known if known.startswith(section)}
+            if name not in names:
+                if near := nearest(name, names):
+                    raise ConfigError(f"{section}{name}: DeepSpeed has no such setting; did you mean {near!r}?")
+                return
+            section += f"{name}."
 
     def list_unmatched(self, key, rule, value):
         harmless, why = _UNMATCHED[rule]

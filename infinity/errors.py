@@ -4,6 +4,9 @@ A message says what is wrong, what was expected, what was found and what to do a
 """
 
 import errno
+import sys
+import warnings
+from pathlib import Path
 
 NO_DESCRIPTORS = {
     errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
@@ -22,6 +25,15 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text)
+
+
+def warn(text: str) -> None:
+    """A RuntimeWarning that shows the program's line, not one of this package. A thread of ours has no line of the program."""
+    package = str(Path(__file__).parent)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    warnings.warn_explicit(text, RuntimeWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
 class ConfigError(ValueError):

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from infinity.errors import ConfigError
 
+LEAST_NBYTES = 1024  # of a budget: nothing useful fits into less
 _UNITS = {"b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
@@ -34,6 +35,15 @@ def parse_bytes(value: int | str) -> int:
     if nbytes is not None:
         return nbytes
     raise ConfigError(f'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got {repr(value):.60}')
+
+
+def parse_budget(value: int | str) -> int:
+    """As `parse_bytes`, of memory or files, which are of LEAST_NBYTES at least. Raises ConfigError for less: a unit is missing then."""
+    nbytes = parse_bytes(value)
+    if nbytes < LEAST_NBYTES:
+        number = re.match(r"\s*([\d.]+)", str(value))[1]
+        raise ConfigError(f'expected at least {LEAST_NBYTES} bytes; got {value!r:.40}, which is {nbytes:,} B. Give the unit, as in "{number}GiB"')
+    return nbytes
 
 
 def format_bytes(nbytes: float) -> str:

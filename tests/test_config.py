@@ -49,15 +49,15 @@ def test_everything_has_a_default(empty_directory):
 def test_values_are_normalised(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    config = Config(nvme=["a", tmp_path / "b"], host_memory="2 GiB", device_memory=1000, chunk_mib=4)
+    config = Config(nvme=["a", tmp_path / "b"], host_memory="2 GiB", device_memory=10_000, chunk_mib=4)
     assert config.nvme == (Path("a"), tmp_path / "b")
-    assert (config.host_memory, config.device_memory, config.chunk_mib) == (2**31, 1000, 4)
+    assert (config.host_memory, config.device_memory, config.chunk_mib) == (2**31, 10_000, 4)
     assert not config.creates_nvme
     assert Config(nvme="a").nvme == Config(nvme=Path("a")).nvme == (Path("a"),)
 
 
 def test_the_size_of_tiles_is_auto_bytes_or_none():
-    assert [Config(tile_above=value).tile_above for value in ("auto", "512MiB", 7, None)] == ["auto", 2**29, 7, None]
+    assert [Config(tile_above=value).tile_above for value in ("auto", "512MiB", 7000, None)] == ["auto", 2**29, 7000, None]
 
 
 def test_it_is_frozen_and_can_be_replaced_and_copied():
@@ -100,7 +100,7 @@ def test_an_unknown_field_is_an_error_with_the_nearest_name(unknown, expected):
         ("nvme", ["a", "./a/../a"], "one directory"),
         ("nvme", "file", "file is not a directory"),
         ("host_memory", "20G", 'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got \'20G\', or "auto"'),
-        ("host_memory", 0, "more than zero"),
+        ("host_memory", 0, "expected at least 1024 bytes; got 0"),
         ("host_memory", -1, "expected bytes"),
         ("host_memory", True, "expected bytes"),
         ("device_memory", "", "expected bytes"),
@@ -124,7 +124,7 @@ def test_an_unknown_field_is_an_error_with_the_nearest_name(unknown, expected):
         ("chunk_mib", True, "a number of MiB"),
         ("device", "gpu", "expected 'cpu', 'cuda' or 'cuda:N'"),
         ("device", "cuda:", "expected 'cpu'"),
-        ("tile_above", 0, 'more than zero bytes, or "auto", or None'),
+        ("tile_above", 0, 'Give the unit, as in "0GiB", or "auto", or None'),
         ("tile_above", "big", 'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got \'big\', or "auto", or None'),
         ("tile_above", False, "expected bytes"),
         ("trace", 1, "expected True or False"),
@@ -400,4 +400,6 @@ def test_every_mistake_names_where_it_was_made(tmp_path):
     write(tmp_path / "infinity.toml", dtype="fp17")
     with pytest.raises(ConfigError) as raised:
         of_command(set=["seed=-1"], options=("update",), update="x")
-    assert [line.split(":")[0] for line in str(raised.value).splitlines()] == ["infinity.toml", "--update", "--set"]
+    first, second, third = str(raised.value).splitlines()
+    assert first.startswith("infinity.toml: dtype='fp17': ") and third.startswith("--set: seed=-1: ")
+    assert second.startswith("--update='x': expected "), "an option names its field already"

@@ -101,9 +101,12 @@ def test_a_file_is_json_if_it_is_named_so_and_toml_else(tmp_path):
         ("a.json", b"{,}", "a.json is not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
         ("a.json", b"[1]", "a.json: expected a table of settings; got list"),
         ("a.json", b"", "a.json is not valid JSON: Expecting value"),
-        ("a.json", b"[" * 100_000, "a.json is not valid JSON: "),
+        ("a.json", b"[" * 60_000, "a.json is not valid JSON: "),
         ("a.toml", None, "a.toml cannot be read: No such file or directory"),
         (".", None, ". cannot be read: Is a directory"),
+        ("a.yaml", b"x: 1", "a.yaml: expected TOML, or JSON in a file whose name ends in .json; got YAML, by its name"),
+        ("a.toml", b"x = " + b"1" * 10**6, "a.toml cannot be read: expected at most 65,536 bytes"),
+        ("a.toml", b"a." * 30_000 + b"a = 1", "a.toml is not valid TOML: expected keys of at most 8 parts; got a.a.a"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, monkeypatch, name, content, expected):

@@ -35,7 +35,10 @@ import torch
 from infinity.checkpoints.json_text import Budget, Text
 from infinity.errors import CheckpointError
 
-MAX_HEADER_NBYTES = 100_000_000  # what the safetensors package reads
+MAX_HEADER_NBYTES = 32 << 20  # 256 for each of MAX_TENSORS; reading it takes less than a second
+MAX_TENSORS = 1 << 17  # of one file
+MAX_INDEX_NBYTES = 100_000_000
+_MAX_DIMENSIONS = 64  # of a tensor of PyTorch
 _LISTS_NBYTES = 96 << 20  # of memory, for all that is listed in the files of one folder: some 250,000 tensors
 _METADATA_NBYTES = 8 << 20
 _INFO_NBYTES, _NAME_NBYTES = 320, 150  # of memory, about, for a tensor and for a name, without its text
@@ -276,6 +279,8 @@ def _read_header(file, budget):
         raise _damaged(file.path, f"a header of {length} bytes, expected at most {limit} in a file of {file.nbytes}")
     text = bytearray(length)
     file.read_into(text, 8)
+    if (num := text.count(b'"data_offsets"')) > MAX_TENSORS:  # before a second is spent on reading so many
+        raise _damaged(file.path, f"lists {num:,} tensors, expected at most {MAX_TENSORS:,}")
     entries, metadata = {}, None
     with _reading(file.path, "header"):
         json = Text(memoryview(text))
@@ -288,6 +293,8 @@ def _read_header(file, budget):
                     raise _damaged(file.path, "__metadata__ is not a map of texts to texts")
                 continue
             budget.take(_INFO_NBYTES + len(name))
+            if len(entries) == MAX_TENSORS:
+                raise _damaged(file.path, f"lists more than {MAX_TENSORS:,} tensors")
             entries[name] = _parse_tensor(name, json.value(), file, 8 + length)
         json.end()
     infos = sorted(entries.values(), key=lambda info: (info.offset, info.nbytes))
@@ -376,8 +383,8 @@ def _read_index(path):
     """The weight_map of an index, {tensor: file in the same folder}."""
     file = _File(path)
     try:
-        if file.nbytes > MAX_HEADER_NBYTES:
-            raise _damaged(path, f"has {file.nbytes} bytes, expected at most {MAX_HEADER_NBYTES}")
+        if file.nbytes > MAX_INDEX_NBYTES:
+            raise _damaged(path, f"has {file.nbytes} bytes, expected at most {MAX_INDEX_NBYTES}")
         text = bytearray(file.nbytes)
         file.read_into(text, 0)
     finally:
@@ -432,7 +439,7 @@ def is_text(value):
 
 
 def is_sizes(value):
-    return isinstance(value, (list, tuple)) and all(type(size) is int and 0 <= size <= _MAX_NUMEL for size in value)
+    return isinstance(value, (list, tuple)) and len(value) <= _MAX_DIMENSIONS and all(type(size) is int and 0 <= size <= _MAX_NUMEL for size in value)
 
 
 def show(*values, limit=10):

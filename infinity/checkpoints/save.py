@@ -27,7 +27,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -47,8 +46,8 @@ from infinity.config import checked_path
 from infinity.engine import pause
 from infinity.engine.engine import Engine
 from infinity.engine.engines import engine_of
-from infinity.errors import CheckpointError
-from infinity.sizes import parse_bytes
+from infinity.errors import CheckpointError, warn
+from infinity.sizes import parse_budget, parse_bytes
 from infinity.system.arena import PAGE_NBYTES
 from infinity.system.lanes import Monitor
 from infinity.system.waits import THREADS
@@ -88,7 +87,7 @@ def save(
     engine = engine_of(model)
     with engine.turn, engine.ranks.at("infinity.save"):
         pause.ready_to_save(engine, optimizer)
-        nbytes = parse_bytes(host_memory)
+        nbytes = parse_budget(host_memory) if parse_bytes(host_memory) else 0
         saving = pause.shielded(engine.device, lambda shield: Saving(engine, checked_path(path), scheduler, extra, nbytes))
         if engine.optimizer is not None:
             engine.optimizer.refer_to({"checkpoint": str(saving.path.absolute()), "folder": saving.folder}, saving.wait)
@@ -377,11 +376,10 @@ class Saving:
                 if wrong is not None:
                     names = [param.name for param in wrong.span.params]
                     told = f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}"
-                    warnings.warn(
+                    warn(
                         f"{linked.path} has changed since it was saved ({told}): the checkpoint {self.path} has its records anew, from the "
                         f"engine. Earlier checkpoints share the damaged file, and the drive may not be sound: infinity checkpoint verify "
-                        f"names those that are whole.",
-                        RuntimeWarning,
+                        f"names those that are whole."
                     )
                 for chunk in chunks:
                     self._take(chunk)

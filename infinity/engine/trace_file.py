@@ -20,9 +20,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from infinity.config import checked_path
 from infinity.engine.engine import Engine
 from infinity.engine.engines import engine_of
 from infinity.errors import UsageError
+from infinity.ordinary_file import open_ordinary
 from infinity.output import check_file, write_text
 from infinity.system.events import COMPUTE, SLOTS, STALL, STEP, Event, now
 
@@ -77,7 +79,7 @@ def save_trace(path, model) -> None:
     Every rank must call it, before the engine is closed; rank 0 writes. The device is waited for. Raises UsageError if nothing was
     traced, ConfigError if no file can be there.
     """
-    path, engine = Path(path), engine_of(model)
+    path, engine = checked_path(path), engine_of(model)
     if not engine.events.tracing:
         raise UsageError("save_trace: nothing was traced; use infinity.Config(trace=True)")
 
@@ -101,7 +103,8 @@ def write_trace(path: Path, ranks: list[RankTrace]) -> None:
 def read_trace(path: Path) -> list[RankTrace]:
     """The inverse of `write_trace`. Raises UsageError for what is no such file."""
     try:
-        value = json.loads(path.read_bytes())
+        with open_ordinary(path) as file:
+            value = json.load(file)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

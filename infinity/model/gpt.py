@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError
+from infinity.ordinary_file import open_ordinary
 
 INIT_STD = 0.02
 
@@ -137,7 +138,8 @@ def read_bytes(paths: Sequence[str | Path]) -> np.ndarray:
     parts = []
     for path in paths:
         try:
-            parts.append(np.fromfile(path, dtype=np.uint8))
+            with open_ordinary(path) as file:
+                parts.append(np.fromfile(file, dtype=np.uint8))
         except OSError as error:
             raise ConfigError(f"data: cannot read {path}: {error.strerror or error}; name a readable file") from None
     return np.concatenate(parts)

@@ -66,6 +66,8 @@ def whole_drives(device: Path) -> list[Path]:
 def why_no_path(path: str | os.PathLike) -> str:
     """Why the system could not use a path for a file or directory of ours, with the remedy; nothing if it could."""
     raw = os.fsencode(path)
+    if not raw:
+        return "the path is empty, as that of an unset shell variable; name one, '.' for the current directory"
     if b"\0" in raw:
         return f"{os.fsdecode(raw)!r:.80} has a zero byte in it; name another"
     if len(os.path.abspath(raw)) > _LARGEST_PATH_NBYTES - _ROOM_NBYTES:

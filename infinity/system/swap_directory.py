@@ -22,13 +22,12 @@ import os
 import re
 import stat
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aio_ext
-from infinity.errors import ConfigError, SwapError, refuses_direct
+from infinity.errors import ConfigError, SwapError, refuses_direct, warn
 from infinity.system import drives
 from infinity.system.mounts import MEMORY_FILESYSTEMS, mount_at
 from infinity.system.swap_errors import REMEDIES, swap_error
@@ -127,11 +126,9 @@ class Directory:
         try:
             refusal = self._open_file(self.nbytes)
             if refusal:
-                warnings.warn(
+                warn(
                     f"swap in {self.path}: {refusal}; it works through the page cache, slower and with more memory. Name a "
-                    "directory on a local ext4 or xfs drive.",
-                    RuntimeWarning,
-                    stacklevel=4,
+                    "directory on a local ext4 or xfs drive."
                 )
             for _ in range(self.drive.num_queues):
                 self.queues.append(self.drive.queue(num_sharers))

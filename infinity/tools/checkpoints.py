@@ -11,7 +11,7 @@ from infinity.checkpoints.convert import export, reshard
 from infinity.checkpoints.manifest import VERSION
 from infinity.checkpoints.reader import Checkpoint
 from infinity.errors import printable
-from infinity.sizes import format_bytes, parse_bytes
+from infinity.sizes import format_bytes, parse_budget
 from infinity.tools.progress import BytesProgress
 
 
@@ -59,7 +59,7 @@ def export_weights(arguments) -> int:
             arguments.directory,
             arguments.target,
             dtype=arguments.dtype,
-            max_file_nbytes=parse_bytes(arguments.max_file),
+            max_file_nbytes=parse_budget(arguments.max_file),
             progress=progress,
             dry_run=arguments.dry_run,
         )

@@ -5,11 +5,11 @@ are not finite end in one line and exit status 2. Must not know what a command d
 """
 
 import argparse
-import difflib
 import math
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -19,6 +19,8 @@ from infinity.config import CHOICES, LARGEST_CHUNK_MIB, LARGEST_SEED, LEAST_CHUN
 from infinity.config_files import DEFAULT_NAME
 from infinity.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError, printable
 from infinity.output import check_different
+from infinity.spelling import nearest
+from infinity.system.mounts import why_no_path
 from infinity.tools import checkpoints, completion, configuration
 from infinity.tools.doctor import doctor
 from infinity.tools.measure import benchmarks, breakdown, overlap, tuning
@@ -34,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # paths may be of any bytes
+    formatwarning, warnings.formatwarning = warnings.formatwarning, _warned
     try:
         parser = _parser()
         if not (sys.argv[1:] if argv is None else argv):
@@ -53,6 +56,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("infinity: interrupted", file=sys.stderr)
         return 130
+    finally:
+        warnings.formatwarning = formatwarning
+
+
+def _warned(message, *_):
+    """A warning as who runs a command reads it: without a line of source."""
+    return f"infinity: warning: {message}\n"
 
 
 def _failed(text):
@@ -75,8 +85,8 @@ class _Parser(argparse.ArgumentParser):
             message = f"there is no command {command[1]!r}"
         if "--output" in known and re.match(r"unrecognized arguments: [^\s-]\S*\.json$", message):
             message += "; --json takes no file: write one with --output"
-        near = difflib.get_close_matches(unknown[1], known, n=1) if unknown else ()
-        hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
+        near = nearest(unknown[1], known) if unknown else None
+        hint = f"; did you mean {near}?" if near else f"; see {self.prog} --help"
         raise ConfigError(message + hint)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -128,7 +138,7 @@ def _add_json(command, *, with_output=False):
     """For commands that say what they found; see `infinity.output.give`."""
     command.add_argument("--json", action="store_true", help="print JSON instead of text")
     if with_output:
-        command.add_argument("--output", type=Path, metavar="FILE", help="write the same JSON to FILE, too")
+        command.add_argument("--output", type=_path, metavar="FILE", help="write the same JSON to FILE, too")
 
 
 def _add_train(commands):
@@ -170,7 +180,7 @@ def _add_train(commands):
     save = command.add_argument_group("checkpoints")
     save.add_argument(
         "--save",
-        type=Path,
+        type=_path,
         metavar="DIR",
         help="save a checkpoint in this directory at the end, and on SIGTERM, which then ends the run after a whole step",
     )
@@ -183,7 +193,7 @@ def _add_train(commands):
     )
 
     _add_json(command, with_output=True)
-    command.add_argument("--trace", type=Path, metavar="FILE", help="write what happened when to FILE, for `infinity trace` and Perfetto")
+    command.add_argument("--trace", type=_path, metavar="FILE", help="write what happened when to FILE, for `infinity trace` and Perfetto")
     command.add_argument("--live", action="store_true", help="show links, memory and checkpoints, too, while it goes on")
 
 
@@ -215,7 +225,7 @@ def _add_trace(commands):
         "say where the time of a traced run went",
         "Print the share of a step that each lane of a trace was busy and waited for.",
     )
-    command.add_argument("file", type=Path, metavar="FILE", help="that `infinity train --trace` or infinity.save_trace wrote")
+    command.add_argument("file", type=_path, metavar="FILE", help="that `infinity train --trace` or infinity.save_trace wrote")
     _add_json(command)
 
 
@@ -239,7 +249,7 @@ def _add_checkpoint(commands):
 
     def add(name, run, text):
         command = _command(commands, name, run, text, f"{text[0].upper()}{text[1:]}.")
-        command.add_argument("directory", type=Path, metavar="DIR", help="of the checkpoint")
+        command.add_argument("directory", type=_path, metavar="DIR", help="of the checkpoint")
         return command
 
     command = add("inspect", checkpoints.inspect, "say what a checkpoint holds")
@@ -247,12 +257,12 @@ def _add_checkpoint(commands):
     _add_json(command)
     add("verify", checkpoints.verify, "read all of a checkpoint and compare every checksum")
     command = add("export", checkpoints.export_weights, "write the weights as safetensors, as transformers' from_pretrained reads them")
-    command.add_argument("target", type=Path, metavar="OUT", help="directory for the files; put the model's config.json beside them")
+    command.add_argument("target", type=_path, metavar="OUT", help="directory for the files; put the model's config.json beside them")
     command.add_argument("--dtype", choices=EXPORT_DTYPES, help="of the weights, by default the checkpoint's own; fp32: the masters")
     command.add_argument("--max-file", default="5GB", metavar="SIZE", help="size of a file, at most")
     command.add_argument("--dry-run", action="store_true", help="only say what would be written")
     command = add("reshard", checkpoints.reshard_ranks, "write a checkpoint as another number of ranks would have")
-    command.add_argument("target", type=Path, metavar="OUT", help="directory of the new checkpoint")
+    command.add_argument("target", type=_path, metavar="OUT", help="directory of the new checkpoint")
     command.add_argument("--world", type=_whole, required=True, metavar="N", help="number of ranks")
     command.add_argument("--chunk-mib", type=_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights; by default as it was")
     command.add_argument("--dry-run", action="store_true", help="only say what would be written")
@@ -269,7 +279,7 @@ def _add_config(commands):
         "Every setting of the engine, and where it came from. --json prints what --config reads.",
     )
     command.add_argument(
-        "--from-deepspeed", type=Path, metavar="FILE", help="show what DeepSpeed's JSON becomes here, instead of files of settings"
+        "--from-deepspeed", type=_path, metavar="FILE", help="show what DeepSpeed's JSON becomes here, instead of files of settings"
     )
     _add_config_options(command)
     _add_json(command)
@@ -278,7 +288,7 @@ def _add_config(commands):
 def _add_config_options(command):
     """For commands that make a Config: see `infinity.config.command_layers`."""
     files = f"settings, TOML or JSON; they count more than those of ./{DEFAULT_NAME}"
-    command.add_argument("--config", type=Path, metavar="FILE", help=files)
+    command.add_argument("--config", type=_path, metavar="FILE", help=files)
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; counts more than files. Several may be given"
     )
@@ -294,9 +304,9 @@ def _add_tune(commands):
         "Find the fastest settings of each drive, measure what the machine's links carry, and write both to a file that every "
         "command reads. Run it under torchrun, a process a device, to measure collectives and links together.",
     )
-    command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="swap directories, one a drive")
+    command.add_argument("directories", nargs="+", type=_path, metavar="DIR", help="swap directories, one a drive")
     command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
-    command.add_argument("--output", type=Path, default=Path(DEFAULT_NAME), metavar="FILE", help="what is written")
+    command.add_argument("--output", type=_path, default=Path(DEFAULT_NAME), metavar="FILE", help="what is written")
     _add_json(command)
 
 
@@ -312,7 +322,7 @@ def _add_bench(commands):
         if link in benchmarks.NVME_LINKS:
             command.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
         _add_json(command, with_output=True)
-        command.add_argument("--plot", type=Path, metavar="FILE", help="draw bandwidth against size into FILE, such as nc.png")
+        command.add_argument("--plot", type=_path, metavar="FILE", help="draw bandwidth against size into FILE, such as nc.png")
     command = _command(
         commands,
         "overlap",
@@ -331,7 +341,7 @@ def _add_bench(commands):
     command.add_argument("--compute-ms", type=_positive, metavar="X", help="compute a layer; by default as long as the longest transfer")
     command.add_argument("--balance", action="store_true", help="on the CPU: lengthen every stage to the same length")
     _add_json(command, with_output=True)
-    command.add_argument("--plot", type=Path, metavar="FILE", help="draw the times, and one pass, into FILE, such as overlap.png")
+    command.add_argument("--plot", type=_path, metavar="FILE", help="draw the times, and one pass, into FILE, such as overlap.png")
 
 
 def _add_doctor(commands):
@@ -345,7 +355,7 @@ def _add_doctor(commands):
         "status is 1 if anything needs attention.",
     )
     text = "swap directories, one a drive; by default those of infinity.toml, else ./infinity-swap, else the current directory"
-    command.add_argument("directories", nargs="*", type=Path, metavar="DIR", help=text)
+    command.add_argument("directories", nargs="*", type=_path, metavar="DIR", help=text)
     command.add_argument("--seconds", type=_seconds, default=60.0, metavar="N", help="that the self-test may take; 0 leaves it out")
     _add_json(command)
 
@@ -367,18 +377,18 @@ def _add_plan(commands):
     model.add_argument("--heads", type=_whole, metavar="N", help="attention heads; by default one for each 128 of the width")
     model.add_argument("--vocab", type=_whole, default=50257, metavar="N", help="number of tokens")
     other = "config.json of a model of transformers of text, images or sound, instead of a GPT"
-    model.add_argument("--model", type=Path, metavar="FILE", help=other)
+    model.add_argument("--model", type=_path, metavar="FILE", help=other)
     model.add_argument("--seq", type=_whole, default=1024, metavar="N", help="length of a sequence")
     model.add_argument("--batch", type=_whole, default=1, metavar="N", help="sequences a device and step")
     model.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in backward")
     machine = command.add_argument_group("machine")
     table = f"a file with a table [machine], or h200x8; by default ./{DEFAULT_NAME}, as `infinity tune` writes it"
-    machine.add_argument("--machine", type=Path, metavar="FILE", help=table)
+    machine.add_argument("--machine", type=_path, metavar="FILE", help=table)
     machine.add_argument("--nodes", type=_whole, metavar="N", help="so many nodes of the kind")
     machine.add_argument("--devices", type=_whole, metavar="N", help="devices a node")
     _add_config_options(command.add_argument_group("settings of the engine"))
     _add_json(command, with_output=True)
-    command.add_argument("--plot", type=Path, metavar="FILE", help="draw efficiency against bandwidth for this machine")
+    command.add_argument("--plot", type=_path, metavar="FILE", help="draw efficiency against bandwidth for this machine")
 
 
 def _add_completion(commands):
@@ -395,6 +405,12 @@ def _completion(arguments) -> int:
 
 def _either(field):
     return "{" + ",".join(CHOICES[field]) + "}"
+
+
+def _path(text):
+    if reason := why_no_path(text):
+        raise argparse.ArgumentTypeError(reason)
+    return Path(text)
 
 
 def _whole(text):

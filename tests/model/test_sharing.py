@@ -170,7 +170,7 @@ def test_shared_memory_is_refused_with_a_line_that_helps(way, taken, tmp_path):
 def test_a_model_that_was_refused_is_as_it_was_and_is_taken_once_it_is_mended(tmp_path):
     model = tied(by_data)()
     names = {name: id(param) for name, param in model.named_parameters()}
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", tile_above=64)
+    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", tile_above=1024)
     with pytest.raises(ConfigError, match="two parameters in the same memory"):
         infinity.offload(model, config)
     assert {name: id(param) for name, param in model.named_parameters()} == names

@@ -186,7 +186,7 @@ def test_tied_names_are_one_tensor_in_a_state_dict(tmp_path):
 def test_tied_tiled_layers_are_one_tensor_in_a_state_dict(tmp_path):
     model = Tied()
     expected = model.token.weight.detach().clone()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", tile_above=512, **NVME)):
+    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", tile_above=1024, **NVME)):
         assert len(list(model.parameters())) > 1
         found = model.state_dict()
         assert list(found) == ["token.weight", "head.weight"] and found["token.weight"] is found["head.weight"]

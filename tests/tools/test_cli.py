@@ -92,8 +92,8 @@ def test_options_reach_the_arguments():
         ("train --dtype int8", "dtype='int8': expected 'bf16', 'fp16' or 'fp32'"),
         ("train --weights nvm", "did you mean 'nvme'?"),
         ("train --update never", "update='never': expected"),
-        ("train --host-memory 20G", "host_memory: expected bytes"),
-        ("train --device-memory 0", "device_memory='0': expected more than zero bytes"),
+        ("train --host-memory 20G", "error: --host-memory: expected bytes"),
+        ("train --device-memory 0", "error: --device-memory: expected at least 1024 bytes; got '0', which is 0 B. Give the unit"),
         ("train --chunk-mib 0", "argument --chunk-mib: expected"),
         ("train --chunk-mib 1e308", "argument --chunk-mib: expected MiB, at most 1073741824; got '1e308'"),
         ("bench overlap --chunk-mib 4 1e308", "argument --chunk-mib: expected MiB, at most"),
@@ -101,7 +101,7 @@ def test_options_reach_the_arguments():
         ("train --device tpu", "device='tpu': expected"),
         ("train --nvme missing", "missing does not exist"),
         ("train --set nvme=", "--set: nvme='': a name is empty, as that of an unset shell variable; name a directory"),
-        ("train --dtype x --update y", "dtype='x': expected 'bf16', 'fp16' or 'fp32'; --update: update='y': expected"),
+        ("train --dtype x --update y", "--dtype='x': expected 'bf16', 'fp16' or 'fp32'; --update='y': expected"),
         ("train --set dtype", "'dtype': expected NAME=VALUE"),
         ("train --set dtipe=fp32", "--set: Config has no field 'dtipe': did you mean 'dtype'?"),
         ("train --set hidden=64", "--set: Config has no field 'hidden'"),
@@ -118,6 +118,11 @@ def test_options_reach_the_arguments():
         ("train --output a --trace ./a", "--output a and --trace a are one file, and one would replace the other; name two"),
         ("plan --output a.png --plot a.png", "--output a.png and --plot a.png are one file"),
         ("bench nc --output a.png --plot a.png", "--output a.png and --plot a.png are one file"),
+        ("train --precision bf16", "unrecognized arguments: --precision bf16; did you mean --dtype?"),
+        ("train --host-memory 48", "--host-memory: expected at least 1024 bytes; got '48', which is 48 B. Give the unit, as in \"48GiB\""),
+        ("train --nvme text", "error: --nvme: text is not a directory; name a directory"),
+        ("train --save=", "argument --save: the path is empty"),
+        ("train --data /dev/zero", "/dev/zero: a pipe, a socket or a device; expected an ordinary file"),
         ("train --json out.json", "unrecognized arguments: out.json; --json takes no file: write one with --output"),
     ],
 )
@@ -131,9 +136,9 @@ def test_a_mistake_ends_in_one_line_and_status_2(directory, capsys, options, exp
 
 
 def test_a_budget_below_the_minimum_is_refused_with_the_number(directory, capsys):
-    assert main(["train", *SMALL, *ON_NVME, "--device-memory", "1000"]) == 2
+    assert main(["train", *SMALL, *ON_NVME, "--device-memory", "1KiB"]) == 2
     out, err = capsys.readouterr()
-    assert err.startswith("infinity: error: device_memory=1000 B is too small: this model needs ") and err.count("\n") == 1
+    assert err.startswith("infinity: error: device_memory=1.0 KiB is too small: this model needs ") and err.count("\n") == 1
 
 
 def test_a_gradient_that_is_not_finite_ends_in_one_line_too_if_it_is_to_end_the_run(directory, capsys):

@@ -42,7 +42,7 @@ def random_machine(draw):
             ordinary = draw.random() * 10 ** draw.randrange(-20, 20) + 1e-300
             return draw.choice([5e-324, 0.1 + 0.2, 1.7976931348623157e308, ordinary, draw.randrange(1, 1000)])
         if field.type == "int":
-            return draw.choice([1, draw.randrange(1, 2**63), 10**30])
+            return draw.choice([1024, draw.randrange(1024, 2**63), 10**30])
         return draw.choice(["", "a b", '"\\\n\x7f', "ü/日本😀", "[machine]", "#"])
 
     def of(cls, **others):

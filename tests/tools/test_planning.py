@@ -202,7 +202,7 @@ def test_the_plot_is_drawn(node, capsys):
         (["--params", "7B", "--machine", "nothing.toml"], "nothing.toml"),
         (["--params", "7B", "--output", "nowhere/plan.json"], "there is no directory"),
         (["--params", "7B", "--set", "host_memry=1GiB"], "did you mean"),
-        (["--model", "nothing.json"], "--model nothing.json"),
+        (["--model", "nothing.json"], "--model: nothing.json does not exist; name the config.json of a model of transformers, or the folder"),
     ],
 )
 def test_mistakes_end_in_one_line(node, capsys, arguments, says):

@@ -13,7 +13,6 @@ Knows names, units and files. Must not know how anything is measured, or what is
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from pathlib import Path
 
 from infinity import config_files
 from infinity.errors import ConfigError
-from infinity.sizes import parse_bytes
+from infinity.sizes import parse_budget, parse_bytes
+from infinity.spelling import nearest
 
 MACHINES = Path(__file__).with_name("machines")  # a file each that comes with the package
 
@@ -183,7 +183,8 @@ def _settle(value, where: str, sizes: tuple[str, ...]) -> list[str]:
             continue
         try:
             if field.name in sizes:
-                object.__setattr__(value, field.name, parse_bytes(given))
+                nbytes = parse_bytes(given)
+                object.__setattr__(value, field.name, parse_budget(given) if nbytes else nbytes)
             elif is_number and (isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf):
                 raise ConfigError(f"expected a number, zero or above; got {given!r}")
             elif is_number and not given and not field.name.endswith(_MAY_BE_ZERO):
@@ -200,8 +201,8 @@ def _check_names(cls, content: Mapping, where: str) -> list[str]:
     problems = []
     for name in content:
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-            problems.append(f"{where} has no {name!r}" + (f": did you mean {near[0]!r}?" if near else f": it has {', '.join(fields)}"))
+            near = nearest(name, fields)
+            problems.append(f"{where} has no {name!r}" + (f": did you mean {near!r}?" if near else f": it has {', '.join(fields)}"))
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in content]
     if missing:
         problems.append(f"{where}: {', '.join(missing)} missing")

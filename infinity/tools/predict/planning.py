@@ -118,8 +118,11 @@ class _NothingDrawn(TorchFunctionMode):
 def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
     """A model of transformers, by its config.json: of the class that it names, else a causal language model, else what has no head. Raises
     UsageError without that package, ConfigError for what it cannot make."""
+    if path.is_dir():
+        path = path / "config.json"
     if not path.is_file():
-        raise ConfigError(f"--model {path}: there is no such file; name the config.json of a model of transformers")
+        state = "is no ordinary file" if path.exists() else "does not exist"
+        raise ConfigError(f"--model: {path} {state}; name the config.json of a model of transformers, or the folder that it is in")
     try:
         import transformers
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -425,8 +428,8 @@ def _text(subject: Subject, prediction: Prediction, report: dict, largest: Large
             format_bytes(links[link]["bytes_per_step"]) if links[link]["bytes_per_step"] else "-",
             f"{links[link]['bytes_per_parameter']:.2f}" if links[link]["bytes_per_step"] else "-",
             f"{links[link]['busy_seconds']:.3f}",
-            f"{links[link]['busy_seconds'] / report['step_seconds']:.0%}",
-            f"{links[link]['stall_seconds'] / report['step_seconds']:.0%}",
+            _percent(links[link]["busy_seconds"] / report["step_seconds"]),
+            _percent(links[link]["stall_seconds"] / report["step_seconds"]),
         ]
         for link, name in TITLES.items()
     ]
@@ -442,7 +445,7 @@ def _text(subject: Subject, prediction: Prediction, report: dict, largest: Large
         table(["a rank's step", "bytes", "a parameter", "seconds", "busy", "waited for"], rows),
         "",
         f"step      {report['step_seconds']:.3g} s predicted, {report['tokens_per_second']:,.0f} tokens/s; longest: "
-        f"{TITLES[report['bottleneck']]}; compute alone {report['compute_seconds']:.3g} s ({share:.0%})",
+        f"{TITLES[report['bottleneck']]}; floating-point operations alone {report['compute_seconds']:.3g} s ({_percent(share)})",
         f"tokens    {when_hidden(prediction)}",
     ]
     if largest:
@@ -468,6 +471,11 @@ def when_hidden(prediction: Prediction) -> str:
 def _title(machine: Machine) -> str:
     nodes = "" if machine.nodes == 1 else f"{machine.nodes} nodes, each "
     return f"{machine.name + ': ' if machine.name else ''}{nodes}{machine.devices} device(s), {len(machine.drives)} drive(s)"
+
+
+def _percent(share: float) -> str:
+    """0% stands for nothing at all."""
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
 def _count(num: float) -> str:

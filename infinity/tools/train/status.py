@@ -26,12 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infinity.errors import UsageError
+from infinity.ordinary_file import read_ordinary
 from infinity.output import table, write_json
 from infinity.sizes import format_bytes
 from infinity.system.waits import Wait
 from infinity.tools.progress import Progress
 
 WRITE_SECONDS = 1.0  # between two writes, and between two looks of --follow
+LARGEST_NBYTES = 1 << 20  # of a status file
 SILENT_SECONDS = 60  # after which a run that says nothing is told as silent
 
 
@@ -226,7 +228,7 @@ def folder() -> Path:
 def read_status(path: Path) -> Status:
     """Raises UsageError for what is no status file, or is not there."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_ordinary(path, LARGEST_NBYTES))
         found = Status(**value | {"links": tuple(Link(**link) for link in value["links"]), "waits": tuple(value["waits"])})
         view(found)
         return found

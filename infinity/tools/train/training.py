@@ -12,7 +12,6 @@ import platform
 import statistics
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +32,7 @@ from infinity.tools.train.rotation import Rotation
 from infinity.tools.train.saver import Saver, as_saved, check_options, checkpoint_to_resume
 from infinity.tools.train.sigterm import Sigterm
 from infinity.tools.train.status import Link, LiveView, Reporter, Status
+from infinity.version import __version__
 
 OPTIMIZERS = {
     "adamw": infinity.AdamW,
@@ -340,7 +340,7 @@ def _head(arguments, resumed_from_step, checkpoint):
     return {
         "command": "train",
         "options": {name: _plain(value) for name, value in vars(arguments).items() if name != "command"},
-        "versions": {"infinity": _version(), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"infinity": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "resumed_from_step": resumed_from_step,
         "checkpoint": checkpoint and str(checkpoint),
     }
@@ -392,10 +392,3 @@ def _table(report):
 
 def _plain(value):
     return str(value) if isinstance(value, Path) else value
-
-
-def _version():
-    try:
-        return metadata.version("infinity")
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return None
