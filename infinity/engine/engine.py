@@ -277,6 +277,7 @@ class Engine(NotCopied):
     @torch.no_grad()
     def step(self) -> None:
         self.gate.check_open()
+        self.calls.loss.refuse("step()")
         self.gate.note_step()
         life = self._life()  # else the collector may find the model gone in between
         interrupts.guard()
@@ -291,6 +292,7 @@ class Engine(NotCopied):
     @uninterrupted
     def zero_grad(self) -> None:
         if self.has_started and not self.is_closed:
+            self.calls.loss.refuse("zero_grad()")
             self.cycle.zero_grad()
 
     @property
