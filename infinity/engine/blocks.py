@@ -72,11 +72,15 @@ def called_by(blocks: list[nn.Module], call: Callable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_caches(model: nn.Module) -> Iterator[None]:
-    """Inside the block no model of transformers fills a cache of keys and values, which it does in training, too, and which a block that
-    runs again would fill again."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+def without_caches(blocks: list[nn.Module], model: nn.Module, tell: Callable[[], None]) -> Iterator[None]:
+    """Inside the block no model of transformers fills a cache of keys and values: a block that runs again would fill the cache twice.
+
+    A model of transformers fills one in training, too. tell(): a cache is turned off. Without blocks, nothing runs again, and caches stay.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None} if blocks else {}
     filling = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    if filling:
+        tell()
     try:
         for config in filling:
             config.use_cache = False

@@ -54,7 +54,7 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 
 import torch
 from torch import nn
@@ -67,9 +67,9 @@ from infinity.engine.blocks import LEAST_NBYTES, blocks_of, called_by, groups_of
 from infinity.engine.calls import Turn
 from infinity.engine.cuts import Cutter, Glue, Segment
 from infinity.engine.module_state import Attributes, Buffers, BuffersInTurns, BuffersOfModel
-from infinity.engine.refusals import beside
+from infinity.engine.refusals import beside, refuse_loss
 from infinity.engine.saved_tensors import SavedTensors
-from infinity.engine.trees import containers_in, flatten, write_back
+from infinity.engine.trees import containers_in, copy_of_cache, flatten, is_cache, write_back
 from infinity.engine.turns import Draws, Surroundings, Turns, streams
 from infinity.engine.uncut import OFF, REST_OFF, FoundError
 from infinity.errors import BudgetError, ConfigError, UsageError
@@ -96,10 +96,12 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     some leave the model after other blocks than the rest (early exits), or call one more often in a row: what they share behind these, and the
     blocks before, adds up in another order. Random numbers (dropout) are others. Returns the losses, detached.
     The optimizer's accumulation_steps is to be 2 or more, so that sums are in fp32; how many micro-batches there are may differ from it.
-    Raises ConfigError or UsageError if it cannot begin.
+    Raises ConfigError or UsageError if it cannot begin; UsageError if loss returns no scalar with a gradient, or calls backward(), step() or
+    zero_grad(): then call zero_grad() before anything else of a step.
     """
-    micro_batches = list(micro_batches)
-    engine = _engine(model)
+    if not callable(loss):
+        raise ConfigError(f"infinity.accumulate: loss is a {type(loss).__name__}, expected a function loss(model, micro_batch)")
+    engine, micro_batches = _engine(model), _listed(micro_batches)
     if engine.optimizer is None:
         raise UsageError("infinity.accumulate needs an optimizer: make infinity.AdamW(..., accumulation_steps=2) before it")
     if not micro_batches:
@@ -136,23 +138,38 @@ def _engine(model: nn.Module):
     return next(iter(owners.values()))
 
 
+def _listed(micro_batches: Iterable) -> list:
+    if isinstance(micro_batches, (Mapping, str, bytes)) or not isinstance(micro_batches, Iterable):
+        raise ConfigError(
+            f"infinity.accumulate: micro_batches is a {type(micro_batches).__name__}, expected a list or another iterable of micro-batches. "
+            f"A single micro-batch is a list of one: [micro_batch]"
+        )
+    return list(micro_batches)
+
+
 def _works(loss: Callable, model: nn.Module, micro_batches: list) -> list[Callable[[], torch.Tensor]]:
-    return [functools.partial(_loss, loss, model, micro_batch) for micro_batch in micro_batches]
+    return [functools.partial(_loss, loss, model, *each) for each in enumerate(micro_batches)]
 
 
-def _loss(loss: Callable, model: nn.Module, micro_batch: object) -> torch.Tensor:
+def _loss(loss: Callable, model: nn.Module, number: int, micro_batch: object) -> torch.Tensor:
     value = loss(model, micro_batch)
-    if not isinstance(value, torch.Tensor):
-        raise ConfigError(f"infinity.accumulate: loss returned a {type(value).__name__}, expected a tensor")
+    refuse_loss(value, number=number)
     return value
+
+
+def _refuse_gradient(engine) -> bool:
+    """A gradient of a parameter comes: no micro-batch's loss has been returned yet, if its function runs."""
+    engine.calls.loss.refuse("backward()")
+    return False
 
 
 def _one_by_one(engine, works: list[Callable], draws: list[Draws]) -> list[torch.Tensor]:
     losses = []
-    with engine.cycle.one_backward():
+    with engine.cycle.one_backward(withhold=lambda state, gradient: _refuse_gradient(engine)):
         for number, work in enumerate(works):
             draws[number].resume(engine.device)
-            value = work()
+            with engine.calls.loss:
+                value = work()
             draws[number] = Draws.now(engine.device)
             value.backward()
             engine.cycle.reduce_all()
@@ -233,7 +250,7 @@ class MicroBatch:
         self.draws.resume(device)
         self.step.running = self
         try:
-            with self.step.saving(self):
+            with self.step.saving(self), calls.loss:
                 self.turns.go_on()
         finally:
             self.step.running = None
@@ -282,10 +299,13 @@ class MicroBatch:
         flat, build = flatten((args, kwargs))
         given = [(x, x._version) for x in flat if isinstance(x, torch.Tensor) and not x.is_inference()]
         flat = [self.cutter.let_in(x) if self.cutter.is_earlier(x) else x for x in flat]
+        caches = {index: copy_of_cache(x) for index, x in enumerate(flat) if is_cache(x)}  # as they are before the first run fills them
         first = [(args, kwargs)]  # which the caller may look into afterwards; when it runs again, nobody does
         buffers, name = Buffers(block), type(block).__name__
 
         def run(*flat):
+            if not first:
+                flat = [copy_of_cache(caches[index]) if index in caches else x for index, x in enumerate(flat)]
             own = args, kwargs = build(flat)
             containers, run_of = (containers_in(first.pop(), own), buffers.first_run) if first else ([], buffers.second_run)
             with run_of():
@@ -415,7 +435,7 @@ class _Step:
         try:
             with self.cycle.one_backward(num_together=turn, withhold=self._withhold), self._kept_away():
                 try:
-                    with called_by(self.blocks, self._call), without_caches(self.model):
+                    with called_by(self.blocks, self._call), without_caches(self.blocks, self.model, self.uncut.tell_of_cache):
                         losses = []
                         for begin in range(0, self.num, turn):
                             self.micro_batches = micro_batches[begin : begin + turn]
@@ -544,7 +564,7 @@ class _Step:
         self.cycle.reduce_all()
 
     def _withhold(self, state: ParameterState, gradient: torch.Tensor) -> bool:
-        return self._goes_back.withhold(state, gradient)
+        return _refuse_gradient(self.engine) or self._goes_back.withhold(state, gradient)
 
     def _call(self, block: nn.Module, inner: Callable, /, *args, **kwargs):
         """A block is called, by whoever it is."""

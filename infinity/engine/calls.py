@@ -36,6 +36,7 @@ from infinity.engine.build import Assembly
 from infinity.engine.follow import Follower
 from infinity.engine.margin import Margin
 from infinity.engine.ops import ATTRIBUTE, BACKWARD, FORWARD, RECOMPUTE, Frame, Op
+from infinity.engine.refusals import LossFunction
 from infinity.engine.saved_tensors import BackwardHolds, Handle, SavedTensors
 from infinity.engine.trees import parts_of, tensors_in
 from infinity.errors import UsageError
@@ -69,6 +70,7 @@ class Calls:
         self.kept: dict[int, SpanState] | None = None
         self.touched: set[ParameterState] | None = None  # of the ops that a micro-batch has called in a segment, where that is asked for
         self.thread: int | None = None  # that called the model last
+        self.loss = LossFunction()
         self.recording = False  # the outermost forward under way, or the last one, builds a graph
         self.backward = BackwardHolds(self)
         self._num_interrupts = 0  # after which the calls under way were looked at

@@ -28,6 +28,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from infinity.engine.refusals import refuse_in_loss
 from infinity.model.parameters import is_metadata
 
 
@@ -81,6 +82,7 @@ class Cutter:
     def __init__(self):
         self.segments = [Segment("", 0, 0)]
         self._known: dict[tuple, torch.Tensor] = {}  # what has been let into the segment under way
+        self.is_over = False  # the forward pass
         self._handle = torch.empty(0, requires_grad=True, device="cpu")
 
     def begin(self, name: str, position: int) -> None:
@@ -101,7 +103,7 @@ class Cutter:
         key = (edge.node, edge.output_nr)
         if key not in self._known:
             cut = self.maker(edge.node).made.setdefault(key, Cut(edge))
-            self._known[key] = _Enter.apply(self._handle, tensor.detach(), cut)
+            self._known[key] = _Enter.apply(self._handle, tensor.detach(), cut, self)
             self.segments[-1].entered.append((get_gradient_edge(self._known[key]), cut))
         return self._known[key]
 
@@ -112,7 +114,7 @@ class Cutter:
 
     def end(self) -> None:
         """No more comes."""
-        self._known = {}
+        self._known, self.is_over = {}, True
 
     def drop(self) -> None:
         """Nobody wants the graph."""
@@ -121,15 +123,16 @@ class Cutter:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, handle, tensor, cut):
-        ctx.cut = cut
+    def forward(ctx, handle, tensor, cut, cutter):
+        ctx.cut, ctx.cutter = cut, cutter
         ctx.set_materialize_grads(False)
         return tensor.detach()
 
     @staticmethod
     def backward(ctx, grad):
+        refuse_in_loss("backward() or torch.autograd.grad()", runs=not ctx.cutter.is_over)  # its graph ends here
         ctx.cut.gradient = grad
-        return None, None, None
+        return None, None, None, None
 
 
 class Glue(TorchFunctionMode):

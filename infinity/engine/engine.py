@@ -277,8 +277,10 @@ class Engine(NotCopied):
     @torch.no_grad()
     def step(self) -> None:
         self.gate.check_open()
-        if self.has_started and self.cycle.first_step:
-            refuse_trainers(self)
+        if self.has_started:
+            self.calls.loss.refuse("step()")
+            if self.cycle.first_step:
+                refuse_trainers(self)
         self.gate.note_step()
         life = self._life()  # else the collector may find the model gone in between
         interrupts.guard()
@@ -293,6 +295,7 @@ class Engine(NotCopied):
     @uninterrupted
     def zero_grad(self) -> None:
         if self.has_started and not self.is_closed:
+            self.calls.loss.refuse("zero_grad()")
             self.cycle.zero_grad()
 
     @property

@@ -128,6 +128,52 @@ def refuse_by_layer(*, runs: bool, failed: bool, begun: bool) -> None:
         raise UsageError("infinity.accumulate brings all gradients of a step, and there was a backward pass since the last one; call step() before it")
 
 
+def refuse_in_loss(what: str, *, runs: bool) -> None:
+    """runs: a loss function of infinity.accumulate is being called, which does so."""
+    if runs:
+        raise UsageError(
+            f"{what} inside the loss function of infinity.accumulate. The loss function returns the scalar loss and does nothing more: "
+            f"infinity.accumulate calls backward() itself. Call step() and zero_grad() after infinity.accumulate."
+        )
+
+
+class LossFunction:
+    """The loss function of infinity.accumulate: a context manager in which it, or a part of it, runs."""
+
+    def __init__(self):
+        self._runs = False
+
+    def __enter__(self) -> None:
+        self._runs = True
+
+    def __exit__(self, *exception) -> None:
+        self._runs = False
+
+    def refuse(self, what: str) -> None:
+        """Raise UsageError while the loss function runs, which does so."""
+        refuse_in_loss(what, runs=self._runs)
+
+
+def refuse_loss(value: object, *, number: int) -> None:
+    """The loss function has returned the value for micro-batch `number`: it must be a real scalar with a graph of its own."""
+    problem = None
+    if not isinstance(value, torch.Tensor):
+        problem = f"a {type(value).__name__}, expected a tensor"
+    elif value.numel() != 1:
+        problem = f"a tensor of shape {list(value.shape)}, expected a scalar. Reduce it, for example with .mean()"
+    elif not value.is_floating_point():
+        problem = f"a tensor of {value.dtype}, expected a floating-point scalar"
+    elif not value.requires_grad:
+        problem = "a tensor without a gradient. Leave out .detach(), .item() and torch.no_grad() on the way from the model to the loss"
+    elif value.grad_fn is not None and value.grad_fn.metadata.setdefault(_RETURNED, number) != number:
+        problem = f"the loss of micro-batch {value.grad_fn.metadata[_RETURNED]} again. Compute the loss anew from each micro-batch"
+    if problem is not None:
+        raise UsageError(f"infinity.accumulate: for micro-batch {number}, loss returned {problem}. A right one: loss=lambda model, x: model(x).mean()")
+
+
+_RETURNED = "infinity: the micro-batch whose loss it made"
+
+
 def beside(what: str) -> str:
     """What is called while another thread is in a pass of the model."""
     return (

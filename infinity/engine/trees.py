@@ -86,6 +86,23 @@ def containers_in(value, copied) -> list[tuple]:
     return found + [pair for both in zip(_items(value), _items(copied)) for pair in containers_in(*both)]
 
 
+def is_cache(value) -> bool:
+    """Whether the value is a cache of keys and values, as models of transformers have it."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def copy_of_cache(value):
+    """A cache that holds the same tensors now, and does not change with the other one."""
+    return copy.deepcopy(value, {id(tensor): tensor for tensor in _tensors_of_object(value)})
+
+
+def _tensors_of_object(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else getattr(value, "__dict__", {}).values()
+    return [tensor for item in items for tensor in _tensors_of_object(item)]
+
+
 def write_back(containers: list[tuple]) -> None:
     """What has been changed in the copies, `containers_in` says since when, changes in what they are copies of."""
     for value, copied, before in containers:

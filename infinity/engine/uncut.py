@@ -35,6 +35,7 @@ class Uncut:
         self._known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # models that have passed, and whether cut
         self._found: set[nn.Module] = set()  # since ranks have agreed
         self.found_whole = False
+        self._told_of_cache = False
 
     def __contains__(self, block: nn.Module) -> bool:
         """Whether no segment begins with the block."""
@@ -84,6 +85,15 @@ class Uncut:
         if reason not in self.reasons:
             self.reasons.append(reason)
             self._tell(f"{self._who}infinity.accumulate: {reason}: {how}")
+
+    def tell_of_cache(self) -> None:
+        """The configuration of the model has use_cache=True, which is turned off for each step by layer."""
+        if not self._told_of_cache:
+            self._told_of_cache = True
+            self._tell(
+                f"{self._who}infinity.accumulate turns off the cache of the model (config.use_cache=True), because blocks run again in "
+                f"backward. Some models, such as T5, then round otherwise than in the ordinary loop. Set config.use_cache=False: both are equal"
+            )
 
     def agree(self, blocks: list[nn.Module], ranks: Ranks) -> bool:
         """Whether anything was noted since, on any rank: then it is so on all. Each gives the same blocks."""

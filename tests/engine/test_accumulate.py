@@ -1587,14 +1587,69 @@ def test_it_says_what_it_cannot_begin(tmp_path):
             infinity.accumulate(model, tokens(0, 2), loss_of)
         with pytest.raises(infinity.ConfigError, match="no micro-batches"):
             infinity.accumulate(model, [], loss_of)
-        with pytest.raises(infinity.ConfigError, match="loss returned a NoneType"):
-            infinity.accumulate(model, tokens(0, 1), lambda model, batch: None)
+        for wrong, kind in ((None, "NoneType"), (3, "int"), ({"x": tokens(0, 1)}, "dict"), ("xy", "str")):
+            with pytest.raises(infinity.ConfigError, match=f"micro_batches is a {kind}, expected a list"):
+                infinity.accumulate(model, wrong, loss_of)
+        for wrong, kind in ((None, "NoneType"), (torch.zeros(()), "Tensor")):
+            with pytest.raises(infinity.ConfigError, match=f"loss is a {kind}, expected a function"):
+                infinity.accumulate(model, tokens(0, 1), wrong)
         optimizer.zero_grad()
         infinity.accumulate(model, tokens(0, 1), loss_of)
         with pytest.raises(infinity.UsageError, match="brings all gradients of a step"):
             loss_of(model, tokens(0, 1)[0]).backward()
         with pytest.raises(infinity.UsageError, match="brings all gradients of a step"):
             infinity.accumulate(model, tokens(0, 1), loss_of)
+        optimizer.zero_grad()
+
+
+WRONG_LOSSES = {
+    "a float": (lambda loss, optimizer: loss.item(), "a float, expected a tensor"),
+    "nothing": (lambda loss, optimizer: None, "a NoneType, expected a tensor"),
+    "a tuple": (lambda loss, optimizer: (loss, 1), "a tuple, expected a tensor"),
+    "a vector": (lambda loss, optimizer: torch.stack([loss, loss]), r"shape \[2\], expected a scalar"),
+    "integer": (lambda loss, optimizer: loss.long(), "torch.int64, expected a floating-point scalar"),
+    "complex": (lambda loss, optimizer: loss * 1j, "torch.complex64, expected a floating-point scalar"),
+    "no gradient": (lambda loss, optimizer: loss.detach(), "a tensor without a gradient"),
+    "backward": (lambda loss, optimizer: loss.backward(), r"backward\(\) inside the loss function"),
+    "backward twice": (lambda loss, optimizer: loss.backward(retain_graph=True) or loss, r"backward\(\) inside the loss function"),
+    "step": (lambda loss, optimizer: optimizer.step() or loss, r"step\(\) inside the loss function"),
+    "zero_grad": (lambda loss, optimizer: optimizer.zero_grad() or loss, r"zero_grad\(\) inside the loss function"),
+}
+
+
+@pytest.mark.parametrize("places", [NVME, {}], ids=["by layer", "on the device"])
+def test_a_wrong_loss_is_refused_and_training_goes_on(places, tmp_path):
+    with training(Chain, tmp_path / "expected", options={"accumulation_steps": 2}, update="deferred", **places) as (model, engine, optimizer):
+        expected = [loss.item() for loss in infinity.accumulate(model, tokens(0, 2), loss_of)]
+        optimizer.step()
+        states = states_of(engine, model)
+    with training(Chain, tmp_path / "wrong", options={"accumulation_steps": 2}, update="deferred", **places) as (model, engine, optimizer):
+        for change, told in WRONG_LOSSES.values():
+            with pytest.raises(infinity.UsageError, match=told):
+                infinity.accumulate(model, tokens(0, 2), lambda model, batch: change(loss_of(model, batch), optimizer))
+            optimizer.zero_grad()
+        returned = []
+        with pytest.raises(infinity.UsageError, match="for micro-batch 1, loss returned the loss of micro-batch 0 again"):
+            infinity.accumulate(model, tokens(0, 2), lambda model, batch: returned.append(loss_of(model, batch)) or returned[0])
+        returned.clear()
+        optimizer.zero_grad()
+        assert [loss.item() for loss in infinity.accumulate(model, tokens(0, 2), loss_of)] == expected
+        optimizer.step()
+        assert_same_states(states_of(engine, model), states)
+
+
+def test_a_backward_pass_of_the_loss_is_refused_below_frozen_blocks(tmp_path):
+    """No parameter of the last segment has a gradient: the pass is found where it reaches the segment before."""
+
+    def build():
+        model = Chain()
+        model.last.requires_grad_(False)
+        model.blocks[-1].requires_grad_(False)
+        return model
+
+    with training(build, tmp_path, options={"accumulation_steps": 2}, update="deferred", **NVME) as (model, engine, optimizer):
+        with pytest.raises(infinity.UsageError, match="inside the loss function"):
+            infinity.accumulate(model, tokens(0, 2), lambda model, batch: loss_of(model, batch).backward())
         optimizer.zero_grad()
 
 

@@ -126,6 +126,7 @@ def t5(**changes):
         num_layers=4,
         num_heads=4,
         dropout_rate=0.0,
+        use_cache=False,  # infinity.accumulate turns a cache off, and attention rounds otherwise with a cache
         decoder_start_token_id=0,
         **changes,
     )
