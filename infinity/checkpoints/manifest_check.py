@@ -16,7 +16,19 @@ from array import array
 
 import numpy as np
 
-from infinity.checkpoints.json_text import LARGEST, Budget, Text, as_choice, as_flag, as_list, as_number, as_object, as_text, short
+from infinity.checkpoints.json_text import (
+    LARGEST,
+    Budget,
+    Text,
+    as_choice,
+    as_flag,
+    as_list,
+    as_number,
+    as_object,
+    as_text,
+    short,
+    without_collections,
+)
 from infinity.checkpoints.manifest import (
     ALIGNMENT,
     FILE_NAME,
@@ -40,14 +52,16 @@ from infinity.plan.record import FORMATS, record_layout
 _ENTRIES_NBYTES = 56 << 20  # of memory, for everything that is listed
 _VALUES_NBYTES = 8 << 20  # for what the program gave
 _DIGEST_NBYTES = len(',"sha256":""}\n') + 64  # at the end
-_PARAMETER_NBYTES, _PIECE_NBYTES, _CHUNK_NBYTES = 184, 128, 400  # of memory, about, without names
+_PARAMETER_NBYTES, _PIECE_NBYTES, _CHUNK_NBYTES, _TENSOR_NBYTES = 184, 128, 560, 240  # of memory, about, without names
+_ROW_COPIES = 2  # of a row's numbers: as they were read, for a moment, and its table
 
 
 def manifest_from_json(data: bytes, where: str) -> Manifest:
     """What `Manifest.to_json` wrote. Raises CheckpointError that names `where` for anything but a whole, consistent manifest."""
     body = _signed(data, where)
     try:
-        return _Checked(Text(body, is_open=True)).manifest()
+        with without_collections():
+            return _Checked(Text(body, is_open=True)).manifest()
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, IndexError) as error:
@@ -82,6 +96,8 @@ class _Checked:
         self.dtype = as_choice(self._value("dtype"), "dtype", FORMATS)
         self.moments_dtype = as_choice(self._value("moments_dtype"), "moments_dtype", MOMENTS_DTYPES)
         self.moments = self._moments()
+        layouts = {trains: record_layout(0, self.dtype, trains, self.moments, self.moments_dtype) for trains in (False, True)}
+        self._row_dtypes = {trains: Row.dtype(len(layout.segments)) for trains, layout in layouts.items()}
         seed = as_number(self._value("seed"), "seed", 0, (1 << 64) - 1)
         self.parameters = self._parameters()
         aliases = self._aliases()
@@ -231,15 +247,16 @@ class _Checked:
         """Of every rank, the place of its record."""
         if len(values) != self.world:
             raise CheckpointError(f"{what} has records of {len(values)} ranks of {self.world}")
-        row = Row.dtype(len(record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments))
-        self._entries.take(row.itemsize * len(values) + 100)
+        row = self._row_dtypes[trainable]
+        self._entries.take(_ROW_COPIES * row.itemsize * len(values) + 100)
         numbers = np.array(values)
-        if numbers.dtype != np.int64 or numbers.shape != (len(values), 2 + row["crcs"].shape[0]) or numbers.min() < 0:
+        if numbers.dtype != np.int64 or numbers.shape != (len(values), 2 + row["crcs"].shape[0]) or (numbers < 0).any():
             raise CheckpointError(f"{what}: its records are not whole numbers, {2 + row['crcs'].shape[0]} each")
-        if max(numbers[:, 0].max(), numbers[:, 2:].max()) >= 1 << 32 or (numbers[:, 1] % ALIGNMENT).any():
+        offsets, numbers[:, 1] = numbers[:, 1].copy(), 0
+        if (numbers >> 32).any() or (offsets % ALIGNMENT).any():
             raise CheckpointError(f"{what}: a record's place makes no sense")
         table = np.empty(len(values), row)
-        table["file"], table["offset"], table["crcs"] = numbers[:, 0], numbers[:, 1], numbers[:, 2:]
+        table["file"], table["offset"], table["crcs"] = numbers[:, 0], offsets, numbers[:, 2:]
         return Row(table)
 
     def _model(self) -> dict:
@@ -326,7 +343,7 @@ class _Checked:
         found, end = [], 0
         for _ in self.text.items():
             entry = self.text.value()
-            self._entries.take(_PARAMETER_NBYTES)
+            self._entries.take(_TENSOR_NBYTES)
             dtype = as_choice(as_object(entry, "a tensor")["dtype"], "a tensor's dtype", TENSOR_DTYPES)
             shape = _shape(entry["shape"], "a tensor")
             offset, nbytes, crc = (as_number(entry[name], "a tensor") for name in ("offset", "nbytes", "crc32c"))

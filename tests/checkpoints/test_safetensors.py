@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.checkpoints import safetensors_writer
+from infinity.checkpoints import safetensors, safetensors_writer
 from infinity.checkpoints.safetensors import DTYPES, TensorFiles, TensorSpec
 from infinity.checkpoints.safetensors_writer import plan_files, write_files
 from infinity.errors import CheckpointError
@@ -637,6 +637,16 @@ def test_a_large_header_costs_its_bytes_and_100_mib_at_most(tmp_path, case):
         tracemalloc.stop()
     print(f"{case}: {seconds:.1f} s traced, {(most - len(text)) / 2**20:.0f} MiB beyond {len(text) / 2**20:.0f}")
     assert most - len(text) < 100 << 20
+
+
+def test_a_header_of_too_many_tensors_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "MAX_TENSORS", 3)
+    raw({str(number): entry("U8", [0], 0, 0) for number in range(3)}, b"", tmp_path / "it.safetensors")
+    with TensorFiles(tmp_path / "it.safetensors") as files:
+        assert len(files.names) == 3
+    raw({str(number): entry("U8", [0], 0, 0) for number in range(4)}, b"", tmp_path / "it.safetensors")
+    with pytest.raises(CheckpointError, match="lists 4 tensors, expected at most 3"):
+        TensorFiles(tmp_path / "it.safetensors")
 
 
 def failing(*_, **__):

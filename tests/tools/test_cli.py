@@ -407,6 +407,7 @@ def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
     assert report["links"]["nc"]["bytes_per_step"] > 0 and report["links"]["cn"]["bytes_per_step"] > 0
     assert report["options"]["nvme"] is None and report["options"]["output"] == "out.json"
     assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["infinity"] == infinity.__version__
 
     assert "step 12/12" in err
     assert f"{report['losses'][0]:.4f} first, {report['losses'][-1]:.4f} last" in out

@@ -347,3 +347,8 @@ def test_the_largest_among_those_of_few_tensors_is_no_most(node, monkeypatch):
 def test_activations_that_no_number_counts_are_one_line(node, capsys):
     status, _, errors = run(capsys, "--hidden", "100096", "--layers", "1", "--batch", "9999999999", "--nodes", "1000")
     assert status == 2 and errors.count("\n") == 1 and "choose a smaller batch or sequence" in errors
+
+
+@pytest.mark.parametrize("share, text", [(0, "0%"), (1e-6, "<1%"), (0.02, "2%"), (1, "100%")])
+def test_a_share_that_rounds_to_nothing_is_not_shown_as_nothing(share, text):
+    assert planning._percent(share) == text
