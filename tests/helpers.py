@@ -218,8 +218,8 @@ def _least(make, directory, field, config, trained):
     options = config.pop("options", None)
     groups = config.pop("groups", None)
     try:
-        with training(make, directory, groups=groups, options=options, **config | {field: 1}):
-            return 1
+        with training(make, directory, groups=groups, options=options, **config | {field: 1024}):  # a smaller budget is refused as one without a unit
+            return 1024
     except infinity.BudgetError as error:
         match = re.search(r"needs (\d+) bytes", str(error))
         assert match, f"the message names no exact number: {error}"

@@ -44,6 +44,7 @@ _TRAINERS = {  # the beginning of a module's name, innermost library last: what 
 }
 _SAME = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}  # older names of packages
 
+_MODULE_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
 _taken: weakref.WeakSet = weakref.WeakSet()
 
 
@@ -81,8 +82,8 @@ def _on_stack() -> tuple[set[str], bool]:
             if name == old or name.startswith(f"{old}."):
                 name = f"{new}{name.removeprefix(old)}"
         found.update(module for module in _TRAINERS if name == module or name.startswith(f"{module}."))
-        called = frame.f_locals.get("self")
-        is_prepared |= isinstance(called, nn.Module) and bool(vars(called).get("_is_accelerate_prepared"))
+        if frame.f_code in _MODULE_CALLS:  # of other frames, f_locals would keep the program's variables alive (before Python 3.13)
+            is_prepared |= bool(vars(frame.f_locals["self"]).get("_is_accelerate_prepared"))
         frame = frame.f_back
     return found, is_prepared
 

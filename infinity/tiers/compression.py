@@ -37,6 +37,7 @@ from infinity.system.arena import Arena
 from infinity.system.lanes import Job, Lane
 from infinity.system.swap import Extent, Swap, Transfer
 from infinity.system.swap_errors import changed_error
+from infinity.system.waits import waits
 from infinity.tiers import _huffman
 from infinity.tiers.redo import Late, Pool, Pooled, RedoLog, release
 
@@ -114,7 +115,7 @@ class Read:
 
     def wait(self) -> None:
         """Raises, each time, SwapError if a part failed or is not what was written, or what catch_up raised; no part is in flight then."""
-        with self._lock:
+        with waits(self.in_words), self._lock:  # another thread may have it, and wait for a part
             while self._left and self._failure is None:
                 transfer = self._transfers[len(self._left) - 1]
                 try:
@@ -134,6 +135,11 @@ class Read:
             raise SwapError(*self._failure)
         if self._error is not None:
             raise self._error
+
+    def in_words(self) -> str:
+        """As `Transfer.in_words`."""
+        transfer = next(filter(None, self._transfers), None)
+        return transfer.in_words() if transfer is not None else f"the catch-up of {self._what}"
 
     def give_up(self) -> None:
         """Nothing comes to the memory any more; what it holds is of no use."""

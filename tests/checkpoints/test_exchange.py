@@ -279,22 +279,6 @@ def test_an_optimizers_state_dict_has_hyper_parameters_and_refuses_to_pass_for_m
             optimizer.load_state_dict({**found, "state": {0: {"step": 1}}})
 
 
-def test_accelerate_takes_an_optimizer(tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = made(tmp_path / "swap", lambda: GPT(24, 1, 2, 40, 8), dtype="fp32")
-    prepared = accelerator.prepare(infinity.AdamW(model.parameters(), lr=1e-2))
-    tokens = torch.arange(8).view(1, 8)
-    with infinity.engine_of(model):
-        losses = []
-        for _ in range(3):
-            losses.append(model(tokens, tokens))
-            accelerator.backward(losses[-1])
-            prepared.step()
-            prepared.zero_grad()
-        assert losses[2] < losses[0]
-
-
 def test_whole_numbers_are_no_weights(tmp_path):
     model = made(tmp_path / "swap", lambda: nn.Linear(4, 3, bias=False), dtype="fp32")
     write_files(tmp_path / "files", [TensorSpec("weight", torch.int8, (3, 4))], lambda spec: [torch.ones(12, dtype=torch.int8)])

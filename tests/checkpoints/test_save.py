@@ -938,9 +938,9 @@ def joined(states):
     return {key: torch.cat(parts) if len(parts) > 1 else parts[0] for key, parts in found.items()}
 
 
-TILINGS = [None, 1000, 2500, 5000]
+TILINGS = [None, 1024, 2500, 5000]
 TILING_PAIRS = [
-    pytest.param(*pair, marks=() if pair in ((None, 1000), (1000, None), (1000, 2500)) else LONG)
+    pytest.param(*pair, marks=() if pair in ((None, 1024), (1024, None), (1024, 2500)) else LONG)
     for pair in itertools.product(TILINGS, TILINGS)
 ]
 

@@ -245,7 +245,7 @@ def with_budget(case, folder, nbytes):
 def test_an_architecture_trains_and_generates_at_the_least_device_memory(name, tmp_path):
     case = ARCHITECTURES[name]
     with pytest.raises(infinity.BudgetError, match=r"needs \d+ bytes") as refusal:
-        with_budget(case, tmp_path, 1)
+        with_budget(case, tmp_path, 1024)
     least = int(str(refusal.value).split("needs ")[1].split(" bytes")[0])
     with pytest.raises(infinity.BudgetError, match=f"needs {least} bytes"):
         with_budget(case, tmp_path, least - 1)

@@ -551,7 +551,7 @@ def peak_at_least(folder, kind, **config):
     config = {**ON_RANKS, **config, "chunk_mib": 1 / 256}
     with pytest.raises(infinity.BudgetError) as refused:
         model = SEVERAL[kind]()
-        infinity.offload(model, infinity.Config(nvme=folder, **{**config, "device_memory": 1}))
+        infinity.offload(model, infinity.Config(nvme=folder, **{**config, "device_memory": 1024}))
         infinity.AdamW(model.parameters())
     least = int(re.search(r"needs (\d+) bytes", str(refused.value))[1])
     model, peaks = SEVERAL[kind](), []

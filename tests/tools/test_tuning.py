@@ -218,10 +218,10 @@ def test_what_is_written_is_what_was_measured_and_what_engines_read(paths, tmp_p
 def test_what_the_file_held_besides_stays(paths, tmp_path, small, capsys):
     output = tmp_path / "mine.toml"
     machine = {
-        "name": "tiny", "nodes": 3, "network_gbps": 50.0, "chunk_overhead_us": 7.0, "device_memory": 1, "device_tflops": 1.0,
-        "device_update_gparams": 1.0, "host_memory": 1, "host_gbps": 1e6, "update_gparams": 1e6, "h2d_gbps": 1.0, "d2h_gbps": 1.0,
+        "name": "tiny", "nodes": 3, "network_gbps": 50.0, "chunk_overhead_us": 7.0, "device_memory": 1024, "device_tflops": 1.0,
+        "device_update_gparams": 1.0, "host_memory": 1024, "host_gbps": 1e6, "update_gparams": 1e6, "h2d_gbps": 1.0, "d2h_gbps": 1.0,
         "h2d_all_gbps": 1.0, "d2h_all_gbps": 1.0,
-        "drives": [{"path": str(paths[0]), "read_gbps": 1.0, "write_gbps": 1.0, "mixed_gbps": 1.0, "endurance": 99}],
+        "drives": [{"path": str(paths[0]), "read_gbps": 1.0, "write_gbps": 1.0, "mixed_gbps": 1.0, "endurance": 9999}],
     }  # fmt: skip
     output.write_text(config_files.to_toml({"config": {"dtype": "fp32", "nvme": ["elsewhere"]}, "plan": {"hidden": 8}, "machine": machine}))
     assert tune(paths[0], "--output", output, "--json") == 0
@@ -232,7 +232,7 @@ def test_what_the_file_held_besides_stays(paths, tmp_path, small, capsys):
     assert content["config"] == {"dtype": "fp32", "nvme": [str(paths[0])]} and content["plan"] == {"hidden": 8}
     found = Machine.load(output)
     assert (found.name, found.nodes, found.network_gbps) == ("tiny", 3, 50.0)
-    assert found.drives[0].endurance == 99 and found.host_gbps < 1e6 and found.host_memory > 1
+    assert found.drives[0].endurance == 9999 and found.host_gbps < 1e6 and found.host_memory > 1
 
 
 # Figures that do not repeat
@@ -302,7 +302,7 @@ def test_a_figure_that_does_not_repeat_keeps_the_value_of_the_file():
     links = {name: Figure((3e9, 3e9, 3e9)) for name in names} | {"product": Figure((1e9, 9e9, 5e9))}
     cpu = torch.device("cpu")
     assert tuning._machine(cpu, 1, [], links, None).device_tflops is None
-    known = Machine(device="cpu", device_memory=1, host_memory=1, device_tflops=0.7, update_gparams=0.7)
+    known = Machine(device="cpu", device_memory=1024, host_memory=1024, device_tflops=0.7, update_gparams=0.7)
     found = tuning._machine(cpu, 1, [], links, known)
     assert (found.device_tflops, found.update_gparams) == (0.7, 3.0)
     assert tuning._machine(cpu, 1, [], links, replace(known, device="cuda")).device_tflops is None
