@@ -53,9 +53,10 @@ def assert_as_plain(program, tmp_path, **config):
 # ---- torch.autograd.grad, and param.grad = ... ----
 
 
-def set_by_hand(model, optimizer):
+def set_by_hand(model, optimizer, first=0):
+    """Gradients of all parameters, or of those from number `first` on."""
     for step in range(STEPS):
-        params = list(model.parameters())
+        params = list(model.parameters())[first:]
         for param, grad in zip(params, torch.autograd.grad(loss(model, step), params)):
             param.grad = grad
         optimizer.step()
@@ -63,12 +64,7 @@ def set_by_hand(model, optimizer):
 
 
 def set_for_some(model, optimizer):
-    for step in range(STEPS):
-        params = list(model.parameters())[1:]
-        for param, grad in zip(params, torch.autograd.grad(loss(model, step), params)):
-            param.grad = grad
-        optimizer.step()
-        optimizer.zero_grad()
+    set_by_hand(model, optimizer, first=1)
 
 
 def set_anew_without_zero_grad(model, optimizer):
