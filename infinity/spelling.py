@@ -1,4 +1,4 @@
-"""Which name was meant by one that is unknown.
+"""The known name that is most like an unknown one.
 
 Knows how alike two names are, and other libraries' words for ours. Must not know what is named.
 """

@@ -47,7 +47,7 @@ def _newest(path: Path) -> Path | None:
 
 def _directories(path: Path) -> list[Path]:
     try:
-        return sorted(path / entry.name for entry in os.scandir(path) if entry.is_dir())
+        return sorted(path / entry.name for entry in os.scandir(path) if os.path.isdir(entry.path))  # False for a link that leads nowhere
     except FileNotFoundError:
         return []
     except NotADirectoryError:

@@ -32,7 +32,7 @@ class FirstValues:
         """Give these parameters their values."""
 
     def send_away(self) -> None:
-        """They may leave again, with whatever values they have."""
+        """The parameters' current values may leave for their tier again."""
 
 
 class Answers:
@@ -164,7 +164,7 @@ class Answers:
 
     @contextlib.contextmanager
     def gathered_first(self, params: Iterable[torch.Tensor], device: torch.device):
-        """As `gathered`, before the start, which an optimizer is yet to decide on: changes are of the initial values, in their own dtype."""
+        """As `gathered`, before the engine has started. The block changes initial values, in the dtype that each parameter was made with."""
         params = [param for param in params if param.numel() and param.is_floating_point()]
         if not all(map(self.manages, params)):
             raise ConfigError("infinity.gathered: a parameter is not one of this engine's")
@@ -185,7 +185,7 @@ class Answers:
                 self._first.send_away()
 
     def _take_first(self, param: nn.Parameter, home: torch.device) -> None:
-        """The value of a parameter is that of rank 0, and goes back to the device where it was made."""
+        """Every rank takes rank 0's value. The value goes back to the device where the parameter was made."""
         if self._ranks.world > 1:
             value = param.detach().to("cpu", copy=True)
             self._ranks.broadcast_(value.view(-1).view(torch.uint8))

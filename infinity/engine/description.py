@@ -9,7 +9,9 @@ Knows an engine's parts and the planner's counts. Must not know hooks, steps or 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -160,8 +162,9 @@ def tell_start(engine) -> None:
     text = str(description_of(engine))
     if _logger.hasHandlers():
         _logger.info("%s", text)
-    else:
-        say(text)
+    elif sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # standard error is a broken pipe, a full drive or closed: the training goes on
+            say(text)
 
 
 def description_of(engine) -> Description:

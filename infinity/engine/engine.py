@@ -1,6 +1,6 @@
 """The engine of one model: builds the rest, starts and ends it.
 
-Knows every other part by its face: who may ask now (gate), what parameters answer (answers), what saving and loading ask for (pause), and
+Depends on every other part: who may ask now (gate), what parameters answer (answers), what saving and loading ask for (pause), and
 which engines there are (engines). Must not know how bytes move, what a kernel computes, what hooks a module has, or when an update is due.
 The user meets it through `infinity.init`, `infinity.offload` and the optimizers.
 """
@@ -237,7 +237,7 @@ class Engine(NotCopied):
     # What the optimizer calls.
 
     def attach(self, optimizer) -> None:
-        """Learn who updates which parameter. One optimizer an engine: a second one replaces the first while nothing has been trained."""
+        """Note the optimizer and the group of each parameter. A second optimizer replaces the first, if the model has not been trained yet."""
         before = self.optimizer
         if before is not None and self.cycle.has_trained:
             raise UsageError(has_optimizer(before.made_at))

@@ -42,7 +42,7 @@ class Looks:
 
 
 def bring(cycle, given: list[tuple[ParameterState, torch.Tensor]]) -> None:
-    """Have gradients arrive that the program has put into `param.grad`, before anything else of a step() is done. Every rank must call it.
+    """Pass gradients that the program has put into `param.grad` to the engine, at the beginning of step(). Every rank must call it.
 
     given: parameters with their gradients, of the parameter's shape, dtype and device. Raises UsageError before anything has changed.
     """

@@ -1,4 +1,4 @@
-"""What a program finds in `param.grad`: where a gradient has left for its tier, something that says so, and what it may do with that.
+"""The content of `param.grad`. A gradient that has left for its tier is replaced there by a sign, which can be scaled and has a norm.
 
 Knows parameters. Must not know tiers, how a norm is summed, or when a step begins and ends.
 """
@@ -72,7 +72,7 @@ class ParamGrads:
         self.factor = 1.0
 
     def drop(self) -> None:
-        """The program wants none of them, nor any that it has put into `param.grad`."""
+        """Forget all gradients, including those that the program has put into `param.grad`."""
         self.end_step()
         self._take_away()
         self._departed.clear()
@@ -185,8 +185,7 @@ class ParamGrads:
         return bool(dropped)
 
     def clear(self) -> None:
-        """No gradient that has left is to be found until `show`; those of the last step are forgotten where the program has dropped or
-        replaced them."""
+        """Take the signs out of `param.grad` until `show`. Gradients of the last step that the program has dropped or replaced are forgotten."""
         self.settled_factor()
         with DisableTorchFunctionSubclass():
             if self.are_of_last_step and not self._hidden:

@@ -85,7 +85,7 @@ def planned_otherwise(made_at: str | None) -> str:
 
 
 def sums_in_hook(name: str) -> str:
-    """A hook of the program looks at a gradient that is one of several."""
+    """The message for a hook on an accumulated gradient in a step of several backward passes."""
     return (
         f"{name} has a hook of register_post_accumulate_grad_hook, and this is not the first backward pass of its step. In plain PyTorch the "
         f"hook would find the sum of all passes in param.grad; here the earlier ones have left for the engine's tiers. Use "
@@ -129,7 +129,7 @@ def refuse_by_layer(*, runs: bool, failed: bool, begun: bool) -> None:
 
 
 def refuse_in_loss(what: str, *, runs: bool) -> None:
-    """runs: a loss function of infinity.accumulate is being called, which does so."""
+    """Raise UsageError if a loss function of infinity.accumulate runs. what: the call in that function, for the message."""
     if runs:
         raise UsageError(
             f"{what} inside the loss function of infinity.accumulate. The loss function returns the scalar loss and does nothing more: "
@@ -150,7 +150,7 @@ class LossFunction:
         self._runs = False
 
     def refuse(self, what: str) -> None:
-        """Raise UsageError while the loss function runs, which does so."""
+        """Raise UsageError while the loss function runs. what: the call in that function, for the message."""
         refuse_in_loss(what, runs=self._runs)
 
 

@@ -1,6 +1,6 @@
 """From one step to the next: decides when gradients, updates and plans are due, and what may not happen in between.
 
-Knows the parts that do it by their faces, and the optimizer. Must not know how bytes move, what a kernel computes, what hooks a module
+Depends on: the parts of an engine, and the optimizer. Must not know how bytes move, what a kernel computes, what hooks a module
 has, or how an engine starts and ends. Over 500 lines because the rules for what may happen between forward, backward and step() hang
 together: each guards the state that another one changes.
 """
@@ -482,7 +482,7 @@ class Cycle:
         self.records.failure.check()
 
     def refuse_half_updated(self, what: str, *, change: bool = False) -> None:
-        """Between a backward pass that updates and step(), weights are of two steps, which would go unnoticed. change: those that stay on
+        """Raise UsageError between a backward pass that updates and step(): weights are of two steps then. change: those that stay on
         the device are not, yet; but what a program may change then must not depend on where they are."""
         self._refuse_half_loaded()
         updates = change and self.due.early_hyper is not None or any(chunk.update.is_early for chunk in self.registry.chunks)

@@ -20,7 +20,8 @@ from torch import nn
 from infinity.errors import UsageError
 from infinity.model.parameters import owner_of
 
-_TRAINERS = {  # the beginning of a module's name, innermost library last: what its user calls it, and the lines that work
+_ACCELERATE = "accelerate.optimizer"  # other modules of accelerate run functions of the program, such as notebook_launcher
+_TRAINERS = {  # the beginning of a module's name, innermost library last: the trainer's title, and the lines that work
     "transformers.trainer": (
         "Trainer of transformers",
         "from infinity.integrations.transformers import offloaded",
@@ -31,12 +32,12 @@ _TRAINERS = {  # the beginning of a module's name, innermost library last: what 
         "from infinity.integrations.lightning import EngineStrategy",
         "trainer = Trainer(strategy=EngineStrategy(config), ...)",
     ),
-    "lightning.fabric": (
+    "lightning.fabric.wrappers": (
         "Fabric of Lightning",
         "from infinity.integrations.lightning import EngineFabricStrategy",
         "fabric = Fabric(strategy=EngineFabricStrategy(config), ...)",
     ),
-    "accelerate": (
+    _ACCELERATE: (
         "Accelerator of accelerate",
         "from infinity.integrations.accelerate import offloaded",
         "accelerator = offloaded(Accelerator)(...)",
@@ -64,7 +65,7 @@ def refuse_trainers(engine) -> None:
         return
     found, is_prepared = _on_stack()
     if is_prepared and _has_wrapped_optimizer(engine):
-        found.add("accelerate")
+        found.add(_ACCELERATE)
     for module, (title, *lines) in _TRAINERS.items():
         if module in found:
             raise UsageError(

@@ -317,13 +317,14 @@ def _leading_to_gradient(func, param: nn.Parameter) -> torch.Tensor:
     return view
 
 
-def _look_at(args: tuple, kwargs: dict) -> contextlib.ExitStack:
-    """Tell the engines of these parameters that a backward pass only returns gradients."""
-    looks = contextlib.ExitStack()
+@contextlib.contextmanager
+def _look_at(args: tuple, kwargs: dict):
+    """Inside the block, engines of these parameters take no gradient of a backward pass. If one engine refuses, none is told."""
     params = [tensor for tensor in _tensors((args, kwargs.values())) if isinstance(tensor, Unheld)]
-    for engine in {id(engine): engine for param in params if is_open(engine := owner_of(param))}.values():
-        looks.enter_context(engine.answers.look_at_gradients())
-    return looks
+    with contextlib.ExitStack() as looks:
+        for engine in {id(engine): engine for param in params if is_open(engine := owner_of(param))}.values():
+            looks.enter_context(engine.answers.look_at_gradients())
+        yield
 
 
 def _with_edges(value):

@@ -125,7 +125,7 @@ class Elementwise(torch.optim.Optimizer):
             raise UsageError(f"{what} of an optimizer that was replaced by the one of {self._replaced_by}. Use that one")
 
     def be_replaced(self, made_at: str) -> None:
-        """The engine has another optimizer from now on, which is made in this file and line."""
+        """Note that another optimizer replaces this one. made_at: file and line of the call that makes the other one."""
         self._replaced_by = made_at
 
     def add_param_group(self, param_group: dict) -> None:

@@ -37,6 +37,7 @@ def test_latest_of_several_checkpoints_has_the_largest_step(tmp_path):
         write_checkpoint(tmp_path / name, seed=0, step=step)
     Directory(tmp_path / "e").close()  # an interrupted save
     (tmp_path / "f").write_text("a file")
+    (tmp_path / "g").symlink_to("g")
     assert infinity.latest(tmp_path) == tmp_path / "a"
     shutil.rmtree(tmp_path / "a")
     os.utime(tmp_path / "b" / NAME, (2e9, 2e9))

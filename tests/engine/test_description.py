@@ -1,7 +1,10 @@
 """The start block and `infinity.describe`: when it is printed, and that its numbers are those of the engine."""
 
+import contextlib
 import dataclasses
+import io
 import logging
+import sys
 
 import pytest
 import torch
@@ -155,6 +158,21 @@ def test_the_block_goes_to_stderr_only_if_no_handler_would_get_it(tmp_path, caps
             infinity.AdamW(model.parameters())
             assert capsys.readouterr().err.partition("\n")[0] == expected
             assert len(caplog.records) == (number >= 1)
+
+
+def test_standard_error_that_cannot_be_written_ends_no_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("infinity.start"), "propagate", False)
+    closed = io.StringIO()
+    closed.close()
+    with open("/dev/full", "w", buffering=1) as full:
+        for stderr in None, closed, full:
+            monkeypatch.setattr(sys, "stderr", stderr)
+            model = nn.Linear(8, 8)
+            with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu")):
+                infinity.AdamW(model.parameters())
+                assert infinity.describe(model).num_parameters == 72
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_a_model_whose_engine_has_not_started_or_is_closed_is_refused(tmp_path):

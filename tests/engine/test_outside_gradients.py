@@ -204,6 +204,17 @@ def test_gradients_outside_of_backward_are_refused_with_a_loss_scale(tmp_path):
             optimizer.step()
 
 
+def test_a_look_that_one_engine_refuses_ends_for_all(tmp_path):
+    with training(mlp, tmp_path, **SGD, **NVME) as (model, engine, optimizer), training(mlp, tmp_path, dtype="fp16") as (other, *_):
+        with pytest.raises(UsageError, match="autograd.grad of parameters with dtype='fp16'") as refusal:
+            torch.autograd.grad(loss(model, 0) + loss_of(other(inputs(other, 0).half())), [*model.parameters(), *other.parameters()])
+        assert refusal.tb is not None  # a notebook keeps the traceback, too
+        loss(model, 0).backward()
+        optimizer.step()
+        with pytest.raises(UsageError, match="zero_grad"):
+            loss(model, 1).backward()
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     made = World(2, tmp_path_factory.mktemp("two"))

@@ -123,3 +123,16 @@ def test_evaluation_by_a_plain_trainer_and_an_ordinary_loop_beside_it_work(tmp_p
         assert trainer.evaluate()["eval_loss"] > 0
         model(input_ids=rows(1)[0]["input_ids"][None], labels=rows(1)[0]["labels"][None]).loss.backward()
         optimizer.step()
+
+
+def test_helpers_of_accelerate_may_run_an_ordinary_loop(tmp_path):
+    def train(batch_size=2):
+        model = nn.Linear(4, 4)
+        with infinity.offload(model, engine_config(tmp_path)):
+            optimizer = infinity.AdamW(model.parameters())
+            model(torch.ones(batch_size, 4)).sum().backward()
+            optimizer.step()
+            return infinity.engine_of(model).cycle.has_stepped
+
+    assert accelerate.utils.find_executable_batch_size(train, starting_batch_size=2)()
+    accelerate.notebook_launcher(train, num_processes=1)

@@ -26,7 +26,7 @@ LEAST_SECONDS = 20e-6  # values of a time that differ by less repeat
 
 @dataclass(frozen=True)
 class Figure:
-    """What is measured, by its values in the rounds; see [Note: a figure that repeats]. is_time: in seconds, else in units a second."""
+    """A measured figure: its value in each round; see [Note: a figure that repeats]. is_time: seconds; otherwise units a second."""
 
     values: tuple[float, ...]
     is_time: bool = False
