@@ -51,7 +51,7 @@ class Text:
     def __init__(self, body: memoryview, is_open: bool = False):
         """is_open: its last brace is missing."""
         self._body, self._base, self._at, self._is_open = body, 0, 0, is_open
-        self._window = ""
+        self._window, self._last_numel = "", 0
         self._scan = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant).scan_once
         self._refill(_WINDOW_NBYTES)
 
@@ -66,6 +66,8 @@ class Text:
     def value(self, budget: Budget | None = None, texts_are_free: bool = False):
         """The next value, of at most 256 KiB of text, or within a budget. texts_are_free: they take no more than the file."""
         self._next()
+        if len(self._window) - self._at < self._last_numel and self._at and not self._is_last:
+            self._refill(_WINDOW_NBYTES)  # a value as long as the last one would be cut here, and read twice
         while True:
             try:
                 found, end = self._scan(self._window, self._at)
@@ -80,7 +82,7 @@ class Text:
                 raise CheckpointError(f"a value of more than {_MOST_NBYTES} bytes at {self._base}") if budget is None else budget.exceeded()
         if budget is not None:
             budget.take(cost(self._window[self._at : end]) - (end - self._at if texts_are_free else 0))
-        self._at = end
+        self._last_numel, self._at = end - self._at, end
         return found
 
     def peek(self) -> str:
@@ -102,6 +104,12 @@ class Text:
         self._at = 0
         part = self._body[self._base : self._base + nbytes]
         self._window, self._window_nbytes = codecs.utf_8_decode(part, "strict", self._base + nbytes >= len(self._body))
+
+    def _look_ahead(self, budget: Budget | None) -> None:
+        """Look at the bytes of a value as long as the last one: a value that the window cuts is read twice."""
+        self._refill(nbytes := max(_WINDOW_NBYTES, self._last_numel * 9 // 8))
+        if nbytes > _WINDOW_NBYTES and (budget is None or cost(self._window) > 2 * budget.left):
+            self._refill(_WINDOW_NBYTES)
 
     def _next(self) -> str:
         """The next character that is no space, or nothing at the end."""

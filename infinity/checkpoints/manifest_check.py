@@ -10,9 +10,11 @@ Read as [Note: nothing is made of JSON before it is known to be small] in json_t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 from array import array
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -39,6 +41,8 @@ from infinity.plan.record import FORMATS, record_layout
 
 _ENTRIES_NBYTES = 56 << 20  # of memory, for everything that is listed
 _VALUES_NBYTES = 8 << 20  # for what the program gave
+_LARGEST_CHUNK = 1 << 48  # of elements: sums over a batch of chunks stay below 1 << 63
+_BATCH_NUMBERS = 1 << 14
 _DIGEST_NBYTES = len(',"sha256":""}\n') + 64  # at the end
 _PARAMETER_NBYTES, _PIECE_NBYTES, _CHUNK_NBYTES = 184, 128, 400  # of memory, about, without names
 
@@ -198,49 +202,76 @@ class _Checked:
         return tuple(found)
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], tuple[Row, ...]]:
+        """Numbers of pieces and records are checked in batches: checks of single numbers would take seconds."""
         self._goto("chunks")
-        chunks, rows = [], []
+        self._is_trainable = np.array([parameter.trainable for parameter in self.parameters], bool)
+        self._numel_left = sum(parameter.numel for parameter in self.parameters)
+        chunks, rows, batch = [], [], _Batch()
         for _ in self.text.items():
-            what = f"chunk {len(chunks)}"
+            what = f"chunk {len(chunks) + len(batch.heads)}"
             self._entries.take(_CHUNK_NBYTES)
             entry = as_object(self.text.value(self._entries.rest()), what)
-            numel, trainable = self._same(as_number(entry["numel"], what, 1)), as_flag(entry["trainable"], what)
+            numel, trainable = self._same(as_number(entry["numel"], what, 1, _LARGEST_CHUNK)), as_flag(entry["trainable"], what)
             if numel % (self.world * BLOCK_NUMEL):
                 raise CheckpointError(f"{what} of {numel} elements cannot be shared by {self.world} ranks")
-            pieces, end = self._pieces(as_list(entry["pieces"], what), numel, trainable, what)
-            chunks.append(Chunk(len(chunks), 0, 0, numel, end, pieces, self.dtype, trainable, self.world))
-            rows.append(self._row(as_list(entry["records"], what, self.world), trainable, what))
+            pieces, records = as_list(entry["pieces"], what), as_list(entry["records"], what, self.world)
+            if not pieces:
+                raise CheckpointError(f"{what} is empty")
+            if len(records) != self.world:
+                raise CheckpointError(f"{what} has records of {len(records)} ranks of {self.world}")
+            row = self._row_dtype(trainable)
+            self._entries.take(_PIECE_NBYTES * len(pieces) + row.itemsize * len(records) + 100)
+            _append(batch.pieces, pieces, 4, f"{what}: its pieces")
+            _append(batch.records[trainable], records, 2 + row["crcs"].shape[0], f"{what}: its records")
+            batch.heads.append((numel, trainable, len(pieces)))
+            if batch.is_full:
+                self._add(batch, chunks, rows)
+                batch = _Batch()
+        self._add(batch, chunks, rows)
         return tuple(chunks), tuple(rows)
 
-    def _pieces(self, values: list, numel: int, trainable: bool, what: str) -> tuple[tuple[Piece, ...], int]:
-        pieces, end = [], 0
-        self._entries.take(_PIECE_NBYTES * len(values))
-        for value in values:
-            param, start, param_start, count = [as_number(number, what) for number in as_list(value, what, 4)]
-            if param >= len(self.parameters) or not end <= start < end + BLOCK_NUMEL or count < 1 or start + count > numel:
-                raise CheckpointError(f"{what}: a piece is out of order or bounds")
-            if self.parameters[param].trainable != trainable:
-                raise CheckpointError(f"{what} mixes frozen and trainable parameters")
-            pieces.append(Piece(param, start, param_start, count))
-            end = start + count
-        if not pieces:
-            raise CheckpointError(f"{what} is empty")
-        return tuple(pieces), end
+    def _add(self, batch: _Batch, chunks: list[Chunk], rows: list[Row]) -> None:
+        """Append the chunks of a batch and their rows, once all their numbers are checked."""
+        if not batch.heads:
+            return
+        pieces, ends = self._pieces(batch, len(chunks))
+        found = {trainable: self._rows(batch, trainable, len(chunks)) for trainable in (True, False)}
+        for (numel, trainable, num_pieces), end in zip(batch.heads, ends):
+            own = tuple(itertools.islice(pieces, num_pieces))
+            chunks.append(Chunk(len(chunks), 0, 0, numel, end, own, self.dtype, trainable, self.world))
+            rows.append(next(found[trainable]))
 
-    def _row(self, values: list, trainable: bool, what: str) -> Row:
-        """Of every rank, the place of its record."""
-        if len(values) != self.world:
-            raise CheckpointError(f"{what} has records of {len(values)} ranks of {self.world}")
-        row = Row.dtype(len(record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments))
-        self._entries.take(row.itemsize * len(values) + 100)
-        numbers = np.array(values)
-        if numbers.dtype != np.int64 or numbers.shape != (len(values), 2 + row["crcs"].shape[0]) or numbers.min() < 0:
-            raise CheckpointError(f"{what}: its records are not whole numbers, {2 + row['crcs'].shape[0]} each")
-        if max(numbers[:, 0].max(), numbers[:, 2:].max()) >= 1 << 32 or (numbers[:, 1] % ALIGNMENT).any():
-            raise CheckpointError(f"{what}: a record's place makes no sense")
-        table = np.empty(len(values), row)
+    def _pieces(self, batch: _Batch, first: int) -> tuple[Iterator[Piece], list[int]]:
+        """All pieces of a batch, and where the last one of each chunk ends. `first` is the index of the batch's first chunk."""
+        param, start, param_start, count = np.frombuffer(batch.pieces, np.int64).reshape(-1, 4).T
+        numel, trainable, num_pieces = np.array(batch.heads, np.int64).T
+        chunk, firsts = np.repeat(np.arange(len(numel)), num_pieces), np.cumsum(num_pieces) - num_pieces
+        numbers = np.stack((param, start, param_start, count))
+        _check((numbers.min(0) >= 0) & (numbers.max(0) < LARGEST), chunk, first, "a piece is out of order or bounds")
+        end = start + count
+        before = np.concatenate(([0], end[:-1]))
+        before[firsts] = 0
+        is_inside = (param < len(self.parameters)) & (before <= start) & (start < before + BLOCK_NUMEL) & (count >= 1) & (end <= numel[chunk])
+        _check(is_inside, chunk, first, "a piece is out of order or bounds")
+        _check(self._is_trainable[param] == trainable[chunk], chunk, first, "it mixes frozen and trainable parameters")
+        self._numel_left -= int(count.sum())
+        if self._numel_left < 0:
+            raise CheckpointError(f"chunks up to {first + len(numel) - 1} hold more elements than all parameters have")
+        return map(Piece, *(column.tolist() for column in (param, start, param_start, count))), end[firsts + num_pieces - 1].tolist()
+
+    def _rows(self, batch: _Batch, trainable: bool, first: int) -> Iterator[Row]:
+        """For each chunk of a batch that is trainable or is not, the places of its records by rank."""
+        row = self._row_dtype(trainable)
+        numbers = np.frombuffer(batch.records[trainable], np.int64).reshape(-1, 2 + row["crcs"].shape[0])
+        chunk = np.repeat(np.flatnonzero([head[1] == trainable for head in batch.heads]), self.world)
+        is_sound = (numbers >= 0).all(1) & (numbers[:, 0] < 1 << 32) & (numbers[:, 2:] < 1 << 32).all(1) & (numbers[:, 1] % ALIGNMENT == 0)
+        _check(is_sound, chunk, first, "a record's place makes no sense")
+        table = np.empty(len(numbers), row)
         table["file"], table["offset"], table["crcs"] = numbers[:, 0], numbers[:, 1], numbers[:, 2:]
-        return Row(table)
+        return (Row(table[begin : begin + self.world]) for begin in range(0, len(table), self.world))
+
+    def _row_dtype(self, trainable: bool) -> np.dtype:
+        return Row.dtype(len(record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments))
 
     def _model(self) -> dict:
         """Its buffers, of which there may be many, and the rest of it."""
@@ -297,29 +328,41 @@ class _Checked:
                 raise CheckpointError(f"{short(parameter.name)} has {parameter.numel} elements, and pieces of {end}")
 
     def _check_places(self, chunks, places) -> None:
-        """Records lie inside their files, and not on one another."""
-        held: list[array] = [array("Q") for _ in self.files]  # (offset, bytes, chunk) one behind the other
-        sizes = {
-            trainable: [segment.itemsize for segment in record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments]
-            for trainable in (True, False)
-        }
-        for chunk, row in zip(chunks, places):
-            own = enumerate(zip(row.table["file"].tolist(), row.table["offset"].tolist()))
-            for rank, (file, offset) in own:
-                used = chunk.shard_used(rank)
-                nbytes = sum([-(-used * size // ALIGNMENT) * ALIGNMENT for size in sizes[chunk.trainable]])
-                if file >= len(held):
-                    raise CheckpointError(f"chunk {chunk.index}: a record lies in file {file} of {len(held)}")
-                if nbytes > self.files[file].nbytes or offset > self.files[file].nbytes - nbytes:
-                    raise CheckpointError(f"{self.files[file].name}: the record of chunk {chunk.index} goes past the file's end")
-                if nbytes:
-                    held[file].extend((offset, nbytes, chunk.index))
-        for file, records in zip(self.files, held):
-            table = np.frombuffer(records, dtype=np.uint64).reshape(-1, 3) if records else np.empty((0, 3), np.uint64)
-            table = table[np.argsort(table[:, 0], kind="stable")]
-            overlaps = np.flatnonzero(table[:-1, 0] + table[:-1, 1] > table[1:, 0])
-            if len(overlaps):
-                raise CheckpointError(f"{file.name}: the record of chunk {table[overlaps[0] + 1, 2]} overlaps another one")
+        """Records lie inside their files, and not on one another. Positions count bytes as if all files lay one behind the other."""
+        if sum(file.nbytes for file in self.files) > LARGEST:
+            raise CheckpointError(f"the files have more than {LARGEST} bytes")
+        sizes = np.array([file.nbytes for file in self.files], np.int64)
+        begins = np.cumsum(sizes) - sizes
+        position, end = np.empty((2, len(chunks) * self.world), np.int64)
+        step = max(1, _BATCH_NUMBERS // self.world)
+        for first in range(0, len(chunks), step):
+            own, records = slice(first, first + step), slice(first * self.world, (first + step) * self.world)
+            position[records], end[records] = self._placed(chunks[own], places[own], sizes, begins)
+        order = np.argsort(position)
+        for first in range(0, len(order), _BATCH_NUMBERS):
+            part = order[first : first + _BATCH_NUMBERS + 1]
+            is_over = end[part[:-1]] > position[part[1:]]
+            if is_over.any():
+                at = part[1:][np.argmax(is_over)]
+                file = self.files[np.searchsorted(begins, position[at], "right") - 1]
+                raise CheckpointError(f"{file.name}: the record of chunk {at // self.world} overlaps another one")
+
+    def _placed(self, chunks, places, sizes: np.ndarray, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the records of some chunks begin and end. A record that holds nothing lies behind all files."""
+        file = np.concatenate([row.table["file"] for row in places])
+        offset = np.concatenate([row.table["offset"] for row in places]).astype(np.int64)
+        used, shard_numel, trainable = np.array([(chunk.used, chunk.shard_numel, chunk.trainable) for chunk in chunks], np.int64).T[:, :, None]
+        used = np.clip(used - np.arange(self.world) * shard_numel, 0, shard_numel)
+        nbytes = np.zeros_like(used)
+        for is_trainable in (True, False):
+            segments = record_layout(0, self.dtype, is_trainable, self.moments, self.moments_dtype).segments
+            for segment in segments:
+                nbytes += (trainable == is_trainable) * (-(-used * segment.itemsize // ALIGNMENT) * ALIGNMENT)
+        nbytes, chunk = nbytes.reshape(-1), np.repeat(np.arange(len(chunks)), self.world)
+        _check(file < len(sizes), chunk, chunks[0].index, f"a record lies in no file of {len(sizes)}")
+        _check(offset <= sizes[file] - nbytes, chunk, chunks[0].index, "a record goes past the end of its file")
+        position = np.where(nbytes > 0, begins[file] + offset, LARGEST)
+        return position, position + nbytes
 
     def _tensors(self) -> tuple[StoredTensor, ...]:
         self._goto("tensors")
@@ -335,6 +378,36 @@ class _Checked:
             found.append(StoredTensor(dtype, shape, offset, nbytes, crc))
             end = offset + nbytes
         return tuple(found)
+
+
+class _Batch:
+    """Numbers of some chunks, before they are checked."""
+
+    def __init__(self):
+        self.heads: list[tuple[int, bool, int]] = []  # numel, trainable and number of pieces of each chunk
+        self.pieces = array("q")
+        self.records = {True: array("q"), False: array("q")}  # of the trainable chunks, and of the others
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.pieces) + len(self.records[True]) + len(self.records[False]) >= _BATCH_NUMBERS
+
+
+def _append(numbers: array, values: list, width: int, what: str) -> None:
+    """Append lists of `width` whole numbers to an array."""
+    try:
+        is_right = set(map(len, values)) == {width}
+        numbers.extend(itertools.chain.from_iterable(values))
+    except (TypeError, OverflowError):
+        is_right = False
+    if not is_right:
+        raise CheckpointError(f"{what} are not whole numbers, {width} each")
+
+
+def _check(is_right: np.ndarray, chunk: np.ndarray, first: int, fault: str) -> None:
+    """Raises CheckpointError that names the chunk of the first wrong entry; `first` is the index of chunk 0."""
+    if not is_right.all():
+        raise CheckpointError(f"chunk {first + chunk[np.argmin(is_right)]}: {fault}")
 
 
 def _shape(value, what: str) -> tuple[int, ...]:

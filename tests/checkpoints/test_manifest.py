@@ -203,6 +203,26 @@ def test_a_manifest_of_very_many_parameters_is_read_and_written_the_same(num):
     assert found.places[5][3] == places[5][3]
 
 
+@pytest.mark.parametrize("key, refusal", [
+    ("pieces", "chunks up to .* hold more elements than all parameters have"), ("start", "chunk 7: a piece is out of order or bounds"),
+    ("offset", "chunk 7: a record's place makes no sense"), ("text", "chunk 7: its records are not whole numbers, 6 each"),
+    ("file", "chunk 7: a record lies in no file of "), ("end", "chunk 7: a record goes past the end of its file"),
+])  # fmt: skip
+def test_far_more_chunks_than_parameters_need_are_refused_by_name(saved, key, refusal):
+    _, _, content = saved
+    chunk = next(chunk for chunk in content["chunks"] if chunk["trainable"])
+    param, _, _, numel = chunk["pieces"][0]
+    chunks = [json.loads(json.dumps(chunk)) | {"pieces": [[0, 0, i * numel, numel]]} for i in range(10_000 if key == "pieces" else 8)]
+    content |= {"aliases": {}, "parameters": [content["parameters"][param] | {"shape": [8 * numel]}]}
+    wrong = {"start": 1 << 61, "offset": 1, "text": "0", "file": 1 << 31, "end": 1 << 60}
+    if key == "start":
+        chunks[-1]["pieces"][0][1] = wrong[key]
+    elif key != "pieces":
+        chunks[-1]["records"][0][key != "file"] = wrong[key]
+    with pytest.raises(CheckpointError, match=refusal):
+        manifest_from_json(signed(content | {"chunks": chunks}), "here")
+
+
 def test_what_would_not_be_read_is_not_saved_and_the_remedy_is(saved):
     run, target, _ = saved
     before = (target / "manifest.json").read_bytes()
