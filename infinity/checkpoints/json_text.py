@@ -105,12 +105,6 @@ class Text:
         part = self._body[self._base : self._base + nbytes]
         self._window, self._window_nbytes = codecs.utf_8_decode(part, "strict", self._base + nbytes >= len(self._body))
 
-    def _look_ahead(self, budget: Budget | None) -> None:
-        """Look at the bytes of a value as long as the last one: a value that the window cuts is read twice."""
-        self._refill(nbytes := max(_WINDOW_NBYTES, self._last_numel * 9 // 8))
-        if nbytes > _WINDOW_NBYTES and (budget is None or cost(self._window) > 2 * budget.left):
-            self._refill(_WINDOW_NBYTES)
-
     def _next(self) -> str:
         """The next character that is no space, or nothing at the end."""
         while True:
