@@ -21,6 +21,7 @@ from infinity.checkpoints.safetensors import (
     DTYPES,
     INDEX,
     MAX_HEADER_NBYTES,
+    MAX_TENSORS,
     SUFFIX,
     TEMPORARY,
     TensorSpec,
@@ -32,6 +33,7 @@ from infinity.checkpoints.safetensors import (
 from infinity.errors import CheckpointError
 
 MAX_FILE_NBYTES = 5 * 10**9
+_METADATA_NBYTES = 1 << 20  # of a header, kept for the metadata
 _PIECE_NBYTES = 16 << 20  # of one write
 _FLUSH_NBYTES = 64 << 20  # the kernel begins to write these
 _SETTLE_NBYTES = 256 << 20  # and at most these are only in memory
@@ -40,22 +42,26 @@ _SETTLE_NBYTES = 256 << 20  # and at most these are only in memory
 def plan_files(specs: Iterable[TensorSpec], *, max_file_nbytes: int = MAX_FILE_NBYTES) -> list[tuple[str, list[TensorSpec]]]:
     """Which file holds what: (file name, its specs), in the order of the specs; max_file_nbytes bounds the tensors of a file.
 
-    A larger tensor has a file of its own. One file is model.safetensors, several are model-00001-of-00003.safetensors.
+    A file has at most MAX_TENSORS tensors, and a header of at most MAX_HEADER_NBYTES, as TensorFiles reads no more. A larger tensor has a
+    file of its own. One file is model.safetensors, several are model-00001-of-00003.safetensors.
     Raises ValueError for a name that is taken or not a text, a shape or a dtype that the format does not have.
     """
     if max_file_nbytes < 1:
         raise ValueError(f"max_file_nbytes={max_file_nbytes}: expected at least 1")
-    groups, nbytes, names = [[]], 0, {"__metadata__"}
+    groups, nbytes, header_nbytes, names = [[]], 0, 0, {"__metadata__"}
     for spec in specs:
         _check_spec(spec)
         if spec.name in names:
             raise ValueError(f"the name {show(spec.name)} is taken; each tensor of a model needs its own")
         names.add(spec.name)
-        if groups[-1] and nbytes + spec.nbytes > max_file_nbytes:
+        entry_nbytes = _most_entry_nbytes(spec)
+        is_full = len(groups[-1]) == MAX_TENSORS or header_nbytes + entry_nbytes > MAX_HEADER_NBYTES - _METADATA_NBYTES
+        if groups[-1] and (is_full or nbytes + spec.nbytes > max_file_nbytes):
             groups.append([])
-            nbytes = 0
+            nbytes = header_nbytes = 0
         groups[-1].append(spec)
         nbytes += spec.nbytes
+        header_nbytes += entry_nbytes
     if len(groups) == 1:
         return [("model" + SUFFIX, groups[0])]
     return [(f"model-{number:05}-of-{len(groups):05}{SUFFIX}", group) for number, group in enumerate(groups, 1)]
@@ -148,6 +154,12 @@ def _check_spec(spec):
         raise ValueError(f"tensor {show(spec.name)} has dtype {spec.dtype}, expected one of {', '.join(DTYPES)}")
     if not is_sizes(spec.shape):
         raise ValueError(f"tensor {show(spec.name)} has shape {show(spec.shape)}, expected sizes")
+
+
+def _most_entry_nbytes(spec):
+    """At most so many bytes of a header are taken by a tensor's entry, wherever its data lies."""
+    entry = {spec.name: {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [10**19, 10**19]}}
+    return len(json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode())
 
 
 def _contents(plan, metadata):

@@ -804,3 +804,24 @@ def test_what_is_written_leaves_the_page_cache(tmp_path, monkeypatch):
     head = nbytes - 300
     assert head == 8 + 88
     assert calls == [(0, 64), (64, 64), (128, 64), "wait", (0, 256), (256, 64), (320, 64), (0, 0)]
+
+
+@pytest.mark.parametrize("limit, value", [("MAX_TENSORS", 3), ("MAX_HEADER_NBYTES", (1 << 20) + 400)])
+def test_the_writer_begins_another_file_at_a_headers_limits(tmp_path, monkeypatch, limit, value):
+    tensors = {f"layers.{i}.weight": torch.full((2,), float(i)) for i in range(10)}
+    monkeypatch.setattr(safetensors_writer, limit, value)
+    monkeypatch.setattr(safetensors, limit, value)
+    write(tmp_path / "model", tensors)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 4
+    with TensorFiles(tmp_path / "model") as source:
+        assert {name: source.read(name).tolist() for name in source.names} == {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("limit, value, refusal", [
+    ("MAX_TENSORS", 1, "lists 2 tensors, expected at most 1"), ("MAX_HEADER_NBYTES", 16, "a header of .* bytes, expected at most 16"),
+])  # fmt: skip
+def test_a_header_above_its_limits_is_refused(tmp_path, monkeypatch, limit, value, refusal):
+    write(tmp_path / "model", {"a": torch.zeros(1), "b": torch.zeros(1)})
+    monkeypatch.setattr(safetensors, limit, value)
+    with pytest.raises(CheckpointError, match=refusal):
+        TensorFiles(tmp_path / "model")

@@ -5,6 +5,7 @@ import os
 import statistics
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from infinity.errors import ConfigError
 from infinity.model.gpt import GPT, Batches
 from infinity.output import check_different, check_file, write_json
 from infinity.system.ranks import Ranks
+from infinity.tools import cli
 from infinity.tools.cli import _parser, main
 from infinity.tools.measure import benchmarks
+from infinity.tools.predict import planning
 from infinity.tools.progress import StepProgress
 from infinity.tools.train.training import CONFIG_OPTIONS, LINKS, TrainingRun, _config, _table
 
@@ -515,3 +518,17 @@ def test_without_arguments_it_shows_its_help(capsys, monkeypatch):
 def test_a_command_that_is_not_there_is_named_with_what_was_meant(argv, said, capsys):
     assert main(argv) == 2
     assert capsys.readouterr().err == f"infinity: error: {said}\n"
+
+
+def test_a_commands_warning_is_one_line_without_source(monkeypatch, capsys):
+    def warn(_):
+        print(end=warnings.formatwarning(UserWarning("the drive is slow"), UserWarning, __file__, 1))
+        return 2
+
+    monkeypatch.setattr(cli, "_failed", warn)
+    assert main(["train", "--heads", "7"]) == 2
+    assert capsys.readouterr().out == "infinity: warning: the drive is slow\n"
+
+
+def test_a_small_share_is_not_shown_as_nothing():
+    assert [planning._percent(share) for share in (0, 0.001, 0.004, 0.01, 1)] == ["0%", "<1%", "<1%", "1%", "100%"]

@@ -168,7 +168,7 @@ def test_models_of_text_images_and_sound_are_planned_as_the_class_that_their_fil
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{kind}Config")(**sizes, architectures=name and [name])
     config.save_pretrained(node)
-    status, report = report_of(capsys, node, "--model", str(node / "config.json"), "--seq", "16", "--batch", "2")
+    status, report = report_of(capsys, node, "--model", str(node), "--seq", "16", "--batch", "2")
     assert status == 0
     with torch.device("meta"):
         expected = getattr(transformers, name or f"{kind}Model")._from_config(config)
