@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 
 from infinity.engine.param_grads import NOT_DROPPED
 from infinity.engine.refusals import GIVEN_LATE, GIVEN_SCALED, LOOK_SCALED, refuse_sparse
@@ -29,16 +30,34 @@ class Looks:
     def __init__(self):
         self.are_under_way = False
 
+    def refuse_scaled(self, scaled: bool) -> None:
+        """Raise UsageError if a loss scale multiplies the gradients that are returned."""
+        if scaled:
+            raise UsageError(LOOK_SCALED)
+
     @contextlib.contextmanager
     def look(self, *, scaled: bool) -> Iterator[None]:
         """Backward passes inside the block return gradients. scaled: these would be multiplied by a loss scale. Raises UsageError then."""
-        if scaled:
-            raise UsageError(LOOK_SCALED)
+        self.refuse_scaled(scaled)
         before, self.are_under_way = self.are_under_way, True
         try:
             yield
         finally:
             self.are_under_way = before
+
+
+def is_returned(param: torch.nn.Parameter) -> bool:
+    """Whether the backward pass under way returns this parameter's gradient to the program, instead of adding it to `param.grad`.
+
+    Only torch.autograd.grad of a parameter that is held comes here: of others `Looks` knows.
+    """
+    with DisableTorchFunctionSubclass():
+        accumulates = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        torch._C._will_engine_execute_node(accumulates)
+    except RuntimeError:  # torch cannot tell for a parameter that is among the inputs of autograd.grad
+        return True
+    return False
 
 
 def bring(cycle, given: list[tuple[ParameterState, torch.Tensor]]) -> None:

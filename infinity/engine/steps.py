@@ -31,7 +31,7 @@ from infinity.engine.expectations import Expectations
 from infinity.engine.follow import Follower
 from infinity.engine.foreign import refuse_optimizers
 from infinity.engine.margin import Margin
-from infinity.engine.outside_gradients import Looks, bring
+from infinity.engine.outside_gradients import Looks, bring, is_returned
 from infinity.engine.param_grads import NOT_DROPPED, ParamGrads, drop_half_arrived
 from infinity.engine.refusals import SCALED, no_more_passes, no_optimizer, refuse_by_layer, refuse_modes, refuse_thawed, sums_in_hook
 from infinity.engine.skipped_steps import skip
@@ -236,8 +236,8 @@ class Cycle:
 
     def expect_gradient(self, state: ParameterState) -> None:
         """Autograd is about to add to `param.grad`, or to return the gradient to the program."""
-        if self.looks.are_under_way:
-            return
+        if self.looks.are_under_way or ((self.scaler or not self.trains) and is_returned(state.param)):
+            return self.looks.refuse_scaled(self.scaler is not None)
         if self.course.backward_task is None:
             if self.scaler is not None:
                 raise UsageError(
@@ -306,8 +306,8 @@ class Cycle:
         self.calls.drain_dropped()
         self.end_pass()
         if not self.came:
-            self.param_grads.show()
-            return
+            self.due.expect_no_update()
+            return self.param_grads.show()
         number = self.num_backwards
         self.completions.end_pass(number)
         self.num_backwards += 1

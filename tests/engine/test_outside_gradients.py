@@ -171,6 +171,34 @@ def test_a_look_at_gradients_needs_no_optimizer(tmp_path):
         assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(loss(model, 0), list(model.parameters())))
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_look_inside_gathered_is_one_too(place, tmp_path):
+    plain, _ = plainly()
+    expected = torch.autograd.grad(loss(plain, 0), list(plain.parameters()))
+    torch.manual_seed(0)
+    model = mlp()
+    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **PLACES[place])):
+        model(inputs(model, 0))  # starts the engine, which has no optimizer
+        for optimizer in (None, infinity.AdamW(model.parameters(), lr=1e-30)):
+            with infinity.gathered(list(model.parameters())):
+                found = torch.autograd.grad(loss(model, 0), list(model.parameters()))
+            for ours, wanted in zip(found, expected):
+                torch.testing.assert_close(ours, wanted)
+        loss(model, 0).backward()
+        optimizer.step()  # and no zero_grad()
+        with infinity.gathered(list(model.parameters())):
+            torch.autograd.grad(loss(model, 0), list(model.parameters()))
+
+
+def test_a_look_inside_gathered_with_a_loss_scale_is_refused(tmp_path):
+    with training(mlp, tmp_path, dtype="fp16", **NVME) as (model, engine, optimizer):
+        with pytest.raises(UsageError, match="autograd.grad of parameters with dtype='fp16'"), infinity.gathered(list(model.parameters())):
+            torch.autograd.grad(loss_of(model(inputs(model, 0).half())), list(model.parameters()))
+        optimizer.zero_grad()
+        loss_of(model(inputs(model, 0).half())).backward()
+        optimizer.step()
+
+
 def test_a_gradient_in_place_of_one_that_has_left_is_refused(tmp_path):
     with training(mlp, tmp_path, update="deferred", **NVME) as (model, engine, optimizer):
         before = states_of(engine, model)
