@@ -217,7 +217,7 @@ class Due:
             self.gradients.drop(chunk)
 
     def refuse_late(self, optimizer) -> None:
-        """Raise UsageError where updates may have begun, before which the norm of all gradients would have to be known."""
+        """Raise UsageError if updates may have begun: a norm of all gradients must be known before the first update."""
         if self.early_hyper is not None and not self._all_on_device:
             raise UsageError(too_late_to_clip(type(optimizer).__name__, optimizer.made_at))
 

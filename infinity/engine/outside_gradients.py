@@ -6,8 +6,8 @@ Knows an engine's steps. Must not know how gradients reach their tier, or what a
 # [Note: gradients outside of backward passes]
 # torch.autograd.grad only looks: no gradient arrives, and the backward pass that it runs belongs to no step.
 # Gradients that the program has put into `param.grad` arrive at step(), as if one more backward pass had brought them. The mean over all
-# ranks is used, as of any gradient. A gradient in place of one that a backward pass of this step has brought is refused, because that one
-# has left.
+# ranks is used, as of any gradient. If a backward pass of this step has brought a parameter's gradient, that gradient has left for its tier.
+# Another one in its place is refused.
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Looks:
 def is_returned(param: torch.nn.Parameter) -> bool:
     """Whether the backward pass under way returns this parameter's gradient to the program, instead of adding it to `param.grad`.
 
-    Only torch.autograd.grad of a parameter that is held comes here: of others `Looks` knows.
+    Needed for parameters that are held. For other parameters `Looks` is told before the backward pass begins.
     """
     with DisableTorchFunctionSubclass():
         accumulates = torch.autograd.graph.get_gradient_edge(param).node
@@ -80,7 +80,7 @@ def bring(cycle, given: list[tuple[ParameterState, torch.Tensor]]) -> None:
     for chunk in cycle.registry.chunks:
         chunk.gradient.expect(math.inf)
     for state, grad in given:
-        cycle.arrive(state, grad.clone())  # the program may write to its own while this one is on its way
+        cycle.arrive(state, grad.clone())  # a copy: the program may write to its tensor during the transfer
     cycle.end_pass()
     cycle.expectations.forget()
     cycle.param_grads.depart(state for state, _ in given)

@@ -45,7 +45,7 @@ class ParamGrads:
         for state in self._states:
             state.departed.answer_by(self)
         self._norm, self._ranks = norm, ranks
-        self._departed: dict[ParameterState, None] = {}  # whose gradients have left, of this step or, until they are dropped, of the last one
+        self._departed: dict[ParameterState, None] = {}  # parameters whose gradients have left in this step, or in the last step without being dropped
         self._hidden = False  # from autograd, which else would add to them, and torch.compile, which would look at them
         self._wait = False  # for a step() or zero_grad()
         self._factors: dict[DepartedGradient, float] = {}  # by which those of the last pass were multiplied
@@ -91,7 +91,7 @@ class ParamGrads:
         return state.departed if state.arrivals or state in self._departed else None
 
     def take_given(self) -> list[tuple[ParameterState, torch.Tensor]]:
-        """The gradients that the program has put into `param.grad`, which are taken from there. All ranks must have some, or none.
+        """Take the gradients that the program has put into `param.grad`. Either all ranks have such gradients, or none has.
 
         Raises UsageError where ranks differ; see also `were_dropped`.
         """

@@ -69,7 +69,7 @@ class Cycle:
         self.events = events
         self.registry, self.records, self.weights, self.course = parts.registry, parts.records, parts.weights, parts.course
         self.gradients, self.updater = parts.gradients, parts.updater
-        all_on_device = all(chunk.on_device for chunk in self.registry.chunks if chunk.trainable)  # for good: none has visited yet
+        all_on_device = all(chunk.on_device for chunk in self.registry.chunks if chunk.trainable)  # these homes never change
         self.due = Due(self.weights, self.gradients, self.updater, all_on_device=all_on_device)
         slots_ahead, states_ahead = look_ahead(parts.placement)
         self.follower = Follower(
