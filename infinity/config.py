@@ -12,14 +12,16 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from infinity import config_files
-from infinity.deepspeed import Conversion, convert
 from infinity.errors import ConfigError
 from infinity.sizes import format_bytes, parse_budget
 from infinity.spelling import nearest
 from infinity.system.mounts import why_no_path
+
+if TYPE_CHECKING:
+    from infinity.integrations.deepspeed import Conversion
 
 DEFAULT_NVME = Path("infinity-swap")
 LEAST_CHUNK_MIB, LARGEST_CHUNK_MIB = 2**-9, 2**30  # the least is a block
@@ -76,7 +78,7 @@ class Config:
     """Where values came from, by name, such as "infinity.toml", "--set" or "--nvme". What is absent is the default, or was
     given in Python. Says nothing about the value: equal configurations may have different origins."""
 
-    conversion: ClassVar[Conversion | None] = None
+    conversion: "ClassVar[Conversion | None]" = None
     """Of `from_deepspeed`: what became of every key."""
 
     nvme: str | os.PathLike | Sequence[str | os.PathLike] = (DEFAULT_NVME,)
@@ -314,11 +316,13 @@ def _table_of(path):
     return table
 
 
-def converted(source: Mapping | str | os.PathLike) -> tuple[str, Conversion]:
+def converted(source: Mapping | str | os.PathLike) -> tuple[str, "Conversion"]:
     """A configuration of DeepSpeed's: what to call it, and what becomes of it."""
     given = isinstance(source, Mapping)
     origin, content = ("DeepSpeed", source) if given else (str(source), config_files.read_json(checked_path(source)))
     try:
+        from infinity.integrations.deepspeed import convert  # imported only for programs that have a DeepSpeed configuration
+
         return origin, convert(content)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from None

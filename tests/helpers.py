@@ -18,7 +18,7 @@ from aio_ext import _aio
 from infinity.engine.sizing import Training, arrange
 from infinity.plan import placement as planner
 from infinity.plan.compression import NUM_BUFFERS, NUM_LANES
-from infinity.plan.needs import Budgets, Candidate, Needs
+from infinity.plan.memory_needs import Budgets, Candidate, Needs
 from infinity.plan.record import ADAM_MOMENTS
 from infinity.system import drives
 from infinity.system.arena import Arena

@@ -397,7 +397,7 @@ def inputs(model, step):
 
 
 def loss_of(output):
-    from infinity.engine.trees import tensors_in
+    from infinity.engine.autograd.trees import tensors_in
 
     return sum(tensor.float().square().mean() for tensor in tensors_in(output) if tensor.is_floating_point())
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from infinity.checkpoints.dcp_names import METADATA, Names, boxes, defaults_of_torch, moment_names, plain
 from infinity.checkpoints.files import failed
 from infinity.config import checked_path
-from infinity.engine import pause
+from infinity.engine.access import save_window as pause
 from infinity.engine.engine import Engine
 from infinity.engine.engines import engine_of
 from infinity.errors import CheckpointError

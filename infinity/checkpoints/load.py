@@ -28,7 +28,7 @@ from infinity.checkpoints.files import Progress, read_manifest
 from infinity.checkpoints.manifest import Whole
 from infinity.checkpoints.reader import Checkpoint, padded_segments, segment_tensors
 from infinity.config import checked_path
-from infinity.engine import pause
+from infinity.engine.access import save_window as pause
 from infinity.engine.engine import Engine
 from infinity.engine.engines import engine_of
 from infinity.errors import CheckpointError, ConfigError

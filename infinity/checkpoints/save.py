@@ -43,7 +43,7 @@ from infinity.checkpoints.manifest import RecordPlace
 from infinity.checkpoints.publish import POLL_S, Publication
 from infinity.checkpoints.writer import Tensors, Writer
 from infinity.config import checked_path
-from infinity.engine import pause
+from infinity.engine.access import save_window as pause
 from infinity.engine.engine import Engine
 from infinity.engine.engines import engine_of
 from infinity.errors import CheckpointError, warn

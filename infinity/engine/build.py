@@ -17,10 +17,10 @@ from infinity.config import Config
 from infinity.engine.sizing import Named, Training, arrange, budgets, expected_device_nbytes, may_compress, written_in_forward
 from infinity.plan import compression
 from infinity.plan import placement as planner
-from infinity.plan.needs import Budgets
+from infinity.plan.memory_needs import Budgets
 from infinity.plan.packing import Layout
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
-from infinity.plan.redo import most_late
+from infinity.plan.late_moments import most_late
 from infinity.plan.slots import HostCache
 from infinity.system.arena import PAGE_NBYTES, Arena, Slots
 from infinity.system.capacity import host_free_nbytes
@@ -35,10 +35,10 @@ from infinity.system.swap import Swap
 from infinity.system.swap_directory import reclaim, room_nbytes
 from infinity.tiers.activations import Activations
 from infinity.tiers.compression import Compressor
-from infinity.tiers.course import Course
+from infinity.tiers.route_position import Course
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
-from infinity.tiers.redo import redo_logs
+from infinity.tiers.late_moments import redo_logs
 from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry, Resident, SpanState
 from infinity.tiers.updates import Updater
 from infinity.tiers.values import Values

@@ -6,7 +6,7 @@ chunks or tiers: once the model stands, the engine asks for each parameter's ini
 
 # [Note: parameters under construction]
 # A parameter is noticed when it is registered, or when a module that brings it along is. A TorchFunctionMode sees every operation, `.data`
-# and deepcopy. What an initialiser draws is not drawn but noted ([Note: values drawn later] in infinity/model/draws.py): the parameter is
+# and deepcopy. What an initialiser draws is not drawn but noted ([Note: values drawn later] in infinity/model/deferred_init.py): the parameter is
 # away at once, and its values are first drawn for the record that they are to be in. What is mapped from a file, as transformers'
 # from_pretrained leaves it, stays there, and from when the first of it is noticed the kernel reads the file. Of the others the newest
 # stay at home; past the window of the memory that they are in, the oldest go to a scratch file (each rank keeps its 1/world slice there).
@@ -35,7 +35,7 @@ from infinity.config import Config
 from infinity.engine.engine import Engine, cut_large_layers
 from infinity.engine.sizing import HOST_SHARES, MOST_OF_FREE
 from infinity.errors import UsageError
-from infinity.model.draws import Drawn, drawn_by
+from infinity.model.deferred_init import Drawn, drawn_by
 from infinity.system.capacity import device_of, gauge_of, host_free_nbytes
 from infinity.system.mapped import FilesAhead, MappedFiles
 from infinity.system.ranks import Ranks

@@ -24,7 +24,7 @@ from infinity.errors import UsageError
 from infinity.model.tiled_layers import Tiled
 from infinity.output import say, table
 from infinity.plan import placement as planner
-from infinity.plan.needs import span_nbytes
+from infinity.plan.memory_needs import span_nbytes
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.plan.traffic import Step, step_nbytes
 from infinity.sizes import format_bytes

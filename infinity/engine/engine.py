@@ -18,24 +18,24 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine import engines
-from infinity.engine.answers import Answers, FirstValues
+from infinity.engine.access.parameter_values import Answers, FirstValues
 from infinity.engine.build import assemble
 from infinity.engine.description import tell_start
-from infinity.engine.foreign import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
-from infinity.engine.gate import Gate
-from infinity.engine.margin import Margin
-from infinity.engine.pause import finish_saving
-from infinity.engine.refusals import has_optimizer, planned_otherwise
-from infinity.engine.resident import hooks_for
+from infinity.engine.refused_wrappers import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
+from infinity.engine.access.between_steps import Gate
+from infinity.engine.memory.device_memory import Margin
+from infinity.engine.access.save_window import finish_saving
+from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
+from infinity.engine.autograd.resident_model import hooks_for
 from infinity.engine.sizing import Training, budgets
-from infinity.engine.steps import Cycle
-from infinity.engine.trainers import refuse_trainers
+from infinity.engine.steps.step_cycle import Cycle
+from infinity.engine.refused_trainers import refuse_trainers
 from infinity.errors import ConfigError, UsageError
 from infinity.model.buffers import refuse_unmixed
 from infinity.model.compiled import find_compiled, watch_wrappers
-from infinity.model.leaves import note_region
+from infinity.model.leaf_modules import note_region
 from infinity.model.parameters import NotCopied, is_open, owner_of, set_owner
-from infinity.model.sharing import part_versions, refuse_shared
+from infinity.model.shared_parameters import part_versions, refuse_shared
 from infinity.model.state_dict import Facade
 from infinity.model.tiling import tile_to_fit
 from infinity.optim.loss_scale import LossScale, Scaler
@@ -44,7 +44,7 @@ from infinity.plan.packing import WEIGHT_NBYTES
 from infinity.plan.record import ADAM_MOMENTS
 from infinity.system import interrupts
 from infinity.system.capacity import device_of, gauge_of
-from infinity.system.dropped import close_with
+from infinity.system.dropped_objects import close_with
 from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Lane

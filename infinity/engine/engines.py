@@ -16,7 +16,7 @@ from torch import nn
 # Closes at exit what is open still: registered before `_end_all`, whose lanes write there, it runs after that.
 import infinity.system.swap  # noqa: F401
 from infinity.errors import ConfigError, UsageError
-from infinity.system import dropped
+from infinity.system import dropped_objects as dropped
 from infinity.system.ranks import end_process
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.model.leaves import inside_leaves, is_leaf, is_region
+from infinity.model.leaf_modules import inside_leaves, is_leaf, is_region
 from infinity.plan import chunk_size, compression
 from infinity.plan import placement as planner
 from infinity.plan.chunk_size import Way
-from infinity.plan.needs import Budgets, Candidate, Needs
+from infinity.plan.memory_needs import Budgets, Candidate, Needs
 from infinity.plan.packing import Layout, ParameterSpec, default_chunk_numel, layout
 from infinity.plan.record import Record, record_layout
 from infinity.system.capacity import gauge_of, host_free_nbytes

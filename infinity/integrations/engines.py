@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.engine.trainers import note_integration
+from infinity.engine.refused_trainers import note_integration
 from infinity.output import say
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from infinity.plan.packing import WEIGHT_NBYTES
 from infinity.plan.record import ADAM_MOMENTS, LATE_GRADIENT, STATES, WEIGHTS, Record, Segment
-from infinity.plan.redo import BLOCK_NBYTES
+from infinity.plan.late_moments import BLOCK_NBYTES
 from infinity.sizes import round_up
 
 LARGEST_SECTION_NBYTES = 2 << 20

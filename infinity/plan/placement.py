@@ -8,7 +8,7 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # with which a record can be read, updated and written. A budget below that is refused with the number that it needs. Then
 # slots that let stages overlap. What is then left of the host keeps weights (each byte saves three of NVMe traffic: read
 # forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two). Homes of records that
-# will visit the device ([Note: the device margin] in margin.py) come after all others, since they seldom move, and their gradients, which
+# will visit the device ([Note: the device margin] in device_memory.py) come after all others, since they seldom move, and their gradients, which
 # lie there with them, last; but where all of them fit, before gradients that do not wait: so larger inputs, for which they return,
 # need nothing of NVMe. Gradients that do wait and find no place stay on the device until their update begins, where it has room.
 # The more stay, the fewer records visit: 4 bytes of a sum in host memory leave room to a third of a record there, whose sum and weights
@@ -19,8 +19,8 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # ones of a kind cost nothing: they take the place of the slots that they would have shared.
 # Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. Where updates come in
 # backward, there are slots for a quarter of the chunks whose records move: so many updates may be put off ([Note: the split update] in
-# due.py). A pool for those of late
-# moments ([Note: late moments] in redo.py) gets what is left over, if it holds one of each record that stays on NVMe. Where floats are not
+# due_updates.py). A pool for those of late
+# moments ([Note: late moments] in late_moments.py) gets what is left over, if it holds one of each record that stays on NVMe. Where floats are not
 # coded it saves four for the first update in a row, and comes before states, which share what is left with it. Where NVMe is
 # too small for what is left, the first records are crowded out: they live on the device, where nothing else could hide their update.
 
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 from infinity.errors import BudgetError
 from infinity.plan.host_memory import Guests, Shared, exact, share_out
-from infinity.plan.needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes, span_nbytes
+from infinity.plan.memory_needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes, span_nbytes
 from infinity.plan.packing import Chunk, Layout, Span
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.sizes import format_bytes, round_up
@@ -246,7 +246,7 @@ def look_ahead(placement: Placement) -> tuple[int, int]:
 
 
 def records_may_visit(*, weights: str, states: str, keep: bool) -> bool:
-    """Whether records may leave their homes for what the device has room for: [Note: the device margin] in margin.py. Arguments as of
+    """Whether records may leave their homes for what the device has room for: [Note: the device margin] in device_memory.py. Arguments as of
     `Needs`."""
     return keep and states == "auto" and weights in ("auto", "device")
 

@@ -32,7 +32,7 @@ FORMATS = {
 
 ADAM_MOMENTS = ("momentum", "variance")
 LATE_GRADIENT = Segment("gradient", "bf16", 2)
-"""What lies behind a record's states where their moments may be late: [Note: late moments] in redo.py."""
+"""What lies behind a record's states where their moments may be late: [Note: late moments] in late_moments.py."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from infinity.plan import schedule
 from infinity.plan.compression import moved_nbytes
-from infinity.plan.needs import span_nbytes
+from infinity.plan.memory_needs import span_nbytes
 from infinity.plan.packing import WEIGHT_NBYTES, Layout
 from infinity.plan.placement import Placement, share_device
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record

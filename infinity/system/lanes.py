@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from infinity.system.failure import FirstFailure
-from infinity.system.pace import look
+from infinity.system.slow_steps import look
 from infinity.system.waits import THREADS, waits
 
 _GLANCE_S = 0.5  # how often who waits looks whether the lane was abandoned, and whether a step takes long

@@ -36,9 +36,10 @@ import torch
 import torch.distributed as dist
 
 from infinity.errors import CheckpointError, PeerError, UsageError
-from infinity.system import interrupts, watch
+from infinity.system import interrupts
+from infinity.system import failure_watch as watch
 from infinity.system.waits import waits
-from infinity.system.watch import PROGRAM, REMEDY, Place, Watch
+from infinity.system.failure_watch import PROGRAM, REMEDY, Place, Watch
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -116,7 +117,7 @@ class Ranks:
         self._place.num_steps += 1
 
     def report(self, error: BaseException, what: str = "") -> None:
-        """Tell the other ranks that this one cannot go on, and at what; see [Note: how a failure reaches the other ranks] in watch.py."""
+        """Tell the other ranks that this one cannot go on, and at what; see [Note: how a failure reaches the other ranks] in failure_watch.py."""
         if self._watch is not None:
             self._watch.failure.note(error, what)
 

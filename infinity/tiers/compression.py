@@ -39,14 +39,14 @@ from infinity.system.swap import Extent, Swap, Transfer
 from infinity.system.swap_errors import changed_error
 from infinity.system.waits import waits
 from infinity.tiers import _huffman
-from infinity.tiers.redo import Late, Pool, Pooled, RedoLog, release
+from infinity.tiers.late_moments import Late, Pool, Pooled, RedoLog, release
 
 
 @dataclass
 class CompressedExtent:
     """An extent, its sections, and how many bytes of each are on NVMe: all, until they are first written, and as many as each write left.
 
-    redo: what moments there lack, see [Note: late moments] in redo.py. is_new: nothing was written yet; what is zero then, as the states of
+    redo: what moments there lack, see [Note: late moments] in late_moments.py. is_new: nothing was written yet; what is zero then, as the states of
     a record are that has made no step, is not written, coded or not.
     """
 

@@ -35,7 +35,7 @@ from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane, Monitor
 from infinity.system.ranks import Ranks
 from infinity.system.waits import waits
-from infinity.tiers.adding import Adder
+from infinity.tiers.gradient_parts import Adder
 from infinity.tiers.records import Lease, Records
 from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
 

@@ -21,7 +21,7 @@ from infinity.plan.schedule import Moment, may_pass, moment
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, update
-from infinity.tiers.course import Course
+from infinity.tiers.route_position import Course
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
 from infinity.tiers.state import ChunkState, UpdateStage

@@ -1,7 +1,7 @@
 """Weights on their way to the ops and back: spans that are read, copied, gathered and evicted, and what they wait for.
 
 The training thread calls it; the cg and gg lanes carry out what it issues. Knows where the bytes of a span are. Must not know modules,
-autograd, optimizers, or what is moved next: engine/follow.py says that.
+autograd, optimizers, or what is moved next: engine/steps/plan_follower.py says that.
 """
 
 # [Note: who waits for whom]
@@ -32,7 +32,7 @@ from infinity.plan.slots import victims
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.system.waits import waits
-from infinity.tiers.course import Course
+from infinity.tiers.route_position import Course
 from infinity.tiers.records import Request
 from infinity.tiers.state import ChunkState, Presence, SpanState, no_room
 from infinity.tiers.values import Values

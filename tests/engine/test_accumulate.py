@@ -24,9 +24,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import infinity
-from infinity.engine import by_layer
-from infinity.engine.module_state import Attributes
-from infinity.engine.trees import flatten
+from infinity.engine.layerwise import accumulate as by_layer
+from infinity.engine.layerwise.module_state import Attributes
+from infinity.engine.autograd.trees import flatten
 from infinity.errors import BudgetError
 from infinity.optim.loss_scale import LossScale
 from infinity.plan.record import GRADIENTS
@@ -34,7 +34,7 @@ from infinity.plan.slots import HostState
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers import activations
-from infinity.tiers.adding import Adder
+from infinity.tiers.gradient_parts import Adder
 from infinity.tiers.gradients import Gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.engine import advice as module
-from infinity.engine.advice import NUM_STEPS, Advice
+from infinity.engine.memory import advice as module
+from infinity.engine.memory.advice import NUM_STEPS, Advice
 from infinity.system.events import Events
 
 MIB = 1 << 20

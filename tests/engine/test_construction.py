@@ -21,9 +21,9 @@ from torch import nn
 
 import infinity
 from infinity.engine.sizing import budgets
-from infinity.engine.foreign import watch_replicas
+from infinity.engine.refused_wrappers import watch_replicas
 from infinity.errors import UsageError
-from infinity.model import draws
+from infinity.model import deferred_init as draws
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.ranks import Ranks
 from infinity.system.scratch import Scratch

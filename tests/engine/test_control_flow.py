@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.system.peers import Peer
-from infinity.system.watch import Board
-from infinity.tiers.course import MAX_ROUTES
+from infinity.system.missing_ranks import Peer
+from infinity.system.failure_watch import Board
+from infinity.tiers.route_position import MAX_ROUTES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -622,7 +622,7 @@ SKIPS = [0, 1, 2, 4, 5, 6, 7]
 
 def parting(folder, what, when, update):
     """Rank 1 does something else in step `when`."""
-    infinity.system.watch.WATCH_S = 0.1  # looks five times as often: the waits are counted in looks
+    infinity.system.failure_watch.WATCH_S = 0.1  # looks five times as often: the waits are counted in looks
     odd_rank = dist.get_rank() == 1
     torch.manual_seed(0)
     model = Mixture(leaf=False) if what == "experts" else Layers()
@@ -764,7 +764,7 @@ def test_three_ranks_of_which_one_computes_long_are_not_parted(tmp_path):
 
 
 def slow_of_three(folder):
-    infinity.system.watch.WATCH_S = 0.1
+    infinity.system.failure_watch.WATCH_S = 0.1
     torch.manual_seed(0)
     model = Layers()
     pauses = []

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.engine.calls import live_calls
-from infinity.engine.resident import ResidentHooks
+from infinity.engine.autograd.module_calls import live_calls
+from infinity.engine.autograd.resident_model import ResidentHooks
 from infinity.errors import UsageError
 from infinity.tiers.state import TORCH_DTYPES
 
@@ -711,7 +711,7 @@ class Nested(nn.Module):
 
 
 def test_a_call_is_live_while_torchs_function_of_that_name_runs():
-    """Fails where torch calls it otherwise; see [Note: calls that are over] in calls.py."""
+    """Fails where torch calls it otherwise; see [Note: calls that are over] in module_calls.py."""
     module = Nested()
     wrapper = nn.Sequential(module)
     assert wrapper(3) == {wrapper: 1, module: 4}

@@ -13,7 +13,9 @@ from models import TRAITS, gpt_step, inputs, loss_of, tiny_gpt, tokens
 from torch import nn
 
 import infinity
-from infinity.engine import build, margin, trial
+from infinity.engine import build
+from infinity.engine.memory import device_memory as margin
+from infinity.engine.memory import allocation_trial as trial
 from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
 from infinity.plan.record import STATES, WEIGHTS

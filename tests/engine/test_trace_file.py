@@ -11,7 +11,7 @@ from helpers import NVME, on_gpu, start_python, training
 from models import tiny_gpt
 
 import infinity
-from infinity.engine.ops import ops_of
+from infinity.engine.autograd.ops import ops_of
 from infinity.engine.trace_file import LANES, RankTrace, Slice, joined, read_trace, save_trace, to_perfetto, write_trace
 from infinity.errors import UsageError
 from infinity.system.events import COMPUTE, LINKS, STALL, STEP, Event, Events

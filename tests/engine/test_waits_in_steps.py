@@ -9,7 +9,7 @@ from helpers import NVME, training
 from torch import nn
 
 from aio_ext import _aio
-from infinity.system import pace
+from infinity.system import slow_steps as pace
 from infinity.system.waits import of_the_program
 
 SECONDS = 20  # after which a thread is taken to hang

@@ -8,7 +8,7 @@ from helpers import NVME, training
 from models import inputs, loss_of, mlp
 
 import infinity
-from infinity.engine.window import Window
+from infinity.engine.steps.accumulation import Window
 from infinity.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

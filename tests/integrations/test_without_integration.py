@@ -12,7 +12,7 @@ lightning = pytest.importorskip("lightning")
 from trainers import arguments, engine_config, llama, rows  # noqa: E402
 
 import infinity  # noqa: E402
-from infinity.engine import trainers  # noqa: E402
+from infinity.engine import refused_trainers as trainers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "devices": 1}

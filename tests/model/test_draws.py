@@ -5,8 +5,10 @@ import torch
 from helpers import assert_same_bits, on_gpu
 from torch import nn
 
-from infinity.model import _mt19937, draws
-from infinity.model.draws import drawn_by
+from infinity.model import _mt19937
+
+from infinity.model import deferred_init as draws
+from infinity.model.deferred_init import drawn_by
 
 INITIALISERS = {
     "kaiming": nn.init.kaiming_uniform_,

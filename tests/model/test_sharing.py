@@ -10,7 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError
-from infinity.model.sharing import part_versions, refuse_shared
+from infinity.model.shared_parameters import part_versions, refuse_shared
 
 VOCAB = 50
 

@@ -10,7 +10,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.sizing import Training, arrange
 from infinity.errors import BudgetError
-from infinity.plan.needs import Budgets
+from infinity.plan.memory_needs import Budgets
 from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
 from infinity.plan.placement import share_device
 from infinity.plan.record import ADAM_MOMENTS, STATES, record_layout

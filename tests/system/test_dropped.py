@@ -161,7 +161,7 @@ def test_what_a_thread_of_an_engine_drops_is_closed_before_the_process_ends():
     source = """
     import threading, time
     import infinity
-    from infinity.system import dropped
+    from infinity.system import dropped_objects as dropped
 
     class Owner:
         pass

@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 from helpers import without_gloo
 
-from infinity.system import watch
+from infinity.system import failure_watch as watch
 
 SECONDS = 30  # in which every program is to end, whatever happened
 

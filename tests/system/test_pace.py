@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from infinity.system import pace
+from infinity.system import slow_steps as pace
 from infinity.system.events import Events
-from infinity.system.pace import Pace, look
+from infinity.system.slow_steps import Pace, look
 from infinity.system.waits import waits
 
 

@@ -285,7 +285,7 @@ def grow(folder, capacity):
     gauge = ScriptedGauge(capacity)
     with (
         mock.patch("infinity.engine.engine.gauge_of", lambda device: gauge),
-        mock.patch("infinity.engine.margin.SLACK", 0.0),
+        mock.patch("infinity.engine.memory.device_memory.SLACK", 0.0),
         mock.patch("infinity.plan.placement.UNDER_WAY_NBYTES", 0),  # budgets are of kilobytes
     ):
         model, adam = made(folder, device_memory="680KiB", chunk_mib=1 / 64)
@@ -1043,7 +1043,7 @@ def slowly(num_rounds):
     agreed = 0
     for number in range(num_rounds):
         if ranks.rank:
-            time.sleep(infinity.system.watch.WATCH_S - 0.003 + 0.0002 * (number % 30))
+            time.sleep(infinity.system.failure_watch.WATCH_S - 0.003 + 0.0002 * (number % 30))
         agreed += ranks.agree(number)
     ranks.close()
     return agreed

@@ -1,4 +1,4 @@
-"""Moments that are some updates late on NVMe: brought up to date, once, by whoever reads them. [Note: late moments] in redo.py.
+"""Moments that are some updates late on NVMe: brought up to date, once, by whoever reads them. [Note: late moments] in late_moments.py.
 
 Long because what is late is read by updates, saves, loads and moves to the device, each with its own model and faults.
 """
@@ -19,11 +19,11 @@ from infinity.optim.adam import Dither
 from infinity.optim.rules import AdamRule, LionRule, SGDRule
 from infinity.plan import chunk_size, compression
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
-from infinity.plan.redo import BLOCK_NBYTES, MOST_LATE, pool_for
+from infinity.plan.late_moments import BLOCK_NBYTES, MOST_LATE, pool_for
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers.records import Records
-from infinity.tiers.redo import CatchUp, Late, Pool, late_gradient
+from infinity.tiers.late_moments import CatchUp, Late, Pool, late_gradient
 
 MIB = 1 << 20
 NUMEL = 500_000
@@ -494,7 +494,7 @@ def test_other_optimizers_write_whole_records(tmp_path, make, options, one_threa
 def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch):
     """They may, in the first step, after which they move there."""
     gauge = ScriptedGauge(1 << 40)
-    monkeypatch.setattr("infinity.engine.margin.SLACK", 0.0)
+    monkeypatch.setattr("infinity.engine.memory.device_memory.SLACK", 0.0)
     monkeypatch.setattr("infinity.engine.engine.gauge_of", lambda device: gauge)
     config = {"weights": "auto", "states": "auto", "residency": "auto", "compression": "auto", "device_memory": "48MiB", "host_memory": "20MiB"}
     with training(lambda: linears(16, 512), tmp_path, **COMPRESSED | config) as (model, engine, optimizer):

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from infinity.config import DEFAULT_NVME, Config
-from infinity.engine.answers import FirstValues
+from infinity.engine.access.parameter_values import FirstValues
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, SwapError
 from infinity.output import check_file, check_plot, give, pyplot, table

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.margin import SLACK
+from infinity.engine.memory.device_memory import SLACK
 from infinity.engine.sizing import DEVICE_SHARES, HOST_SHARES, Training, arrange, expected_device_nbytes, may_compress
 from infinity.errors import BudgetError, ConfigError
 from infinity.plan import compression
 from infinity.plan import placement as planner
-from infinity.plan.needs import Budgets
+from infinity.plan.memory_needs import Budgets
 from infinity.plan.packing import WEIGHT_NBYTES, Layout
 from infinity.plan.placement import Placement
 from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, Record

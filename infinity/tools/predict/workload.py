@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.errors import UsageError
-from infinity.model.leaves import is_leaf
+from infinity.model.leaf_modules import is_leaf
 from infinity.model.tiled_layers import Tiled
 from infinity.plan.schedule import Use
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import torch
 
-from infinity.engine.refusals import too_late_to_clip
+from infinity.engine.steps.refusals import too_late_to_clip
 from infinity.errors import UsageError
 from infinity.optim.adam import NormAccumulator
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
@@ -34,7 +34,7 @@ from infinity.plan.record import GRADIENTS, STATES
 from infinity.plan.schedule import Moment
 from infinity.system.lanes import Job
 from infinity.system.waits import waits
-from infinity.system.watch import REMEDY
+from infinity.system.failure_watch import REMEDY
 from infinity.tiers.arithmetic import Hyper, add_norm
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.state import ChunkState, ParameterState, Presence

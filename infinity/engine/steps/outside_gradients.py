@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from infinity.engine.param_grads import NOT_DROPPED
-from infinity.engine.refusals import GIVEN_LATE, GIVEN_SCALED, LOOK_SCALED, refuse_sparse
+from infinity.engine.steps.param_grads import NOT_DROPPED
+from infinity.engine.steps.refusals import GIVEN_LATE, GIVEN_SCALED, LOOK_SCALED, refuse_sparse
 from infinity.errors import UsageError
 from infinity.tiers.state import ParameterState
 

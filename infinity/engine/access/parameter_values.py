@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from infinity.engine.due import note_change
-from infinity.engine.gate import Gate
-from infinity.engine.steps import in_backward
+from infinity.engine.steps.due_updates import note_change
+from infinity.engine.access.between_steps import Gate
+from infinity.engine.steps.step_cycle import in_backward
 from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import forget_owner
 from infinity.system.interrupts import uninterrupted

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.plan.record import ADAM_MOMENTS, STATES, Record
-from infinity.plan.redo import BLOCK_NBYTES
+from infinity.plan.late_moments import BLOCK_NBYTES
 from infinity.system.arena import Arena, Slot, Slots
 from infinity.tiers.arithmetic import Computed
 from infinity.tiers.state import TORCH_DTYPES

@@ -33,12 +33,12 @@ from torch._C._autograd import (
 )
 
 from infinity.engine.build import Assembly
-from infinity.engine.follow import Follower
-from infinity.engine.margin import Margin
-from infinity.engine.ops import ATTRIBUTE, BACKWARD, FORWARD, RECOMPUTE, Frame, Op
-from infinity.engine.refusals import LossFunction
-from infinity.engine.saved_tensors import BackwardHolds, Handle, SavedTensors
-from infinity.engine.trees import parts_of, tensors_in
+from infinity.engine.steps.plan_follower import Follower
+from infinity.engine.memory.device_memory import Margin
+from infinity.engine.autograd.ops import ATTRIBUTE, BACKWARD, FORWARD, RECOMPUTE, Frame, Op
+from infinity.engine.steps.refusals import LossFunction
+from infinity.engine.autograd.saved_tensors import BackwardHolds, Handle, SavedTensors
+from infinity.engine.autograd.trees import parts_of, tensors_in
 from infinity.errors import UsageError
 from infinity.system import interrupts
 from infinity.system.interrupts import uninterrupted

@@ -15,11 +15,11 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from torch.autograd.function import BackwardCFunction
 
-from infinity.engine.doors import Doors
-from infinity.engine.ops import BACKWARD, FORWARD, RECOMPUTE, Frame, Op
-from infinity.engine.refusals import beside, refuse_sparse
-from infinity.engine.steps import Cycle
-from infinity.engine.trees import map_tensors, tensors_in
+from infinity.engine.autograd.compiled_modules import Doors
+from infinity.engine.autograd.ops import BACKWARD, FORWARD, RECOMPUTE, Frame, Op
+from infinity.engine.steps.refusals import beside, refuse_sparse
+from infinity.engine.steps.step_cycle import Cycle
+from infinity.engine.autograd.trees import map_tensors, tensors_in
 from infinity.errors import UsageError
 from infinity.model.compiled import behind
 from infinity.model.parameters import LastHook, NotCopied, get_grad, set_grad

@@ -13,7 +13,7 @@ from torch import nn
 from torch._C import _current_graph_task_id
 
 from infinity.model.compiled import is_wrapper
-from infinity.model.leaves import inside_leaves, is_leaf
+from infinity.model.leaf_modules import inside_leaves, is_leaf
 from infinity.tiers.state import ParameterState, Registry, SpanState
 
 FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "attribute"  # what an op is fetched for

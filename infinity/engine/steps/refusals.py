@@ -1,6 +1,6 @@
 """What a program may not do with a model around its passes, whatever the step: each is refused with a UsageError that says what to do.
 
-Knows torch's modes and the parameters. Must not know steps: what is refused because of where a step is, steps.py refuses.
+Knows torch's modes and the parameters. Must not know steps: what is refused because of where a step is, step_cycle.py refuses.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from infinity.engine.hooks import Hooks
-from infinity.engine.ops import FORWARD, Frame, Op
-from infinity.engine.steps import Cycle
+from infinity.engine.autograd.hooks import Hooks
+from infinity.engine.autograd.ops import FORWARD, Frame, Op
+from infinity.engine.steps.step_cycle import Cycle
 from infinity.system.interrupts import uninterrupted
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from infinity.errors import PeerError, UsageError
 from infinity.sizes import listed
 from infinity.system.failure import FirstFailure
-from infinity.system.peers import Peer, Peers
+from infinity.system.missing_ranks import Peer, Peers
 from infinity.system.waits import THREADS, waiting
 
 WATCH_S = 0.5  # how often each rank looks whether another one has failed
@@ -30,7 +30,7 @@ BROKEN_S = 4.0  # the same, once a connection is
 # which would wait for the lost rank until their timeout. So all ranks end with the first error of any, also while the one that failed
 # still lives. gloo has no abort: its collectives are waited for in steps of WATCH_S, and one that was given up may write to its
 # tensors until the process ends, which keeps them, and its group, until then.
-# A rank that ends without a word, or leaves while another one waits for it, cannot say so: the others find it missing (peers.py), and
+# A rank that ends without a word, or leaves while another one waits for it, cannot say so: the others find it missing (missing_ranks.py), and
 # the first that does writes it down for all. What a collective itself says of a lost connection names nobody, and is nobody's error.
 # A rank may also keep the launcher's store: rank 0 does without torchrun. If that rank is killed, no rank can read or write the store.
 # Each survivor then finds the ended process by itself: /proc tells on one machine. On another machine the lost store names its keeper.

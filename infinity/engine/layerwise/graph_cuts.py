@@ -28,7 +28,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from infinity.engine.refusals import refuse_in_loss
+from infinity.engine.steps.refusals import refuse_in_loss
 from infinity.model.parameters import is_metadata
 
 

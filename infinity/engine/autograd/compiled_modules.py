@@ -15,10 +15,10 @@ from torch import nn
 from torch._dynamo.eval_frame import skip_code
 from torch.utils.hooks import RemovableHandle
 
-from infinity.engine.ops import Op, op_of, ops_of
+from infinity.engine.autograd.ops import Op, op_of, ops_of
 from infinity.errors import BudgetError, UsageError
 from infinity.model.compiled import Door, compiles, door_of, find_wrappers, has_compiled_forward, is_wrapper
-from infinity.model.leaves import note_region
+from infinity.model.leaf_modules import note_region
 from infinity.model.parameters import NO_COPY, NotCopied
 from infinity.sizes import format_bytes
 from infinity.tiers.state import DeviceTier, Registry

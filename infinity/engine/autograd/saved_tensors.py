@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
-from infinity.engine.ops import BACKWARD, Op
+from infinity.engine.autograd.ops import BACKWARD, Op
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Need
 from infinity.tiers.activations import Saved

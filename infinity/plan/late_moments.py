@@ -1,4 +1,4 @@
-"""How much host memory the gradients of late updates take: the sums of [Note: late moments] in tiers/redo.py.
+"""How much host memory the gradients of late updates take: the sums of [Note: late moments] in tiers/late_moments.py.
 
 Knows sizes. Must not know memory.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 
-from infinity.engine.steps import Cycle
+from infinity.engine.steps.step_cycle import Cycle
 from infinity.errors import UsageError
 from infinity.system import interrupts
 from infinity.system.waits import THREADS

@@ -22,23 +22,23 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.advice import Advice
+from infinity.engine.memory.advice import Advice
 from infinity.engine.build import Assembly
-from infinity.engine.calls import Calls
-from infinity.engine.completions import Completions
-from infinity.engine.due import Due
-from infinity.engine.expectations import Expectations
-from infinity.engine.follow import Follower
-from infinity.engine.foreign import refuse_optimizers
-from infinity.engine.margin import Margin
-from infinity.engine.outside_gradients import Looks, bring, is_returned
-from infinity.engine.param_grads import NOT_DROPPED, ParamGrads, drop_half_arrived
-from infinity.engine.refusals import SCALED, no_more_passes, no_optimizer, refuse_by_layer, refuse_modes, refuse_thawed, sums_in_hook
-from infinity.engine.skipped_steps import skip
-from infinity.engine.trainers import refuse_trainers
-from infinity.engine.trees import tensors_in
-from infinity.engine.uncut import Uncut
-from infinity.engine.window import Window
+from infinity.engine.autograd.module_calls import Calls
+from infinity.engine.steps.completed_gradients import Completions
+from infinity.engine.steps.due_updates import Due
+from infinity.engine.steps.expected_gradients import Expectations
+from infinity.engine.steps.plan_follower import Follower
+from infinity.engine.refused_wrappers import refuse_optimizers
+from infinity.engine.memory.device_memory import Margin
+from infinity.engine.steps.outside_gradients import Looks, bring, is_returned
+from infinity.engine.steps.param_grads import NOT_DROPPED, ParamGrads, drop_half_arrived
+from infinity.engine.steps.refusals import SCALED, no_more_passes, no_optimizer, refuse_by_layer, refuse_modes, refuse_thawed, sums_in_hook
+from infinity.engine.steps.skipped_steps import skip
+from infinity.engine.refused_trainers import refuse_trainers
+from infinity.engine.autograd.trees import tensors_in
+from infinity.engine.layerwise.not_cut import Uncut
+from infinity.engine.steps.accumulation import Window
 from infinity.errors import UsageError
 from infinity.model.parameters import owner_of
 from infinity.optim.loss_scale import Scaler
@@ -47,7 +47,7 @@ from infinity.plan.schedule import Moment, moment
 from infinity.system import interrupts
 from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
-from infinity.system.pace import Pace
+from infinity.system.slow_steps import Pace
 from infinity.system.ranks import Ranks
 from infinity.tiers.arithmetic import Hyper
 from infinity.tiers.state import ChunkState, ParameterState

@@ -1,7 +1,7 @@
 """Following the plan: as ops begin, issues what the plan has between them, and makes a plan of what a step's ops were.
 
 Knows the course of a step, and who moves weights and gradients. Must not know how that is done, modules, autograd or optimizers. The
-training thread calls it. See [Note: who waits for whom] in weights.py and [Note: steps that differ] in course.py.
+training thread calls it. See [Note: who waits for whom] in weights.py and [Note: steps that differ] in route_position.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
 
-from infinity.engine.due import Due
+from infinity.engine.steps.due_updates import Due
 from infinity.plan import schedule
 from infinity.plan.route import Route
 from infinity.plan.schedule import Use

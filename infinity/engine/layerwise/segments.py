@@ -33,7 +33,7 @@ from collections.abc import Callable, Container, Iterator
 
 from torch import nn
 
-from infinity.model.leaves import is_leaf
+from infinity.model.leaf_modules import is_leaf
 from infinity.system.interrupts import uninterrupted
 
 LEAST_NBYTES = 1 << 20  # of a run of blocks: see [Note: how many blocks a segment has]

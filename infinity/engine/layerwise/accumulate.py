@@ -1,7 +1,7 @@
 """`infinity.accumulate`: all micro-batches of a step pass a segment of the model before the next segment is fetched.
 
 Knows micro-batches, segments, which chunks these have, whether what blocks are given leaves the device, and the engine by a few calls. Must
-not know plans, where records live, or how bytes move: sums.py is told which gradients come, and when they are complete; activations.py in
+not know plans, where records live, or how bytes move: device_sums.py is told which gradients come, and when they are complete; activations.py in
 which order what was saved is needed. Over 500 lines because a step, its micro-batches and what makes it begin anew are one protocol, whose
 notes are as long as a file.
 """
@@ -17,7 +17,7 @@ notes are as long as a file.
 # goes on. How far that is, blocks tell: those of a group have a position, and in each further round through the model another one. So
 # control flow is the model's own, whether or not it is the same for all. The last segment of a micro-batch goes backward as
 # soon as its loss is there; when all are, the segments do so from the last to the first, in each the micro-batches in their order. So the
-# gradients of a parameter add up in the order of the ordinary loop, on the device ([Note: room for sums] in sums.py), on several ranks as
+# gradients of a parameter add up in the order of the ordinary loop, on the device ([Note: room for sums] in device_sums.py), on several ranks as
 # shards of what was reduced for each micro-batch, and its chunk is complete with the first segment that uses it. What several segments use,
 # such as a tied embedding, has one gradient a micro-batch: later segments' parts of it wait on the device, or where activations are kept.
 #
@@ -34,7 +34,7 @@ notes are as long as a file.
 # own, other micro-batches find there: where it changes with each, they run as in the ordinary loop, too, and so they do where several
 # segments write to a buffer. That is looked for in the first step; a buffer that one segment writes and others read is not found. A
 # parameter that several segments use has its gradient in parts, which the program's hooks of it are not to see. A step that finds anything
-# begins anew, with what was drawn, and with buffers as they were; later ones know it (uncut.py).
+# begins anew, with what was drawn, and with buffers as they were; later ones know it (not_cut.py).
 #
 # [Note: a device that is full by layer]
 # What blocks are given is kept for all micro-batches at the end of the forward passes, and with it the gradients that wait for earlier
@@ -63,15 +63,15 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from infinity.engine.blocks import LEAST_NBYTES, blocks_of, called_by, groups_of, without_caches
-from infinity.engine.calls import Turn
-from infinity.engine.cuts import Cutter, Glue, Segment
-from infinity.engine.module_state import Attributes, Buffers, BuffersInTurns, BuffersOfModel
-from infinity.engine.refusals import beside, refuse_loss
-from infinity.engine.saved_tensors import SavedTensors
-from infinity.engine.trees import containers_in, copy_of_cache, flatten, is_cache, write_back
-from infinity.engine.turns import Draws, Surroundings, Turns, streams
-from infinity.engine.uncut import OFF, REST_OFF, FoundError
+from infinity.engine.layerwise.segments import LEAST_NBYTES, blocks_of, called_by, groups_of, without_caches
+from infinity.engine.autograd.module_calls import Turn
+from infinity.engine.layerwise.graph_cuts import Cutter, Glue, Segment
+from infinity.engine.layerwise.module_state import Attributes, Buffers, BuffersInTurns, BuffersOfModel
+from infinity.engine.steps.refusals import beside, refuse_loss
+from infinity.engine.autograd.saved_tensors import SavedTensors
+from infinity.engine.autograd.trees import containers_in, copy_of_cache, flatten, is_cache, write_back
+from infinity.engine.layerwise.micro_batch_threads import Draws, Surroundings, Turns, streams
+from infinity.engine.layerwise.not_cut import OFF, REST_OFF, FoundError
 from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.model.parameters import owner_of
 from infinity.model.recompute import checkpoint
@@ -79,7 +79,7 @@ from infinity.sizes import format_bytes
 from infinity.system import interrupts
 from infinity.tiers.activations import Saved
 from infinity.tiers.state import ChunkState, ParameterState
-from infinity.tiers.sums import Sums
+from infinity.tiers.device_sums import Sums
 
 
 def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Module, object], torch.Tensor]) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ training thread calls it, on every rank at the same point.
 #
 # An allocation that fails, whoever asked, says that ops need more than they were seen to take: before the next pass all goes home, and
 # that step is measured anew. So a program that catches the error and runs the step again has all the memory that there is.
-# All goes home, too, where the division made steps longer ([Note: when a division has failed] in trial.py), until inputs grow.
+# All goes home, too, where the division made steps longer ([Note: when a division has failed] in allocation_trial.py), until inputs grow.
 #
 # Sending records of the host to the device for their update alone does not pay where the host's memory is what bounds both:
 # on a host of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
@@ -28,9 +28,9 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from infinity.engine.trial import Shapes, Trial
+from infinity.engine.memory.allocation_trial import Shapes, Trial
 from infinity.plan import placement as planner
-from infinity.plan.needs import gradient_nbytes
+from infinity.plan.memory_needs import gradient_nbytes
 from infinity.plan.placement import Placement
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.tiers.gradients import Gradients
