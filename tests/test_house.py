@@ -25,6 +25,7 @@ FLOORS = [
     {"config_files", "output"},
     {"config"},
     {"system"},
+    {"formats"},
     {"plan"},
     {"model"},
     {"optim"},

@@ -25,7 +25,7 @@ from infinity.engine.engine import Engine
 from infinity.errors import CheckpointError
 from infinity.model import tiling
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule
-from infinity.tiers.state import ParameterState
+from infinity.tiers.parameter_state import ParameterState
 
 METADATA = ".metadata"  # the file that makes a directory such a checkpoint
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # first index and size in each dimension

@@ -35,7 +35,7 @@ from infinity.engine.engines import engine_of
 from infinity.errors import CheckpointError
 from infinity.optim.adam import masters
 from infinity.plan.packing import Piece
-from infinity.tiers.state import ChunkState
+from infinity.tiers.chunk_state import ChunkState
 
 
 def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

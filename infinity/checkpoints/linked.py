@@ -25,7 +25,7 @@ from infinity.checkpoints.manifest import File
 from infinity.checkpoints.reader import is_zero
 from infinity.checkpoints.writer import Writer
 from infinity.system.arena import PAGE_NBYTES
-from infinity.tiers.state import ChunkState
+from infinity.tiers.chunk_state import ChunkState
 
 CHECK_NBYTES = 4 << 30  # of what is linked, in each save: a few seconds of one drive
 CHECK_EVERY = 4

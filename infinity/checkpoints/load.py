@@ -36,7 +36,7 @@ from infinity.optim.optimizers import follow_references_by
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.sizes import listed
 from infinity.system.interrupts import Shield
-from infinity.tiers.state import ChunkState
+from infinity.tiers.chunk_state import ChunkState
 
 
 def load(

@@ -25,7 +25,7 @@ from infinity.errors import NO_DESCRIPTORS, CheckpointError
 from infinity.plan.record import Record
 from infinity.sizes import format_bytes
 from infinity.system.arena import Arena, Region
-from infinity.tiers.state import TORCH_DTYPES
+from infinity.formats.dtypes import TORCH_DTYPES
 
 _NUM_RECORDS_IN_MEMORY = 3
 

@@ -52,7 +52,7 @@ from infinity.system.arena import PAGE_NBYTES
 from infinity.system.lanes import Monitor
 from infinity.system.waits import THREADS
 from infinity.tiers.records import Lease
-from infinity.tiers.state import ChunkState
+from infinity.tiers.chunk_state import ChunkState
 
 MOST_THREADS = 8  # that copy what is in host memory: half of the processors
 PATIENCE_S = 10.0  # of the checkpoint's thread with records that a step would bring into host memory

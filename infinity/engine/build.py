@@ -39,7 +39,10 @@ from infinity.tiers.route_position import Course
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
 from infinity.tiers.late_moments import redo_logs
-from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry, Resident, SpanState
+from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.tiers.chunk_state import ChunkState, Registry, Resident
+from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.span_state import DeviceTier, SpanState
 from infinity.tiers.updates import Updater
 from infinity.tiers.values import Values
 from infinity.tiers.weights import Weights

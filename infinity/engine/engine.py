@@ -52,7 +52,7 @@ from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.system.timeline import timeline_of
 from infinity.tiers.activations import Activations
-from infinity.tiers.state import TORCH_DTYPES
+from infinity.formats.dtypes import TORCH_DTYPES
 
 
 class Engine(NotCopied):

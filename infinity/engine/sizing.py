@@ -25,7 +25,7 @@ from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.mapped import MappedFiles
 from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES
-from infinity.tiers.state import TORCH_DTYPES
+from infinity.formats.dtypes import TORCH_DTYPES
 
 ACTIVATION_SHARE = 1 / 4  # of host memory, at least, where they live there
 HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"

@@ -48,7 +48,7 @@ class Candidate:
 
     held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the most that gradients take which come at once;
     has_regions: modules are compiled, each as one op; buffers_nbytes: the most that gradients take before they are reduced, on
-    several ranks; snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in state.py.
+    several ranks; snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in span_state.py.
     compression_nbytes: of buffers, if some records are on NVMe. late_nbytes: of each record, about what
     a gradient takes in a pool, where moments may be late: slots of states have room for one then; late_on_nvme: so has NVMe, where
     there is no pool; late_first: a pool comes before states.

@@ -16,7 +16,8 @@ import torch
 
 from infinity.optim.adam import Dither, NormAccumulator
 from infinity.optim.rules import Rule
-from infinity.tiers.state import ChunkState, ParameterState
+from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.parameter_state import ParameterState
 
 
 @dataclass

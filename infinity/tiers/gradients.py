@@ -37,7 +37,10 @@ from infinity.system.ranks import Ranks
 from infinity.system.waits import waits
 from infinity.tiers.gradient_parts import Adder
 from infinity.tiers.records import Lease, Records
-from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry
+from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.tiers.chunk_state import ChunkState, Registry
+from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.span_state import DeviceTier
 
 MAX_BATCH_NBYTES = 4 << 20  # that leave the device together, where a parameter's gradient is not larger
 SMALL_NBYTES = 256 << 10  # so few are not worth a change of threads: they leave with what comes next

@@ -27,7 +27,7 @@ from infinity.plan.record import ADAM_MOMENTS, STATES, Record
 from infinity.plan.late_moments import BLOCK_NBYTES
 from infinity.system.arena import Arena, Slot, Slots
 from infinity.tiers.arithmetic import Computed
-from infinity.tiers.state import TORCH_DTYPES
+from infinity.formats.dtypes import TORCH_DTYPES
 
 
 class RedoLog:

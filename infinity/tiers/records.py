@@ -27,7 +27,8 @@ from infinity.system.events import Events, now
 from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Job, Lane, Monitor
 from infinity.system.waits import waits
-from infinity.tiers.state import TORCH_DTYPES, ChunkState
+from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.tiers.chunk_state import ChunkState
 
 
 class Request(Job):

@@ -15,7 +15,8 @@ from collections.abc import Hashable
 
 from infinity.plan.route import Recency, Route, to_gradient
 from infinity.plan.schedule import Use
-from infinity.tiers.state import ChunkState, SpanState
+from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.span_state import SpanState
 
 MAX_ROUTES = 8  # known at a time; the one that was taken longest ago is forgotten
 

@@ -24,7 +24,8 @@ from infinity.tiers.arithmetic import Computed, Hyper, update
 from infinity.tiers.route_position import Course
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.records import Records
-from infinity.tiers.state import ChunkState, UpdateStage
+from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.update_state import UpdateStage
 
 
 class Updater:

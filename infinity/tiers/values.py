@@ -15,7 +15,10 @@ from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.tiers.records import Records, segments
-from infinity.tiers.state import TORCH_DTYPES, ChunkState, DeviceTier, ParameterState, Registry, SpanState
+from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.tiers.chunk_state import ChunkState, Registry
+from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.span_state import DeviceTier, SpanState
 from infinity.tiers.updates import Updater
 
 
@@ -214,7 +217,7 @@ class Values:
         self.tier.book(chunk.record.states_nbytes)
 
     def keeps_snapshot(self, span: SpanState) -> bool:
-        """Whether, on the device, it needs one; see [Note: weights written in forward] in state.py."""
+        """Whether, on the device, it needs one; see [Note: weights written in forward] in span_state.py."""
         masters = {segment.name for chunk in self.registry.chunks_in(span) for segment in chunk.record.segments}
         return bool(masters & {"residual", "master"}) and any(state.written_in_forward for state in span.params)
 

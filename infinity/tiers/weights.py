@@ -34,7 +34,8 @@ from infinity.system.lanes import Job, Lane
 from infinity.system.waits import waits
 from infinity.tiers.route_position import Course
 from infinity.tiers.records import Request
-from infinity.tiers.state import ChunkState, Presence, SpanState, no_room
+from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.span_state import Presence, SpanState, no_room
 from infinity.tiers.values import Values
 
 

@@ -27,7 +27,7 @@ from infinity.model import deferred_init as draws
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.ranks import Ranks
 from infinity.system.scratch import Scratch
-from infinity.tiers.state import TORCH_DTYPES
+from infinity.formats.dtypes import TORCH_DTYPES
 
 construction = sys.modules["infinity.engine.construction"]
 

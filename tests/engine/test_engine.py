@@ -31,7 +31,7 @@ from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.model.gpt import GPT
 from infinity.model.state_dict import DepartedGradient
 from infinity.plan.record import GRADIENTS
-from infinity.tiers.state import Presence
+from infinity.tiers.span_state import Presence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,7 +18,7 @@ import infinity
 from infinity.engine.autograd.module_calls import live_calls
 from infinity.engine.autograd.resident_model import ResidentHooks
 from infinity.errors import UsageError
-from infinity.tiers.state import TORCH_DTYPES
+from infinity.formats.dtypes import TORCH_DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,7 +18,7 @@ from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import forget_owner
 from infinity.system.interrupts import uninterrupted
 from infinity.system.ranks import Ranks
-from infinity.tiers.state import SpanState
+from infinity.tiers.span_state import SpanState
 
 
 class FirstValues:

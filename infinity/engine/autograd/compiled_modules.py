@@ -21,7 +21,8 @@ from infinity.model.compiled import Door, compiles, door_of, find_wrappers, has_
 from infinity.model.leaf_modules import note_region
 from infinity.model.parameters import NO_COPY, NotCopied
 from infinity.sizes import format_bytes
-from infinity.tiers.state import DeviceTier, Registry
+from infinity.tiers.chunk_state import Registry
+from infinity.tiers.span_state import DeviceTier
 
 
 _KEY = "infinity"  # of hooks that are compiled: numbers, as torch gives, would be guarded, and each module compiled for itself

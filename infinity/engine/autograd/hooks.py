@@ -24,7 +24,7 @@ from infinity.errors import UsageError
 from infinity.model.compiled import behind
 from infinity.model.parameters import LastHook, NotCopied, get_grad, set_grad
 from infinity.system.interrupts import uninterrupted
-from infinity.tiers.state import ParameterState
+from infinity.tiers.parameter_state import ParameterState
 
 
 class Hooks(NotCopied):

@@ -43,7 +43,8 @@ from infinity.errors import UsageError
 from infinity.system import interrupts
 from infinity.system.interrupts import uninterrupted
 from infinity.tiers.activations import Activations, Saved
-from infinity.tiers.state import ParameterState, SpanState
+from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.span_state import SpanState
 
 _CALL = "_call_impl"  # of nn.Module, and in the name of what torch.compile makes of it
 _CALLS_IT = "_wrapped_call_impl"

@@ -14,7 +14,9 @@ from torch._C import _current_graph_task_id
 
 from infinity.model.compiled import is_wrapper
 from infinity.model.leaf_modules import inside_leaves, is_leaf
-from infinity.tiers.state import ParameterState, Registry, SpanState
+from infinity.tiers.chunk_state import Registry
+from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.span_state import SpanState
 
 FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "attribute"  # what an op is fetched for
 

@@ -27,7 +27,8 @@ from infinity.engine.autograd.ops import BACKWARD, Op
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Need
 from infinity.tiers.activations import Saved
-from infinity.tiers.state import ParameterState, SpanState
+from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.span_state import SpanState
 
 
 class Hold(Need):

@@ -78,7 +78,8 @@ from infinity.model.recompute import checkpoint
 from infinity.sizes import format_bytes
 from infinity.system import interrupts
 from infinity.tiers.activations import Saved
-from infinity.tiers.state import ChunkState, ParameterState
+from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.device_sums import Sums
 
 

@@ -34,7 +34,8 @@ from infinity.plan.memory_needs import gradient_nbytes
 from infinity.plan.placement import Placement
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.state import ChunkState, SpanState
+from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.span_state import SpanState
 from infinity.tiers.weights import Weights
 
 SLACK = 0.05  # of what the device has for this process: left to the gaps between the allocator's blocks

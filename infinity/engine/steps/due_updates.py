@@ -6,7 +6,7 @@ begins and ends: passes and steps say that, and how far a backward pass is.
 
 # [Note: when a chunk is updated]
 # Deferred: where all of a chunk's record and its gradient are in memory, step() begins its update. Of the other chunks that have a gradient
-# it announces the update ([Note: life of an update] in state.py) and remembers the hyper-parameters; this begins when the next forward
+# it announces the update ([Note: life of an update] in update_state.py) and remembers the hyper-parameters; this begins when the next forward
 # fetches the chunk, or when something else needs it: its next gradient, a read.
 # Backward: in the last backward pass before step(), a chunk is updated as soon as all its gradients are there and no op and no saved view
 # needs its weights any more; step() updates the rest. Both compute the same, see updates.py.
@@ -37,7 +37,9 @@ from infinity.system.waits import waits
 from infinity.system.failure_watch import REMEDY
 from infinity.tiers.arithmetic import Hyper, add_norm
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.state import ChunkState, ParameterState, Presence
+from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.span_state import Presence
 from infinity.tiers.updates import Updater
 from infinity.tiers.weights import Weights
 

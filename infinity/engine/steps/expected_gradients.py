@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from infinity.tiers.state import ParameterState
+from infinity.tiers.parameter_state import ParameterState
 
 
 class Expectations:

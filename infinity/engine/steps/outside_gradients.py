@@ -21,7 +21,7 @@ from torch._C import DisableTorchFunctionSubclass
 from infinity.engine.steps.param_grads import NOT_DROPPED
 from infinity.engine.steps.refusals import GIVEN_LATE, GIVEN_SCALED, LOOK_SCALED, refuse_sparse
 from infinity.errors import UsageError
-from infinity.tiers.state import ParameterState
+from infinity.tiers.parameter_state import ParameterState
 
 
 class Looks:

@@ -24,7 +24,7 @@ from infinity.errors import UsageError
 from infinity.model.parameters import get_grad, set_grad
 from infinity.model.state_dict import DepartedGradient
 from infinity.system.ranks import Ranks
-from infinity.tiers.state import ParameterState
+from infinity.tiers.parameter_state import ParameterState
 
 _ALL = "{what} of {some} gradients, of {all}: the engine has one for all of them. Give it all parameters of the model in one call, each once"
 

@@ -14,7 +14,7 @@ from infinity.plan import schedule
 from infinity.plan.route import Route
 from infinity.plan.schedule import Use
 from infinity.plan.slots import farthest_first
-from infinity.tiers.state import Presence, SpanState
+from infinity.tiers.span_state import Presence, SpanState
 from infinity.tiers.weights import Weights
 
 _LOOK_AHEAD = 64  # uses that are searched for what to fetch after a jump

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 import torch
 
 from infinity.errors import UsageError
-from infinity.tiers.state import TORCH_DTYPES, ParameterState
+from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.tiers.parameter_state import ParameterState
 
 
 def refuse_modes(device_type: str, dtype: str) -> None:

@@ -6,7 +6,7 @@ Knows an engine's steps. Must not know how the norm of gradients is found.
 from __future__ import annotations
 
 from infinity.errors import NonFiniteError
-from infinity.tiers.state import ChunkState
+from infinity.tiers.chunk_state import ChunkState
 
 
 def skip(cycle, ready: list[ChunkState]) -> None:

@@ -50,7 +50,8 @@ from infinity.system.interrupts import uninterrupted
 from infinity.system.slow_steps import Pace
 from infinity.system.ranks import Ranks
 from infinity.tiers.arithmetic import Hyper
-from infinity.tiers.state import ChunkState, ParameterState
+from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.parameter_state import ParameterState
 
 _MANY_GRAPHS = -2  # instead of one graph's number: a backward pass of `one_backward`
 _TORN = "a backward pass after one that failed half-way and had begun to update; see step()"

@@ -29,7 +29,7 @@ from infinity.plan.packing import WEIGHT_NBYTES
 from infinity.plan.record import ADAM_MOMENTS, record_layout
 from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS
-from infinity.tiers.state import TORCH_DTYPES
+from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.tools.predict import formulas
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.prediction import Prediction, arrangement, auto_device_nbytes, predict

@@ -1,4 +1,4 @@
-"""The life of an update, see [Note: life of an update] in state.py."""
+"""The life of an update, see [Note: life of an update] in update_state.py."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 from helpers import training
 from models import inputs, mlp
 
-from infinity.tiers.state import _UPDATE_MOVES, UpdateStage, UpdateState
+from infinity.tiers.update_state import UpdateStage, UpdateState, _UPDATE_MOVES
 
 IDLE, EXPECTED, READY, EARLY, PUT_OFF, ANNOUNCED = UpdateStage
 

@@ -1,0 +1,244 @@
+"""Device memory of spans: the states of a span, which state may follow which, and the budget of all spans.
+
+Knows spans, their parameters and device memory. Must not know plans, records or collectives: other modules move the bytes.
+"""
+
+# [Note: parameters that come and go]
+#
+# A span owns one UntypedStorage for life. Evicting resizes it to 0, fetching resizes it back: the same object, so views
+# that autograd saved are valid again when the bytes are back. A parameter's `.data` is a view of that storage while the
+# span is HOME, and its placeholder while it is not: one element of NaN, its own, expanded to the parameter's shape, so
+# that shape and dtype stay true. Who may see either is the business of the parameter's class ([Note: parameters with two classes] in
+# parameters.py); where code in C goes by it, it finds NaN, not stale numbers, and what it writes there is noticed.
+#
+# A storage is not resized while the program has a tensor of its own that looks into it, as `self.kept = self.weight.t()` leaves one: to
+# read that would end the process. Its span is away, its memory stays until the tensor is gone.
+#
+# [Note: weights written in forward]
+# An embedding with max_norm scales rows of its weight in forward. A row that changed loses its residual, which was of the
+# old value. What changed is seen by comparing with the host copy; a split master that lives on the device has none, so
+# its span keeps a snapshot if it holds such a parameter.
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+
+from infinity.errors import BudgetError, UsageError
+from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.model.parameters import set_data
+from infinity.plan.packing import Layout, Span
+from infinity.sizes import format_bytes
+from infinity.tiers.parameter_state import ParameterState
+
+
+class Presence(enum.Enum):
+    """Of a span on the device."""
+
+    AWAY = "away"
+    FETCHING = "fetching"
+    HOME = "home"
+
+
+_SPAN_MOVES = {
+    (Presence.AWAY, Presence.FETCHING),
+    (Presence.FETCHING, Presence.HOME),
+    (Presence.FETCHING, Presence.AWAY),
+    (Presence.HOME, Presence.AWAY),
+    (Presence.HOME, Presence.FETCHING),  # gathered once more, for the sake of other ranks
+}
+
+
+class SpanState:
+    """One span on the device. `holds` counts the ops that need it now, `handles` has a Hold for each view that autograd saved."""
+
+    def __init__(self, span: Span, params: list[ParameterState], device: torch.device, nbytes: int):
+        self.span = span
+        self.index = span.index
+        self.params = params
+        self.dtype = TORCH_DTYPES[span.dtype]
+        self.nbytes = nbytes
+        self.storage = torch.UntypedStorage(0, device=device)
+        self.flat: torch.Tensor | None = None  # [span.numel] over the storage, made when it is first allocated
+        self.presence = Presence.AWAY
+        self.pinned = False  # its storage is never freed
+        self.allocated = False
+        self.evict_pending = False  # evicted by the plan while an op still held it
+        self.holds = 0
+        self.handles: set = set()
+        self.attached = False  # parameters point into the storage
+        self.snapshot: torch.Tensor | None = None  # of `flat` after the last update, see [Note: weights written in forward]
+        self.fetch: object | None = None  # of the pipeline, while FETCHING
+        self.num_aliases: int | None = None  # tensors that look into the storage, since it was allocated and first held
+
+    def become(self, presence: Presence) -> None:
+        assert (self.presence, presence) in _SPAN_MOVES, f"{self}: {presence} from {self.presence}"
+        self.presence = presence
+
+    def attach(self, layout: Layout) -> None:
+        """Let the parameters be views of the storage, which is whole."""
+        if self.attached:
+            return
+        with DisableTorchFunctionSubclass():
+            for state in self.params:
+                state.check_untouched()
+            for state in self.params:
+                if state.view is None:
+                    offset = layout.homes[state.index].offset
+                    with torch.inference_mode(False):  # an evaluation may be the first to need it
+                        state.view = self.flat.as_strided(state.shape, state.stride, offset)
+                set_data(state.param, state.view)
+                state.version = state.counter._version
+        self.attached = True
+
+    def detach(self) -> list[ParameterState]:
+        """Let the parameters be placeholders; returns those that were written to in place while they were home."""
+        written = self.written()
+        if self.attached:
+            with DisableTorchFunctionSubclass():
+                for state in self.params:
+                    set_data(state.param, state.placeholder)
+                    state.version = state.counter._version
+        self.attached = False
+        return written
+
+    def let_go(self) -> None:
+        """End: the parameters are placeholders, whatever they were. What was pinned, others may refer to: it goes when they do."""
+        for state in self.params:
+            state.leave()
+            state.view = None
+        if self.pinned or not self.storage.resizable():
+            self.storage = torch.UntypedStorage(0, device=self.storage.device)
+        else:
+            self.storage.resize_(0)
+        self.flat = self.snapshot = None
+        self.presence, self.attached, self.allocated = Presence.AWAY, False, False
+
+    def written(self) -> list[ParameterState]:
+        """The parameters that were written to in place while they were home, such as by an embedding with max_norm, or given other data.
+
+        Raises UsageError where that is of another shape, dtype or device."""
+        if not self.attached:
+            return []
+        for state in self.params:
+            state.take_replaced()
+        return [state for state in self.params if state.is_written]
+
+    def count_aliases(self) -> None:
+        """Note how many tensors look into the storage before a program gets to see it."""
+        if self.num_aliases is None and not self.pinned:
+            self.num_aliases = self._num_aliases()
+
+    @property
+    def has_escaped(self) -> bool:
+        """Whether a program has kept a tensor that looks into the storage: to read it when that is gone would end the process. In backward
+        nobody can tell, for autograd has some of its own."""
+        if self.allocated and not self.storage.resizable():  # a NumPy array has looked into it, and may still
+            return True
+        if self.num_aliases is None or (self.handles and torch._C._current_graph_task_id() != -1):
+            return False
+        return self._num_aliases() > self.num_aliases
+
+    def _num_aliases(self) -> int:
+        of_engine = self.attached * len(self.params) + sum(hold() is not None for hold in self.handles)
+        return torch._C._storage_Use_Count(self.storage._cdata) - of_engine
+
+    def __repr__(self):
+        first = self.params[0].name if self.params else "-"
+        return f"SpanState({self.index}, {format_bytes(self.nbytes)}, {self.presence.value}, {first})"
+
+
+class DeviceTier:
+    """Device memory of all spans, with its budget. The training thread allocates and frees, or one that it waits for; any may `book`.
+
+    on_allocated(nbytes): called after the memory of a span was allocated; None where nobody asks.
+    """
+
+    def __init__(self, budget_nbytes: int, on_allocated: Callable[[int], None] | None = None):
+        self.on_allocated = on_allocated
+        self.budget_nbytes = budget_nbytes  # for spans that come and go, what else the engine holds is booked by `book`
+        self.limit_nbytes = budget_nbytes  # up to which ops under way may hold more than that
+        self.used_nbytes = 0
+        self.other_nbytes = 0
+        self.peak_nbytes = 0
+        self._lock = threading.Lock()
+
+    def fits(self, nbytes: int) -> bool:
+        return self.used_nbytes + nbytes <= self.budget_nbytes
+
+    def allows(self, nbytes: int) -> bool:
+        """Whether an op that cannot go on without them may have them."""
+        return self.used_nbytes + nbytes <= self.limit_nbytes
+
+    def allocate(self, span: SpanState) -> None:
+        if span.allocated:
+            return
+        span.storage.resize_(span.nbytes)
+        if span.flat is None:
+            with torch.inference_mode(False):
+                span.flat = torch.empty(0, dtype=span.dtype, device=span.storage.device).set_(
+                    span.storage, 0, (span.span.numel,), (1,)
+                )
+        span.allocated = True
+        if not span.pinned:
+            self.used_nbytes += span.nbytes
+        self._note_peak()
+        if self.on_allocated is not None:
+            self.on_allocated(span.nbytes)
+
+    def free(self, span: SpanState) -> None:
+        assert not span.pinned
+        if span.allocated and not span.has_escaped:
+            span.storage.resize_(0)
+            span.allocated, span.num_aliases = False, None
+            self.used_nbytes -= span.nbytes
+
+    def book(self, nbytes: int) -> None:
+        """Count memory of the engine that is no span's: gradients under way, pinned spans, device states."""
+        with self._lock:
+            self.other_nbytes += nbytes
+        self._note_peak()
+
+    def lend(self, nbytes: int) -> None:
+        """So much of what spans may take is something else's, which books it; less than nothing: it is given back."""
+        self.used_nbytes += nbytes
+        self.book(-nbytes)
+
+    def pin(self, span: SpanState) -> None:
+        """An allocated span is there to stay; it no longer counts against the budget of those that come and go."""
+        span.pinned = True
+        self.used_nbytes -= span.nbytes
+        self.book(span.nbytes)
+
+    def unpin(self, span: SpanState) -> None:
+        span.pinned = False
+        self.book(-span.nbytes)
+        self.used_nbytes += span.nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        """All that the engine holds on the device."""
+        return self.used_nbytes + self.other_nbytes
+
+    def _note_peak(self) -> None:
+        self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
+
+
+def no_room(spans: Iterable[SpanState], tier: DeviceTier) -> BudgetError:
+    """The error where those of all spans that are held do not fit together. Ops that come later may need still more: all spans are
+    enough."""
+    passing = [span for span in spans if not span.pinned]
+    needed = sum(span.nbytes for span in passing if span.holds and not span.allocated)
+    lacking = tier.used_nbytes + needed - tier.limit_nbytes
+    lacking, most = (-(-3 * n // 2) for n in (lacking, max(lacking, sum(span.nbytes for span in passing) - tier.limit_nbytes)))  # see `place`
+    kept = [span for span in passing if span.allocated and not span.holds and span.has_escaped]
+    return BudgetError(
+        f"device_memory: the ops under way hold {format_bytes(tier.used_nbytes)} and need {format_bytes(needed)} more, of "
+        f"{format_bytes(tier.limit_nbytes)} for weights. Raise device_memory by {lacking} bytes or more: {most} bytes more are enough for "
+        f"any op of this model."
+        + (f" Tensors that the program has kept look into {kept[0].params[0].name}'s memory, which is why it cannot go." if kept else "")
+    )
