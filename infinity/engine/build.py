@@ -175,12 +175,13 @@ def _connect(
     cuda, keep, course = device.type == "cuda", config.residency == "auto", Course()
     if not cuda:
         keep_freed_memory()
-    dtype = TORCH_DTYPES[config.dtype]
-    bank = torch.full((len(named),), float("nan"), dtype=dtype, device=device)
-    params = [ParameterState(index, name, param, bank) for index, (name, param) in enumerate(named)]
+    names = {spec.format.compute for spec in layout_.specs}
+    banks = {name: torch.full((len(named),), float("nan"), device=device).to(TORCH_DTYPES[name]) for name in names}
+    pairs = zip(named, layout_.specs)
+    params = [ParameterState(index, name, param, banks[spec.format.compute]) for index, ((name, param), spec) in enumerate(pairs)]
     for index in written:
         params[index].written_in_forward = True
-    spans = [SpanState(s, [params[i] for i in s.params], device, s.numel * dtype.itemsize) for s in layout_.spans]
+    spans = [SpanState(s, [params[i] for i in s.params], device) for s in layout_.spans]
     pairs = zip(layout_.chunks, records)
     chunks = [ChunkState(chunk, record, chunk.shard_pieces(ranks.rank), spans[chunk.span]) for chunk, record in pairs]
     for index, chunk in enumerate(chunks):
@@ -229,7 +230,7 @@ def _connect(
             for index, area in _areas(arena, resident).items():
                 caches[kind].add_resident(chunks[index], area)
         if cuda:
-            largest = max(chunk.record.numel for chunk in chunks) * dtype.itemsize
+            largest = max(chunk.record.numel * chunk.chunk.format.itemsize for chunk in chunks)
             staging = arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
 
     gather_lane, gather_stream = Lane("gg", failure, "the exchange between ranks"), torch.cuda.Stream(device) if cuda else None

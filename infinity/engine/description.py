@@ -13,6 +13,7 @@ import contextlib
 import logging
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,8 +25,7 @@ from infinity.errors import UsageError
 from infinity.model.tiled_layers import Tiled
 from infinity.output import say, table
 from infinity.plan import placement as planner
-from infinity.plan.memory_needs import span_nbytes
-from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.traffic import Step, step_nbytes
 from infinity.sizes import format_bytes
 from infinity.system.events import LINKS
@@ -71,7 +71,11 @@ class Description:
     """Ranks that share the parameters."""
 
     dtype: str
-    """The dtype of the computation: bf16, fp16 or fp32."""
+    """The dtype in which most parameters compute: bf16, fp16 or fp32."""
+
+    dtypes: Mapping[str, int]
+    """Elements of parameters by the dtype in which they compute. More than one entry: the model has different dtypes, and each parameter
+    keeps its own."""
 
     stored: Mapping[str, str]
     """The dtype of each stored state of a trainable parameter, by name, such as {"weight": "bf16", "residual": "int16", ...}."""
@@ -104,9 +108,11 @@ class Description:
         ranks = f"; {self.num_ranks} ranks, bytes are of one" if self.num_ranks > 1 else ""
         stored = ", ".join(f"{dtype} {name}" for name, dtype in self.stored.items())
         stored = stored.replace(", int16 residual", " + int16 residual (fp32 master)")
+        others = ", ".join(f"{dtype} ({num:,} parameters)" for dtype, num in self.dtypes.items() if dtype != self.dtype)
+        computes = f"{self.dtype}, and as the model has it in {others}" if others else self.dtype
         return [
             f"{self.model}, {self.num_parameters:,} parameters ({trainable} trainable), on {self.device}{ranks}",
-            *_lines(f"computes in {self.dtype}; stores {stored}"),
+            *_lines(f"computes in {computes}; stores {stored}"),
         ]
 
     def _tiers(self) -> list[str]:
@@ -173,7 +179,7 @@ def description_of(engine) -> Description:
     model, records = engine.model, [chunk.record for chunk in engine.registry.chunks]
     moved = step_nbytes(layout, records, placement, _step(engine))
     drives, rate = moved["nc"] + moved["cn"], swap.nbytes_per_s / engine.ranks.num_local if swap is not None else 0.0
-    of_one = next((record for record, chunk in zip(records, layout.chunks) if chunk.trainable), records[0])
+    of_one = _main_record(records)
     links = [link for link in ("nc", "cn") if moved[link]] or [link for link in moved if moved[link]]
     return Description(
         model=type(model).__name__,
@@ -181,7 +187,8 @@ def description_of(engine) -> Description:
         num_trainable=sum(spec.numel for spec in layout.specs if spec.trainable),
         device=str(engine.device),
         num_ranks=engine.ranks.world,
-        dtype=config.dtype,
+        dtype=layout.main_dtype,
+        dtypes=layout.dtypes,
         stored={segment.name: segment.dtype for segment in of_one.segments},
         tiers=_tiers(engine),
         activations="device" if config.activations == "auto" else config.activations,
@@ -190,6 +197,15 @@ def description_of(engine) -> Description:
         bottleneck=max(links, key=moved.get, default=None),
         tiled={name: len(module.tiles) for name, module in model.named_modules() if isinstance(module, Tiled)},
     )
+
+
+def _main_record(records: list[Record]) -> Record:
+    """A record of the format that most trainable elements have; of frozen ones where nothing is trained."""
+    numels = Counter()
+    for record in records:
+        numels[record.format] += record.numel
+    main = max(numels, key=lambda format: (format.trainable, numels[format]))
+    return next(record for record in records if record.format == main)
 
 
 def _step(engine) -> Step:
@@ -209,7 +225,7 @@ def _tiers(engine) -> dict[str, Tier]:
     layout, placement = engine.layout, engine.placement
     sizes = {tier: {kind: _at_home(placement, kind, tier) for kind in KINDS} for tier in TIERS}
     if placement.pinned:
-        sizes["device"][WEIGHTS] = sum(map(span_nbytes, layout.spans))
+        sizes["device"][WEIGHTS] = sum(span.nbytes for span in layout.spans)
     used = {"device": placement.fixed_nbytes, "host": placement.host_nbytes, "nvme": placement.nvme_nbytes}
     budgets = {"device": placement.device_nbytes, "host": engine.parts.host_nbytes, "nvme": engine.parts.nvme_room_nbytes}
     return {

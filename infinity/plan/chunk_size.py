@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
-from infinity.plan.packing import BLOCK_NUMEL, WEIGHT_NBYTES, Layout
+from infinity.plan.packing import BLOCK_NUMEL, Layout
 from infinity.plan.placement import Placement
 from infinity.plan.record import KINDS, STATES, WEIGHTS
 
@@ -115,8 +115,8 @@ def step_seconds(layout: Layout, placement: Placement) -> float:
     if slots := placement.slots[STATES]:
         drive *= 1 + 1 / slots  # the fewer records are under way, the more often the drive waits for one
     host = 2 * sum(weights[index] + states[index] for index in moving) / HOST_RATE
-    largest = max(chunk.numel * WEIGHT_NBYTES[chunk.dtype] for chunk in layout.chunks)
-    link = 2 * sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans) / LINK_RATE
+    largest = max(chunk.nbytes for chunk in layout.chunks)
+    link = 2 * sum(span.nbytes for span in layout.spans) / LINK_RATE
     overlapped = max(drive, host, link)
     if not placement.pinned and placement.device_nbytes - placement.least_nbytes < 2 * largest:
         overlapped += link  # no room to copy ahead

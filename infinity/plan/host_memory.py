@@ -65,7 +65,7 @@ class _Sharing:
 
     def __init__(self, candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], guests: Guests):
         self.candidate, self.needs, self.budgets, self.guests = candidate, needs, budgets, guests
-        self.sizes = candidate.sizes(needs)
+        self.sizes = candidate.sizes()
         self.in_slots = candidate.in_slots(self.sizes)
         self.budget = int(budgets.host_nbytes * budgets.host_share)
         self.counts = [MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS]

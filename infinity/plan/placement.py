@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 from infinity.errors import BudgetError
 from infinity.plan.host_memory import Guests, Shared, exact, share_out
-from infinity.plan.memory_needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes, span_nbytes
+from infinity.plan.memory_needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes
 from infinity.plan.packing import Chunk, Layout, Span
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.sizes import format_bytes, round_up
@@ -89,7 +89,7 @@ def place(
     may_choose = needs.weights == needs.states == "auto" and needs.keep
     needs = _settled(candidate, needs, budgets)
     layout, gradient_limit = candidate.layout, candidate.op_gradient_nbytes + candidate.buffers_nbytes
-    pinned = sum(map(span_nbytes, layout.spans)) if needs.weights == "device" else 0
+    pinned = sum(span.nbytes for span in layout.spans) if needs.weights == "device" else 0
     on_device = _all_on_device(candidate, needs) if needs.states == "device" else 0
     needed = pinned + on_device + (0 if pinned else candidate.held_nbytes) + gradient_limit
     if budgets.device_nbytes < needed:
@@ -99,7 +99,7 @@ def place(
     may_visit = records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
     if needs.states == "device":
-        homes, sizes = dict.fromkeys(KINDS, ("device",) * len(layout.chunks)), candidate.sizes(needs)
+        homes, sizes = dict.fromkeys(KINDS, ("device",) * len(layout.chunks)), candidate.sizes()
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
         if may_visit:
@@ -114,7 +114,7 @@ def place(
 
     slack = budgets.device_nbytes - needed  # two thirds and more of it are for spans
     extra = max(min(candidate.op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))
-    sizes = candidate.sizes(needs)
+    sizes = candidate.sizes()
     waiting = enumerate(shared.homes[GRADIENTS]) if may_visit and needs.deferred else ()
     return Placement(
         homes=shared.homes,
@@ -142,7 +142,7 @@ def place(
 def _settled(candidate: Candidate, needs: Needs, budgets: Budgets) -> Needs:
     """With the device chosen where all has room there, or must have. Raises BudgetError where states are asked there and it has none."""
     gradients = candidate.op_gradient_nbytes + candidate.buffers_nbytes
-    whole_nbytes = sum(map(span_nbytes, candidate.layout.spans)) + _all_on_device(candidate, needs) + gradients
+    whole_nbytes = sum(span.nbytes for span in candidate.layout.spans) + _all_on_device(candidate, needs) + gradients
     weights, states = needs.weights, needs.states
     if weights == "auto" and states in ("auto", "device") and needs.keep and whole_nbytes <= budgets.device_nbytes:
         weights = states = "device"
@@ -155,7 +155,7 @@ def _settled(candidate: Candidate, needs: Needs, budgets: Budgets) -> Needs:
 def _all_on_device(candidate: Candidate, needs: Needs) -> int:
     """What all records take on the device beside their weights."""
     pairs = zip(candidate.layout.chunks, candidate.records)
-    return candidate.snapshot_nbytes + sum(_largest_on_device(chunk, record, needs.gradient_itemsize) for chunk, record in pairs)
+    return candidate.snapshot_nbytes + sum(_largest_on_device(chunk, record) for chunk, record in pairs)
 
 
 def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int, on_device: int) -> BudgetError:
@@ -190,7 +190,7 @@ def _guests_by_turns(
 ) -> tuple[Guests, Shared]:
     """Of the gradients that wait those stay on the device that find no place in host memory: found by turns, since the more stay the fewer
     records visit. Returns what is left to share of host memory, too."""
-    layout, options = first.layout, {"room_nbytes": room_nbytes, "gradient_itemsize": needs.gradient_itemsize}
+    layout, options = first.layout, {"room_nbytes": room_nbytes}
     at_home, may_stay = ("host",) * len(first.records), frozenset()
     for _ in range(GUEST_ROUNDS):
         found = share_device(layout, first.records, at_home, may_stay=may_stay, **options)
@@ -217,8 +217,8 @@ def _crowd_out(
 
     shared: without that. Returns what is left to share then; and the spans, with their bytes on the device."""
     layout, crowded_out = candidate.layout, []
-    states = _states_on_device(layout, candidate.records, needs.gradient_itemsize)
-    left = deque((span.index, span_nbytes(span) + nbytes) for span, nbytes in states)
+    states = _states_on_device(layout, candidate.records)
+    left = deque((span.index, span.nbytes + nbytes) for span, nbytes in states)
     while (lacking := shared.nvme_nbytes - budgets.nvme_nbytes) > 0 or len(crowded_out) < least:
         while left and left[0][1] <= room_nbytes and (lacking > 0 or len(crowded_out) < least):
             span, nbytes = left.popleft()
@@ -257,7 +257,6 @@ def share_device(
     homes: Sequence[str],
     *,
     room_nbytes: int,
-    gradient_itemsize: int | None,
     snapshots: Collection[int] = (),
     may_stay: Collection[int] = (),
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -265,14 +264,13 @@ def share_device(
     do, which come before records, from the last on. Each with its bytes. Records that live there anyway come first, and are not among
     them.
 
-    homes: of the states, by chunk. may_stay: chunks, see `Placement`. gradient_itemsize: as of `Needs`. snapshots: spans that need their
-    weights twice. The same on all ranks.
+    homes: of the states, by chunk. may_stay: chunks, see `Placement`. snapshots: spans that need their weights twice. The same on all ranks.
     """
-    room_nbytes -= sum(map(span_nbytes, layout.spans))
+    room_nbytes -= sum(span.nbytes for span in layout.spans)
     states = []
-    for span, nbytes in _states_on_device(layout, records, gradient_itemsize):
+    for span, nbytes in _states_on_device(layout, records):
         if span.index in snapshots:
-            nbytes += span_nbytes(span)
+            nbytes += span.nbytes
         if homes[span.chunks[0]] == "device":
             room_nbytes -= nbytes
         else:
@@ -280,7 +278,7 @@ def share_device(
     staying = {}
     for span in reversed(layout.spans):
         chunks = [index for index in span.chunks if index in may_stay and homes[index] != "device"]
-        nbytes = sum(_gradient_on_device(layout.chunks[index], gradient_itemsize) for index in chunks)
+        nbytes = sum(_gradient_on_device(layout.chunks[index]) for index in chunks)
         if nbytes > room_nbytes:
             break
         if nbytes:
@@ -295,24 +293,24 @@ def share_device(
     return visiting, list(staying.items())
 
 
-def _states_on_device(layout: Layout, records: Sequence[Record], gradient_itemsize: int | None) -> Iterator[tuple[Span, int]]:
+def _states_on_device(layout: Layout, records: Sequence[Record]) -> Iterator[tuple[Span, int]]:
     """Each trainable span, with what its records take on the device beside their weights, the same on all ranks."""
     for span in layout.spans:
         if span.trainable:
-            yield span, sum(_largest_on_device(layout.chunks[index], records[index], gradient_itemsize) for index in span.chunks)
+            yield span, sum(_largest_on_device(layout.chunks[index], records[index]) for index in span.chunks)
 
 
-def _largest_on_device(chunk: Chunk, record: Record, gradient_itemsize: int | None) -> int:
+def _largest_on_device(chunk: Chunk, record: Record) -> int:
     """Bytes of states and gradient of the largest shard: what lies on the device is decided alike on all ranks."""
     if not chunk.trainable:
         return 0
     numel = chunk.shard_used(0)
     states = sum(round_up(numel * segment.itemsize, PAGE_NBYTES) for segment in record.segments[1:])
-    return states + _gradient_on_device(chunk, gradient_itemsize)
+    return states + _gradient_on_device(chunk)
 
 
-def _gradient_on_device(chunk: Chunk, itemsize: int | None) -> int:
-    return gradient_nbytes(chunk, chunk.shard_used(0), itemsize) if chunk.trainable else 0
+def _gradient_on_device(chunk: Chunk) -> int:
+    return gradient_nbytes(chunk, chunk.shard_used(0))
 
 
 def _only_whole(states: str, needed: int, budget: int) -> str:

@@ -206,7 +206,7 @@ class Updater:
     def _compute(self, chunk: ChunkState, state: dict[str, torch.Tensor], gradient: torch.Tensor, hyper: Hyper) -> Computed:
         start, on_device = now(), gradient.is_cuda
         first = self.events.device_mark() if on_device else None
-        computed = update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=self.seed)
+        computed = update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=self.seed if chunk.chunk.format.rounds_moments else None)
         marks = (first, self.events.device_mark()) if on_device else None
         self.events.moved("update", chunk.index, chunk.record.nbytes, start, now(), marks)
         return computed

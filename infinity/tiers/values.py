@@ -15,7 +15,7 @@ from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.tiers.records import Records, segments
-from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.formats.dtypes import TORCH_DTYPES, as_integers
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import DeviceTier, SpanState
@@ -111,8 +111,7 @@ class Values:
                     changed = self._parts_of(chunk, written)
                 else:
                     old = before_here[here] if before_here is not None else shard["weight"].to(new.device)
-                    bits = torch.int16 if new.element_size() == 2 else torch.int32
-                    changed = new.view(bits) != old.view(bits)
+                    changed = as_integers(new) != as_integers(old)
                 if shard["weight"].data_ptr() != new.data_ptr():
                     shard["weight"].copy_(new)
                 if "residual" in shard:

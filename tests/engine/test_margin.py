@@ -39,7 +39,6 @@ def budgets(make, directory, **config):
             [chunk.record for chunk in engine.registry.chunks],
             engine.placement.homes[STATES],
             room_nbytes=1 << 40,
-            gradient_itemsize=4 if engine.accumulating else None,
             snapshots={span.index for span in engine.registry.spans if engine.values.keeps_snapshot(span)},
         )
         return engine.placement.least_nbytes, [nbytes for _, nbytes in found]

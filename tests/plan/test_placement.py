@@ -10,6 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import BudgetError
+from infinity.formats.format import Format
 from infinity.plan import chunk_size, host_memory
 from infinity.plan import placement as planner
 from infinity.plan.chunk_size import chunk_numels
@@ -23,16 +24,15 @@ NUM, WEIGHT, STATE, GRADIENT = 8, 8 << 10, 40 << 10, 8 << 10
 AMPLE = 1 << 30
 
 
-def placed(*, num=NUM, world=1, dtype="bf16", frozen=(), **changes):
-    specs = [ParameterSpec(f"p{i}", 4096, dtype, i not in frozen) for i in range(num)]
+def placed(*, num=NUM, world=1, dtype="bf16", frozen=(), accumulates=False, **changes):
+    specs = [ParameterSpec(f"p{i}", 4096, Format(dtype, i not in frozen, accumulates=accumulates)) for i in range(num)]
     whole = layout(specs, chunk_numel=4096, world=world)
-    records = [record_layout(chunk.shard_used(0), dtype, chunk.trainable) for chunk in whole.chunks]
+    records = [record_layout(chunk.shard_used(0), chunk.format) for chunk in whole.chunks]
     options = {
         "weights": "auto",
         "states": "auto",
         "keep": True,
         "deferred": False,
-        "gradient_itemsize": None,
         "device_budget": AMPLE,
         "host_budget": AMPLE,
         "held_nbytes": 2 * WEIGHT,
@@ -155,15 +155,15 @@ def test_the_least_host_memory_is_the_fewest_slots():
 def test_gradients_that_wait_for_the_step_stay_in_host_memory_where_they_fit():
     fewest = MIN_WEIGHT_SLOTS * WEIGHT + MIN_STATE_SLOTS * STATE + MIN_GRADIENT_SLOTS * GRADIENT
     options = {"device_budget": 100 << 10, "deferred": True, "keep": False}
-    for itemsize, gradient in ((None, GRADIENT), (4, 2 * GRADIENT)):  # as they are, and accumulated in fp32
+    for accumulates, gradient in ((False, GRADIENT), (True, 2 * GRADIENT)):  # as they are, and accumulated in fp32
         least = fewest + 2 * (gradient - GRADIENT)
-        found = placed(host_budget=least + NUM * gradient, gradient_itemsize=itemsize, **options)
+        found = placed(host_budget=least + NUM * gradient, accumulates=accumulates, **options)
         assert found.homes[GRADIENTS] == ("host",) * NUM and not found.slots[GRADIENTS]
-        found = placed(host_budget=least, gradient_itemsize=itemsize, **options)
+        found = placed(host_budget=least, accumulates=accumulates, **options)
         assert found.homes[GRADIENTS] == ("nvme",) * NUM and found.slots[GRADIENTS] == 2
         assert found.nvme_nbytes == NUM * (WEIGHT + STATE + gradient)
         with pytest.raises(BudgetError, match=f"needs {least} bytes"):
-            placed(host_budget=least - 1, gradient_itemsize=itemsize, **options)
+            placed(host_budget=least - 1, accumulates=accumulates, **options)
 
 
 def test_a_quarter_of_the_updates_in_backward_that_move_their_records_may_wait_with_a_gradient_in_a_slot():
@@ -219,21 +219,21 @@ def test_every_budget_from_the_least_on_is_kept(weights, states, deferred):
 @pytest.mark.parametrize("states", ["auto", "device"])
 def test_what_is_on_the_device_is_decided_alike_on_all_ranks(states):
     """The second rank's shards hold less: what it could just hold, the first could not."""
-    specs = [ParameterSpec(f"p{i}", 5000, "bf16", True) for i in range(NUM)]
+    specs = [ParameterSpec(f"p{i}", 5000, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=8192, world=2)
-    options = {"weights": "auto", "states": states, "keep": True, "deferred": False, "gradient_itemsize": None}
+    options = {"weights": "auto", "states": states, "keep": True, "deferred": False}
     options |= {"host_budget": AMPLE, "held_nbytes": 2 * WEIGHT, "op_gradient_nbytes": WEIGHT}
     outcomes = set()
     for budget in range(100 << 10, 700 << 10, 4096):
         found = []
         for rank in range(2):
-            records = [record_layout(chunk.shard_used(rank), "bf16", True) for chunk in whole.chunks]
+            records = [record_layout(chunk.shard_used(rank), Format("bf16", True)) for chunk in whole.chunks]
             try:
                 placement = place(whole, records, device_budget=budget, **options)
                 found.append((placement.pinned, placement.fixed_nbytes, placement.homes[STATES][0]))
             except BudgetError as error:
                 found.append(str(error))
-            found[-1] = (found[-1], share_device(whole, records, ["host"] * NUM, room_nbytes=budget, gradient_itemsize=None)[0])
+            found[-1] = (found[-1], share_device(whole, records, ["host"] * NUM, room_nbytes=budget)[0])
         assert found[0] == found[1], budget
         outcomes.add(str(found[0][0])[:5])
     assert len(outcomes) == 2  # both kinds were seen
@@ -281,16 +281,16 @@ def test_nothing_is_crowded_out_of_a_place_that_was_asked_for(changes):
 @pytest.mark.parametrize("world, numel", [(2, 5000), (3, 7000), (4, 9000)])
 def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(world, numel):
     """Smaller shards may need more: then slots take what else would be homes in host memory."""
-    specs = [ParameterSpec(f"p{i}", numel, "bf16", True) for i in range(NUM)]
+    specs = [ParameterSpec(f"p{i}", numel, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=world * BLOCK_NUMEL, world=world)
-    options = {"weights": "auto", "states": "auto", "keep": True, "deferred": False, "gradient_itemsize": None}
+    options = {"weights": "auto", "states": "auto", "keep": True, "deferred": False}
     options |= {"host_budget": 100 << 10, "device_budget": 500 << 10, "held_nbytes": 2 * WEIGHT, "op_gradient_nbytes": WEIGHT}
     options["buffers_nbytes"] = WEIGHT + 2 * world * BLOCK_NUMEL * 2
     counts, differ = set(), False
     for nvme_budget in range(0, 600 << 10, 4096):
 
         def placed_on(rank, **least):
-            records = [record_layout(chunk.shard_used(rank), "bf16", True) for chunk in whole.chunks]
+            records = [record_layout(chunk.shard_used(rank), Format("bf16", True)) for chunk in whole.chunks]
             return place(whole, records, nvme_budget=nvme_budget, **options, **least)
 
         found, agreed = [placed_on(rank) for rank in range(world)], 0
@@ -388,10 +388,10 @@ def test_gradients_that_do_not_wait_leave_room_to_records_where_all_of_these_fit
 
 
 def test_records_that_live_on_the_device_come_before_those_that_visit_it():
-    specs = [ParameterSpec(f"p{i}", 4096, "bf16", True) for i in range(NUM)]
+    specs = [ParameterSpec(f"p{i}", 4096, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=4096, world=1)
-    records = [record_layout(chunk.shard_used(0), "bf16", True) for chunk in whole.chunks]
-    options = {"gradient_itemsize": None, "snapshots": ()}
+    records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
+    options = {"snapshots": ()}
     for count in range(NUM):
         room = NUM * WEIGHT + count * (STATE + GRADIENT)
         every, _ = share_device(whole, records, ["nvme"] * NUM, room_nbytes=room, **options)
@@ -400,10 +400,10 @@ def test_records_that_live_on_the_device_come_before_those_that_visit_it():
 
 
 def test_gradients_that_stay_on_the_device_leave_their_room_to_records_that_live_there():
-    specs = [ParameterSpec(f"p{i}", 4096, "bf16", True) for i in range(NUM)]
+    specs = [ParameterSpec(f"p{i}", 4096, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=4096, world=1)
-    records = [record_layout(chunk.shard_used(0), "bf16", True) for chunk in whole.chunks]
-    homes, options = ["device"] * 3 + ["nvme"] * 5, {"gradient_itemsize": None, "may_stay": range(NUM)}
+    records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
+    homes, options = ["device"] * 3 + ["nvme"] * 5, {"may_stay": range(NUM)}
     at_home = NUM * WEIGHT + 3 * (STATE + GRADIENT)
     for count in range(6):
         found = share_device(whole, records, homes, room_nbytes=at_home + count * GRADIENT, **options)
@@ -429,16 +429,17 @@ LARGE = {3.2: blocks(28, 3072, 8192, 1024, 64_000), 8.03: blocks(32, 4096, 14_33
 def settled(size, accumulation_steps, device, once_measured, host, nvme):
     """Budgets in GB, that of the device when it is planned and once activations are known. Billions of parameters that the host updates,
     gigabytes that a step reads and writes on NVMe then, those of records whose homes are there."""
-    specs = [ParameterSpec(f"p{i}", numel, "bf16", True) for i, numel in enumerate(LARGE[size])]
+    format = Format("bf16", accumulates=accumulation_steps > 1)
+    specs = [ParameterSpec(f"p{i}", numel, format) for i, numel in enumerate(LARGE[size])]
     whole = layout(specs, chunk_numel=11 << 20, world=1)
-    records = [record_layout(chunk.shard_used(0), "bf16", True) for chunk in whole.chunks]
-    itemsize, most = 4 if accumulation_steps > 1 else None, 2 * max(LARGE[size])
-    options = {"weights": "auto", "states": "auto", "keep": True, "deferred": True, "gradient_itemsize": itemsize}
+    records = [record_layout(chunk.shard_used(0), chunk.format) for chunk in whole.chunks]
+    most = 2 * max(LARGE[size])
+    options = {"weights": "auto", "states": "auto", "keep": True, "deferred": True}
     options |= {"host_budget": host * GB, "nvme_budget": nvme * GB, "held_nbytes": 2 * most, "op_gradient_nbytes": most}
     found = place(whole, records, device_budget=device * GB, **options)
     assert found.host_nbytes <= host * GB and found.nvme_nbytes <= nvme * GB
     room = max(once_measured * GB, found.least_nbytes) - found.gradient_limit_nbytes
-    spans = share_device(whole, records, found.homes[STATES], room_nbytes=room, gradient_itemsize=itemsize, may_stay=found.may_stay)
+    spans = share_device(whole, records, found.homes[STATES], room_nbytes=room, may_stay=found.may_stay)
     visiting, staying = ({index for span, _ in those for index in whole.spans[span].chunks} for those in spans)
     updated = [i for i in range(len(records)) if i not in visiting and found.homes[STATES][i] != "device"]
 

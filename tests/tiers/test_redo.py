@@ -15,6 +15,7 @@ from torch import nn
 
 import infinity
 from aio_ext import _aio
+from infinity.formats.format import Format
 from infinity.optim.adam import Dither
 from infinity.optim.rules import AdamRule, LionRule, SGDRule
 from infinity.plan import chunk_size, compression
@@ -27,7 +28,7 @@ from infinity.tiers.late_moments import CatchUp, Late, Pool, late_gradient
 
 MIB = 1 << 20
 NUMEL = 500_000
-RECORD = record_layout(NUMEL, "bf16", True)
+RECORD = record_layout(NUMEL, Format("bf16", True))
 COMPRESSED = NVME | {"dtype": "bf16", "compression": "on", "chunk_mib": 0.5, "host_memory": "24MiB"}
 POOLED = COMPRESSED | {"host_memory": "64MiB"}  # with room for gradients
 

@@ -36,17 +36,19 @@ class FirstValues:
 
 
 class Answers:
-    """named: the parameters, in order. dtype: that the model computes in. first: the parameters' values before the start."""
+    """named: the parameters, in order. first: the parameters' values before the start."""
 
-    def __init__(self, gate: Gate, ranks: Ranks, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype, first: FirstValues):
-        self._gate, self._ranks, self._named, self._dtype, self._first = gate, ranks, named, dtype, first
+    def __init__(self, gate: Gate, ranks: Ranks, named: list[tuple[str, nn.Parameter]], first: FirstValues):
+        self._gate, self._ranks, self._named, self._first = gate, ranks, named, first
         self._initial = first.value
         self._indices = {id(param): index for index, (_, param) in enumerate(named)}
         self._loaded: dict[int, torch.Tensor] = {}  # values that were asked for or given before the start, by index
+        self._dtypes: list[torch.dtype] = []
 
-    def renew(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        """Of these parameters from now on, which may have other names and places than before. The engine has not started. Raises UsageError
-        for one that was made of values which are away."""
+    def renew(self, named: list[tuple[str, nn.Parameter]], dtypes: list[torch.dtype]) -> None:
+        """The engine has these parameters from now on, in these dtypes. Their names and places may have changed. The engine has not started.
+        Raises UsageError for a parameter that was made of values which are away."""
+        self._dtypes = dtypes
         before, initial, loaded, own = self._indices, self._initial, self._loaded, FirstValues().value
         self._named, self._indices = named, {id(param): index for index, (_, param) in enumerate(named)}
         if self._indices == before:
@@ -103,15 +105,15 @@ class Answers:
 
     @uninterrupted
     def read_weight(self, param: torch.Tensor) -> torch.Tensor:
-        """A parameter's value, whole, on the CPU, in the dtype that the model computes in. Every rank must call it."""
+        """A parameter's value, whole, on the CPU, in its dtype on the device. Every rank must call it."""
         self._gate.enter("state_dict()")
         index = self._indices[id(param)]
         if not self._gate.has_started:
             if index not in self._loaded:
                 if is_here(param):
-                    return param.detach().to("cpu", self._dtype, copy=True)
+                    return param.detach().to("cpu", self._dtypes[index], copy=True)
                 self._loaded[index] = self._initial(index, param).cpu()
-            return self._loaded[index].to(self._dtype, copy=True).reshape(param.shape)
+            return self._loaded[index].to(self._dtypes[index], copy=True).reshape(param.shape)
         if self.is_held(param):
             return param.detach().to("cpu", copy=True)
         self.cycle.refuse_half_updated("state_dict()")

@@ -393,7 +393,7 @@ class _Step:
         self.surroundings = Surroundings(engine.device)
         self.uncut = engine.cycle.uncut
         self.blocks = [] if self.uncut.whole else blocks_of(model)
-        chunk_nbytes = max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in engine.registry.chunks)
+        chunk_nbytes = max(chunk.chunk.nbytes for chunk in engine.registry.chunks)
         full = self.at_once == 1 < num
         self.groups = [[None, *self.blocks]] if full else groups_of(self.blocks, min(chunk_nbytes, LEAST_NBYTES), self.uncut)
         self.lead = int(bool(self.groups) and self.groups[0][0] is not None)  # the position of the first group

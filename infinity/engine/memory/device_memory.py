@@ -190,17 +190,12 @@ class Margin:
             [chunk.record for chunk in self.registry.chunks],
             self.placement.homes[STATES],
             room_nbytes=budget - self.placement.gradient_limit_nbytes if self.holds_records and self.movable else 0,
-            gradient_itemsize=self._gradient_itemsize,
             snapshots={span.index for span in self.registry.spans if self.values.keeps_snapshot(span)},
             may_stay=self.placement.may_stay,
         )
 
-    @property
-    def _gradient_itemsize(self) -> int | None:
-        return 4 if self.gradients.accumulate else None
-
     def _gradient_nbytes(self, span: int) -> int:
-        return sum(gradient_nbytes(chunk.chunk, chunk.chunk.shard_used(0), self._gradient_itemsize) for chunk in self._may_stay(span))
+        return sum(gradient_nbytes(chunk.chunk, chunk.chunk.shard_used(0)) for chunk in self._may_stay(span))
 
     def _room(self, activation_nbytes: float) -> float:
         """Device bytes for the engine beside activations of that many."""

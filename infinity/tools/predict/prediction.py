@@ -16,12 +16,13 @@ from infinity.config import Config
 from infinity.engine.memory.device_memory import SLACK
 from infinity.engine.sizing import DEVICE_SHARES, HOST_SHARES, Training, arrange, expected_device_nbytes, may_compress
 from infinity.errors import BudgetError, ConfigError
+from infinity.formats.format import ADAM_MOMENTS
 from infinity.plan import compression
 from infinity.plan import placement as planner
 from infinity.plan.memory_needs import Budgets
-from infinity.plan.packing import WEIGHT_NBYTES, Layout
+from infinity.plan.packing import Layout
 from infinity.plan.placement import Placement
-from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, Record
+from infinity.plan.record import GRADIENTS, STATES, Record
 from infinity.sizes import format_bytes
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.rank import Step
@@ -200,13 +201,13 @@ def arrangement(
         require(tier, least[tier])
     homes = placement.homes[STATES]
     on_device = tuple(span.index for span in layout.spans if homes[span.chunks[0]] == "device")
-    nbytes_of = [span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans]
+    nbytes_of = [span.nbytes for span in layout.spans]
     if set(homes) != {"device"}:  # as Margin.settle, after the first step
         placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
         if planner.records_may_visit(weights=config.weights, states=config.states, keep=config.residency == "auto"):
             room = placement.device_nbytes - placement.gradient_limit_nbytes
             visiting, staying = planner.share_device(
-                layout, records, homes, room_nbytes=room, gradient_itemsize=None, may_stay=placement.may_stay
+                layout, records, homes, room_nbytes=room, may_stay=placement.may_stay
             )
             on_device += tuple(span for span, _ in visiting)
             taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in visiting) + sum(n for _, n in staying)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from infinity.plan import schedule, slots
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
-from infinity.plan.packing import WEIGHT_NBYTES, Layout
+from infinity.plan.packing import Layout
 from infinity.plan.placement import Placement, look_ahead
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.route import Route, to_gradient
@@ -71,16 +71,14 @@ class Rank:
         self, layout: Layout, records, placement: Placement, step: Step, links: Links, on_device: frozenset[int], compresses: bool
     ):
         self.layout, self.placement, self.step, self.links = layout, placement, step, links
-        itemsize = WEIGHT_NBYTES[layout.spans[0].dtype]
-        self.itemsize = itemsize
-        self.spans = [PlayedSpan(span.index, span.numel * itemsize) for span in layout.spans]
+        self.spans = [PlayedSpan(span.index, span.nbytes) for span in layout.spans]
         self.chunks: list[PlayedChunk] = []
         for chunk, record in zip(layout.chunks, records):
             homes = {kind: placement.homes[kind][chunk.index] for kind in KINDS}
             if chunk.span in on_device:
                 homes = dict.fromkeys(KINDS, "device")
             span, params = self.spans[chunk.span], {piece.param for piece in chunk.pieces}
-            made = PlayedChunk(chunk.index, span, record, homes, chunk.trainable, chunk.numel * itemsize, len(params))
+            made = PlayedChunk(chunk.index, span, record, homes, chunk.trainable, chunk.nbytes, len(params))
             self.chunks.append(made)
             span.chunks.append(made)
         for span in self.spans:
@@ -217,7 +215,7 @@ class Updates:
             chunk.gradient = Flag(True)
             return
         piece = next(piece for piece in self.rank.layout.chunks[chunk.index].pieces if piece.param == param)
-        nbytes = piece.numel * self.rank.itemsize
+        nbytes = piece.numel * self.rank.layout.chunks[chunk.index].format.itemsize
         self.under_way += nbytes
         chunk.gradient = self.gc.push(self._run_collect(chunk, nbytes, nbytes, Flag(True)))
 
