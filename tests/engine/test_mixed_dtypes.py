@@ -15,6 +15,7 @@ from helpers import (
     assert_equals_reference,
     assert_same_bits,
     assert_same_states,
+    on_gpu,
     run_micro_batches,
     states_of,
     training,
@@ -278,6 +279,26 @@ def test_a_checkpoint_of_other_dtypes_is_refused_by_name(tmp_path):
     with training(lambda: Model().bfloat16(), tmp_path / "b", dtype="bf16") as (model, engine, ours):
         with pytest.raises(infinity.CheckpointError, match="blocks.0.norm.weight.* saved with dtype='fp32', this is 'bf16'"):
             infinity.load(tmp_path / "checkpoint", model, ours)
+
+
+@on_gpu
+@pytest.mark.parametrize("make", [Model, fp8_model])
+def test_on_cuda_every_tier_has_the_same_bits(make, tmp_path):
+    found = {}
+    for place in ("device", "host", "nvme"):
+        options = {"dtype": "bf16", "device": "cuda"} | PLACES[place]
+        with training(make, tmp_path / place, **options) as (model, engine, ours):
+            for step in range(4):
+                loss_of(model, batch(step).cuda()).backward()
+                ours.step()
+                ours.zero_grad()
+            found[place] = states_of(engine, model)
+            assert dtypes_of(model) == dtypes_of(make())
+    assert_same_states(found["host"], found["device"])
+    assert_same_states(found["nvme"], found["device"])
+    plain, optimizer = reference(make, 4)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found["nvme"][name]["weight"].float(), param.detach().float(), rtol=0.05, atol=0.02)
 
 
 # ---- ranks ----
