@@ -35,7 +35,7 @@ from infinity.plan.compression import NUM_BUFFERS, NUM_LANES, Section, cut
 from infinity.plan.record import Segment
 from infinity.system.arena import Arena
 from infinity.system.lanes import Job, Lane
-from infinity.system.swap import Extent, Swap, Transfer
+from infinity.system.storage import Extent, Storage, Transfer
 from infinity.system.swap_errors import changed_error
 from infinity.system.waits import waits
 from infinity.tiers import _huffman
@@ -171,7 +171,7 @@ class Compressor:
     """Moves fewer bytes of a swap's extents: floats are coded, moments may be late, and zeros of a first record are not written. arena:
     gives nbytes for buffers, see `buffers_nbytes`, with 0 nothing is coded; and pool_nbytes for gradients of late moments."""
 
-    def __init__(self, swap: Swap, arena: Arena, nbytes: int, pool_nbytes: int = 0):
+    def __init__(self, swap: Storage, arena: Arena, nbytes: int, pool_nbytes: int = 0):
         self.swap = swap
         self.pool = Pool(arena, pool_nbytes) if pool_nbytes else None
         self.section_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
@@ -254,7 +254,7 @@ class Compressor:
 class _Press:
     """A lane that compresses writes, into buffers of its own, and submits them."""
 
-    def __init__(self, swap: Swap, pool: Pool | None, buffers: list[memoryview]):
+    def __init__(self, swap: Storage, pool: Pool | None, buffers: list[memoryview]):
         self.swap = swap
         self.pool = pool
         self.lane = Lane("compress")

@@ -18,6 +18,7 @@ import torch
 
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
 from infinity.plan.schedule import Moment, may_pass, moment
+from infinity.plan.tiers import in_storage
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, update
@@ -61,7 +62,7 @@ class Updater:
 
     def moment(self, chunk: ChunkState) -> Moment:
         """When it is to be updated."""
-        in_memory = "nvme" not in (chunk.weights_home, chunk.states_home) and (chunk.extents[GRADIENTS] is None or chunk.gradient.stays)
+        in_memory = not in_storage((chunk.weights_home, chunk.states_home)) and (chunk.extents[GRADIENTS] is None or chunk.gradient.stays)
         return moment(deferred=self.deferred, on_device=chunk.on_device, in_memory=in_memory)
 
     def expect(self, chunk: ChunkState, comes: bool) -> None:

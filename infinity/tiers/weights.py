@@ -181,7 +181,7 @@ class Weights:
         if span.presence is not Presence.AWAY:
             return
         for chunk in self.registry.chunks_in(span):
-            if chunk.weights_home == "device":
+            if chunk.weights_home.is_device:
                 continue
             chunk.weights_expected = True
             if chunk.update.is_announced:
@@ -213,7 +213,7 @@ class Weights:
                     self.updater.begin_announced(chunk)
                 self.updater.hurry(chunk)
                 update, request = chunk.update.job, None
-                if chunk.weights_home != "device":
+                if not chunk.weights_home.is_device:
                     request = self.records.request(chunk, WEIGHTS, urgent=needed)
                 chunk.weights_expected = self.course.wants_again(chunk)
                 job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready), chunk.title)

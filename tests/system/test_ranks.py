@@ -242,7 +242,7 @@ def train_crowded(folder, drive_nbytes, **changes):
 
     place = planner.place
     with mock.patch("infinity.engine.build.room_nbytes", lambda paths: drive_nbytes), mock.patch("infinity.plan.placement.place", placed):
-        return train(folder, **changes) | {"at_home": homes[-1].homes["states"].count("device")}
+        return train(folder, **changes) | {"at_home": len([home for home in homes[-1].homes["states"] if home.is_device])}
 
 
 def train_split(folder, every, **changes):

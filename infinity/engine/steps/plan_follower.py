@@ -177,4 +177,4 @@ class Follower:
     def _slots_of(self, spans: Iterable[int]) -> dict[int, int]:
         """How many slots the weights of each of these take."""
         chunks_in = self.registry.chunks_in
-        return {span: sum(c.weights_home == "nvme" for c in chunks_in(self.registry.spans[span])) for span in spans}
+        return {span: sum(c.weights_home.is_storage for c in chunks_in(self.registry.spans[span])) for span in spans}

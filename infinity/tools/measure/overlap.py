@@ -47,6 +47,7 @@ from infinity.output import check_file, check_plot, give, pyplot, table
 from infinity.plan.packing import default_chunk_numel
 from infinity.plan.host_memory import WEIGHT_SLOTS
 from infinity.plan.record import WEIGHTS
+from infinity.plan.tiers import NVME
 from infinity.sizes import format_bytes
 from infinity.system.capacity import host_free_nbytes
 from infinity.system.events import COMPUTE, now
@@ -141,8 +142,8 @@ class Bench:
             nvme=arguments.nvme or DEFAULT_NVME,
             device=str(device),
             dtype="bf16",
-            weights="nvme",
-            states="nvme",
+            weights=NVME.name,
+            states=NVME.name,
             residency="none",
             compression="off",  # bytes are read and compared where they lie
             chunk_mib=chunk_mib,

@@ -64,7 +64,7 @@ class PlayedRecords:
         self.caches = {kind: HostCache(kind, _Slots(placement.slots[kind]), next_uses[kind]) for kind in KINDS}
         for chunk in chunks:
             for kind in KINDS:
-                if chunk.homes[kind] == "host":
+                if chunk.homes[kind].is_host:
                     self.caches[kind].add_resident(chunk, None)
         self.changed = Flag()  # raised when something changes that somebody may wait for, and then another one
         self._waiting = Requests()
