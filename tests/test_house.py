@@ -209,7 +209,6 @@ TOO_LARGE = {
         "Cycle": (490, 40),
         "Gradients": (360, 30),
         "Ranks": (350, 33),
-        "Records": (350, 36),
     },
     "function": {
         "Gradients.__init__": (40, 12),

@@ -52,7 +52,7 @@ from infinity.sizes import parse_budget, parse_bytes
 from infinity.system.arena import PAGE_NBYTES
 from infinity.system.lanes import Monitor
 from infinity.system.waits import THREADS
-from infinity.tiers.records import Lease
+from infinity.tiers.record_mover import Lease
 from infinity.tiers.chunk_state import ChunkState
 
 MOST_THREADS = 8  # that copy what is in host memory: half of the processors

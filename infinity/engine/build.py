@@ -37,7 +37,7 @@ from infinity.tiers.activations import Activations
 from infinity.tiers.compression import Compressor
 from infinity.tiers.route_position import Course
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.records import Records
+from infinity.tiers.record_mover import RecordMover
 from infinity.tiers.late_moments import redo_logs
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.plan.tiers import Tier, leaves_device, tier_of, with_capacities
@@ -65,7 +65,7 @@ class Assembly:
     registry: Registry
     tier: DeviceTier
     course: Course
-    records: Records
+    records: RecordMover
     gradients: Gradients
     updater: Updater
     values: Values
@@ -220,7 +220,7 @@ def _connect(
     caches: dict[str, HostCache] = {}
     who = f"{ranks.name}, " if ranks.world > 1 else ""
     failure = FirstFailure(ranks.report)
-    records_ = Records(compressor_ or swap, caches, lock, events, failure, keep=keep, who=who)
+    records_ = RecordMover(compressor_ or swap, caches, lock, events, failure, keep=keep, who=who)
     undo.callback(records_.close)
     next_uses = (course.next_weights_use, course.next_states_use, course.next_gradient_use)
     staging = None

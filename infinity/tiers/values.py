@@ -14,7 +14,7 @@ from infinity.optim.adam import masters, split_master
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
-from infinity.tiers.records import Records, segments
+from infinity.tiers.record_mover import RecordMover, segments
 from infinity.formats.dtypes import TORCH_DTYPES, as_integers
 from infinity.plan.tiers import DEVICE, Tier
 from infinity.tiers.chunk_state import ChunkState, Registry
@@ -29,7 +29,7 @@ class Values:
     def __init__(
         self,
         registry: Registry,
-        records: Records,
+        records: RecordMover,
         updater: Updater,
         tier: DeviceTier,
         ranks: Ranks,

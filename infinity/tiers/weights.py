@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -33,22 +34,23 @@ from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.system.waits import waits
 from infinity.tiers.route_position import Course
-from infinity.tiers.records import Request
+from infinity.tiers.record_mover import Request
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.span_state import Presence, SpanState, no_room
 from infinity.tiers.values import Values
 
 
 class Part:
-    """What is under way to bring one chunk to the device. gather is None on one rank."""
+    """The fetch of one chunk: the request for its host copy, None if the shard is on the device; an update that the copy waits for; the copy to
+    the device; the all-gather, None on one rank."""
 
     __slots__ = ("chunk", "copy", "gather", "request", "update")
 
-    def __init__(self, chunk: ChunkState, request: Request | None, update: Job | None, copy: Job):
+    def __init__(self, chunk: ChunkState, request: Request | None, update: Job | None):
         self.chunk = chunk
         self.request = request
         self.update = update
-        self.copy = copy
+        self.copy: Job | None = None
         self.gather: Job | None = None
 
 
@@ -216,9 +218,9 @@ class Weights:
                 if not chunk.weights_home.is_device:
                     request = self.records.request(chunk, WEIGHTS, urgent=needed)
                 chunk.weights_expected = self.course.wants_again(chunk)
-                job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready), chunk.title)
-                chunk.copy_job = job
-                span.fetch.append(Part(chunk, request, update, job))
+                part = Part(chunk, request, update)
+                part.copy = chunk.copy_job = self.cg.push(functools.partial(self._run_copy, part, ready), chunk.title)
+                span.fetch.append(part)
         except BaseException:
             self._abandon(span)
             raise
@@ -237,11 +239,11 @@ class Weights:
             if part.gather is None:
                 self._num_collectives += 1
                 order = (0, self._num_collectives, part.chunk.index) if self.course.off_plan else None
-                part.gather = self.gg.push(lambda p=part, o=order: self._run_gather(p, o), part.chunk.title)
+                part.gather = self.gg.push(functools.partial(self._run_gather, part, order), part.chunk.title)
 
     def gather_again(self, part: Part) -> Job:
         """Exchange the shards of a part that is copied once more, which changes no byte: so gathers are measured alone. On all ranks."""
-        return self.gg.push(lambda: self._run_gather(part, None), part.chunk.title)
+        return self.gg.push(functools.partial(self._run_gather, part, None), part.chunk.title)
 
     def evict(self, span: SpanState) -> None:
         """Free the span, once nobody holds it; until then only note that the plan counts it as gone."""
@@ -345,8 +347,9 @@ class Weights:
 
     # What the lanes run.
 
-    def _run_copy(self, chunk: ChunkState, request: Request | None, update: Job | None, ready):
-        entry = None
+    def _run_copy(self, part: Part, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Copy one shard to its span, after the read or the update that it waits for. Returns the event of the copy on CUDA."""
+        chunk, request, update, entry = part.chunk, part.request, part.update, None
         if request is not None:
             if not request.done:  # others wait for this lane, and only the training thread would use up what is read ahead
                 self.records.hurry(request)
@@ -372,7 +375,7 @@ class Weights:
             shard.copy_(source, non_blocking=True)
             marks = first, self.events.device_mark()
             event = self.copy_stream.record_event()
-        self.settler.push(lambda: self._finish_copy(chunk, entry, event, nbytes, start, marks), chunk.title)
+        self.settler.push(functools.partial(self._finish_copy, chunk, entry, event, nbytes, start, marks), chunk.title)
         return event
 
     def _finish_copy(self, chunk, entry, event, nbytes, start, marks) -> None:

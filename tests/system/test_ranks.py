@@ -32,7 +32,7 @@ import infinity
 from aio_ext import _aio
 from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
-from infinity.tiers.records import Records
+from infinity.tiers.record_mover import RecordMover
 from infinity.tiers.updates import Updater
 
 ROOT = Path(__file__).parents[2]
@@ -255,7 +255,7 @@ def train_split(folder, every, **changes):
 
     put_off_ = Updater.put_off
     crowded = lambda records, kind: next(asked) % every[dist.get_rank()] == 0
-    with mock.patch.object(Records, "is_crowded", crowded), mock.patch.object(Updater, "put_off", noted):
+    with mock.patch.object(RecordMover, "is_crowded", crowded), mock.patch.object(Updater, "put_off", noted):
         return train(folder, **changes) | {"put_off": put_off}
 
 

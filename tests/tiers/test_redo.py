@@ -24,7 +24,7 @@ from infinity.plan.late_moments import BLOCK_NBYTES, MOST_LATE, pool_for
 from infinity.plan.tiers import HOST, in_storage
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
-from infinity.tiers.records import Records
+from infinity.tiers.record_mover import RecordMover
 from infinity.tiers.late_moments import CatchUp, Late, Pool, late_gradient
 
 MIB = 1 << 20
@@ -344,7 +344,7 @@ def gradients_of(model, step, unused):
 )
 def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments, num_late, written_of_states, monkeypatch):
     """Each step the same number of bytes."""
-    monkeypatch.setattr(Records, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
+    monkeypatch.setattr(RecordMover, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
     config = COMPRESSED | {"host_memory": host_memory, "moments": moments}
     with training(lambda: linears(9, 512), tmp_path, **config) as (model, engine, optimizer):
         assert engine.placement.num_late == num_late

@@ -8,7 +8,7 @@ from helpers import NVME, training
 from torch import nn
 
 from infinity.plan.record import WEIGHTS
-from infinity.tiers.weights import Weights
+from infinity.tiers.weights import Part, Weights
 
 
 class LostStream:
@@ -35,7 +35,7 @@ def test_a_copy_that_fails_behind_its_job_ends_the_step(tmp_path, monkeypatch):
         weights = Weights(engine.values, engine.course, engine.weights.gg, None, torch.device("cuda"), engine.events)
         chunk = engine.registry.chunks[0]
         engine.tier.allocate(chunk.span)
-        weights._run_copy(chunk, engine.records.request(chunk, WEIGHTS), None, None)
+        weights._run_copy(Part(chunk, engine.records.request(chunk, WEIGHTS), None), None)
         for lane in (weights.settler, weights.cg):
             lane.close()
         with pytest.raises(RuntimeError, match="the device is lost"):

@@ -21,7 +21,7 @@ made, nor how an error ends the process. Over 400 lines because each stage is al
 # [Note: balanced stages]
 # Where links are far from equal, hiding the small ones proves little. --balance, on the CPU, lengthens every job to one length, longer
 # than any takes of itself: its bytes move, then it sleeps. It never sleeps before its input is there. The result tells of order, threads
-# and waits, not of bandwidth. Lane.on_job will not do for this, which runs before a copy waits for its read, nor Records.on_read, which
+# and waits, not of bandwidth. Lane.on_job will not do for this, which runs before a copy waits for its read, nor RecordMover.on_read, which
 # runs under the lock that the other stages need: a read is lengthened at the swap, copies and gathers by `Events.before_end`.
 
 from __future__ import annotations
