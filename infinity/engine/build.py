@@ -1,7 +1,7 @@
 """Building an engine's parts: from a model, a configuration and the machine's memory to tiers, lanes and slots.
 
-Knows every part's constructor and nothing of what happens afterwards, but that activations may get their place late. Nothing is written before all budgets, directories
-and the space on them have been found sufficient; how large everything is, sizing.py tells.
+Knows the constructor of every part. Must not know what the parts do later, except that saved activations may get their place late. Nothing is
+written before all budgets, directories and the space in them are known to be sufficient. sizing.py computes all sizes.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ class Assembly:
 
     @uninterrupted
     def keep_activations(self, tier: Tier | None = None) -> Activations:
-        """Keep saved activations in host memory that nothing else uses. tier: the configured one. None: on demand, and none goes to storage."""
+        """Keep saved activations in host memory of their own. tier: the configured one; None: on demand, and none to storage."""
         left, swap = max(0, self.host_nbytes - self.arena.nbytes), self.swap if tier else None
-        how = {"to_nvme": tier is not None and tier.is_storage, "on_demand": tier is None, "who": self.records.who, "failure": self.records.failure}
+        how = {"to_nvme": tier is not None and tier.is_storage, "on_demand": tier is None}
+        how |= {"who": self.records.who, "failure": self.records.failure}
         self.activations = Activations(self.arena, swap, self.weights.device, left, **how)
         return self.activations
 

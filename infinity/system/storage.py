@@ -49,8 +49,10 @@ class Transfer(Protocol):
 
 
 class Storage(Protocol):
-    """Bytes of one rank. read_nbytes, write_nbytes: bytes that were moved so far. nbytes_per_s: measured rate of reads and writes together, 0 if
-    there is no measurement. See [Note: what storage promises]."""
+    """Storage of one rank, see [Note: what storage promises].
+
+    read_nbytes, write_nbytes: bytes of all reads and writes so far. nbytes_per_s: measured rate of both together, 0 without a measurement.
+    """
 
     read_nbytes: int
     write_nbytes: int

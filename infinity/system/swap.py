@@ -316,7 +316,8 @@ class Swap:
                 queue, sums = directory.queue_of(stripe), directory.sums_of(stripe, low - start, high - low)
                 submit = queue.read if op == "read" else queue.write
                 try:
-                    ticket = submit(directory.file, view[low - offset : high - offset], stripe.offset + low - start, priority=priority, sums=sums)
+                    piece = view[low - offset : high - offset]
+                    ticket = submit(directory.file, piece, stripe.offset + low - start, priority=priority, sums=sums)
                 except OSError as error:
                     for ticket, _ in parts:  # nobody else would wait until they let the buffer go
                         with contextlib.suppress(OSError):

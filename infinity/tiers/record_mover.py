@@ -1,14 +1,14 @@
 """Moves records between storage and host memory: the nc and cn links.
 
-A request asks for the weights, the states or the gradient of a chunk in host memory. The mover grants the request when a slot is free. The
-reader thread picks the next request by the policy of plan/slots.py: a request that waits for one kind of slot never blocks another kind. Must
-not know the device, plans or arithmetic.
+A request asks for the weights, the states or the gradient of a chunk in host memory. The mover grants the request when a slot is free.
+The reader thread picks the next request by the policy of plan/slots.py: a request that waits for one kind of slot never blocks another kind.
+Must not know the device, plans or arithmetic.
 """
 
 # [Note: order of reads and writes]
-# An update pins its entry before it computes, and unpins the entry when the write is over. An entry leaves host memory only when it is clean. So
-# a request for a chunk with an update under way gets the entry of that update, and waits for the update. A request that finds no entry reads
-# the bytes of a completed write. (aio_ext also keeps overlapping reads and writes in order, but compression.py submits its writes late.)
+# An update pins its entry before it computes, and unpins the entry when the write is over. An entry leaves host memory only when it is clean.
+# So a request for a chunk with an update under way gets the entry of that update, and waits for the update. A request that finds no entry
+# reads the bytes of a completed write. (aio_ext also keeps overlapping reads and writes in order, but compression.py submits writes late.)
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Lease:
                         continue
                     entry.become(HostState.WRITING)
                 how = {"catch_up": catch_up} if catch_up is not None and kind == STATES else {}
-                transfer = records.swap.write(*records._place(chunk, kind, entry), what=records._name(chunk, kind), **how)
+                transfer = records.storage.write(*records._place(chunk, kind, entry), what=records._name(chunk, kind), **how)
                 started.append((kind, entry, transfer, now()))
             if started:
                 records._writer.push(functools.partial(records._finish_writes, chunk, started))
@@ -135,7 +135,7 @@ class RecordMover:
 
     def __init__(
         self,
-        swap,
+        storage,
         caches: dict[str, HostCache],
         lock: Monitor,
         events: Events,
@@ -144,7 +144,7 @@ class RecordMover:
         keep: bool,
         who: str = "",
     ):
-        self.swap = swap  # the storage, or the compressor in front of it; None if no record has its home in storage
+        self.storage = storage  # the storage, or the compressor in front of it; None if no record has its home in storage
         self.caches = caches
         self.lock = lock
         self.events = events
@@ -206,7 +206,8 @@ class RecordMover:
 
     @contextlib.contextmanager
     def lease(self, chunk: ChunkState, *kinds: str, write: bool = False, fresh: bool = False):
-        """Copies of these kinds, by default of the whole record, pinned and read inside the block. fresh: the block fills them; nothing is read.
+        """Copies of these kinds, by default of the whole record, pinned and read inside the block. fresh: nothing is read, the block fills
+        them.
 
         write: the block changes the copies. They are written to storage after the block, also when the block raises. A gradient is written
         when its slot is wanted.
@@ -381,7 +382,7 @@ class RecordMover:
                     self.on_read()
                 start, (extent, buffer) = now(), self._place(chunk, kind, entry)
                 priority = aio_ext.DEMAND if urgent else aio_ext.PREFETCH
-                entry.source = self.swap.read(extent, buffer, priority=priority, what=self._name(chunk, kind))
+                entry.source = self.storage.read(extent, buffer, priority=priority, what=self._name(chunk, kind))
                 self._settler.push(functools.partial(self._note_read, entry, (chunk.index, kind), start))
             except BaseException as error:
                 self._forget_read(cache, chunk, error)

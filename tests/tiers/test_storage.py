@@ -30,7 +30,10 @@ def in_use(example):
     use_storage(before)
 
 
-@pytest.mark.parametrize("config", [{}, {"dtype": "bf16", "compression": "on"}, {"activations": "nvme"}], ids=["plain", "compressed", "activations"])
+CONFIGS = {"plain": {}, "compressed": {"dtype": "bf16", "compression": "on"}, "activations": {"activations": "nvme"}}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_tier_of_files_trains_with_the_same_bits(config, example, tmp_path):
     found = []
     for make in (Swap, example.FileStorage):

@@ -275,7 +275,7 @@ class Bench:
         if self.balance:
             self.pace.seconds = self.compute_ms / 1e3
             self.engine.events.before_end = self.pace.end_of
-            self.swap = self.engine.records.swap = PacedSwap(self.engine.records.swap, self.pace)
+            self.swap = self.engine.records.storage = PacedSwap(self.engine.records.storage, self.pace)
         else:
             products = Products(self.device)
             products.count = round((self.compute_ms / 1e3 - medians[COMPUTE]) / products.seconds_of_one())
