@@ -316,7 +316,7 @@ class Engine(NotCopied):
             self.arena.close()
 
     def _lanes(self) -> list[Lane]:
-        lanes = [self.weights.cg, self.weights.gg, self.gradients.gc, self.updater.lane]
+        lanes = [self.weights.lanes.cg, self.weights.lanes.gg, self.gradients.gc, self.updater.lane]
         return lanes + ([self.activations.copies, self.activations.writer] if self.activations is not None else [])
 
     @property

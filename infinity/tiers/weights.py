@@ -1,6 +1,6 @@
 """Moves the weights of spans: read, copied to the device, gathered from the ranks, evicted.
 
-The training thread calls this file, and the cg and gg lanes run the jobs that it issues. Knows where the bytes of a span are. Must not know
+The training thread calls this file; the lanes of fetch_lanes.py run the jobs that it issues. Knows where the bytes of a span are. Must not know
 modules, autograd or optimizers. The next move is the decision of engine/steps/plan_follower.py.
 """
 
@@ -21,8 +21,6 @@ modules, autograd or optimizers. The next move is the decision of engine/steps/p
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -30,36 +28,21 @@ import torch
 
 from infinity.plan.record import WEIGHTS
 from infinity.plan.slots import victims
-from infinity.system.events import Events, now
-from infinity.system.lanes import Job, Lane
-from infinity.system.waits import waits
+from infinity.system.events import Events
+from infinity.system.lanes import Lane
 from infinity.tiers.route_position import Course
-from infinity.tiers.record_mover import Request
 from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.fetch_lanes import ChunkFetch, FetchLanes
 from infinity.tiers.span_state import Presence, SpanState, no_room
 from infinity.tiers.values import Values
-
-
-class Part:
-    """The fetch of one chunk: the request for its host copy, None if the shard is on the device; an update that the copy waits for; the copy to
-    the device; the all-gather, None on one rank."""
-
-    __slots__ = ("chunk", "copy", "gather", "request", "update")
-
-    def __init__(self, chunk: ChunkState, request: Request | None, update: Job | None):
-        self.chunk = chunk
-        self.request = request
-        self.update = update
-        self.copy: Job | None = None
-        self.gather: Job | None = None
 
 
 class Weights:
     """Moves spans to the device and frees them there. A span is up to date when it moves: an announced update begins before the
     read, and a value that the program wrote to a parameter is adopted before the span leaves.
 
-    gather_lane, gather_stream: of collectives, in one order with those of gradients. make_way(), given after construction, releases holds
-    that can be taken again later, if an op finds no room.
+    gather_lane, gather_stream: as of `FetchLanes`. make_way(), given after construction, releases holds that can be taken again later, if an
+    op finds no room.
     """
 
     def __init__(
@@ -74,15 +57,10 @@ class Weights:
         self.registry, self.tier, self.ranks = values.registry, values.tier, values.ranks
         self.values, self.updater, self.records = values, values.updater, values.records
         self.course = course
-        self.gg, self.gather_stream = gather_lane, gather_stream
         self.device = device
         self.events = events
         self.make_way: Callable[[], bool] = lambda: False  # returns whether it released anything
-        self.cg = Lane("cg", self.records.failure, "the copy to the device")
-        self.cuda = device.type == "cuda"
-        if self.cuda:
-            self.copy_stream = torch.cuda.Stream(device)
-            self.settler = Lane("cg-settle", self.records.failure)
+        self.lanes = FetchLanes(self.records, self.ranks, gather_lane, gather_stream, device, events)
         self.num_ahead = self.num_late = 0  # fetches issued before an op needed them, and fetches that the op issued itself
         self.dropped: deque = deque()  # holds of handles that died, in any thread
         self.held: dict[int, SpanState] = {}
@@ -90,11 +68,7 @@ class Weights:
         self._num_collectives = 0
 
     def close(self) -> None:
-        self.cg.close()
-        self.gg.close()
-        if self.cuda:
-            self.settler.close()
-            self.gather_stream.synchronize()  # the memory of the spans is freed next
+        self.lanes.close()
 
     # Holds: the needs of ops and saved tensors.
 
@@ -206,8 +180,7 @@ class Weights:
         self.tier.allocate(span)
         self.num_late += needed
         self.num_ahead += not needed
-        ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
-        span.fetch = []
+        ready, span.fetch = self.lanes.allocated(), []
         span.become(Presence.FETCHING)
         try:
             for chunk in self.registry.chunks_in(span):
@@ -218,9 +191,9 @@ class Weights:
                 if not chunk.weights_home.is_device:
                     request = self.records.request(chunk, WEIGHTS, urgent=needed)
                 chunk.weights_expected = self.course.wants_again(chunk)
-                part = Part(chunk, request, update)
-                part.copy = chunk.copy_job = self.cg.push(functools.partial(self._run_copy, part, ready), chunk.title)
-                span.fetch.append(part)
+                fetch = ChunkFetch(chunk, request, update)
+                self.lanes.copy(fetch, ready)
+                span.fetch.append(fetch)
         except BaseException:
             self._abandon(span)
             raise
@@ -235,15 +208,11 @@ class Weights:
         """With several ranks, exchange the shards that are copied to the span."""
         if self.ranks.world == 1 or span.presence is not Presence.FETCHING:
             return
-        for part in span.fetch:
-            if part.gather is None:
+        for fetch in span.fetch:
+            if fetch.gather is None:
                 self._num_collectives += 1
-                order = (0, self._num_collectives, part.chunk.index) if self.course.off_plan else None
-                part.gather = self.gg.push(functools.partial(self._run_gather, part, order), part.chunk.title)
-
-    def gather_again(self, part: Part) -> Job:
-        """Exchange the shards of one part again, which changes no byte, on all ranks. Benchmarks measure gathers alone with it."""
-        return self.gg.push(functools.partial(self._run_gather, part, None), part.chunk.title)
+                order = (0, self._num_collectives, fetch.chunk.index) if self.course.off_plan else None
+                fetch.gather = self.lanes.gather(fetch, order)
 
     def evict(self, span: SpanState) -> None:
         """Free the span. A span with holds is freed after its last release; the plan counts it as evicted from now on."""
@@ -299,43 +268,21 @@ class Weights:
 
     def settle(self, span: SpanState) -> None:
         """Wait until the fetch of the span is over. Each wait is charged to its link."""
-        for part in span.fetch:
-            if part.request is not None and not part.copy.done:
-                self.records.hurry(part.request)
+        for fetch in span.fetch:
+            if fetch.request is not None and not fetch.copy.done:
+                self.records.hurry(fetch.request)
         try:
-            for part in span.fetch:
-                if not part.copy.done:
-                    with waits(f"the weights of {part.chunk.title}"):
-                        self._wait_for_copy(part)
-                else:
-                    part.copy.wait()
-                if part.gather is not None:
-                    self.events.wait("gg", part.gather, part.chunk.index)
-                if self.cuda:
-                    event = (part.gather or part.copy).result
-                    if event is not None:
-                        since = self.events.device_mark()
-                        torch.cuda.current_stream(self.device).wait_event(event)
-                        self.events.device_waited("gg" if part.gather else "cg", part.chunk.index, since)
+            for fetch in span.fetch:
+                self.lanes.wait(fetch)
         except BaseException:
             self._abandon(span)
             raise
         span.fetch = None
         span.become(Presence.HOME)
 
-    def _wait_for_copy(self, part: Part) -> None:
-        if part.update is not None:
-            self.events.wait("update", part.update, part.chunk.index)
-        if part.request is not None:
-            self.events.wait("nc", part.request, part.chunk.index)
-            source = part.request.result.source
-            if source is not None and not source.done:
-                self.events.wait("nc", source, part.chunk.index)
-        self.events.wait("cg", part.copy, part.chunk.index)
-
     def _abandon(self, span: SpanState) -> None:
         """An error has ended the fetch of the span."""
-        jobs = [job for part in span.fetch for job in (part.copy, part.gather) if job is not None]
+        jobs = [job for fetch in span.fetch for job in (fetch.copy, fetch.gather) if job is not None]
         for job in jobs:
             with contextlib.suppress(Exception):  # the first error is raised; no job may outlive the storage
                 job.wait()
@@ -344,62 +291,3 @@ class Weights:
             span.become(Presence.AWAY)
             if not span.pinned:
                 self.tier.free(span)
-
-    # Jobs of the lanes.
-
-    def _run_copy(self, part: Part, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Copy one shard to its span, after the read or the update that it waits for. Returns the event of the copy on CUDA."""
-        chunk, request, update, entry = part.chunk, part.request, part.update, None
-        if request is not None:
-            if not request.done:  # other jobs wait for this lane, and only the training thread uses copies that were read ahead
-                self.records.hurry(request)
-            entry = request.wait()
-            self.records.settle(entry)
-        if update is not None:
-            update.wait()
-        if entry is None:
-            return ready  # the compute stream wrote the shard in place: the gather waits for this event
-        start = now()
-        shard = chunk.span.flat[chunk.chunk.shard_in_span(self.ranks.rank)]
-        source = entry.memory.tensor(shard.dtype, 0, shard.numel())
-        nbytes = shard.nbytes
-        if not self.cuda:
-            # Not copy_: it would use torch's threads, which the training thread needs.
-            ctypes.memmove(shard.data_ptr(), source.data_ptr(), nbytes)
-            self.events.moved("cg", chunk.index, nbytes, start, now())
-            self.records.unpin(chunk, WEIGHTS, entry)
-            return None
-        with torch.cuda.stream(self.copy_stream):
-            self.copy_stream.wait_event(ready)
-            first = self.events.device_mark()
-            shard.copy_(source, non_blocking=True)
-            marks = first, self.events.device_mark()
-            event = self.copy_stream.record_event()
-        self.settler.push(functools.partial(self._finish_copy, chunk, entry, event, nbytes, start, marks), chunk.title)
-        return event
-
-    def _finish_copy(self, chunk, entry, event, nbytes, start, marks) -> None:
-        event.synchronize()
-        self.events.moved("cg", chunk.index, nbytes, start, now(), marks)
-        self.records.unpin(chunk, WEIGHTS, entry)
-
-    def _run_gather(self, part: Part, order):
-        event = part.copy.wait()
-        if order is not None:
-            self.ranks.require_order(f"the next gather, of {part.chunk.title}", *order)
-        start = now()
-        chunk = part.chunk.chunk
-        whole = part.chunk.span.flat[chunk.offset : chunk.offset + chunk.numel]
-        done = marks = None
-        if self.cuda:
-            with torch.cuda.stream(self.gather_stream):
-                if event is not None:
-                    self.gather_stream.wait_event(event)
-                first = self.events.device_mark()
-                self.ranks.gather(whole, part.chunk.title)
-                marks = first, self.events.device_mark()
-                done = self.gather_stream.record_event()
-        else:
-            self.ranks.gather(whole, part.chunk.title)
-        self.events.moved("gg", chunk.index, whole.numel() * whole.element_size(), start, now(), marks)
-        return done

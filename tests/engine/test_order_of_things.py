@@ -77,8 +77,8 @@ def test_a_gather_of_what_stays_on_the_device_waits_for_what_was_queued_before(t
     """Such a shard is not copied there, but its update, by the compute stream, may still be under way."""
     queued = []
     with training(Stack, tmp_path, chunk_mib=1 / 16, weights="device", states="device") as (model, engine, optimizer):
-        copy = engine.weights._run_copy
-        monkeypatch.setattr(engine.weights, "_run_copy", lambda *given: queued.append(copy(given[0], "event of the compute stream")))
+        copy = engine.weights.lanes._run_copy
+        monkeypatch.setattr(engine.weights.lanes, "_run_copy", lambda *given: queued.append(copy(given[0], "event of the compute stream")))
         train(model, optimizer, 1)
     assert queued == ["event of the compute stream"] * LAYERS
 

@@ -957,7 +957,7 @@ def fail_at(engine, stage):
     if stage in ("nc", "cn"):
         _aio._inject("read" if stage == "nc" else "write", 2, -1, -errno.EIO)
     elif stage == "cg":
-        engine.weights._finish_copy = engine.weights._run_copy = fail
+        engine.weights.lanes._finish_copy = engine.weights.lanes._run_copy = fail
     elif stage == "gg":
         engine.ranks.gather = fail
     elif stage == "reduce":

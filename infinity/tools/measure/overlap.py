@@ -236,7 +236,7 @@ class Bench:
                 part.copy.wait()
         if self.world > 1:
             with self._timed(seconds, "gg"):
-                for job in [weights.gather_again(part) for part in self._in_turn(parts)]:
+                for job in [weights.lanes.gather(part) for part in self._in_turn(parts)]:
                     job.wait()
         for span in last:
             weights.settle(span)
