@@ -21,6 +21,7 @@ from infinity.formats.format import ADAM_MOMENTS
 from infinity.plan import placement as planner
 from infinity.plan.compression import NUM_BUFFERS, NUM_LANES
 from infinity.plan.memory_needs import Budgets, Candidate, Needs
+from infinity.plan.tiers import choice_of
 from infinity.system import drives
 from infinity.system.arena import Arena
 from infinity.system.swap import Swap
@@ -299,6 +300,7 @@ def place(whole, records, *, first=None, least_crowded_out=0, **options):
     candidate = {name: value for name, value in options.items() if name in Candidate.__dataclass_fields__}
     needs, budgets = ({name: options[name] for name in kind.__dataclass_fields__ if name in options} for kind in (Needs, Budgets))
     assert not options.keys() - candidate.keys() - needs.keys() - budgets.keys()
+    needs |= {kind: choice_of(needs[kind]) for kind in ("weights", "states")}
     made, of_first = (Candidate(layout=whole, records=own, **candidate) for own in (records, first or records))
     return planner.place(made, Needs(**needs), Budgets(**budgets), first=of_first, least_crowded_out=least_crowded_out)
 

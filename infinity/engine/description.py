@@ -26,13 +26,14 @@ from infinity.model.tiled_layers import Tiled
 from infinity.output import say, table
 from infinity.plan import placement as planner
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
+from infinity.plan.packing import Layout
+from infinity.plan.tiers import DEVICE, HOST, NVME, TIERS, Tier, choice_of, tier_of
 from infinity.plan.traffic import Step, step_nbytes
 from infinity.sizes import format_bytes
 from infinity.system.events import LINKS
 
 _NUM_COLUMNS = 98  # of a line, behind its indent
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-TIERS = {"device": "device", "host": "host", "nvme": "NVMe"}
 
 _logger = logging.getLogger("infinity.start")
 if _logger.level == logging.NOTSET:
@@ -40,7 +41,7 @@ if _logger.level == logging.NOTSET:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tier:
+class TierBytes:
     """Bytes of one rank in one tier. weights, states, gradients: copies that stay there between uses. used: all that the engine reserves
     there, buffers and slots included. left: the rest of the budget (device_memory, host_memory), or of the room in the swap directories."""
 
@@ -80,8 +81,8 @@ class Description:
     stored: Mapping[str, str]
     """The dtype of each stored state of a trainable parameter, by name, such as {"weight": "bf16", "residual": "int16", ...}."""
 
-    tiers: Mapping[str, Tier]
-    """Bytes by tier: "device", "host" and "nvme"."""
+    tiers: Mapping[str, TierBytes]
+    """Bytes by the tier's name, the fastest tier first: device, host, nvme."""
 
     activations: str
     """The tier of the activations that autograd saves: device, host or nvme."""
@@ -117,12 +118,12 @@ class Description:
 
     def _tiers(self) -> list[str]:
         rows = []
-        for tier, title in TIERS.items():
-            found = self.tiers[tier]
+        for tier in TIERS:
+            found = self.tiers[tier.name]
             numbers = (found.weights, found.states, found.gradients, found.used, found.left)
-            rows.append([title, *(format_bytes(nbytes) if nbytes else "-" for nbytes in numbers)])
+            rows.append([tier.title, *(format_bytes(nbytes) if nbytes else "-" for nbytes in numbers)])
         lines = table(["tier", "weights", "states", "gradients", "used", "left"], rows).splitlines()
-        return [*lines, f"activations: {TIERS[self.activations]}"]
+        return [*lines, f"activations: {tier_of(self.activations).title}"]
 
     def _step(self) -> list[str]:
         moved = [f"{LINKS[link]} {format_bytes(nbytes)}".replace(" ", _NO_BREAK) for link, nbytes in self.step_nbytes.items() if nbytes]
@@ -191,7 +192,7 @@ def description_of(engine) -> Description:
         dtypes=layout.dtypes,
         stored={segment.name: segment.dtype for segment in of_one.segments},
         tiers=_tiers(engine),
-        activations="device" if config.activations == "auto" else config.activations,
+        activations=(choice_of(config.activations) or DEVICE).name,
         step_nbytes=moved,
         drive_seconds=drives / rate if drives and rate else None,
         bottleneck=max(links, key=moved.get, default=None),
@@ -216,30 +217,20 @@ def _step(engine) -> Step:
         device_nbytes=max(placement.device_nbytes, expected_device_nbytes(config, engine.device.type, placement.device_nbytes)),
         deferred=engine.updater.deferred,
         keep=keep,
-        may_visit=planner.records_may_visit(weights=config.weights, states=config.states, keep=keep),
+        may_visit=planner.records_may_visit(weights=choice_of(config.weights), states=choice_of(config.states), keep=keep),
         compresses=engine.compressor is not None and engine.compressor.codes,
     )
 
 
-def _tiers(engine) -> dict[str, Tier]:
-    layout, placement = engine.layout, engine.placement
-    sizes = {tier: {kind: _at_home(placement, kind, tier) for kind in KINDS} for tier in TIERS}
-    if placement.pinned:
-        sizes["device"][WEIGHTS] = sum(span.nbytes for span in layout.spans)
-    used = {"device": placement.fixed_nbytes, "host": placement.host_nbytes, "nvme": placement.nvme_nbytes}
-    budgets = {"device": placement.device_nbytes, "host": engine.parts.host_nbytes, "nvme": engine.parts.nvme_room_nbytes}
-    return {
-        tier: Tier(
-            weights=found[WEIGHTS],
-            states=found[STATES],
-            gradients=found[GRADIENTS],
-            used=used[tier],
-            left=max(0, budgets[tier] - used[tier]),
-        )
-        for tier, found in sizes.items()
-    }
+def _tiers(engine) -> dict[str, TierBytes]:
+    return {tier.name: _bytes_in(tier, engine.layout, engine.placement) for tier in engine.parts.tiers}
 
 
-def _at_home(placement: planner.Placement, kind: str, tier: str) -> int:
-    sizes = placement.on_nvme[kind] if tier == "nvme" else placement.sizes[kind]
-    return sum(nbytes for nbytes, home in zip(sizes, placement.homes[kind]) if home == tier)
+def _bytes_in(tier: Tier, layout: Layout, placement: planner.Placement) -> TierBytes:
+    stored = placement.on_nvme if tier.is_storage else placement.sizes
+    found = {kind: sum(nbytes for nbytes, home in zip(stored[kind], placement.homes[kind]) if home == tier) for kind in KINDS}
+    if tier.is_device and placement.pinned:
+        found[WEIGHTS] = sum(span.nbytes for span in layout.spans)
+    used = {DEVICE: placement.fixed_nbytes, HOST: placement.host_nbytes, NVME: placement.nvme_nbytes}[tier]
+    left = max(0, tier.capacity_nbytes - used)
+    return TierBytes(weights=found[WEIGHTS], states=found[STATES], gradients=found[GRADIENTS], used=used, left=left)

@@ -52,6 +52,7 @@ from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.system.timeline import timeline_of
 from infinity.tiers.activations import Activations
+from infinity.plan.tiers import choice_of
 
 
 class Engine(NotCopied):
@@ -257,7 +258,7 @@ class Engine(NotCopied):
             before.be_replaced(optimizer.made_at)
         self.cycle.optimizer, self.cycle.scaler = optimizer, scaler
         config = self.config
-        if planner.records_may_visit(weights=config.weights, states=config.states, keep=config.residency == "auto"):
+        if planner.records_may_visit(weights=choice_of(config.weights), states=choice_of(config.states), keep=config.residency == "auto"):
             self.margin.hold_records()
         groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         for state in self.registry.params:
@@ -315,7 +316,7 @@ class Engine(NotCopied):
             self.arena.close()
 
     def _lanes(self) -> list[Lane]:
-        lanes = [self.weights.cg, self.weights.gg, self.gradients.gc, self.updater.lane]
+        lanes = [self.weights.lanes.cg, self.weights.lanes.gg, self.gradients.gc, self.updater.lane]
         return lanes + ([self.activations.copies, self.activations.writer] if self.activations is not None else [])
 
     @property

@@ -28,6 +28,7 @@ from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.mapped import MappedFiles
 from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES
+from infinity.plan.tiers import choice_of, leaves_device
 
 ACTIVATION_SHARE = 1 / 4  # of host memory, at least, where they live there
 HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
@@ -95,7 +96,7 @@ def arrange(
     """
     rank, world = ranks
     cuts = _Cuts(model, named, config, training, world)
-    share = 1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0
+    share = 1 - ACTIVATION_SHARE if leaves_device(config.activations) else 1.0
     budgets = dataclasses.replace(budgets, host_share=share)
 
     def place(way: Way, numel: int) -> tuple[Layout, planner.Placement]:  # of rank 0, which needs the most
@@ -138,8 +139,8 @@ class _Cuts:
         self.num_parameters = sum(spec.numel for spec in self.specs)
         self.written = written_in_forward(model, named)
         self.needs = Needs(
-            weights=config.weights,
-            states=config.states,
+            weights=choice_of(config.weights),
+            states=choice_of(config.states),
             keep=config.residency == "auto",
             deferred=training.deferred or training.accumulating,
         )

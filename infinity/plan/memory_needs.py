@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from infinity.plan.packing import Chunk, Layout
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, Record
+from infinity.plan.tiers import Tier
 from infinity.sizes import round_up
 
 PAGE_NBYTES = 4096
@@ -17,13 +18,13 @@ PAGE_NBYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What is asked for, however the model is cut. weights, states: auto, device, host or nvme. keep: use what budgets leave over.
+    """What is asked for, however the model is cut. weights, states: the tier, None for the planner's choice. keep: use what budgets leave over.
 
     deferred: all gradients wait for step().
     """
 
-    weights: str
-    states: str
+    weights: Tier | None
+    states: Tier | None
     keep: bool
     deferred: bool
 

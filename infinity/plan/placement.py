@@ -36,6 +36,7 @@ from infinity.plan.host_memory import Guests, Shared, exact, share_out
 from infinity.plan.memory_needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes
 from infinity.plan.packing import Chunk, Layout, Span
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
+from infinity.plan.tiers import DEVICE, HOST, Tier, in_storage
 from infinity.sizes import format_bytes, round_up
 
 GUEST_ROUNDS = 8  # then the last answer is taken: the device is divided anew once activations are known
@@ -44,7 +45,7 @@ UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes a kind and chunk ("device", "host" or "nvme"), the bytes of each copy there, of one in a slot, and on NVMe; the slots that
+    """Homes a kind and chunk, the bytes of each copy there, of one in a slot, and on NVMe; the slots that
     these share; and the bytes that all this takes.
 
     pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
@@ -57,7 +58,7 @@ class Placement:
     With more than under_way_nbytes of gradients on their way to the host, the training thread waits.
     """
 
-    homes: dict[str, tuple[str, ...]]
+    homes: dict[str, tuple[Tier, ...]]
     sizes: dict[str, tuple[int, ...]]
     in_slots: dict[str, tuple[int, ...]]
     on_nvme: dict[str, tuple[int, ...]]
@@ -86,11 +87,11 @@ def place(
 
     Raises BudgetError where the device or host budget is below the least that works.
     """
-    may_choose = needs.weights == needs.states == "auto" and needs.keep
+    may_choose = needs.weights is needs.states is None and needs.keep
     needs = _settled(candidate, needs, budgets)
     layout, gradient_limit = candidate.layout, candidate.op_gradient_nbytes + candidate.buffers_nbytes
-    pinned = sum(span.nbytes for span in layout.spans) if needs.weights == "device" else 0
-    on_device = _all_on_device(candidate, needs) if needs.states == "device" else 0
+    pinned = sum(span.nbytes for span in layout.spans) if needs.weights == DEVICE else 0
+    on_device = _all_on_device(candidate, needs) if needs.states == DEVICE else 0
     needed = pinned + on_device + (0 if pinned else candidate.held_nbytes) + gradient_limit
     if budgets.device_nbytes < needed:
         raise _too_small(candidate, budgets, needed, pinned, on_device)
@@ -98,8 +99,8 @@ def place(
     guests = Guests()
     may_visit = records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
-    if needs.states == "device":
-        homes, sizes = dict.fromkeys(KINDS, ("device",) * len(layout.chunks)), candidate.sizes()
+    if needs.states == DEVICE:
+        homes, sizes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks)), candidate.sizes()
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
         if may_visit:
@@ -135,7 +136,7 @@ def place(
         nvme_nbytes=shared.nvme_nbytes,
         num_crowded_out=len(crowded_out),
         visitors=guests.visitors,
-        may_stay=frozenset(index for index, home in waiting if home == "nvme"),
+        may_stay=frozenset(index for index, home in waiting if home.is_storage),
     )
 
 
@@ -144,11 +145,11 @@ def _settled(candidate: Candidate, needs: Needs, budgets: Budgets) -> Needs:
     gradients = candidate.op_gradient_nbytes + candidate.buffers_nbytes
     whole_nbytes = sum(span.nbytes for span in candidate.layout.spans) + _all_on_device(candidate, needs) + gradients
     weights, states = needs.weights, needs.states
-    if weights == "auto" and states in ("auto", "device") and needs.keep and whole_nbytes <= budgets.device_nbytes:
-        weights = states = "device"
-    if states == "device" and weights != "device":
-        states = _only_whole(states, whole_nbytes, budgets.device_nbytes)
-        weights = "device"
+    if weights is None and states in (None, DEVICE) and needs.keep and whole_nbytes <= budgets.device_nbytes:
+        weights = states = DEVICE
+    if states == DEVICE and weights != DEVICE:
+        _require_whole(whole_nbytes, budgets.device_nbytes)
+        weights = DEVICE
     return dataclasses.replace(needs, weights=weights, states=states)
 
 
@@ -181,7 +182,7 @@ def _guests(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int)
     if not needs.deferred or not _has_records_on_nvme(shared) or not has_room_for_all:
         return most
     fewer, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=True)
-    gradients = {index for index, home in enumerate(shared.homes[GRADIENTS]) if home == "nvme"}
+    gradients = {index for index, home in enumerate(shared.homes[GRADIENTS]) if home.is_storage}
     return most if _has_records_on_nvme(shared) or gradients - fewer.visitors - fewer.staying else fewer
 
 
@@ -191,14 +192,14 @@ def _guests_by_turns(
     """Of the gradients that wait those stay on the device that find no place in host memory: found by turns, since the more stay the fewer
     records visit. Returns what is left to share of host memory, too."""
     layout, options = first.layout, {"room_nbytes": room_nbytes}
-    at_home, may_stay = ("host",) * len(first.records), frozenset()
+    at_home, may_stay = (HOST,) * len(first.records), frozenset()
     for _ in range(GUEST_ROUNDS):
         found = share_device(layout, first.records, at_home, may_stay=may_stay, **options)
         visitors, staying = (frozenset(index for span, _ in spans for index in layout.spans[span].chunks) for spans in found)
         guests = Guests(visitors, staying & may_stay, records_first)
         shared = share_out(first, needs, budgets, (), guests)
         waiting = enumerate(shared.homes[GRADIENTS]) if needs.deferred else ()
-        lacking = {index for index, home in waiting if home == "nvme" and index not in visitors}
+        lacking = {index for index, home in waiting if home.is_storage and index not in visitors}
         if lacking <= may_stay:
             break
         may_stay |= lacking
@@ -207,7 +208,7 @@ def _guests_by_turns(
 
 def _has_records_on_nvme(shared: Shared) -> bool:
     """Whether weights or states of any chunk have their home there."""
-    return any(home == "nvme" for kind in (WEIGHTS, STATES) for home in shared.homes[kind])
+    return any(in_storage(shared.homes[kind]) for kind in (WEIGHTS, STATES))
 
 
 def _crowd_out(
@@ -234,27 +235,27 @@ def _crowd_out(
 
 def late_chunks(placement: Placement) -> list[int]:
     """Whose gradients a pool is for: those that stay on NVMe."""
-    return [index for index, home in enumerate(placement.homes[STATES]) if home == "nvme" and index not in placement.visitors]
+    return [index for index, home in enumerate(placement.homes[STATES]) if home.is_storage and index not in placement.visitors]
 
 
 def look_ahead(placement: Placement) -> tuple[int, int]:
     """How many slots of weights are read into ahead: all but those that updates, and chunks whose gradients wait for one, take, or all
     if there is one for each chunk. And how many chunks' states are read ahead."""
     weights, states, gradients = (placement.slots[kind] for kind in KINDS)
-    is_enough = weights == placement.homes[WEIGHTS].count("nvme")
+    is_enough = weights == len(in_storage(placement.homes[WEIGHTS]))
     return weights if is_enough else max(0, weights - states - gradients), max(1, states - 2)
 
 
-def records_may_visit(*, weights: str, states: str, keep: bool) -> bool:
+def records_may_visit(*, weights: Tier | None, states: Tier | None, keep: bool) -> bool:
     """Whether records may leave their homes for what the device has room for: [Note: the device margin] in device_memory.py. Arguments as of
     `Needs`."""
-    return keep and states == "auto" and weights in ("auto", "device")
+    return keep and states is None and weights in (None, DEVICE)
 
 
 def share_device(
     layout: Layout,
     records: Sequence[Record],
-    homes: Sequence[str],
+    homes: Sequence[Tier],
     *,
     room_nbytes: int,
     snapshots: Collection[int] = (),
@@ -271,13 +272,13 @@ def share_device(
     for span, nbytes in _states_on_device(layout, records):
         if span.index in snapshots:
             nbytes += span.nbytes
-        if homes[span.chunks[0]] == "device":
+        if homes[span.chunks[0]].is_device:
             room_nbytes -= nbytes
         else:
             states.append((span.index, nbytes))
     staying = {}
     for span in reversed(layout.spans):
-        chunks = [index for index in span.chunks if index in may_stay and homes[index] != "device"]
+        chunks = [index for index in span.chunks if index in may_stay and not homes[index].is_device]
         nbytes = sum(_gradient_on_device(layout.chunks[index]) for index in chunks)
         if nbytes > room_nbytes:
             break
@@ -313,10 +314,10 @@ def _gradient_on_device(chunk: Chunk) -> int:
     return gradient_nbytes(chunk, chunk.shard_used(0))
 
 
-def _only_whole(states: str, needed: int, budget: int) -> str:
+def _require_whole(needed: int, budget: int) -> None:
+    """Raise BudgetError where the device has no room for all that states on the device need."""
     if needed > budget:
         raise BudgetError(
             f"states='device' needs {exact(needed)} for weights, states, gradients and their buffers on the device, but "
             f"device_memory={format_bytes(budget)}. Raise device_memory or choose states='host'."
         )
-    return states

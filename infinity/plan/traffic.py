@@ -54,12 +54,12 @@ def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement,
         if layout.world > 1:
             found["gg"] += gathers[chunk.span] * whole
             found["rs"] += step.num_passes * whole if chunk.trainable else 0
-        if chunk.span in visiting or homes[STATES] == "device" or (placement.pinned and not chunk.trainable):
+        if chunk.span in visiting or homes[STATES].is_device or (placement.pinned and not chunk.trainable):
             continue  # the record needs no other tier
         found["cg"] += copies[chunk.span] * shard
         found["gc"] += step.num_passes * shard if chunk.trainable else 0
         for kind, num_reads in ((WEIGHTS, copies[chunk.span]), (STATES, 1), (GRADIENTS, step.num_passes)):
-            if homes[kind] != "nvme" or (kind == GRADIENTS and (not _spills(step) or chunk.index in stay)):
+            if not homes[kind].is_storage or (kind == GRADIENTS and (not _spills(step) or chunk.index in stay)):
                 continue
             if kind == WEIGHTS and chunk.trainable:
                 num_reads = max(num_reads, 1)  # its update needs it
@@ -82,7 +82,7 @@ def _num_kept(layout: Layout, placement: Placement, step: Step, visiting: Mappin
     """By kind, how many chunks without a place in host memory find their copy still in a slot when it is next needed."""
     found = {}
     for kind in KINDS:
-        num = sum(home == "nvme" and chunk.span not in visiting for home, chunk in zip(placement.homes[kind], layout.chunks))
+        num = sum(home.is_storage and chunk.span not in visiting for home, chunk in zip(placement.homes[kind], layout.chunks))
         slots = placement.slots[kind]
         if slots < num:  # two slots are always on their way to the next chunks; weights, used twice and more, pass through all of them
             slots = max(0, slots - 2) if kind != WEIGHTS else 0

@@ -36,7 +36,7 @@ from infinity.system.lanes import Job, Lane, Monitor
 from infinity.system.ranks import Ranks
 from infinity.system.waits import waits
 from infinity.tiers.gradient_parts import Adder
-from infinity.tiers.records import Lease, Records
+from infinity.tiers.record_mover import Lease, RecordMover
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.parameter_state import ParameterState
@@ -68,7 +68,7 @@ class Gradients:
     def __init__(
         self,
         registry: Registry,
-        records: Records,
+        records: RecordMover,
         ranks: Ranks,
         tier: DeviceTier,
         gather_lane: Lane,

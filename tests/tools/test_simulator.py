@@ -10,6 +10,7 @@ from infinity.plan.packing import ParameterSpec, layout
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.schedule import Use
 from infinity.plan.slots import HostCache
+from infinity.plan.tiers import NVME
 from infinity.tools.predict.links import LINKS, UPDATE_NBYTES
 from infinity.tools.predict.machine import DriveRates, Machine
 from infinity.tools.predict.rank import Step
@@ -213,7 +214,7 @@ def test_more_host_memory_never_reads_more():
 
 def test_gradients_that_wait_without_room_go_to_nvme_and_back():
     *_, placement, found = play(num=40, weights="nvme", states="nvme", update="deferred", keep=False, host=16 * 8 * NUMEL)
-    assert placement.homes[GRADIENTS].count("nvme") > 30
+    assert placement.homes[GRADIENTS].count(NVME) > 30
     assert found.nbytes["cn"] > 12 * 40 * NUMEL * 1.1
 
 

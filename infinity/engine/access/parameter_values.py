@@ -146,7 +146,7 @@ class Answers:
             raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
         self.values.write_weight(state, value)
         for chunk in self.registry.chunks_of(state):
-            if chunk.weights_home != "device" and not chunk.on_device:
+            if not chunk.weights_home.is_device and not chunk.on_device:
                 self.cycle.due.make_stale(chunk)
         note_change(state)
 

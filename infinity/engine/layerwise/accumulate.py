@@ -75,6 +75,7 @@ from infinity.engine.layerwise.not_cut import OFF, REST_OFF, FoundError
 from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.model.parameters import owner_of
 from infinity.model.recompute import checkpoint
+from infinity.plan.tiers import DEVICE, choice_of, leaves_device
 from infinity.sizes import format_bytes
 from infinity.system import interrupts
 from infinity.tiers.activations import Saved
@@ -209,8 +210,8 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
 def _make_room(engine, step: _Step) -> None:
     """The device had none for a step."""
     uncut = engine.cycle.uncut
-    if step.is_away or engine.config.activations == "device":
-        uncut.note_full(step.at_once, kept_there=engine.config.activations in ("auto", "device"))
+    if step.is_away or choice_of(engine.config.activations) == DEVICE:
+        uncut.note_full(step.at_once, kept_there=not leaves_device(engine.config.activations))
     else:
         activations = engine.activations or engine.parts.keep_activations()
         uncut.note_away(step.num, format_bytes(activations.heap.budget_nbytes))
@@ -399,7 +400,7 @@ class _Step:
         self.lead = int(bool(self.groups) and self.groups[0][0] is not None)  # the position of the first group
         self.is_cut = len(self.groups) + self.lead > 1
         is_away = self.is_cut and self.uncut.is_away(num)  # else it is as in the ordinary loop, whose activations stay
-        self.is_away = engine.config.activations in ("host", "nvme") or is_away  # what blocks are given
+        self.is_away = leaves_device(engine.config.activations) or is_away  # what blocks are given
         if not self.is_cut and not full:  # one segment: as in the ordinary loop
             if not self.blocks and not self.uncut.whole:
                 self.uncut.name("the model has no list of modules with parameters of which two are of one class", "it runs as one")

@@ -59,7 +59,7 @@ class Margin:
         self.op_nbytes: dict[Hashable, int] = {}  # the most that each op was seen to allocate, by its key
         self.promoted: list[tuple[SpanState, int]] = []  # whose records are on the device, and what these take there
         self.staying: dict[int, int] = {}  # spans whose gradients wait on the device, and what these take there
-        self.movable = set(placement.homes[STATES]) != {"device"}  # else all lives on the device and has no other home
+        self.movable = not all(home.is_device for home in placement.homes[STATES])  # else all lives on the device and has no other home
         self.budget_nbytes = placement.least_nbytes if self.movable and gauge is not None else placement.device_nbytes
         self._measured: dict[bool, list[Shapes]] = {True: [], False: []}  # inputs known to fit, of passes that build a graph or not
         self._growing: list[tuple[bool, Shapes]] = []  # those of the step under way that none of them covers

@@ -30,6 +30,7 @@ from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.formats.format import DTYPE_NBYTES, Format
+from infinity.plan.tiers import DEVICE, HOST, NVME
 from infinity.tools.predict import formulas
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.prediction import Prediction, arrangement, auto_device_nbytes, predict
@@ -389,7 +390,7 @@ def _report(prediction: Prediction, largest: Largest | None) -> dict:
         "chunk_bytes": max(chunk.nbytes for chunk in prediction.layout.chunks),
         "world": machine.world,
         "compresses_nvme": prediction.compresses_nvme,
-        "memory": {tier: dataclasses.asdict(need) for tier, need in prediction.memory.items()},
+        "memory": {tier.name: dataclasses.asdict(need) for tier, need in prediction.memory.items()},
         "links": {
             link: {
                 "bytes_per_step": simulation.nbytes[link],
@@ -414,11 +415,11 @@ def _report(prediction: Prediction, largest: Largest | None) -> dict:
 def _text(subject: Subject, prediction: Prediction, report: dict, largest: Largest | None) -> str:
     machine, links = prediction.machine, report["links"]
 
-    names = {"device": "a device", "host": "a node's host, pinned", "nvme": "a node's drives"}
+    names = {DEVICE: "a device", HOST: "a node's host, pinned", NVME: "a node's drives"}
     if machine.device == "cpu":
-        names |= {"device": "of it, a device", "host": "a node's memory"}
+        names |= {DEVICE: "of it, a device", HOST: "a node's memory"}
     memory = []
-    for tier in ("host", "device", "nvme") if machine.device == "cpu" else names:
+    for tier in (HOST, DEVICE, NVME) if machine.device == "cpu" else names:
         need = prediction.memory[tier]
         there = "not known" if need.there is None else format_bytes(need.there) if need.there else "-"
         memory.append([names[tier], format_bytes(need.needed), there])
