@@ -193,13 +193,6 @@ def split_master(
     return weight, residual
 
 
-def masters(shard: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The fp32 values of some elements of a shard, from its segments by name: weight, and residual or master. All 1-D [numel]."""
-    if "residual" in shard:
-        return join_master(shard["weight"].contiguous(), shard["residual"].contiguous())
-    return shard.get("master", shard["weight"]).float()
-
-
 def join_master(
     weight: torch.Tensor, residual: torch.Tensor, *, out: torch.Tensor | None = None, threads: int = 0
 ) -> torch.Tensor:

@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 
-from infinity.optim.adam import AdamScalars, Dither, adam_step, join_master, split_master, store_dithered
+from infinity.formats.format import Format
+from infinity.optim.adam import AdamScalars, Dither, adam_step, store_dithered
+from infinity.optim.shard import Shard
 
-_BLOCK_NUMEL = 1 << 16
+_BLOCK_NUMEL = 1 << 16  # a multiple of the block of every storage
+_FUSED = ("bf16", "fp32")  # storages that the kernel of Adam reads and writes itself
 
 
 class Rule:
@@ -59,7 +62,7 @@ class Rule:
 
     def apply(
         self,
-        shard: dict[str, torch.Tensor],
+        shard: Shard,
         grad: torch.Tensor,
         scalars: Any,
         grad_scale: float,
@@ -69,31 +72,23 @@ class Rule:
     ) -> None:
         """Update a shard's segments in place; see [Note: how a shard is updated]. All 1-D [numel] on one device.
 
-        shard: by name, "weight", then "residual" (split master) or "master" (fp16) or neither (fp32), and the moments. grad:
-        bf16, fp16 or fp32, multiplied by grad_scale first. dither: for moments in bf16.
+        shard: with all segments of its format. grad: bf16, fp16 or fp32, multiplied by grad_scale first. dither: for moments in bf16.
         """
         numel = grad.numel()
         block = _BLOCK_NUMEL if grad.device.type == "cpu" else max(numel, 1)
         for begin in range(0, numel, block):
-            part = {name: segment[begin : begin + block] for name, segment in shard.items()}
+            part = shard.part(begin, min(begin + block, numel))
             self._apply_block(part, grad[begin : begin + block], scalars, grad_scale, dither, begin)
 
     @torch.no_grad()
     def _apply_block(self, part, grad, scalars, grad_scale, dither, begin) -> None:
-        weight, residual, master = part["weight"], part.get("residual"), part.get("master")
-        if residual is not None:
-            p = join_master(weight, residual, threads=1)
-        else:
-            p = weight if master is None else master
+        p = part.masters(threads=1)
         g = grad.float() * grad_scale
         moments = {name: part[name].float() for name in self.moments}
         self.update(p, g, moments, scalars)
         for tensor in (p, *moments.values()):
             tensor.masked_fill_(tensor.isnan(), math.nan)  # one NaN, whatever the operations made
-        if residual is not None:
-            split_master(p, out=(weight, residual), threads=1)
-        elif master is not None:
-            weight.copy_(p)
+        part.codec.store(part, p)
         if dither is not None:
             draws = dither.after(begin)
         for index, (name, value) in enumerate(moments.items()):
@@ -124,15 +119,15 @@ class AdamRule(Rule):
     def apply(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0):
         moments = shard["momentum"], shard["variance"]
         scalars = scalars.scaled(grad_scale)
-        if "master" not in shard:
+        if shard.format.name in _FUSED:
             adam_step(shard["weight"], shard.get("residual"), *moments, grad, scalars, dither=dither, threads=threads)
             return
         block = _BLOCK_NUMEL * 8 if grad.device.type == "cpu" else max(grad.numel(), 1)
         for begin in range(0, grad.numel(), block):
-            part = slice(begin, begin + block)
-            master = shard["master"][part]
-            adam_step(master, None, *(m[part] for m in moments), grad[part].float(), scalars, threads=threads)
-            shard["weight"][part].copy_(master)
+            part = shard.part(begin, min(begin + block, grad.numel()))
+            master = part.masters()
+            adam_step(master, None, part["momentum"], part["variance"], grad[begin : begin + block].float(), scalars, threads=threads)
+            part.codec.store(part, master)
 
     @property
     def can_advance(self):
@@ -228,10 +223,11 @@ def check_elementwise(rule: Rule, group: dict) -> None:
     start = torch.randn(512, generator=generator, **usual)
     found = []
     for parts in ([slice(0, 512)], [slice(0, 100), slice(100, 511), slice(511, 512)]):
-        shard = {"weight": start.clone()} | {name: torch.zeros(512, **usual) for name in rule.moments}
+        segments = {"weight": start.clone()} | {name: torch.zeros(512, **usual) for name in rule.moments}
+        shard = Shard(Format("fp32", moments=rule.moments), segments)
         for step, grad in enumerate(grads, start=1):
             for part in parts:
-                of_part = {name: segment[part] for name, segment in shard.items()}
+                of_part = shard.part(part.start, part.stop)
                 with failures_named(rule, group, "scalars"):
                     scalars = rule.scalars(group, step)
                 with failures_named(rule, group, "update"):

@@ -20,13 +20,14 @@ PAGE_NBYTES = 4096
 class Needs:
     """What is asked for, however the model is cut. weights, states: the tier, None for the planner's choice. keep: use what budgets leave over.
 
-    deferred: all gradients wait for step().
+    deferred: all gradients wait for step(). on_device: records may have their home on the device, or visit it.
     """
 
     weights: Tier | None
     states: Tier | None
     keep: bool
     deferred: bool
+    on_device: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

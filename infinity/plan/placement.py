@@ -87,7 +87,7 @@ def place(
 
     Raises BudgetError where the device or host budget is below the least that works.
     """
-    may_choose = needs.weights is needs.states is None and needs.keep
+    may_choose = needs.weights is needs.states is None and needs.keep and needs.on_device
     needs = _settled(candidate, needs, budgets)
     layout, gradient_limit = candidate.layout, candidate.op_gradient_nbytes + candidate.buffers_nbytes
     pinned = sum(span.nbytes for span in layout.spans) if needs.weights == DEVICE else 0
@@ -97,7 +97,7 @@ def place(
         raise _too_small(candidate, budgets, needed, pinned, on_device)
 
     guests = Guests()
-    may_visit = records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
+    may_visit = needs.on_device and records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
     if needs.states == DEVICE:
         homes, sizes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks)), candidate.sizes()
@@ -145,6 +145,8 @@ def _settled(candidate: Candidate, needs: Needs, budgets: Budgets) -> Needs:
     gradients = candidate.op_gradient_nbytes + candidate.buffers_nbytes
     whole_nbytes = sum(span.nbytes for span in candidate.layout.spans) + _all_on_device(candidate, needs) + gradients
     weights, states = needs.weights, needs.states
+    if not needs.on_device:
+        return needs
     if weights is None and states in (None, DEVICE) and needs.keep and whole_nbytes <= budgets.device_nbytes:
         weights = states = DEVICE
     if states == DEVICE and weights != DEVICE:
@@ -306,7 +308,7 @@ def _largest_on_device(chunk: Chunk, record: Record) -> int:
     if not chunk.trainable:
         return 0
     numel = chunk.shard_used(0)
-    states = sum(round_up(numel * segment.itemsize, PAGE_NBYTES) for segment in record.segments[1:])
+    states = sum(round_up(segment.nbytes(numel), PAGE_NBYTES) for segment in record.format.state_segments)
     return states + _gradient_on_device(chunk)
 
 
