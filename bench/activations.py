@@ -90,8 +90,8 @@ def training(options, hidden: int, folder: str, place: str):
     """(model, optimizer) of an engine of its own, all with the same first weights."""
     torch.manual_seed(0)
     path = tempfile.mkdtemp(dir=folder)
-    config = {"device": options.device, "dtype": options.dtype, "host_memory": options.host_memory, "nvme": path}
-    with infinity.init(infinity.Config(activations=place, **config)):
+    config = {"device": options.device, "dtype": options.dtype, "host_memory": options.host_memory, "swap_dirs": path}
+    with infinity.init(infinity.Config(activation_tier=place, **config)):
         heads = max(1, hidden // 128)
         model = GPT(hidden, options.layers, heads, options.vocab, options.seq, checkpoint_activations=True)
     return model, infinity.AdamW(model.parameters(), lr=1e-4)

@@ -394,7 +394,7 @@ def job_of(options, device) -> Job:
         hyper=HYPER,
         accumulation=options.accumulation,
         clip=options.clip or None,
-        config={"nvme": options.nvme, "device": options.device, "dtype": "bf16", **told},
+        config={"swap_dirs": options.nvme, "device": options.device, "dtype": "bf16", **told},
         trace=options.trace,
     )
 

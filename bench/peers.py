@@ -15,7 +15,7 @@ engine's, or the exit status is 1. An engine that is missing or fails is a row t
 takes time, and the times of its transfers in each run are left there, for `infinity trace`.
 
 Beside infinity's steps on NVMe stands what the drive alone needs for the same bytes: what it reads, writes, and does of both, 14 to 12,
-is measured right before and after each of these runs, without an engine, with the settings that `infinity tune` left in --nvme. Where it
+is measured right before and after each of these runs, without an engine, with the settings that `infinity calibrate` left in --nvme. Where it
 left none, they are measured first and left there. No step is faster; one whose compute takes longer than the drive is slower.
 
 Bytes a parameter and step, of all ranks together. NVMe: infinity's own counters, for the others those of the kernel for the
@@ -294,11 +294,11 @@ def same_start(options) -> GPT:
 
 def job_of(options, device) -> Job:
     names = ("nvme", "device", "dtype", "host_memory", "device_memory", "moments", "compression")
-    places = {"weights": options.place, "states": options.place}
+    places = {"param_tier": options.place, "optimizer_state_tier": options.place}
     if options.place == "nvme" and options.residency == "auto":
         places = {}
     elif options.place == "nvme":
-        places = {"weights": "host" if options.residency == "weights" else "nvme", "states": "nvme", "residency": "none"}
+        places = {"param_tier": "host" if options.residency == "weights" else "nvme", "optimizer_state_tier": "nvme", "residency": "none"}
     return Job(
         make=lambda: same_start(options),
         blocks=lambda model: model.blocks,

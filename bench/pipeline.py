@@ -38,9 +38,9 @@ def main():
     num_layers = max(1, round(options.gigabytes * 1e9 / 12 / (1 << 21)))
     model = nn.ModuleList(nn.Linear(1 << 11, 1 << 10, bias=False) for _ in range(num_layers))
     config = infinity.Config(
-        nvme=options.nvme,
-        weights="nvme",
-        states="nvme",
+        swap_dirs=options.nvme,
+        param_tier="nvme",
+        optimizer_state_tier="nvme",
         residency="none",
         compression="off",
         device="cpu",

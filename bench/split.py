@@ -52,9 +52,9 @@ def measure(options, folder, mode) -> dict:
     """Of a step: seconds, and bytes a parameter read and written."""
     model = nn.Sequential(*(Timed(options) for _ in range(options.layers)))
     config = infinity.Config(
-        nvme=folder,
-        weights="nvme",
-        states="nvme",
+        swap_dirs=folder,
+        param_tier="nvme",
+        optimizer_state_tier="nvme",
         residency="none",
         compression="off",
         device="cpu",

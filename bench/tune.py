@@ -1,4 +1,4 @@
-"""The search of `infinity tune` against a full grid of settings: how fast is what each finds, and how long does each take.
+"""The search of `infinity calibrate` against a full grid of settings: how fast is what each finds, and how long does each take.
 
     python bench/tune.py [--nvme DIR] [--rounds 3] [--pairs 41] [--json FILE] [--plot FILE]
 

@@ -89,7 +89,7 @@ def watched_step():
     """The third step of the GPT, whose plan is known: what was seen of it."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=".") as path, Watch() as watch:
-        placed = {"nvme": path, "weights": "nvme", "states": "nvme", "residency": "none"}
+        placed = {"swap_dirs": path, "param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"}
         sizes = {"host_memory": "64MiB", "device_memory": "8MiB", "chunk_mib": 0.25}
         with infinity.init(infinity.Config(dtype="fp32", device="cpu", **placed, **sizes)):
             model = GPT(hidden=128, layers=6, heads=4, vocab=256, seq=32)

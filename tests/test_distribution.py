@@ -100,7 +100,7 @@ def test_the_wheel_works_outside_of_a_checkout(installed, tmp_path):
     assert where == f"{installed}/infinity/__init__.py {installed}/aio_ext/__init__.py\n8 x H200, 8 x NVMe\n"
     assert command(program, "--version").startswith(f"infinity {infinity.__version__}, PyTorch ")
     small = "--hidden 64 --layers 2 --heads 4 --seq 32 --batch 4 --steps 3 --device cpu --dtype fp32".split()
-    assert "loss " in command(program, "train", *small, "--weights", "nvme", "--states", "nvme")
+    assert "loss " in command(program, "train", *small, "--param-tier", "nvme", "--optimizer-state-tier", "nvme")
     report = command(program, "doctor", "--seconds", "0", statuses=(0, 1))  # 1: something of this machine needs attention
     assert "[ok] libaio" in report and "the check failed" not in report
 

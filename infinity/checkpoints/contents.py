@@ -45,7 +45,7 @@ def draft(engine: Engine, **rest) -> Manifest:
     return Manifest(
         world=engine.ranks.world,
         dtype=engine.layout.main_storage,
-        moments_dtype=engine.config.moments,
+        moments_dtype=engine.config.optimizer_state_dtype,
         moments=engine.moments,
         seed=engine.config.seed if engine.updater.seed is None else engine.updater.seed,
         parameters=tuple(parameters),

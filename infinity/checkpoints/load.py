@@ -208,8 +208,8 @@ class _Load:
 
     def _match_optimizer(self) -> None:
         engine, manifest = self.engine, self.manifest
-        if manifest.moments != engine.moments or manifest.moments_dtype != engine.config.moments:
-            pairs = (engine.moments, engine.config.moments), (manifest.moments, manifest.moments_dtype)
+        if manifest.moments != engine.moments or manifest.moments_dtype != engine.config.optimizer_state_dtype:
+            pairs = (engine.moments, engine.config.optimizer_state_dtype), (manifest.moments, manifest.moments_dtype)
             here, there = (f"{', '.join(moments) or 'none'} in {dtype}" for moments, dtype in pairs)
             self._wrong.append(f"the optimizer has moments {here}, there are {there}; load without the optimizer to begin anew")
             return
@@ -308,7 +308,7 @@ class _Load:
         here = [(c.numel, c.trainable, c.pieces) for c in engine.layout.chunks]
         there = [(c.numel, c.trainable, c.pieces) for c in manifest.chunks]
         same = all(sources == [(p.begin, i, p.numel)] for i, (p, sources) in enumerate(zip(self.parameters, self._sources)))
-        formats = (engine.moments, engine.config.moments) == (manifest.moments, manifest.moments_dtype)
+        formats = (engine.moments, engine.config.optimizer_state_dtype) == (manifest.moments, manifest.moments_dtype)
         return self.with_states and manifest.world == engine.ranks.world and here == there and same and formats
 
     def _read_as_it_lies(self) -> None:

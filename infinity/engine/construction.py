@@ -145,7 +145,7 @@ class _Builder(TorchFunctionMode):
         super().__init__()
         self.ranks = ranks
         self.windows, self.whole_nbytes = windows, whole_nbytes
-        self.scratch = Scratch(config.nvme[0], creates=config.creates_nvme, checksums=config.checksums)
+        self.scratch = Scratch(config.swap_dirs[0], creates=config.creates_swap_dir, checksums=config.checksums)
         self.num_homecomings = 0  # of parameters whose values were read or drawn inside the block
         self._num_threads = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
         self._home: dict[int, _Home] = {}  # by identity, oldest first

@@ -192,7 +192,7 @@ def description_of(engine) -> Description:
         dtypes=layout.dtypes,
         stored={segment.name: segment.dtype for segment in of_one.segments},
         tiers=_tiers(engine),
-        activations=(choice_of(config.activations) or DEVICE).name,
+        activations=(choice_of(config.activation_tier) or DEVICE).name,
         step_nbytes=moved,
         drive_seconds=drives / rate if drives and rate else None,
         bottleneck=max(links, key=moved.get, default=None),
@@ -218,7 +218,7 @@ def _step(engine) -> Step:
         deferred=engine.updater.deferred,
         keep=keep,
         may_visit=not engine.layout.is_coded
-        and planner.records_may_visit(weights=choice_of(config.weights), states=choice_of(config.states), keep=keep),
+        and planner.records_may_visit(weights=choice_of(config.param_tier), states=choice_of(config.optimizer_state_tier), keep=keep),
         compresses=engine.compressor is not None and engine.compressor.codes,
     )
 

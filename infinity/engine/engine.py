@@ -258,7 +258,7 @@ class Engine(NotCopied):
             before.be_replaced(optimizer.made_at)
         self.cycle.optimizer, self.cycle.scaler = optimizer, scaler
         config = self.config
-        keeps, choices = config.residency == "auto", {"weights": choice_of(config.weights), "states": choice_of(config.states)}
+        keeps, choices = config.residency == "auto", {"weights": choice_of(config.param_tier), "states": choice_of(config.optimizer_state_tier)}
         if not self.layout.is_coded and planner.records_may_visit(**choices, keep=keeps):
             self.margin.hold_records()
         groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}

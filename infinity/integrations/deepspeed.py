@@ -151,11 +151,11 @@ _UNMATCHED = {
     "gradient_predivide_factor": (1.0, "gradients are averaged when they are reduced"),
     "gradient_allreduce_op": ("mean", "gradients are averaged"),
     "data_types.grad_accum_dtype": ("fp32", "gradients accumulate in fp32"),
-    "data_types.": (None, "dtypes follow from dtype and moments"),
+    "data_types.": (None, "dtypes follow from dtype and optimizer_state_dtype"),
     "torch_autocast.": (None, 'torch.autocast over the engine is refused; dtype="bf16" computes in bf16'),
     "optimizer.params.bias_correction": (True, "moments are always corrected"),
     "optimizer.params.amsgrad": (False, "there is no such variant"),
-    "optimizer.params.fp32_optimizer_states": (True, 'see moments="bf16", for dtype bf16'),
+    "optimizer.params.fp32_optimizer_states": (True, 'see optimizer_state_dtype="bf16", for dtype bf16'),
     "optimizer.params.max_grad_norm": (0, "DeepSpeed clips by gradient_clipping"),
     "fp16.auto_cast": (False, "inputs keep their dtype; cast them in the model"),
     "fp16.hysteresis": (1, "the loss scale shrinks at the first overflow"),
@@ -165,7 +165,7 @@ _UNMATCHED = {
     "bfloat16.bf16_master_weights_and_grads": (False, "masters are fp32, 2 bytes beside the weight"),
     "zero_optimization.offload_param.pin_memory": (True, "host memory is always pinned; host_memory bounds it"),
     "zero_optimization.offload_optimizer.pin_memory": (True, "host memory is always pinned; host_memory bounds it"),
-    "zero_optimization.offload_optimizer.ratio": (1.0, 'states="auto" divides them by what the device has room for'),
+    "zero_optimization.offload_optimizer.ratio": (1.0, 'optimizer_state_tier="auto" divides them by what the device has room for'),
     "zero_optimization.offload_optimizer.super_offload": (False, "there is one way of updating for all machines"),
     "zero_optimization.cpu_offload": (False, 'old form of offload_optimizer: {"device": "cpu"}; write that'),
     "zero_optimization.cpu_offload_params": (False, 'old form of offload_param: {"device": "cpu"}; write that'),
@@ -192,7 +192,7 @@ _UNMATCHED = {
     "comet.": (None, _REPORTS),
     "comms_logger.": (None, _REPORTS),
     "timers.": (None, _REPORTS),
-    "autotuning.": (None, "see `infinity tune` for the machine"),
+    "autotuning.": (None, "see `infinity calibrate` for the machine"),
     "elasticity.": (None, "checkpoints load on any number of ranks"),
     "data_efficiency.": (None, _LOADER),
     "curriculum_learning.": (None, _LOADER),
@@ -264,8 +264,8 @@ def convert(source: Mapping) -> Conversion:
     that are none."""
     converter = _Converter(source)
     converter.check_stage()
-    converter.convert_tier("zero_optimization.offload_param", "weights")
-    converter.convert_tier("zero_optimization.offload_optimizer", "states")
+    converter.convert_tier("zero_optimization.offload_param", "param_tier")
+    converter.convert_tier("zero_optimization.offload_optimizer", "optimizer_state_tier")
     converter.convert_dtype()
     converter.convert_activations()
     converter.convert_optimizer()
@@ -325,10 +325,10 @@ class _Converter:
             self.map(f"{section}.device", name, _TIERS[device])
         path = self.take(f"{section}.nvme_path", lambda value: isinstance(value, str), "a directory")
         if path is not None and device == "nvme":
-            paths = self.done.config.setdefault("nvme", [])
+            paths = self.done.config.setdefault("swap_dirs", [])
             if path not in paths:
                 paths.append(path)
-            self.done.mapped[f"{section}.nvme_path"] = f"nvme = {path}"
+            self.done.mapped[f"{section}.nvme_path"] = f"swap_dirs = {path}"
         elif path is not None:
             self.done.unneeded[f"{section}.nvme_path"] = "nothing goes to NVMe from here"
 
@@ -400,7 +400,7 @@ class _Converter:
                 nonfinite = "skip" if checks else "ignore"
                 self.map(f"{table}.check_grad_overflow", "nonfinite", nonfinite)
             if is_on and small is not None:
-                self.map(f"{table}.bf16_optimizer_states", "moments", "bf16" if small else "fp32")
+                self.map(f"{table}.bf16_optimizer_states", "optimizer_state_dtype", "bf16" if small else "fp32")
         if is_on and nonfinite is None:
             self.done.config["nonfinite"] = "skip"
             self.done.implied["nonfinite = skip"] = "bf16.check_grad_overflow; here it is ignore, as in plain PyTorch"
@@ -409,7 +409,7 @@ class _Converter:
         key = "activation_checkpointing.cpu_checkpointing"
         offload = self.flag(key)
         if offload:
-            self.map(key, "activations", "host")
+            self.map(key, "activation_tier", "host")
         elif offload is False:
             self.done.unneeded[key] = "off"
 

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 def checkpoint(function: Callable, *args, preserve_rng_state: bool = True, **kwargs):
     """`function(*args, **kwargs)`, a module or any callable, of which autograd keeps only the arguments until backward.
 
-    Config(activations="host" or "nvme") keeps these away from the device. preserve_rng_state: draw the same random numbers in
+    Config(activation_tier="host" or "nvme") keeps these away from the device. preserve_rng_state: draw the same random numbers in
     the second run, as dropout needs it. Source: Chen et al. 2016, section 3.
     """
     return torch.utils.checkpoint.checkpoint(

@@ -607,5 +607,5 @@ def _name(who: str, kept: Kept) -> str:
 def _no_room(who: str, nbytes: int, budget_nbytes: int) -> BudgetError:
     return BudgetError(
         f"{who}a saved activation of {format_bytes(nbytes)} does not fit into what is left of host_memory for activations, "
-        f"{format_bytes(budget_nbytes)}. Raise host_memory, or use activations='device'."
+        f"{format_bytes(budget_nbytes)}. Raise host_memory, or use activation_tier='device'."
     )

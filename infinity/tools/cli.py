@@ -19,6 +19,7 @@ from infinity.config import CHOICES, LARGEST_CHUNK_MIB, LARGEST_SEED, LEAST_CHUN
 from infinity.config_files import DEFAULT_NAME
 from infinity.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError, printable
 from infinity.output import check_different
+from infinity.renamed import COMMANDS, OPTIONS, warn_renamed, with_new_names
 from infinity.spelling import nearest
 from infinity.system.mounts import why_no_path
 from infinity.tools import checkpoints, completion, configuration
@@ -90,11 +91,25 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message + hint)
 
     def parse_known_args(self, args=None, namespace=None):
+        args = self._with_new_names(sys.argv[1:] if args is None else args)
         # A subcommand's parser is asked for what it knows; what it does not know is its own error, with its own hint.
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
+
+    def _with_new_names(self, words):
+        """The words of a command line with the new names of its options, or of its command. Raises ConfigError for an option by both names."""
+        known = self._option_string_actions
+        names = {old: new for old, new in OPTIONS.items() if new in known and old not in known}
+        end = words.index("--") if "--" in words else len(words)
+        given = [word.partition("=")[0] for word in words[:end]]
+        with_new_names(dict.fromkeys(given), names)
+        found = [names.get(name, name) + word.removeprefix(name) for name, word in zip(given, words)] + words[end:]
+        if self._subparsers is not None and found and found[0] in COMMANDS:
+            warn_renamed(f"infinity {found[0]}", f"infinity {COMMANDS[found[0]]}")
+            found[0] = COMMANDS[found[0]]
+        return found
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -114,7 +129,7 @@ def _parser():
     _add_trace(commands)
     _add_config(commands)
     _add_doctor(commands)
-    _add_tune(commands)
+    _add_calibrate(commands)
     _add_bench(commands)
     _add_plan(commands)
     _add_completion(commands)
@@ -201,14 +216,15 @@ def _add_placement(command):
     """Where everything lies: what `train` has of Config."""
     place = command.add_argument_group("placement")
     place.add_argument("--dtype", metavar=_either("dtype"), help="by default bf16 on CUDA and fp32 on the CPU")
-    place.add_argument("--moments", metavar=_either("moments"), help="dtype of the optimizer's moments (default: fp32)")
+    dtypes = _either("optimizer_state_dtype")
+    place.add_argument("--optimizer-state-dtype", metavar=dtypes, help="dtype of the optimizer's moments (default: fp32)")
     place.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
-    place.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
+    place.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
     place.add_argument("--host-memory", metavar="SIZE", help="bound of pinned host memory, such as 48GiB (default: auto)")
     place.add_argument("--device-memory", metavar="SIZE", help="bound of the engine's device memory (default: auto)")
-    place.add_argument("--weights", metavar=_either("weights"), help="tier of the weights (default: auto)")
-    place.add_argument("--states", metavar=_either("states"), help="tier of the optimizer states (default: auto)")
-    place.add_argument("--activations", metavar=_either("activations"), help="tier of what backward needs of forward (default: auto)")
+    place.add_argument("--param-tier", metavar=_either("param_tier"), help="tier of the parameters (default: auto)")
+    place.add_argument("--optimizer-state-tier", metavar=_either("optimizer_state_tier"), help="tier of the optimizer states (default: auto)")
+    place.add_argument("--activation-tier", metavar=_either("activation_tier"), help="tier of what backward needs of forward (default: auto)")
     place.add_argument("--tile-above", metavar="SIZE", help="cut larger layers into tiles (default: auto, if they do not fit)")
     place.add_argument("--residency", metavar=_either("residency"), help="none: only what is in use stays (default: auto)")
     place.add_argument("--chunk-mib", type=_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
@@ -294,12 +310,12 @@ def _add_config_options(command):
     )
 
 
-def _add_tune(commands):
-    """The `tune` command."""
+def _add_calibrate(commands):
+    """The `calibrate` command."""
     command = _command(
         commands,
-        "tune",
-        tuning.tune,
+        "calibrate",
+        tuning.calibrate,
         "measure this machine",
         "Find the fastest settings of each drive, measure what the machine's links carry, and write both to a file that every "
         "command reads. Run it under torchrun, a process a device, to measure collectives and links together.",
@@ -320,7 +336,7 @@ def _add_bench(commands):
         command.add_argument("--repeats", type=_whole, default=7, metavar="N", help="measurements of each size")
         command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
         if link in benchmarks.NVME_LINKS:
-            command.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
+            command.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
         _add_json(command, with_output=True)
         command.add_argument("--plot", type=_path, metavar="FILE", help="draw bandwidth against size into FILE, such as nc.png")
     command = _command(
@@ -331,7 +347,7 @@ def _add_bench(commands):
         "Measure the whole pipeline: passes over a model of equal layers whose weights are read from NVMe in every pass, against each "
         "stage alone. Runs under torchrun, too.",
     )
-    command.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
+    command.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
     command.add_argument("--chunk-mib", nargs="+", type=_mib, default=[4.0, 16.0], metavar="X", help="sizes of a layer, in MiB")
     depths = "how many layers ahead of the ops reads are"
     command.add_argument("--depth", nargs="+", type=_whole, default=[2, 4, 8], metavar="N", help=depths)
@@ -382,7 +398,7 @@ def _add_plan(commands):
     model.add_argument("--batch", type=_whole, default=1, metavar="N", help="sequences a device and step")
     model.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in backward")
     machine = command.add_argument_group("machine")
-    table = f"a file with a table [machine], or h200x8; by default ./{DEFAULT_NAME}, as `infinity tune` writes it"
+    table = f"a file with a table [machine], or h200x8; by default ./{DEFAULT_NAME}, as `infinity calibrate` writes it"
     machine.add_argument("--machine", type=_path, metavar="FILE", help=table)
     machine.add_argument("--nodes", type=_whole, metavar="N", help="so many nodes of the kind")
     machine.add_argument("--devices", type=_whole, metavar="N", help="devices a node")

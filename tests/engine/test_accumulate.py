@@ -95,9 +95,9 @@ def assert_as_the_ordinary_loop(directory, **how):
 
 PLACES = {
     "nvme": NVME,
-    "host": {"weights": "host", "states": "host"},
-    "device": {"weights": "device", "states": "device"},
-    "states on nvme": {"weights": "host", "states": "nvme"},
+    "host": {"param_tier": "host", "optimizer_state_tier": "host"},
+    "device": {"param_tier": "device", "optimizer_state_tier": "device"},
+    "states on nvme": {"param_tier": "host", "optimizer_state_tier": "nvme"},
     "as it comes": {},
 }
 
@@ -513,8 +513,8 @@ def test_blocks_that_the_program_checkpoints_are_left_alone(use_reentrant, tmp_p
 @pytest.mark.parametrize("make", [Chain, Odd])
 def test_activations_may_leave_the_device(make, activations, tmp_path, monkeypatch):
     monkeypatch.setattr("infinity.tiers.activations.MIN_NBYTES", 64)
-    assert_as_the_ordinary_loop(tmp_path, make=make, activations=activations, **NVME)
-    with training(make, tmp_path, options={"accumulation_steps": 3}, activations=activations, **NVME) as (model, engine, optimizer):
+    assert_as_the_ordinary_loop(tmp_path, make=make, activation_tier=activations, **NVME)
+    with training(make, tmp_path, options={"accumulation_steps": 3}, activation_tier=activations, **NVME) as (model, engine, optimizer):
         infinity.accumulate(model, tokens(0), loss_of)
         optimizer.step()
         assert engine.stats()["activations"]["moved_nbytes"] > 0
@@ -640,7 +640,7 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
     looks = []
     monkeypatch.setattr(Crowding, "room", 8)
     monkeypatch.setattr(by_layer, "Attributes", lambda model: looks.append(model) or Attributes(model))
-    config = {"activations": place, "options": {"accumulation_steps": 3}, "update": update}
+    config = {"activation_tier": place, "options": {"accumulation_steps": 3}, "update": update}
     expected = run(tmp_path, False, update=update, **NVME)
     with pytest.raises(torch.OutOfMemoryError):  # where all of a graph is kept, one micro-batch is too many
         run(tmp_path, False, make=Crowded, update=update, **NVME)
@@ -654,7 +654,7 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
     assert len(calls) == 3 * num_tries + 2 + 3 * 3  # the third one had no room, and of two the second
     assert len(looks) == num_tries + 2  # what modules keep is looked at until a step of the kind has had its forward passes
     said = capfd.readouterr().err
-    assert said.count("Config(activations='host')") == 2 and said.count("turns of 2") == said.count("one after the other") == 1
+    assert said.count("Config(activation_tier='host')") == 2 and said.count("turns of 2") == said.count("one after the other") == 1
 
 
 @pytest.mark.few(4)
@@ -675,7 +675,7 @@ def test_micro_batches_for_which_there_is_no_room_take_turns(num, how, tmp_path)
     for plain, crowded in ((Chain, Crowded), (lambda: tied(Chain()), lambda: tied(Crowded()))):
         losses, states, _, nbytes = run(tmp_path, False, make=plain, n=num, **config)
         calls = []
-        found = run(tmp_path, True, make=crowded, n=num, loss=counting(loss_of, calls), activations="device", **config)
+        found = run(tmp_path, True, make=crowded, n=num, loss=counting(loss_of, calls), activation_tier="device", **config)
         assert found[0] == losses
         assert_same_states(found[1], states)
         assert found[3] < nbytes
@@ -759,7 +759,7 @@ def test_zero_grad_after_a_step_that_failed_lets_go_of_what_stayed(where, tmp_pa
 
 def test_what_blocks_are_given_leaves_the_device_where_that_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
-    calls, config = [], {"activations": "host", "options": {"accumulation_steps": 3}}
+    calls, config = [], {"activation_tier": "host", "options": {"accumulation_steps": 3}}
     with training(Crowded, tmp_path, **config, **NVME) as (model, engine, optimizer):
         infinity.accumulate(model, tokens(0), counting(loss_of, calls))
         optimizer.step()
@@ -777,15 +777,15 @@ def test_what_the_next_micro_batch_needs_is_on_the_device_when_it_asks(tmp_path,
         return restore(self, saved)
 
     monkeypatch.setattr(activations.Activations, "restore", restored)
-    assert_as_the_ordinary_loop(tmp_path, activations="host", n=6, num_steps=2, **NVME)
+    assert_as_the_ordinary_loop(tmp_path, activation_tier="host", n=6, num_steps=2, **NVME)
     late.clear()
-    run(tmp_path, True, activations="host", n=6, num_steps=2, **NVME)
+    run(tmp_path, True, activation_tier="host", n=6, num_steps=2, **NVME)
     assert late == []
 
 
 def test_host_memory_that_was_asked_for_and_has_no_room_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
-    with training(Crowded, tmp_path, activations="host", options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+    with training(Crowded, tmp_path, activation_tier="host", options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         engine.activations.heap.budget_nbytes = 0
         with pytest.raises(BudgetError, match="does not fit into what is left of host_memory"):
             infinity.accumulate(model, tokens(0), loss_of)
@@ -802,7 +802,7 @@ def test_a_gradient_that_waits_stays_on_the_device_where_host_memory_has_no_room
         return save(self, tensor)
 
     monkeypatch.setattr(activations.Activations, "save", refuse_gradients)
-    assert_as_the_ordinary_loop(tmp_path, make=Odd, activations="host", **NVME)
+    assert_as_the_ordinary_loop(tmp_path, make=Odd, activation_tier="host", **NVME)
     assert refused
 
 
@@ -890,7 +890,7 @@ def test_a_device_that_is_full_in_a_later_turn(number, tmp_path):
     pass, which has begun to update, it is an error."""
     losses, states, buffers, _ = run(tmp_path, False, make=centred, n=4, num_steps=1, **NVME)
     options = {"accumulation_steps": 4}
-    with training(full_once(centred, "blocks.2.up", number), tmp_path, activations="device", options=options, **NVME) as (model, engine, optimizer):
+    with training(full_once(centred, "blocks.2.up", number), tmp_path, activation_tier="device", options=options, **NVME) as (model, engine, optimizer):
         engine.cycle.uncut.most = 2
         if number == 6:
             with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as found:
@@ -1051,7 +1051,7 @@ def test_a_device_that_is_full_in_backward_is_an_error_that_says_what_is_kept_th
         model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as found:
             infinity.accumulate(model, tokens(0), loss_of)
-        assert ["Config(activations='host')" in note for note in found.value.__notes__] == [True]
+        assert ["Config(activation_tier='host')" in note for note in found.value.__notes__] == [True]
 
 
 @pytest.mark.parametrize("num_in_host_memory", [4, 100])
@@ -1069,7 +1069,7 @@ def test_a_device_that_is_full_in_backward_of_what_had_no_room_in_host_memory_is
         with pytest.raises(torch.OutOfMemoryError) as found:
             infinity.accumulate(model, tokens(1), loss_of)
         notes = getattr(found.value, "__notes__", [])
-        assert ["Config(activations='nvme')" in note for note in notes] == [True] * (num_in_host_memory == 4)
+        assert ["Config(activation_tier='nvme')" in note for note in notes] == [True] * (num_in_host_memory == 4)
         assert engine.stats()["by_layer_uncut"] == []
 
 
@@ -1077,7 +1077,7 @@ def test_where_the_device_keeps_nothing_that_is_no_remedy(tmp_path, capfd):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    config = {"options": {"accumulation_steps": 3}, "activations": "host"} | NVME
+    config = {"options": {"accumulation_steps": 3}, "activation_tier": "host"} | NVME
     with training(full_once(Chain, "blocks.2"), tmp_path, **config) as (model, engine, optimizer):
         infinity.accumulate(model, tokens(0), loss_of)
         optimizer.step()

@@ -78,7 +78,7 @@ def test_steps_that_were_given_up_count_for_nothing(monkeypatch):
 def test_an_engine_that_reads_weights_again_says_so_and_by_layer_nothing(tmp_path, capsys, monkeypatch, by_layer):
     monkeypatch.setattr(module, "WORTH", 0.0)  # however fast this drive is
     config = infinity.Config(
-        nvme=tmp_path, device="cpu", dtype="fp32", weights="nvme", states="nvme", residency="none", host_memory="16MiB", device_memory="8MiB", chunk_mib=0.25
+        swap_dirs=tmp_path, device="cpu", dtype="fp32", param_tier="nvme", optimizer_state_tier="nvme", residency="none", host_memory="16MiB", device_memory="8MiB", chunk_mib=0.25
     )
     with infinity.init(config):
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(12)))

@@ -269,7 +269,7 @@ def test_a_thread_that_was_held_up_lets_no_ops_overlap(device):
 @on_gpu
 @pytest.mark.parametrize("weights", ["nvme", "host"])
 def test_a_cuda_run_has_all_lanes(tmp_path, weights):
-    places = {"weights": weights, "states": weights, "residency": "none", "device": "cuda"}
+    places = {"param_tier": weights, "optimizer_state_tier": weights, "residency": "none", "device": "cuda"}
     with training(tiny_gpt, tmp_path / "swap", trace=True, **places) as (model, engine, optimizer):
         for step in range(4):
             x = torch.randint(61, (2, 12), device="cuda")

@@ -205,7 +205,7 @@ def settings(folder, weights_nbytes, share=SHARE, **changes):
     tiles = {"tile_above": None} if HAS_TILES else {}  # layers are small enough as they are
     options = {"device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 128, "host_memory": "32MiB"}
     budget = int(share * weights_nbytes)
-    return infinity.Config(nvme=folder, device_memory=budget, **options | NVME | tiles | changes)
+    return infinity.Config(swap_dirs=folder, device_memory=budget, **options | NVME | tiles | changes)
 
 
 def nbytes_of(model):

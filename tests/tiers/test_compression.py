@@ -419,7 +419,7 @@ def test_other_bytes_than_were_written_are_an_error(paths):
 def test_training_has_the_same_bits(tmp_path, dtype, moments, update, one_thread):
     found = {}
     for choice in ("off", "on"):
-        config = {"dtype": dtype, "moments": moments, "update": update, "compression": choice, "host_memory": "24MiB", "chunk_mib": 0.5}
+        config = {"dtype": dtype, "optimizer_state_dtype": moments, "update": update, "compression": choice, "host_memory": "24MiB", "chunk_mib": 0.5}
         with training(lambda: linears(4, 512), tmp_path, **NVME, **config) as (model, engine, optimizer):
             losses = []
             for step in range(4):
@@ -451,7 +451,7 @@ def test_the_least_host_memory_that_is_named_suffices(tmp_path, chunk_mib):
 
 def test_nothing_is_compressed_where_no_record_is_on_nvme(tmp_path):
     """Gradients may be, and take all of the host memory that is left."""
-    places = {"weights": "host", "states": "host", "update": "deferred", "compression": "on"}
+    places = {"param_tier": "host", "optimizer_state_tier": "host", "update": "deferred", "compression": "on"}
     least = least_host_memory(lambda: linears(4, 64), tmp_path, **places)
     with training(lambda: linears(4, 64), tmp_path, host_memory=least, **places) as (model, engine, optimizer):
         model(torch.ones(2, 64)).sum().backward()

@@ -514,7 +514,7 @@ def test_closing_with_requests_that_nobody_will_grant_does_not_hang(bench):
 @pytest.mark.parametrize("op, nth", [("read", 0), ("read", 7), ("write", 0), ("write", 5)])
 def test_a_failing_disk_ends_training_in_a_swap_error(tmp_path, update_mode, op, nth):
     config = infinity.Config(
-        nvme=tmp_path, dtype="fp32", device="cpu", residency="none", weights="nvme", states="nvme",
+        swap_dirs=tmp_path, dtype="fp32", device="cpu", residency="none", param_tier="nvme", optimizer_state_tier="nvme",
         chunk_mib=1 / 256, host_memory="1MiB", device_memory="1MiB", update=update_mode,
     )  # fmt: skip
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])

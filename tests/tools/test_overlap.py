@@ -23,7 +23,7 @@ PASS_NBYTES = LAYERS * 2**18
 @pytest.fixture
 def make_bench(tmp_path):
     def make(**changes):
-        options = {"nvme": [tmp_path], "layers": LAYERS, "compute_ms": None, "balance": True} | changes
+        options = {"swap_dirs": [tmp_path], "layers": LAYERS, "compute_ms": None, "balance": True} | changes
         return overlap.Bench(argparse.Namespace(**options), torch.device("cpu"), CHUNK_MIB, 1)
 
     return make
@@ -84,7 +84,7 @@ def test_a_copy_that_is_lengthened_counts_as_long_and_a_read_as_it_was():
 
 
 def test_the_remedy_for_noise_brings_efficiencies_within_0_and_1(tmp_path, capsys):
-    options = f"--nvme {tmp_path} --balance --chunk-mib 1 --layers 8 --depth 4 --repeats 3 --device cpu --compute-ms 40"
+    options = f"--swap-dirs {tmp_path} --balance --chunk-mib 1 --layers 8 --depth 4 --repeats 3 --device cpu --compute-ms 40"
     assert main(["bench", "overlap", *options.split()]) == 0
     assert "noise" not in capsys.readouterr().out
 
@@ -157,7 +157,7 @@ def test_a_byte_that_was_changed_on_the_drive_is_found(make_bench):
 
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     sizes = ["--chunk-mib", "0.125", str(CHUNK_MIB), "--depth", "2", "4", "--layers", str(LAYERS), "--repeats", "3"]
-    assert main(["bench", "overlap", "--nvme", str(tmp_path), "--device", "cpu", *sizes, "--output", str(tmp_path / "o.json")]) == 0
+    assert main(["bench", "overlap", "--swap-dirs", str(tmp_path), "--device", "cpu", *sizes, "--output", str(tmp_path / "o.json")]) == 0
     report = json.loads((tmp_path / "o.json").read_text())
     assert overlap.text(report) in capsys.readouterr().out and report["hint"] == overlap.hint_of(report["rows"])
     assert [(row["chunk_mib"], row["depth"]) for row in report["rows"]] == [(0.125, 2), (0.125, 4), (CHUNK_MIB, 2), (CHUNK_MIB, 4)]
@@ -182,7 +182,7 @@ def test_the_plot_says_what_is_noise(tmp_path, monkeypatch):
 
 def test_the_plot_is_an_image(tmp_path):
     pytest.importorskip("matplotlib")
-    options = ["--nvme", str(tmp_path), "--device", "cpu", "--chunk-mib", "0.125", "--depth", "2", "--layers", "3", "--repeats", "1"]
+    options = ["--swap-dirs", str(tmp_path), "--device", "cpu", "--chunk-mib", "0.125", "--depth", "2", "--layers", "3", "--repeats", "1"]
     assert main(["bench", "overlap", *options, "--plot", str(tmp_path / "o.png")]) == 0
     assert (tmp_path / "o.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(options, message, capsys
 
 @pytest.mark.long
 def test_two_ranks_gather_as_a_stage_of_its_own(tmp_path):
-    options = ["--nvme", tmp_path, "--device", "cpu", "--chunk-mib", "0.25", "--depth", "4", "--layers", "6", "--repeats", "2"]
+    options = ["--swap-dirs", tmp_path, "--device", "cpu", "--chunk-mib", "0.25", "--depth", "4", "--layers", "6", "--repeats", "2"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "infinity", "bench", "overlap"]
     command = [*launcher, *options, "--balance", "--output", tmp_path / "o.json"]
     subprocess.run([str(word) for word in command], check=True, timeout=240)

@@ -56,7 +56,7 @@ def report_of(capsys, tmp_path, *arguments):
 
 
 def test_a_plan_names_memory_links_step_and_what_bounds_it(node, capsys):
-    status, out, _ = run(capsys, *SMALL, "--set", "weights=nvme", "--set", "states=nvme", "--set", "residency=none")
+    status, out, _ = run(capsys, *SMALL, "--set", "param_tier=nvme", "--set", "optimizer_state_tier=nvme", "--set", "residency=none")
     assert status == 0
     for line in ("model ", "machine ", "memory ", "NVMe to host", "host to NVMe", "step ", "tokens ", "largest ", "wear "):
         assert any(each.startswith(line) for each in out.splitlines()), line
@@ -67,7 +67,7 @@ def test_a_plan_names_memory_links_step_and_what_bounds_it(node, capsys):
 @pytest.mark.parametrize("compression, written", [("off", 12), ("auto", 4 + 8 / 3)])
 def test_bytes_of_a_plan_are_those_of_the_design(node, capsys, compression, written):
     """With late moments, they are written every third time."""
-    on_nvme = [argument for place in ("weights=nvme", "states=nvme", "residency=none") for argument in ("--set", place)]
+    on_nvme = [argument for place in ("param_tier=nvme", "optimizer_state_tier=nvme", "residency=none") for argument in ("--set", place)]
     status, report = report_of(capsys, node, *SMALL, *on_nvme, "--set", f"compression={compression}")
     assert status == 0
     links = report["links"]
@@ -82,7 +82,7 @@ def test_bytes_of_a_plan_are_those_of_the_design(node, capsys, compression, writ
 
 
 def test_a_plan_counts_the_bytes_of_compressed_records_and_says_so(node, capsys):
-    on_nvme = [*SMALL, "--set", "weights=nvme", "--set", "states=nvme", "--set", "residency=none"]
+    on_nvme = [*SMALL, "--set", "param_tier=nvme", "--set", "optimizer_state_tier=nvme", "--set", "residency=none"]
     moved = []
     for choice in ("on", "off"):
         _, out, _ = run(capsys, *on_nvme, "--set", f"compression={choice}", "--output", str(node / "plan.json"))
@@ -215,7 +215,7 @@ def test_without_a_machine_it_says_where_to_get_one(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     status, _, errors = run(capsys, "--params", "7B")
     assert status == 2
-    assert "infinity tune" in errors and "--machine FILE" in errors
+    assert "infinity calibrate" in errors and "--machine FILE" in errors
 
 
 def test_sizes_of_a_gpt_are_counted_not_estimated():

@@ -32,7 +32,7 @@ CPU = Machine(
 )
 GPU = dataclasses.replace(CPU, device="cuda", device_memory=16 << 30, device_tflops=100.0, device_update_gparams=50.0)
 CHUNKS = dict(chunk_mib=0.125, device_memory="5MiB", host_memory="24MiB")
-NVME = dict(weights="nvme", states="nvme")
+NVME = dict(param_tier="nvme", optimizer_state_tier="nvme")
 
 
 def gpt_on_meta(batch=2, checkpointed=False, dtype=torch.float32, **sizes):
@@ -73,16 +73,16 @@ def run(config, checkpointed, steps=9, since=3):
         NVME | dict(residency="none", update="backward"),
         NVME | dict(residency="none", update="deferred"),
         NVME | dict(residency="none", compression="on"),
-        dict(weights="host", states="nvme", residency="none"),
-        dict(weights="host", states="host"),
-        dict(weights="host", states="host", update="deferred"),
+        dict(param_tier="host", optimizer_state_tier="nvme", residency="none"),
+        dict(param_tier="host", optimizer_state_tier="host"),
+        dict(param_tier="host", optimizer_state_tier="host", update="deferred"),
         dict(host_memory="9MiB"),
         dict(device_memory="40MiB"),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_bytes_and_memory_are_those_of_a_real_run(tmp_path, settings, checkpointed):
-    config = Config(nvme=tmp_path, dtype="fp32", device="cpu", **(CHUNKS | settings))
+    config = Config(swap_dirs=tmp_path, dtype="fp32", device="cpu", **(CHUNKS | settings))
     nbytes, peak, layout, placement = run(config, checkpointed)
     model, load = gpt_on_meta(checkpointed=checkpointed)
     prediction = predict(model, load, CPU, config)
@@ -136,7 +136,7 @@ def test_records_go_to_what_the_device_has_left():
 
 def test_compute_hides_transfers_from_the_tokens_that_it_names():
     model, load = gpt_on_meta(dtype=torch.bfloat16)
-    config = Config(weights="host", states="host", chunk_mib=0.125)
+    config = Config(param_tier="host", optimizer_state_tier="host", chunk_mib=0.125)
     machine = dataclasses.replace(GPU, device_memory=1 << 40, chunk_overhead_us=0.0, copy_latency_us=0.0)
     few = predict(model, load, machine, config)
     assert few.hiding_tokens > 4 * load.tokens

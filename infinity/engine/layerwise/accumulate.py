@@ -93,7 +93,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     which then begins anew; it runs as one, in the end all of the model as in the ordinary loop, and is named once, and by
     stats()["by_layer_uncut"]. So does a step that finds no room on the device before its last backward passes, where there is one rank: what
     its blocks are given, and those of later steps of as many micro-batches, goes to what the engine has left of host memory, as far as there
-    is room, unless Config(activations=...) names a place; where both have none, half as many micro-batches pass the model at a time, in the
+    is room, unless Config(activation_tier=...) names a place; where both have none, half as many micro-batches pass the model at a time, in the
     end one. Gradients are those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit, unless of three or more
     some leave the model after other blocks than the rest (early exits), or call one more often in a row: what they share behind these, and the
     blocks before, adds up in another order. Random numbers (dropout) are others. Returns the losses, detached.
@@ -210,8 +210,8 @@ def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, dra
 def _make_room(engine, step: _Step) -> None:
     """The device had none for a step."""
     uncut = engine.cycle.uncut
-    if step.is_away or choice_of(engine.config.activations) == DEVICE:
-        uncut.note_full(step.at_once, kept_there=not leaves_device(engine.config.activations))
+    if step.is_away or choice_of(engine.config.activation_tier) == DEVICE:
+        uncut.note_full(step.at_once, kept_there=not leaves_device(engine.config.activation_tier))
     else:
         activations = engine.activations or engine.parts.keep_activations()
         uncut.note_away(step.num, format_bytes(activations.heap.budget_nbytes))
@@ -400,7 +400,7 @@ class _Step:
         self.lead = int(bool(self.groups) and self.groups[0][0] is not None)  # the position of the first group
         self.is_cut = len(self.groups) + self.lead > 1
         is_away = self.is_cut and self.uncut.is_away(num)  # else it is as in the ordinary loop, whose activations stay
-        self.is_away = leaves_device(engine.config.activations) or is_away  # what blocks are given
+        self.is_away = leaves_device(engine.config.activation_tier) or is_away  # what blocks are given
         if not self.is_cut and not full:  # one segment: as in the ordinary loop
             if not self.blocks and not self.uncut.whole:
                 self.uncut.name("the model has no list of modules with parameters of which two are of one class", "it runs as one")

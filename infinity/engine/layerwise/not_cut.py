@@ -14,8 +14,8 @@ from torch import nn
 from infinity.output import say
 from infinity.system.ranks import Ranks
 
-OFF = "Config(activations='host') or 'nvme' takes what blocks are given off the device"
-REST_OFF = "had no room in host memory: Config(activations='nvme') takes it off the device"
+OFF = "Config(activation_tier='host') or 'nvme' takes what blocks are given off the device"
+REST_OFF = "had no room in host memory: Config(activation_tier='nvme') takes it off the device"
 
 
 class FoundError(Exception):

@@ -39,7 +39,7 @@ from time import sleep
 import torch
 from torch import nn
 
-from infinity.config import DEFAULT_NVME, Config
+from infinity.config import DEFAULT_SWAP_DIR, Config
 from infinity.engine.access.parameter_values import FirstValues
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, SwapError
@@ -139,11 +139,11 @@ class Bench:
 
     def __init__(self, arguments, device: torch.device, chunk_mib: float, world: int):
         config = Config(
-            nvme=arguments.nvme or DEFAULT_NVME,
+            swap_dirs=arguments.swap_dirs or DEFAULT_SWAP_DIR,
             device=str(device),
             dtype="bf16",
-            weights=NVME.name,
-            states=NVME.name,
+            param_tier=NVME.name,
+            optimizer_state_tier=NVME.name,
             residency="none",
             compression="off",  # bytes are read and compared where they lie
             chunk_mib=chunk_mib,
@@ -324,7 +324,7 @@ class Bench:
                 raise SwapError(
                     errno.EIO,
                     f"layer {index} of {self.num_layers} saw {num_wrong} words of 8 bytes that are not those put there; check the drive",
-                    str(self.engine.config.nvme[0]),
+                    str(self.engine.config.swap_dirs[0]),
                 )
 
 

@@ -1,11 +1,11 @@
-"""The `tune` command: the fastest settings of each drive, what this machine's links and processors do, and a file that says both.
+"""The `calibrate` command: the fastest settings of each drive, what this machine's links and processors do, and a file that says both.
 From how many tokens on a step hides all transfers, it has plan say.
 
 Knows directories, what is shown, and the file. Must not know how bytes are moved: probes do that.
 
 # [Note: what is written is what is read]
 # Settings of a drive's queues stay in its directory, in infinity-drive.json, where engines look for them; the file gets the directories,
-# as Config.nvme, and the machine. All is written at the end: whoever interrupts keeps what was there. Rates of drives are those that
+# as Config.swap_dirs, and the machine. All is written at the end: whoever interrupts keeps what was there. Rates of drives are those that
 # each reaches while all work, so that their sum is what an engine has, also where two directories are on one drive.
 """
 
@@ -33,6 +33,7 @@ from infinity.config import Config
 from infinity.errors import BudgetError, ConfigError, SwapError
 from infinity.output import check_file, give, table, write_json, write_text
 from infinity.plan.tiers import NVME
+from infinity.renamed import CONFIG_FIELDS, with_new_names
 from infinity.sizes import format_bytes
 from infinity.system import drives, swap_paths
 from infinity.system.drives import Drive
@@ -86,22 +87,22 @@ class _Path:
     together: dict[str, Figure] | None = None
 
 
-def tune(arguments) -> int:
-    """The `tune` command. Everything that can be refused is refused before anything is measured."""
+def calibrate(arguments) -> int:
+    """The `calibrate` command. Everything that can be refused is refused before anything is measured."""
     output = arguments.output
     check_file(output, "--output")
     content = config_files.read(output) if output.exists() else {}
     known = Machine.load(output) if "machine" in content else None
     if not isinstance(content.get("config", {}), dict):
         raise ConfigError(f"{output}: config: expected a table of settings")
-    paths = Config(nvme=[path.absolute() for path in arguments.directories]).nvme
+    paths = Config(swap_dirs=[path.absolute() for path in arguments.directories]).swap_dirs
     try:
-        config_files.to_toml(content | {"config": {"nvme": [str(path) for path in paths]}})
+        config_files.to_toml(content | {"config": {"swap_dirs": [str(path) for path in paths]}})
     except TypeError as error:
         raise ConfigError(f"{output} holds what cannot be written back: {error}; name another file with --output") from None
     world = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
-        raise ConfigError("tune measures one node: start it on one, and write `nodes` and `network_gbps` into [machine] of the file")
+        raise ConfigError("calibrate measures one node: start it on one, and write `nodes` and `network_gbps` into [machine] of the file")
     with probes.launched(arguments.device) as (device, ranks), Progress() as progress, contextlib.ExitStack() as stack:
         found, others = [], OtherProcesses()
         if ranks.rank == 0:
@@ -307,7 +308,7 @@ def _round(device: torch.device, ranks: Ranks, progress: Progress, title: str) -
 
 
 def _machine(device: torch.device, world: int, found: list[_Path], links: dict[str, Figure], known: Machine | None) -> Machine:
-    """The figures that repeat. The others, and those that tune does not measure, are as the file had them."""
+    """The figures that repeat. The others, and those that calibrate does not measure, are as the file had them."""
     memory = min(psutil.virtual_memory().total, read_memory_limit() or math.inf)
     kept = {name: getattr(known, name) for name in _KEPT} if known else {"name": platform.node()}
     if known and world == 1 < known.devices:  # one process measures one device of several
@@ -368,7 +369,7 @@ def tokens_that_hide(machine: Machine) -> str:
     subject = planning.gpt(**_GPT, batch=batch, dtype=dtype)
     load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=True)
     try:
-        found = predict(subject.model, load, machine, Config(weights=NVME.name, states=NVME.name, residency="none", dtype=dtype))
+        found = predict(subject.model, load, machine, Config(param_tier=NVME.name, optimizer_state_tier=NVME.name, residency="none", dtype=dtype))
     except ConfigError as error:  # a figure that did not repeat
         return f"not known: {error}"
     except BudgetError as error:
@@ -391,8 +392,9 @@ def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) ->
                 print(f"infinity: warning: {each.path / drives.CACHE_NAME} cannot be written: engines will not know", file=sys.stderr)
         finally:
             os.close(fd)
+    settings = with_new_names(content.get("config", {}), CONFIG_FIELDS, f"{output}: ")
     content = content | {
-        "config": content.get("config", {}) | {"nvme": [str(each.path) for each in found]},
+        "config": settings | {"swap_dirs": [str(each.path) for each in found]},
         "machine": machine.to_table(),
     }
     if output.suffix == ".json":
@@ -417,7 +419,7 @@ def _warnings(found: list[_Path], links: dict[str, Figure], num_busy: float) -> 
     if len(found) > 1:
         lines += map(str, swap_paths.slow_directories({each.path: each.alone["mixed"].value for each in found}))
     if again:
-        lines.append("run tune again when nothing else runs here")
+        lines.append("run calibrate again when nothing else runs here")
     return lines
 
 

@@ -249,7 +249,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
 
 def require_place(num_parameters: int, machine: Machine, config: Config) -> None:
     """Raise BudgetError for a model whose records alone are more than all memory and all drives hold, however they are laid out."""
-    needed = record_layout(num_parameters, Format(config.dtype, moments_dtype=config.moments)).nbytes
+    needed = record_layout(num_parameters, Format(config.dtype, moments_dtype=config.optimizer_state_dtype)).nbytes
     if machine.drives and not machine.total("capacity"):
         return
     there = machine.nodes * (machine.total("capacity") + machine.host_memory + machine.devices * machine.device_memory)
@@ -336,7 +336,9 @@ def _machine(arguments) -> Machine:
     if path is None:
         path = Path(config_files.DEFAULT_NAME)
         if not path.is_file() or "machine" not in config_files.read(path):
-            raise ConfigError(f"which machine? Measure this one with `infinity tune DIR...`, which writes {path}, or name a file: --machine FILE")
+            raise ConfigError(
+                f"which machine? Measure this one with `infinity calibrate DIR...`, which writes {path}, or name a file: --machine FILE"
+            )
     given = {name: getattr(arguments, name) for name in ("nodes", "devices")}
     machine = dataclasses.replace(Machine.load(path), **{name: value for name, value in given.items() if value is not None})
     machine.require_rates()

@@ -44,8 +44,8 @@ LINK_COUNTERS = ("nbytes", "busy_seconds", "stall_seconds")
 WARM_UP_STEPS = 2  # the first records the trace, the second is the first to follow a plan
 RECENT_STEPS = 10  # that a status is of
 CONFIG_OPTIONS = (  # those that are fields of Config
-    *("nvme", "host_memory", "device_memory", "weights", "states", "activations", "tile_above", "dtype", "moments"),
-    *("residency", "chunk_mib", "device", "update", "seed"),
+    *("swap_dirs", "host_memory", "device_memory", "param_tier", "optimizer_state_tier", "activation_tier", "tile_above"),
+    *("dtype", "optimizer_state_dtype", "residency", "chunk_mib", "device", "update", "seed"),
 )
 
 def train(arguments) -> int:
