@@ -76,7 +76,7 @@ def measure(options, hidden: int, folder: str) -> dict:
     worst = max(apart(losses["device"], losses[place]) for place in PLACES[1:])
     print(f"hidden {hidden:6d}: losses differ by {worst:.1e}")
     num_steps = options.rounds * options.steps
-    moved = {place: ((engine(model).stats()["activations"] or {}).get("moved_nbytes", 0)) / num_steps for place, (model, _) in trainings.items()}
+    moved = {place: ((engine(model).stats()["activation_offload"] or {}).get("moved_nbytes", 0)) / num_steps for place, (model, _) in trainings.items()}
     for model, _ in trainings.values():
         engine(model).close()
     return {"seconds": seconds, "peak_nbytes": peak_nbytes, "moved_nbytes": moved, "losses": losses, "difference": worst}

@@ -51,7 +51,7 @@ def main():
     )
     with infinity.offload(model, config) as engine:
         optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
-        nbytes = engine.stats()["state_nbytes"]
+        nbytes = engine.stats()["model_state_nbytes"]
         settings = [(block << 20, inflight << 20) for block in (1, 2) for inflight in (4, 8, 16)]
         pipeline_seconds(engine, optimizer)  # first: until it is updated, a record's moments are not on the drive
         raw = {setting: [raw_seconds(engine, *setting)] for setting in settings}

@@ -76,7 +76,7 @@ def measure(options, batch: int, folder: str) -> dict:
                 before = engine.stats()
                 seconds[way].append([step(options, model, optimizer, number)[0] for number in range(1, options.steps)])
                 after = engine.stats()
-                for index, name in enumerate(("num_fetches_ahead", "num_fetches_late")):
+                for index, name in enumerate(("num_prefetch_hits", "num_prefetch_misses")):
                     fetches[way][index] += after[name] - before[name]
     return {"seconds": seconds, "ahead": {way: ahead / max(1, ahead + late) for way, (ahead, late) in fetches.items()}}
 

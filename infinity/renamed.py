@@ -5,7 +5,7 @@ Knows names. Must not know their meaning. Old names are accepted for one version
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from infinity.errors import ConfigError, RenamedWarning, warn
@@ -17,6 +17,20 @@ CONFIG_FIELDS = {
     "moments": "optimizer_state_dtype",
     "activations": "activation_tier",
 }
+STATS_KEYS = {
+    "state_nbytes": "model_state_nbytes",
+    "num_steps_back": "num_placement_rollbacks",
+    "host_arena_nbytes": "pinned_host_nbytes",
+    "compresses_nvme": "nvme_entropy_coding",
+    "late_gradients_nbytes": "replay_grad_nbytes",
+    "num_plans": "num_prefetch_plans",
+    "num_fetches_ahead": "num_prefetch_hits",
+    "num_fetches_late": "num_prefetch_misses",
+    "activations": "activation_offload",
+    "by_layer_speedup": "layerwise_speedup",
+    "by_layer_uncut": "layerwise_unsplit_reasons",
+}
+LINKS = {"nc": "nvme_read", "cg": "h2d", "gg": "all_gather", "rs": "reduce_scatter", "gc": "d2h", "cn": "nvme_write"}
 OPTIONS = {f"--{old}": f"--{new.replace('_', '-')}" for old, new in CONFIG_FIELDS.items()}
 COMMANDS = {"tune": "calibrate"}
 
@@ -41,9 +55,9 @@ def with_new_names(values: Mapping[str, Any], names: Mapping[str, str], where: s
 class Renamed(dict):
     """A dict whose values can be read by their old names, too, with a RenamedWarning. Old names are not listed."""
 
-    def __init__(self, values: Mapping[str, Any], names: Mapping[str, str]):
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), names: Mapping[str, str] | None = None):
         super().__init__(values)
-        self._names = names
+        self._names = names or {}
 
     def __missing__(self, key):
         return self[self._new(key)]

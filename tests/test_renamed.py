@@ -1,6 +1,7 @@
 """Old public names: each one works with one warning that gives the new name, and is an error beside the new one."""
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,10 +9,14 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+import infinity
 from infinity.config import Config, command_layers
+from infinity.engine.stats import EngineStats
+from infinity.engine.trace_file import RankTrace, Slice, read_trace, write_trace
 from infinity.errors import ConfigError, RenamedWarning
-from infinity.renamed import CONFIG_FIELDS, Renamed, warn_renamed
+from infinity.renamed import CONFIG_FIELDS, LINKS, STATS_KEYS, Renamed, warn_renamed
 from infinity.tools.cli import main
 
 VALUES = {"nvme": ".", "weights": "host", "states": "nvme", "moments": "bf16", "activations": "host"}
@@ -113,3 +118,26 @@ def test_a_line_of_a_program_is_warned_once():
         for _ in range(3):
             warn_renamed("old", "new")
     assert len(found) == 1 and found[0].filename == __file__
+
+
+def test_old_keys_of_stats_and_descriptions_are_read_with_a_warning(tmp_path):
+    with infinity.offload(torch.nn.Linear(8, 8), Config(swap_dirs=tmp_path, device="cpu", verbose=False)) as engine:
+        stats, description = engine.stats(), infinity.describe(engine.model)
+        assert not {*STATS_KEYS, *LINKS} & {*stats, *stats["links"]} and list(stats) == list(EngineStats.__annotations__)
+        for old, new in STATS_KEYS.items():
+            with pytest.warns(RenamedWarning, match=f"^key '{old}' is deprecated: use '{new}'$"):
+                assert stats[old] == stats[new]
+        for old, new in LINKS.items():
+            for values in (stats["links"], description.step_nbytes):
+                with pytest.warns(RenamedWarning, match=f"^key '{old}' is deprecated: use '{new}'$"):
+                    assert values[old] == values[new]
+        assert dataclasses.asdict(description)["step_nbytes"] == description.step_nbytes
+
+
+def test_a_trace_file_with_old_names_of_links_is_read(tmp_path):
+    slices = [Slice("nvme_read", "chunk 0 weights", 0.0, 1.0, 4096), Slice("stall", "chunk 0", 0.5, 1.0, 0, "nvme_read")]
+    write_trace(tmp_path / "new.json", [RankTrace(0, slices)])
+    text = (tmp_path / "new.json").read_text()
+    assert text.count('"nvme_read"') == 3
+    (tmp_path / "old.json").write_text(text.replace('"nvme_read"', '"nc"'))
+    assert read_trace(tmp_path / "old.json") == read_trace(tmp_path / "new.json") == [RankTrace(0, slices)]

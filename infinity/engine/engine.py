@@ -28,6 +28,7 @@ from infinity.engine.access.save_window import finish_saving
 from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
 from infinity.engine.autograd.resident_model import hooks_for
 from infinity.engine.sizing import Training, budgets, is_deferred
+from infinity.engine.stats import EngineStats, stats_of
 from infinity.engine.steps.step_cycle import Cycle
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.errors import ConfigError, UsageError
@@ -91,34 +92,10 @@ class Engine(NotCopied):
 
     # The user's face.
 
-    def stats(self) -> dict:
-        """Sizes in bytes, and what has happened so far on this rank, by link."""
+    def stats(self) -> EngineStats:
+        """Sizes in bytes, and counts since the start, of this rank."""
         self.start()
-        return {
-            "num_parameters": self.layout.num_parameters,
-            "state_nbytes": sum(chunk.record.nbytes for chunk in self.registry.chunks),
-            "device_budget_nbytes": self.margin.budget_nbytes,
-            "device_nbytes": self.tier.held_nbytes,
-            "peak_device_nbytes": self.tier.peak_nbytes,
-            "peak_activation_nbytes": self.margin.activation_nbytes,  # all that is not the engine's; 0 on the CPU
-            "peak_allocated_nbytes": self.margin.gauge.most_nbytes() if self.margin.gauge else 0,  # by the process; 0 on the CPU
-            "num_steps_back": self.margin.trial.num_failed,  # divisions of the device that made steps longer, and were undone
-            "num_chunks_on_device": sum(chunk.on_device for chunk in self.registry.chunks),
-            "host_arena_nbytes": self.arena.nbytes,
-            "nvme_read_nbytes": self.swap.read_nbytes if self.swap else 0,
-            "nvme_write_nbytes": self.swap.write_nbytes if self.swap else 0,
-            "compresses_nvme": self.compressor is not None and self.compressor.codes,
-            "late_gradients_nbytes": self.compressor.pool.used_nbytes if self.compressor and self.compressor.pool else 0,
-            "num_plans": self.follower.num_plans,
-            "num_fetches_ahead": self.weights.num_ahead,  # to the device, before an op needed them
-            "num_fetches_late": self.weights.num_late,
-            "loss_scale": self.cycle.scaler.scale if self.cycle.scaler is not None else None,
-            "num_skipped_steps": self.cycle.num_skipped,
-            "activations": self.activations.stats() if self.activations is not None else None,
-            "by_layer_speedup": self.cycle.advice.speedup,  # expected of infinity.accumulate; None where that is not known
-            "by_layer_uncut": list(self.cycle.uncut.reasons),  # why parts of the model are one segment there, or not all pass at once
-            "links": {link: meter.totals() for link, meter in self.events.meters.items()},
-        }
+        return stats_of(self)
 
     @uninterrupted
     def flush(self) -> None:

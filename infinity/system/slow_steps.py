@@ -74,9 +74,9 @@ class Pace:
 
     def _by_link(self) -> str:
         """What the step has waited for before, for at least a tenth of a second, longest first."""
-        spans = zip(LINKS.values(), self._stalls(), self._stalled)
-        waited = sorted(((after - before, title) for title, after, before in spans if after - before >= 0.1), reverse=True)
-        return "; before that " + ", ".join(f"{seconds:.1f} s for {title}" for seconds, title in waited) if waited else ""
+        spans = zip(LINKS, self._stalls(), self._stalled)
+        waited = sorted(((after - before, link) for link, after, before in spans if after - before >= 0.1), reverse=True)
+        return "; before that " + ", ".join(f"{seconds:.1f} s for {link}" for seconds, link in waited) if waited else ""
 
     def _stalls(self) -> list[float]:
         return [self._meters[link].stall_seconds for link in LINKS]

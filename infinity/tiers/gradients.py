@@ -195,7 +195,7 @@ class Gradients:
             with self._open(chunk) as shard:
                 begin = now()
                 marks = self.adder.put(shard, chunk.gradient.device_shard if memory is None else memory, True, ready)
-            self.events.moved("gc", chunk.index, shard.nbytes, begin, now(), marks)
+            self.events.moved("d2h", chunk.index, shard.nbytes, begin, now(), marks)
 
         return self.gc.push(work, chunk.title)
 
@@ -238,11 +238,11 @@ class Gradients:
                 while self._under_way_nbytes > self.limit_nbytes:
                     self.failure.check()
                     self._changed.wait(1.0)
-            self.events.stalled("gc", "room for gradients", start, now())
+            self.events.stalled("d2h", "room for gradients", start, now())
 
     def wait_for(self, chunk: ChunkState) -> None:
         """Wait until all that was sent of a chunk has arrived."""
-        self.events.wait("gc", chunk.gradient.job, chunk.index)
+        self.events.wait("d2h", chunk.gradient.job, chunk.index)
         self.failure.check()
 
     def hurry(self) -> None:
@@ -360,7 +360,7 @@ class Gradients:
             begin = now()
             moves = [self.adder.put(memory[start : start + part.numel()], part, first, ready) for part, start, first, ready in batch.parts]
         marks = (moves[0][0], moves[-1][1]) if self.cuda else None
-        self.events.moved("gc", batch.chunk.index, batch.nbytes, begin, now(), marks)
+        self.events.moved("d2h", batch.chunk.index, batch.nbytes, begin, now(), marks)
 
     # More than one rank.
 
@@ -396,7 +396,7 @@ class Gradients:
                 done = self.gather_stream.record_event()
         else:
             shard, done = self.ranks.reduce_scatter(flat, chunk.title), None
-        self.events.moved("rs", chunk.index, flat.numel() * flat.element_size(), start, now(), marks)
+        self.events.moved("reduce_scatter", chunk.index, flat.numel() * flat.element_size(), start, now(), marks)
         return shard, done
 
     def _collect_shard(self, chunk: ChunkState, scattered, params: list[int]) -> None:
@@ -414,4 +414,4 @@ class Gradients:
         flags = shard[numel:].tolist()
         chunk.gradient.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
         if not stays:
-            self.events.moved("gc", chunk.index, chunk.record.numel * shard.element_size(), begin, now(), marks)
+            self.events.moved("d2h", chunk.index, chunk.record.numel * shard.element_size(), begin, now(), marks)

@@ -317,9 +317,9 @@ def test_steps_have_one_plan_whatever_the_number_of_micro_batches(make, tmp_path
             optimizer.step()
             optimizer.zero_grad()
             if step == 2:
-                late = engine.stats()["num_fetches_late"]
-        assert engine.stats()["num_plans"] == 1
-        assert engine.stats()["num_fetches_late"] == late
+                late = engine.stats()["num_prefetch_misses"]
+        assert engine.stats()["num_prefetch_plans"] == 1
+        assert engine.stats()["num_prefetch_misses"] == late
 
 
 def test_the_number_of_micro_batches_may_change_and_ordinary_steps_may_come_between(tmp_path):
@@ -517,7 +517,7 @@ def test_activations_may_leave_the_device(make, activations, tmp_path, monkeypat
     with training(make, tmp_path, options={"accumulation_steps": 3}, activation_tier=activations, **NVME) as (model, engine, optimizer):
         infinity.accumulate(model, tokens(0), loss_of)
         optimizer.step()
-        assert engine.stats()["activations"]["moved_nbytes"] > 0
+        assert engine.stats()["activation_offload"]["moved_nbytes"] > 0
 
 
 def test_blocks_that_are_compiled_are_cut_like_others(tmp_path):
@@ -619,7 +619,7 @@ def test_what_makes_containers_again_keeps_nothing_of_the_first_ones():
 
 def away(engine):
     """Bytes of what blocks were given that have left the device."""
-    return (engine.stats()["activations"] or {}).get("moved_nbytes", 0)
+    return (engine.stats()["activation_offload"] or {}).get("moved_nbytes", 0)
 
 
 def three_steps(model, engine, optimizer, loss=loss_of, batches=tokens):
@@ -649,7 +649,7 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
     with training(Crowded, tmp_path, **config, **NVME) as (model, engine, optimizer):
         assert sum(three_steps(model, engine, optimizer, counting(loss_of, calls)), []) == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
-        assert engine.stats()["by_layer_uncut"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
+        assert engine.stats()["layerwise_unsplit_reasons"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
     num_tries = 1 + (place == "auto")
     assert len(calls) == 3 * num_tries + 2 + 3 * 3  # the third one had no room, and of two the second
     assert len(looks) == num_tries + 2  # what modules keep is looked at until a step of the kind has had its forward passes
@@ -694,7 +694,7 @@ def test_what_blocks_are_given_goes_to_host_memory_where_the_device_has_no_room(
             moved.append(away(engine))
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
-        assert moved[0] < moved[1] < moved[2] < moved[3] and engine.stats()["by_layer_uncut"] == []
+        assert moved[0] < moved[1] < moved[2] < moved[3] and engine.stats()["layerwise_unsplit_reasons"] == []
         infinity.accumulate(model, tokens(3, 2), loss_of)  # of fewer the device has room
         assert away(engine) == moved[3] and not engine.activations.is_on
     assert len(calls) == 3 + 3 * 3  # one pass had no room
@@ -727,7 +727,7 @@ def test_what_has_no_room_in_host_memory_stays_on_the_device(num_in_host_memory,
         with training(crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
             assert sum(three_steps(model, engine, optimizer), []) == expected[0]
             assert_same_states(states_of(engine, model), expected[1])
-            assert away(engine) and engine.stats()["by_layer_uncut"] == []
+            assert away(engine) and engine.stats()["layerwise_unsplit_reasons"] == []
             assert engine.activations.heap.peak_nbytes == num_in_host_memory * 4096
 
 
@@ -763,7 +763,7 @@ def test_what_blocks_are_given_leaves_the_device_where_that_is_asked_for(tmp_pat
     with training(Crowded, tmp_path, **config, **NVME) as (model, engine, optimizer):
         infinity.accumulate(model, tokens(0), counting(loss_of, calls))
         optimizer.step()
-        assert len(calls) == 3 and engine.stats()["by_layer_uncut"] == []
+        assert len(calls) == 3 and engine.stats()["layerwise_unsplit_reasons"] == []
 
 
 def test_what_the_next_micro_batch_needs_is_on_the_device_when_it_asks(tmp_path, monkeypatch):
@@ -789,7 +789,7 @@ def test_host_memory_that_was_asked_for_and_has_no_room_is_an_error(tmp_path, mo
         engine.activations.heap.budget_nbytes = 0
         with pytest.raises(BudgetError, match="does not fit into what is left of host_memory"):
             infinity.accumulate(model, tokens(0), loss_of)
-        assert engine.stats()["by_layer_uncut"] == []
+        assert engine.stats()["layerwise_unsplit_reasons"] == []
 
 
 def test_a_gradient_that_waits_stays_on_the_device_where_host_memory_has_no_room(tmp_path, monkeypatch):
@@ -823,7 +823,7 @@ def test_where_host_memory_has_no_room_either_they_run_one_after_the_other_and_i
             assert engine.arena.nbytes == before and engine.activations.heap.peak_nbytes == 2 * 4096
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
-        assert engine.stats()["by_layer_uncut"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
+        assert engine.stats()["layerwise_unsplit_reasons"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
     said = capfd.readouterr().err
     assert "8.0 KiB for it" in said and said.count("one after the other") == 1
 
@@ -851,7 +851,7 @@ def test_an_interrupt_while_host_memory_is_given_back_loses_none_of_it(tmp_path,
         give_back(self, region)
 
     with training(Crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
-        before = engine.stats()["host_arena_nbytes"]
+        before = engine.stats()["pinned_host_nbytes"]
         infinity.accumulate(model, tokens(0), loss_of)
         assert engine.arena.nbytes == before + engine.activations.heap.nbytes > before
         monkeypatch.setattr(Arena, "give_back", interrupted)
@@ -961,7 +961,7 @@ def test_what_backward_passes_of_a_turn_write_is_not_taken_for_the_next_ones(tmp
         assert [value.item() for value in infinity.accumulate(model, tokens(0, 4), loss_of)] == losses
         optimizer.step()
         assert_same_states(states_of(engine, model), states)
-        assert engine.stats()["by_layer_uncut"] == []
+        assert engine.stats()["layerwise_unsplit_reasons"] == []
 
 
 class ChangingSingle(Block):
@@ -985,7 +985,7 @@ def test_what_cannot_be_cut_is_found_in_a_later_turn(tmp_path):
         assert [value.item() for value in infinity.accumulate(model, batches(0, 4), loss_of)] == expected[0]
         optimizer.step()
         assert_same_states(states_of(engine, model), expected[1])
-        (reason,) = engine.stats()["by_layer_uncut"]
+        (reason,) = engine.stats()["layerwise_unsplit_reasons"]
         assert "changes in place what it is given" in reason
 
 
@@ -1039,7 +1039,7 @@ def test_what_is_not_cut_after_all_keeps_its_activations_on_the_device(tmp_path,
             optimizer.zero_grad()
         assert losses == expected[0] and away(engine) == 0
         assert_same_states(states_of(engine, model), expected[1])
-        (reason,) = engine.stats()["by_layer_uncut"]
+        (reason,) = engine.stats()["layerwise_unsplit_reasons"]
         assert "another one for each micro-batch" in reason
 
 
@@ -1070,7 +1070,7 @@ def test_a_device_that_is_full_in_backward_of_what_had_no_room_in_host_memory_is
             infinity.accumulate(model, tokens(1), loss_of)
         notes = getattr(found.value, "__notes__", [])
         assert ["Config(activation_tier='nvme')" in note for note in notes] == [True] * (num_in_host_memory == 4)
-        assert engine.stats()["by_layer_uncut"] == []
+        assert engine.stats()["layerwise_unsplit_reasons"] == []
 
 
 def test_where_the_device_keeps_nothing_that_is_no_remedy(tmp_path, capfd):
@@ -1171,7 +1171,7 @@ def assert_runs_as_one(directory, capfd, match, *, whole, make, most=3, **how):
         assert losses == expected_losses
         assert_same_states(states_of(engine, model), expected_states)
         assert all(torch.equal(buffer, expected_buffers[name]) for name, buffer in model.named_buffers())
-        reasons = engine.stats()["by_layer_uncut"]
+        reasons = engine.stats()["layerwise_unsplit_reasons"]
         assert len(reasons) == 1 and match in reasons[0], reasons
         assert engine.cycle.uncut.whole is whole
         assert capfd.readouterr().err.count(reasons[0]) == 1
@@ -1805,12 +1805,12 @@ def test_gradients_leave_the_device_once_a_turn(make, dtype, n, num_turns, tmp_p
     with training(make, tmp_path, options={"accumulation_steps": 2}, dtype=dtype, **NVME) as (model, engine, optimizer):
         engine.cycle.uncut.most = -(-n // num_turns)
         for step in range(3):
-            before = engine.stats()["links"]["gc"]["nbytes"]
+            before = engine.stats()["links"]["d2h"]["nbytes"]
             infinity.accumulate(model, tokens(step, n), loss_of)
             optimizer.step()
             optimizer.zero_grad()
         trained = sum(chunk.record.numel for chunk in engine.registry.chunks if chunk.trainable and any(chunk.steps.values()))
-        assert engine.stats()["links"]["gc"]["nbytes"] - before == 4 * num_turns * trained
+        assert engine.stats()["links"]["d2h"]["nbytes"] - before == 4 * num_turns * trained
         assert engine.tier.held_nbytes == sum(span.nbytes for span in engine.registry.spans if span.allocated)
 
 
@@ -1826,11 +1826,11 @@ def test_a_sum_that_has_made_way_adds_up_in_host_memory_until_the_turn_is_over(t
 
         model.last.register_forward_hook(leave_no_room)
         for step in range(3):
-            before = engine.stats()["links"]["gc"]["nbytes"]
+            before = engine.stats()["links"]["d2h"]["nbytes"]
             infinity.accumulate(model, tokens(step), loss_of)
             optimizer.step()
             optimizer.zero_grad()
-            sent.append(engine.stats()["links"]["gc"]["nbytes"] - before)
+            sent.append(engine.stats()["links"]["d2h"]["nbytes"] - before)
         assert sent == [sent[0]] * 3
 
 

@@ -257,11 +257,11 @@ def leaves_once(dtype, update, folder):
     config = NVME | {"dtype": dtype, "update": update, "options": {"accumulation_steps": 2}}
     with training(Chain, folder, **config) as (model, engine, optimizer):
         for step, n in enumerate((2, 5)):
-            before = engine.stats()["links"]["gc"]["nbytes"]
+            before = engine.stats()["links"]["d2h"]["nbytes"]
             infinity.accumulate(model, tokens(2 * step + dist.get_rank(), n), loss_of_tokens)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(engine.stats()["links"]["gc"]["nbytes"] - before)
+            found.append(engine.stats()["links"]["d2h"]["nbytes"] - before)
         assert engine.tier.held_nbytes == sum(span.nbytes for span in engine.registry.spans if span.allocated)
         return found, sum(chunk.record.numel for chunk in engine.registry.chunks)
 

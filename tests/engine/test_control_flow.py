@@ -205,7 +205,7 @@ def shares_ahead(directory, orders, between=None, **config):
             optimizer.zero_grad()
             found.append(share_ahead(before, fetched(engine)))
         assert len(engine.course.routes) <= MAX_ROUTES
-        return found, engine.stats()["num_plans"]
+        return found, engine.stats()["num_prefetch_plans"]
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
@@ -381,7 +381,7 @@ def mixture(folder, options, choice, *, steps=6, leaf=True, adam=None, **config)
 
 def fetched(engine):
     stats = engine.stats()
-    return stats["num_fetches_ahead"], stats["num_fetches_late"]
+    return stats["num_prefetch_hits"], stats["num_prefetch_misses"]
 
 
 def share_ahead(before, after):
@@ -497,7 +497,7 @@ def changing(folder, order, *, steps=8, repeat=1, **config):
             optimizer.zero_grad()
             losses.append(total(loss.item()))
         states = {name: engine.read_state(p)["weight"] for name, p in model.named_parameters()}
-        return losses, states, engine.stats()["num_plans"], engine.stats()["peak_device_nbytes"]
+        return losses, states, engine.stats()["num_prefetch_plans"], engine.stats()["peak_device_nbytes"]
 
 
 def plain_changing(order, steps=8, repeat=1):

@@ -16,7 +16,7 @@ from infinity.model.gpt import GPT
 from infinity.plan.traffic import MOST_GROUPS, _groups
 
 ON_NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"}
-STEP_LINKS = ("nc", "cg", "gg", "rs", "gc", "cn")
+STEP_LINKS = ("nvme_read", "h2d", "all_gather", "reduce_scatter", "d2h", "nvme_write")
 
 
 def build(folder, **options):
@@ -57,11 +57,11 @@ def test_bytes_a_step_are_about_those_that_a_step_moves(options, tmp_path):
     with infinity.engine_of(model):
         expected = infinity.describe(model).step_nbytes
         found = moved(model, optimizer, 16)
-    for link in ("cg", "gc"):
+    for link in ("h2d", "d2h"):
         assert expected[link] == pytest.approx(found[link], rel=0.06)
-    for link in ("nc", "cn"):
+    for link in ("nvme_read", "nvme_write"):
         assert expected[link] == pytest.approx(found[link], rel=0.25)
-    assert expected["gg"] == expected["rs"] == 0
+    assert expected["all_gather"] == expected["reduce_scatter"] == 0
 
 
 @pytest.mark.long
@@ -71,7 +71,7 @@ def test_two_ranks_expect_what_they_gather_and_reduce(tmp_path):
     world.close()
     for description, found in results:
         assert description.num_ranks == 2 and "2 ranks, bytes are of one" in str(description)
-        for link in ("gg", "rs", "cg", "gc"):
+        for link in ("all_gather", "reduce_scatter", "h2d", "d2h"):
             assert description.step_nbytes[link] == pytest.approx(found[link], rel=0.06), link
 
 
@@ -85,7 +85,7 @@ def test_tiers_hold_what_the_placement_says_and_what_is_left(tmp_path):
     model, _ = build(tmp_path, host_memory="2MiB", device_memory="512KiB", compression="off")
     with infinity.engine_of(model) as engine:
         found, stats = infinity.describe(model), engine.stats()
-        assert sum(tier.weights + tier.states for tier in found.tiers.values()) == stats["state_nbytes"]
+        assert sum(tier.weights + tier.states for tier in found.tiers.values()) == stats["model_state_nbytes"]
         assert found.tiers["host"].used + found.tiers["host"].left == 2 << 20
         assert found.tiers["device"].used + found.tiers["device"].left == 512 << 10
         assert found.tiers["nvme"].used == engine.placement.nvme_nbytes > 0 and found.tiers["nvme"].left > 0
@@ -102,8 +102,8 @@ def test_seconds_and_bottleneck_come_from_the_drives_if_these_were_measured(tmp_
         assert found.drive_seconds is None and "drives are not measured" in str(found)
         monkeypatch.setattr(type(engine.swap), "nbytes_per_s", 1e6)
         found = infinity.describe(model)
-        assert found.drive_seconds == (found.step_nbytes["nc"] + found.step_nbytes["cn"]) / 1e6
-        assert found.bottleneck == "nc" and "bottleneck: NVMe to host; at least" in str(found)
+        assert found.drive_seconds == (found.step_nbytes["nvme_read"] + found.step_nbytes["nvme_write"]) / 1e6
+        assert found.bottleneck == "nvme_read" and "bottleneck: nvme_read; at least" in str(found)
 
 
 def test_the_block_has_at_most_12_lines_of_100_columns(tmp_path):

@@ -129,7 +129,7 @@ def run(options, directory, num_steps=20, **config):
         if isinstance(config.get("device_memory"), int):
             assert stats["peak_device_nbytes"] <= config["device_memory"]
         if isinstance(config.get("host_memory"), int):
-            assert stats["host_arena_nbytes"] <= config["host_memory"]
+            assert stats["pinned_host_nbytes"] <= config["host_memory"]
     return losses, norm, states
 
 
@@ -543,7 +543,7 @@ def traffic(make, directory, num_steps=4, **config):
         stats = engine.stats()
         found = [nbytes / stats["num_parameters"] / num_steps for nbytes in (read, written)]
         print(f"{found[0]:.3f} read, {found[1]:.3f} written a parameter and step")
-        return *found, stats["host_arena_nbytes"] / stats["num_parameters"]
+        return *found, stats["pinned_host_nbytes"] / stats["num_parameters"]
 
 
 def traffic_gpt():
@@ -609,7 +609,7 @@ def test_stages_run_ahead_of_the_ops(delayed, tmp_path):
             optimizer.zero_grad()
         assert_equals_reference(engine, model, reference_model, reference)
         lanes = {event.lane for event in engine.events.trace}
-        assert {"nc", "cg", "gc", "update", "cn"} <= lanes
+        assert {"nvme_read", "h2d", "d2h", "update", "nvme_write"} <= lanes
         assert all(event.start <= event.end for event in engine.events.trace)
 
 

@@ -435,8 +435,8 @@ def run(name, directory, *, options=None, num_steps=3, **config):
         for kind, cache in engine.records.caches.items():
             assert cache.slots is None or cache.slots.peak <= placement.slots[kind]
     plan = placement.host_nbytes
-    assert plan <= stats["host_arena_nbytes"] <= 1.02 * plan, (plan, stats["host_arena_nbytes"])
-    for field, held in (("host_memory", "host_arena_nbytes"), ("device_memory", "peak_device_nbytes")):
+    assert plan <= stats["pinned_host_nbytes"] <= 1.02 * plan, (plan, stats["pinned_host_nbytes"])
+    for field, held in (("host_memory", "pinned_host_nbytes"), ("device_memory", "peak_device_nbytes")):
         if isinstance(config.get(field), int):
             assert stats[held] <= config[field], field
     return losses, states, stats

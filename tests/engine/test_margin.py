@@ -424,7 +424,7 @@ def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge
             optimizer.step()
             optimizer.zero_grad()
             counts.append(len(engine.margin.promoted))
-        assert engine.stats()["num_steps_back"] == steps_back
+        assert engine.stats()["num_placement_rollbacks"] == steps_back
         assert counts[0] > 0 and (counts[-1] == 0) == bool(steps_back), counts
         assert_same_states(states_of(engine, model), expected)
 
@@ -459,14 +459,14 @@ def test_each_division_is_on_trial_whatever_it_was_made_for(gauge, clock, tmp_pa
             assert not engine.margin.trial.is_on
             for seconds in LONGER_AND_LONGER:
                 timed_step(model, optimizer, clock, seconds, batch + 4)
-            found.append((engine.stats()["num_steps_back"], len(engine.margin.promoted)))
+            found.append((engine.stats()["num_placement_rollbacks"], len(engine.margin.promoted)))
         model(*tokens(0, batch=20))  # finds no room, and takes its time
         clock[0] += 100.0
         gauge.failures += 1
         optimizer.zero_grad()
         for seconds in LONGER_AND_LONGER:
             timed_step(model, optimizer, clock, seconds, 20)
-        found.append((engine.stats()["num_steps_back"], len(engine.margin.promoted)))
+        found.append((engine.stats()["num_placement_rollbacks"], len(engine.margin.promoted)))
     assert found == [(1, 0), (2, 0), (3, 0)]
 
 
@@ -487,7 +487,7 @@ def test_nothing_is_on_trial_before_there_is_an_optimizer(gauge, clock, tmp_path
         with torch.enable_grad():
             for seconds in LONGER_AND_LONGER:
                 timed_step(model, optimizer, clock, seconds)
-        assert engine.stats()["num_steps_back"] == 1
+        assert engine.stats()["num_placement_rollbacks"] == 1
 
 
 def test_after_an_allocation_that_failed_all_goes_home_and_is_measured_anew(gauge, tmp_path):

@@ -222,8 +222,8 @@ def test_a_frozen_model_is_fetched_ahead_and_remembers_no_more_than_a_pass(tmp_p
     with infinity.offload(critic, infinity.Config(swap_dirs=tmp_path, **CONFIG | NVME)) as engine:
         for _ in range(5):
             critic(prompt).sum().backward()
-            late.append(engine.stats()["num_fetches_late"])
-        assert engine.stats()["num_plans"] == 1
+            late.append(engine.stats()["num_prefetch_misses"])
+        assert engine.stats()["num_prefetch_plans"] == 1
         assert late[1:] == late[1:2] * 4  # from the second pass on every fetch was ahead of its op
         uses = len(engine.course.trace)
         for step in range(200):

@@ -404,7 +404,7 @@ def train_share(name, folder):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(total(loss.item()))
-        return losses, engine.stats()["num_plans"]
+        return losses, engine.stats()["num_prefetch_plans"]
 
 
 @pytest.mark.long

@@ -700,7 +700,7 @@ def test_the_gradient_of_a_tile_leaves_before_the_next_is_made(tmp_path, monkeyp
         trace, moved = [], engine.events.moved
 
         def note(link, what, *more):
-            if link == "gc":
+            if link == "d2h":
                 trace.append(("left", what))
             moved(link, what, *more)
 

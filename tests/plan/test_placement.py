@@ -567,7 +567,7 @@ def test_the_engine_holds_what_was_planned(tmp_path, mode, update, accumulation_
         engine.flush()
         stats, placement = engine.stats(), engine.placement
         assert placement.host_nbytes <= config.host_memory
-        assert placement.host_nbytes <= stats["host_arena_nbytes"] <= 1.02 * placement.host_nbytes + 4096 * 4
+        assert placement.host_nbytes <= stats["pinned_host_nbytes"] <= 1.02 * placement.host_nbytes + 4096 * 4
         assert stats["peak_device_nbytes"] <= config.device_memory
         if placement.homes[STATES][0] == DEVICE:
             spans = sum(span.nbytes for span in engine.registry.spans)

@@ -220,13 +220,13 @@ def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, opt
             "norms": norms,
             "evaluations": evaluations,
             "states": states_of(engine, model),
-            "collectives": [(e.lane, e.what) for e in engine.events.trace if e.lane in ("gg", "rs")],
-            "reads": [e.what for e in engine.events.trace if e.lane == "nc"],
-            "copies": [e.what for e in engine.events.trace if e.lane == "cg"],
+            "collectives": [(e.lane, e.what) for e in engine.events.trace if e.lane in ("all_gather", "reduce_scatter")],
+            "reads": [e.what for e in engine.events.trace if e.lane == "nvme_read"],
+            "copies": [e.what for e in engine.events.trace if e.lane == "h2d"],
             "records": records,
-            "nbytes": {"read": engine.stats()["links"]["nc"]["nbytes"], "written": engine.stats()["nvme_write_nbytes"]},
+            "nbytes": {"read": engine.stats()["links"]["nvme_read"]["nbytes"], "written": engine.stats()["nvme_write_nbytes"]},
             "chunks": [(c.numel, c.used) for c in engine.layout.chunks],
-            "num_plans": engine.stats()["num_plans"],
+            "num_plans": engine.stats()["num_prefetch_plans"],
             "num_promoted": len(engine.margin.promoted),
             "num_spans": len(engine.registry.spans),
         }
@@ -482,7 +482,7 @@ def test_every_rank_holds_and_reads_its_part_of_every_chunk(worlds, tmp_path, si
 def test_collectives_have_one_order_on_all_ranks(worlds, tmp_path):
     for size, update in ((2, "backward"), (2, "deferred"), (4, "backward")):
         found = worlds(size).run(train, tmp_path, checkpoint=True, update=update, **ON_NVME)
-        assert {lane for lane, _ in found[0]["collectives"]} == {"gg", "rs"}
+        assert {lane for lane, _ in found[0]["collectives"]} == {"all_gather", "reduce_scatter"}
         assert all(rank["collectives"] == found[0]["collectives"] for rank in found)
         assert all(rank["num_plans"] >= 1 for rank in found)
 
@@ -505,7 +505,7 @@ def train_branches(folder, bias_on, side_on, *, steps=4, **changes):
             adam.step()
             adam.zero_grad()
         values = {name: engine.read_state(p) for name, p in model.named_parameters()}
-        return {"values": values, "num_plans": engine.stats()["num_plans"]}
+        return {"values": values, "num_plans": engine.stats()["num_prefetch_plans"]}
 
 
 def branches_reference(bias_on, side_on, world, steps=4):

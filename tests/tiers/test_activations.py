@@ -817,7 +817,7 @@ def results(make, directory, place, what=plain_steps, options=None, pages=PAGES,
     with no_hang(60), training(make, directory, options=options, activation_tier=place, **config) as (model, engine, optimizer):
         tighten(engine, pages)
         found = [tensor.detach().clone() for tensor in what(model, optimizer) if tensor is not None]
-        stats = engine.stats()["activations"]
+        stats = engine.stats()["activation_offload"]
         if place == "device":
             assert stats is None
         else:
@@ -878,7 +878,7 @@ def test_only_the_inputs_of_checkpointed_blocks_leave(tmp_path, everything_moves
     with training(lambda: Model(build, run, (64, H)), tmp_path, activation_tier="host") as (model, engine, optimizer):
         x = torch.randn(64, H).requires_grad_()
         loss_of(model(x)).backward()
-        assert engine.stats()["activations"]["moved_nbytes"] == 7 * 64 * H * 4  # the newest stays on the device
+        assert engine.stats()["activation_offload"]["moved_nbytes"] == 7 * 64 * H * 4  # the newest stays on the device
         optimizer.step()
 
 
@@ -998,8 +998,8 @@ def test_tensors_are_on_nvme_while_the_backward_pass_needs_none_of_them(tmp_path
             optimizer.step()
             optimizer.zero_grad()
         stats = engine.stats()
-        assert stats["host_arena_nbytes"] <= 4 * MIB
-        assert stats["activations"]["nvme_nbytes"] == (21 - BEHIND) * 512 * 64 * 4
+        assert stats["pinned_host_nbytes"] <= 4 * MIB
+        assert stats["activation_offload"]["nvme_nbytes"] == (21 - BEHIND) * 512 * 64 * 4
 
 
 @pytest.mark.parametrize("place", [*PLACES, "auto"])
@@ -1014,8 +1014,8 @@ def test_host_memory_that_weights_and_states_leave_is_for_activations(place, tmp
             optimizer.step()
             optimizer.zero_grad()
         stats = engine.stats()
-        assert stats["activations"]["host_peak_nbytes"] > 6 * MIB / 2 and stats["activations"]["nvme_nbytes"] == 0
-        assert stats["host_arena_nbytes"] == others + stats["activations"]["host_nbytes"] <= 6 * MIB
+        assert stats["activation_offload"]["host_peak_nbytes"] > 6 * MIB / 2 and stats["activation_offload"]["nvme_nbytes"] == 0
+        assert stats["pinned_host_nbytes"] == others + stats["activation_offload"]["host_nbytes"] <= 6 * MIB
 
 
 def test_room_that_is_too_small_is_refused_with_its_number(tmp_path):
@@ -1047,7 +1047,7 @@ def train_on_a_rank(folder, place):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        stats = engine.stats()["activations"]
+        stats = engine.stats()["activation_offload"]
         files = sorted(path.name for path in folder.glob("*/*.swap"))
         return losses, test_ranks.states_of(engine, model), stats and stats["nvme_nbytes"], files
 

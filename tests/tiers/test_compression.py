@@ -430,8 +430,8 @@ def test_training_has_the_same_bits(tmp_path, dtype, moments, update, one_thread
                 losses.append(loss.item())
             stats = engine.stats()
             found[choice] = losses, states_of(engine, model), stats
-            assert stats["compresses_nvme"] == (choice == "on")
-            assert stats["host_arena_nbytes"] <= 24 * MIB
+            assert stats["nvme_entropy_coding"] == (choice == "on")
+            assert stats["pinned_host_nbytes"] <= 24 * MIB
     assert found["on"][0] == found["off"][0]
     assert_same_states(found["on"][1], found["off"][1])
     assert found["on"][2]["nvme_write_nbytes"] < 0.95 * found["off"][2]["nvme_write_nbytes"]
@@ -446,7 +446,7 @@ def test_the_least_host_memory_that_is_named_suffices(tmp_path, chunk_mib):
             model(torch.ones(2, 512)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert engine.stats()["host_arena_nbytes"] <= least
+        assert engine.stats()["pinned_host_nbytes"] <= least
 
 
 def test_nothing_is_compressed_where_no_record_is_on_nvme(tmp_path):
@@ -456,8 +456,8 @@ def test_nothing_is_compressed_where_no_record_is_on_nvme(tmp_path):
     with training(lambda: linears(4, 64), tmp_path, host_memory=least, **places) as (model, engine, optimizer):
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
-        assert engine.swap is not None and not engine.stats()["compresses_nvme"]
-        assert engine.stats()["host_arena_nbytes"] <= least
+        assert engine.swap is not None and not engine.stats()["nvme_entropy_coding"]
+        assert engine.stats()["pinned_host_nbytes"] <= least
 
 
 @on_gpu

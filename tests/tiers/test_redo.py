@@ -510,7 +510,7 @@ def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch
             chunks = [chunk for chunk in engine.registry.chunks if chunk.redo and chunk.redo.late]
             assert not any(chunk.on_device for chunk in chunks)
             held.append(sum(len(pooled.blocks) for chunk in chunks for late in chunk.redo.late for pooled in late.pooled))
-            assert engine.stats()["late_gradients_nbytes"] == held[-1] * BLOCK_NBYTES
+            assert engine.stats()["replay_grad_nbytes"] == held[-1] * BLOCK_NBYTES
         assert engine.margin.promoted and any(held)
 
 
@@ -521,7 +521,7 @@ def test_where_coding_was_planned_and_does_not_pay_its_buffers_hold_gradients(tm
     config = {"optimizer_state_dtype": moments, "host_memory": "16MiB"}
     with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | config | {"compression": "auto"}) as (_, engine, _):
         assert (engine.placement.num_late, engine.placement.pool_nbytes) == (planned, 0)
-        assert {chunk.redo.num_late for chunk in engine.registry.chunks if chunk.redo} == {found} - {0} and not engine.stats()["compresses_nvme"]
+        assert {chunk.redo.num_late for chunk in engine.registry.chunks if chunk.redo} == {found} - {0} and not engine.stats()["nvme_entropy_coding"]
         assert (engine.compressor.pool is not None) == (found > 0) and engine.arena.nbytes <= engine.placement.host_nbytes
     (on, late), (off, _) = (trained(tmp_path, choice, **config) for choice in ("auto", "off"))
     assert any(late) == (found > 0)

@@ -253,7 +253,7 @@ def test_a_run_takes_its_settings_from_files(directory, capsys):
     assert report["losses"] == pytest.approx(plain_losses(5, seed=3), rel=1e-6)
     assert (report["device_budget_bytes"], report["options"]["seed"]) == (8 * 2**20, 3)
     assert report["config"]["swap_dirs"] == [str(directory / "run" / "swap")]
-    assert report["links"]["nc"]["bytes_per_step"] > 0 and not (directory / "infinity-swap").exists()
+    assert report["links"]["nvme_read"]["bytes_per_step"] > 0 and not (directory / "infinity-swap").exists()
 
 
 # Output
@@ -360,10 +360,10 @@ def test_a_report_is_of_the_steps_after_the_second():
     run.counters = [
         {
             "num_parameters": 100,
-            "state_nbytes": 1200,
+            "model_state_nbytes": 1200,
             "device_budget_nbytes": 400,
             "peak_device_nbytes": 300 + step,
-            "host_arena_nbytes": 77,
+            "pinned_host_nbytes": 77,
             "nvme_read_nbytes": total[step],
             "nvme_write_nbytes": 2 * total[step],
             "links": {
@@ -378,9 +378,9 @@ def test_a_report_is_of_the_steps_after_the_second():
     assert (report["nvme_read_bytes_per_param"], report["nvme_write_bytes_per_param"]) == (2.5, 5.0)
     assert (report["states_over_device_budget"], report["peak_device_bytes"], report["host_arena_bytes"]) == (3.0, 304, 77)
     assert report["stall_seconds"] == {link: 1.0 for link in LINKS}
-    assert report["links"]["cn"]["bytes_per_step"] == 2500
-    assert report["links"]["cn"]["gbps"] == pytest.approx(2.5)  # 5000 bytes in two microseconds
-    assert report["links"]["cn"]["stall_share"] == 0.25
+    assert report["links"]["nvme_write"]["bytes_per_step"] == 2500
+    assert report["links"]["nvme_write"]["gbps"] == pytest.approx(2.5)  # 5000 bytes in two microseconds
+    assert report["links"]["nvme_write"]["stall_share"] == 0.25
     assert "NVMe        2.50 bytes read, 5.00 written" in _table(report)
 
 
@@ -407,7 +407,7 @@ def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
     assert 0 < report["host_arena_bytes"] <= 64 * 2**20
     assert report["states_over_device_budget"] == report["state_bytes"] / 2**23
     assert list(report["stall_seconds"]) == list(report["links"]) == list(LINKS)
-    assert report["links"]["nc"]["bytes_per_step"] > 0 and report["links"]["cn"]["bytes_per_step"] > 0
+    assert report["links"]["nvme_read"]["bytes_per_step"] > 0 and report["links"]["nvme_write"]["bytes_per_step"] > 0
     assert report["options"]["swap_dirs"] is None and report["options"]["output"] == "out.json"
     assert report["versions"]["torch"] == torch.__version__
     assert report["versions"]["infinity"] == infinity.__version__
@@ -468,7 +468,7 @@ def test_two_ranks_see_the_same_losses_under_torchrun(directory):
     report = json.loads((directory / "out.json").read_text())
     assert report["world"] == 2
     assert report["losses"] == pytest.approx(plain_losses(5), rel=1e-5)
-    assert report["links"]["gg"]["bytes_per_step"] > 0 and report["links"]["rs"]["bytes_per_step"] > 0
+    assert report["links"]["all_gather"]["bytes_per_step"] > 0 and report["links"]["reduce_scatter"]["bytes_per_step"] > 0
     assert done.stdout.count("first, ") == 1  # only rank 0 prints
 
 
@@ -485,7 +485,7 @@ def test_training_by_layer_has_the_losses_of_the_loop_and_reads_less(directory):
         assert main(options) == 0
         found[bool(option)] = json.loads((directory / "out.json").read_text())
     assert found[True]["losses"] == found[False]["losses"]
-    read = {by_layer: report["links"]["nc"]["bytes_per_step"] for by_layer, report in found.items()}
+    read = {by_layer: report["links"]["nvme_read"]["bytes_per_step"] for by_layer, report in found.items()}
     assert read[True] < 0.7 * read[False]
 
 

@@ -76,11 +76,11 @@ def test_a_copy_that_is_lengthened_counts_as_long_and_a_read_as_it_was():
     pace, events = overlap.Pace(), Events(tracing=True)
     pace.seconds, events.before_end = 0.02, pace.end_of
     start = now()
-    events.moved("nc", 0, 8, start, start + 0.001)
-    events.moved("cg", 0, 8, start, start + 0.001)
+    events.moved("nvme_read", 0, 8, start, start + 0.001)
+    events.moved("h2d", 0, 8, start, start + 0.001)
     read, copy = events.trace
     assert read.end == start + 0.001 and copy.end >= start + 0.02
-    assert events.meters["cg"].busy_seconds == copy.end - start
+    assert events.meters["h2d"].busy_seconds == copy.end - start
 
 
 def test_the_remedy_for_noise_brings_efficiencies_within_0_and_1(tmp_path, capsys):
@@ -91,7 +91,7 @@ def test_the_remedy_for_noise_brings_efficiencies_within_0_and_1(tmp_path, capsy
 
 def test_a_pass_reads_every_layer_once_and_each_stage_alone_does_the_same_work(make_bench):
     with make_bench() as bench:
-        moved = lambda: (bench.engine.swap.read_nbytes, bench.engine.events.meters["cg"].nbytes)  # noqa: E731
+        moved = lambda: (bench.engine.swap.read_nbytes, bench.engine.events.meters["h2d"].nbytes)  # noqa: E731
         before = moved()
         bench.run()
         after_pass = moved()

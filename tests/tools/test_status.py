@@ -363,7 +363,7 @@ def test_a_training_run_is_seen_followed_and_forgotten(tmp_path, place, capsys, 
             assert (told.steps, told.world, told.pid) == (1000000, 1, process.pid)
             assert 0 < told.loss < 10 and told.step_seconds > 0
             assert told.tokens_per_second == pytest.approx(32 / told.step_seconds)
-            assert [link.title for link in told.links][:2] == ["NVMe to host", "host to device"]
+            assert [link.title for link in told.links][:2] == ["nvme_read", "h2d"]
             assert told.device_nbytes > 0 and told.host_nbytes >= 0
             assert main(["status"]) == 0
             assert re.match(rf" *{process.pid}  step \d+/1000000  loss", capsys.readouterr().out)

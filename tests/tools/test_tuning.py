@@ -282,7 +282,7 @@ def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path,
     for name in ("products", "overhead of a chunk", f"{paths[0]}, write"):
         (line,) = [line for line in shown.err.splitlines() if line.startswith(f"infinity: warning: {name}: ")]
         assert line.endswith("in 2 rounds: does not repeat, and is not written")
-    assert "infinity: warning: run tune again when nothing else runs here" in shown.err
+    assert "infinity: warning: run calibrate again when nothing else runs here" in shown.err
     written = config_files.read(output)["machine"]
     assert not {"device_tflops", "chunk_overhead_us"} & written.keys() and written["update_gparams"] > 0
     assert "write_gbps" not in written["drives"][0] and written["drives"][0]["capacity"] > 0

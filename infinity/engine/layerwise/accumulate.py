@@ -91,7 +91,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     runs in a thread of its own, others of which run in between: what it switches in the model for a while, those find. Blocks of the model
     run again for backward, with their hooks, as with activation checkpointing. What cannot be cut between blocks is found in the first step,
     which then begins anew; it runs as one, in the end all of the model as in the ordinary loop, and is named once, and by
-    stats()["by_layer_uncut"]. So does a step that finds no room on the device before its last backward passes, where there is one rank: what
+    stats()["layerwise_unsplit_reasons"]. So does a step that finds no room on the device before its last backward passes, where there is one rank: what
     its blocks are given, and those of later steps of as many micro-batches, goes to what the engine has left of host memory, as far as there
     is room, unless Config(activation_tier=...) names a place; where both have none, half as many micro-batches pass the model at a time, in the
     end one. Gradients are those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, bit by bit, unless of three or more

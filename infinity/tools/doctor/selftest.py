@@ -72,7 +72,7 @@ class _SelfTest:
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
         stats = engine.stats()
         self.weights = weights
-        names = ("state_nbytes", "host_arena_nbytes", "peak_device_nbytes", "nvme_read_nbytes", "nvme_write_nbytes")
+        names = ("model_state_nbytes", "pinned_host_nbytes", "peak_device_nbytes", "nvme_read_nbytes", "nvme_write_nbytes")
         states, host, device, read, written = (format_bytes(stats[name]) for name in names)
         return ok(
             "training",

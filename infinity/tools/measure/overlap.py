@@ -403,7 +403,7 @@ class Pace:
 
     def end_of(self, link: str, start: float, end: float) -> float:
         """As Events.before_end: copies and gathers are lengthened."""
-        if link not in ("cg", "gg"):
+        if link not in ("h2d", "all_gather"):
             return end
         self.lengthen(start)
         return now()

@@ -37,7 +37,7 @@ from infinity.tools.predict.prediction import Prediction, arrangement, auto_devi
 from infinity.tools.predict.workload import Workload, workload
 from infinity.tools.progress import Progress
 
-TITLES = {COMPUTE: "device compute", **LINKS}
+TITLES = {COMPUTE: "device compute"} | {link: link for link in LINKS}
 DAY_SECONDS = 86400
 # Of the largest model that is looked for: from 10^6 to some 3 * 10^16.
 LEAST_PARAMETERS, LARGEST_STEP, NUM_STEPS = 1e6, 2**0.25, 140
@@ -382,8 +382,8 @@ def _num_heads(hidden: int) -> int:
 def _report(prediction: Prediction, largest: Largest | None) -> dict:
     machine, simulation = prediction.machine, prediction.simulation
     num = prediction.layout.num_parameters
-    nums = {link: num if link in ("gg", "rs") else num / machine.world for link in TITLES}  # a rank's share of the others
-    written = simulation.nbytes["cn"] * machine.world / simulation.step_seconds * DAY_SECONDS
+    nums = {link: num if link in ("all_gather", "reduce_scatter") else num / machine.world for link in TITLES}  # a rank's share of the others
+    written = simulation.nbytes["nvme_write"] * machine.world / simulation.step_seconds * DAY_SECONDS
     endurance = machine.total("endurance") * machine.nodes
     return {
         "fits": True,

@@ -94,8 +94,8 @@ class Prediction:
 
     def _seconds(self, simulation: Simulation) -> dict[str, float]:
         """The least that each link needs for a step's bytes, the drives by what they read, write, and do of both."""
-        seconds = {link: busy for link, busy in simulation.busy_seconds.items() if link not in ("compute", "nc", "cn")}
-        read, written = (simulation.nbytes[link] * self.machine.devices / 1e9 for link in ("nc", "cn"))
+        seconds = {link: busy for link, busy in simulation.busy_seconds.items() if link not in ("compute", "nvme_read", "nvme_write")}
+        read, written = (simulation.nbytes[link] * self.machine.devices / 1e9 for link in ("nvme_read", "nvme_write"))
         for what, nbytes in (("read", read), ("write", written), ("mixed", read + written)):
             seconds[what] = nbytes / self.machine.drive_gbps(what) if nbytes else 0.0
         return seconds
