@@ -212,6 +212,7 @@ TOO_LARGE = {
     },
     "function": {
         "Gradients.__init__": (40, 12),
+        "SGD.__init__": (60, 9),  # those of torch's SGD, and three of every optimizer
         "_adam": (65, 23),
         "_connect": (110, 16),
         "adam_step": (60, 9),

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,11 +42,11 @@ from infinity.tiers.chunk_state import ChunkState
 
 
 def load(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    scheduler=None,
+    scheduler: Any = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Bring a model and its optimizer to the state of a checkpoint, whatever world size, chunks or tiers it was saved with;

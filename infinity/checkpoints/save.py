@@ -30,6 +30,7 @@ import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,11 +61,11 @@ PATIENCE_S = 10.0  # of the checkpoint's thread with records that a step would b
 
 
 def save(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    scheduler=None,
+    scheduler: Any = None,
     extra: object = None,
     wait: bool = True,
     host_memory: int | str = "64MiB",

@@ -23,7 +23,7 @@ import collections
 import contextlib
 import os
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ _INITIALISERS = frozenset("normal_ uniform_ constant_ kaiming_uniform_".split())
 
 
 @contextlib.contextmanager
-def init(config: Config | None = None, *, window: int | None = None):
+def init(config: Config | None = None, *, window: int | None = None) -> Iterator[None]:
     """Modules built inside the block belong to an engine; no process ever holds more than `window` bytes of their parameters
     in host memory or on the device (and the module under construction): by default 15 % of what is free in the first and two
     fifths of what is free on the second, at least 1 GiB. Parameters of no more than `window` bytes in all, by default 1 GiB, are whole

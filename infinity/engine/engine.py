@@ -11,7 +11,8 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -132,7 +133,7 @@ class Engine(NotCopied):
         return self.gate.has_started
 
     @contextlib.contextmanager
-    def gathered(self, params: Iterable[torch.Tensor]):
+    def gathered(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
         """The parameters are whole on the device inside the block; what it changes is kept, on every rank as on rank 0."""
         self.gate.enter("infinity.gathered")
         with self.answers.gathered(params) if self.has_started else self.answers.gathered_first(params, self.device):
@@ -197,15 +198,17 @@ class Engine(NotCopied):
                 self.saving.was_told = True
         self.close()
 
-    def __getattr__(self, name: str):
-        """Only for what an engine has not: as of `model = infinity.offload(model)`, after which nothing else may know the model."""
-        message = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if hasattr(nn.Module, name) or (not name.startswith("_") and hasattr(self.__dict__.get("_model", lambda: None)(), name)):
-            message += f": {_NO_MODEL}"
-        raise AttributeError(message, name=name, obj=self)
+    if not TYPE_CHECKING:  # a type checker finds these mistakes itself
 
-    def __call__(self, *args, **kwargs):
-        raise UsageError(f"an Engine is not called: {_NO_MODEL}")
+        def __getattr__(self, name: str):
+            """Only for what an engine has not: as of `model = infinity.offload(model)`, after which nothing else may know the model."""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if hasattr(nn.Module, name) or (not name.startswith("_") and hasattr(self.__dict__.get("_model", lambda: None)(), name)):
+                message += f": {_NO_MODEL}"
+            raise AttributeError(message, name=name, obj=self)
+
+        def __call__(self, *args, **kwargs):
+            raise UsageError(f"an Engine is not called: {_NO_MODEL}")
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "running" if self.has_started else "not started"
@@ -418,8 +421,13 @@ def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tup
     return tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=DTYPE_NBYTES[STORAGES[config.dtype].compute])
 
 
+def engine_of(model: nn.Module) -> Engine:
+    """The engine that trains a model. Raises ConfigError if there is none."""
+    return engines.engine_of(model)
+
+
 @contextlib.contextmanager
-def gathered(params: torch.Tensor | Iterable[torch.Tensor]):
+def gathered(params: torch.Tensor | Iterable[torch.Tensor]) -> Iterator[None]:
     """Parameters of one engine are whole, on the device, inside the block; changes made there are kept.
 
     Every rank must enter it; rank 0's values count. A change of a bf16 weight sets its fp32 master to that weight.

@@ -14,11 +14,14 @@ Knows events, their lanes' titles, and that file. Must not know how they are not
 from __future__ import annotations
 
 import json
+import os
 import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from torch import nn
 
 from infinity.config import checked_path
 from infinity.engine.engine import Engine
@@ -68,7 +71,7 @@ class RankTrace:
     complete_since: float = 0.0
 
 
-def save_trace(path, model) -> None:
+def save_trace(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Write what all ranks of a model's engine have traced so far into one file. Needs Config(trace=True).
 
     Every rank must call it, before the engine is closed; rank 0 writes. The device is waited for. Raises UsageError if nothing was

@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 import weakref
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -24,8 +25,10 @@ import infinity
 from infinity.integrations.engines import has_engine, taken
 from infinity.integrations.optimizers import convert
 
+Kind = TypeVar("Kind", bound=Accelerator)
 
-def offloaded(accelerator: type[Accelerator] = Accelerator, config: infinity.Config | None = None) -> type[Accelerator]:
+
+def offloaded(accelerator: type[Kind] = Accelerator, config: infinity.Config | None = None) -> type[Kind]:
     """The class of an Accelerator that trains with engines: `offloaded(Accelerator, config)(gradient_accumulation_steps=4)`.
 
     What `prepare` is given then trains so: a model that has anything to train is in an engine, with these settings where it is in none yet,

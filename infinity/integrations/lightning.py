@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import warnings
+from typing import Any
 
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
@@ -42,7 +43,7 @@ class EngineStrategy(DDPStrategy):
 
     strategy_name = "infinity"
 
-    def __init__(self, config: infinity.Config | None = None, **options):
+    def __init__(self, config: infinity.Config | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._config = config
 
@@ -137,7 +138,7 @@ class EngineFabricStrategy(FabricDDPStrategy):
     number from 2 on where `fabric.no_backward_sync` tells which are not the last. Give model and optimizer to one call of setup, or the
     model first."""
 
-    def __init__(self, config: infinity.Config | None = None, *, accumulation_steps: int = 1, **options):
+    def __init__(self, config: infinity.Config | None = None, *, accumulation_steps: int = 1, **options: Any) -> None:
         super().__init__(**options)
         self._config, self._num_passes = config, accumulation_steps
         self._backward_sync_control = _Passes()

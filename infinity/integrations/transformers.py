@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from typing import TypeVar
 
 import torch
 from transformers import Trainer
@@ -23,10 +24,11 @@ from infinity.integrations.engines import taken
 from infinity.integrations.optimizers import counterpart
 from infinity.integrations.stats import flattened
 
+Kind = TypeVar("Kind", bound=Trainer)
 STATES = "infinity"  # the folder of infinity.save in a checkpoint of Trainer
 
 
-def offloaded(trainer: type[Trainer], config: infinity.Config | None = None, *, log_stats: bool = False) -> type[Trainer]:
+def offloaded(trainer: type[Kind], config: infinity.Config | None = None, *, log_stats: bool = False) -> type[Kind]:
     """The class of a Trainer whose model is trained by an engine: `offloaded(Trainer, config)(model=model, args=args, ...)`.
 
     trainer: Trainer or a class made from it, such as those of TRL. config: of the engine; None where the model is in one already, as after

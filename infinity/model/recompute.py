@@ -6,11 +6,14 @@ A thin name for PyTorch's own, with the settings that suit the engine. Must not 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.utils.checkpoint
 
+Result = TypeVar("Result")
 
-def checkpoint(function: Callable, *args, preserve_rng_state: bool = True, **kwargs):
+
+def checkpoint(function: Callable[..., Result], *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Result:
     """`function(*args, **kwargs)`, a module or any callable, of which autograd keeps only the arguments until backward.
 
     Config(activation_tier="host" or "nvme") keeps these away from the device. preserve_rng_state: draw the same random numbers in

@@ -55,6 +55,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,7 +85,7 @@ from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.device_sums import Sums
 
 
-def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Module, object], torch.Tensor]) -> list[torch.Tensor]:
+def accumulate(model: nn.Module, micro_batches: Iterable[Any], loss: Callable[[Any, Any], torch.Tensor]) -> list[torch.Tensor]:
     """Forward and backward of all micro-batches of a step, layer by layer; then call step().
 
     loss(model, micro_batch) -> the scalar on which an ordinary loop would call backward(), such as model(**micro_batch).loss / number. It
