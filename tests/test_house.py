@@ -34,7 +34,7 @@ FLOORS = [
     {"checkpoints"},
     {"__init__"},
     {"integrations", "tools"},
-    {"__main__"},
+    {"__main__", "alias"},
 ]
 FLOOR = {name: floor for floor, row in enumerate(FLOORS) for name in row}
 
