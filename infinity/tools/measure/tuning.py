@@ -58,17 +58,17 @@ BUSY_SHARE = 0.1  # of the cores, that other processes may take without a word
 _OF_SEVERAL = ("devices", "h2d_all_gbps", "d2h_all_gbps", "gather_gbps", "gather_latency_us")
 _KEPT = ("name", "nodes", "network_gbps")  # of a [machine] that was there: not measured here
 _LINKS = [  # shown: text, the figure of one device, that of all at once, the unit and its name
-    ("host to device", "h2d", "h2d_all", 1e9, "GB/s"),
-    ("device to host", "d2h", "d2h_all", 1e9, "GB/s"),
-    ("both at once", "both", "both_all", 1e9, "GB/s"),
-    ("all-gather", "", "gather", 1e9, "GB/s"),
-    ("reduce-scatter", "", "reduce", 1e9, "GB/s"),
+    ("h2d", "h2d", "h2d_all", 1e9, "GB/s"),
+    ("d2h", "d2h", "d2h_all", 1e9, "GB/s"),
+    ("h2d and d2h", "both", "both_all", 1e9, "GB/s"),
+    ("all_gather", "", "gather", 1e9, "GB/s"),
+    ("reduce_scatter", "", "reduce", 1e9, "GB/s"),
     ("products", "product", "", 1e12, "TFLOP/s"),
     ("updates, on the device", "device_update", "", 1e9, "Gparam/s"),
     ("updates, in host memory", "update", "", 1e9, "Gparam/s"),
     ("host memory, read and written", "memory", "", 1e9, "GB/s"),
     ("a small copy", "copy_s", "", 1e-6, "us"),
-    ("a small all-gather", "", "gather_s", 1e-6, "us"),
+    ("a small all_gather", "", "gather_s", 1e-6, "us"),
     ("overhead of an op", "op_s", "", 1e-6, "us"),
     ("overhead of a chunk", "chunk_s", "", 1e-6, "us"),
 ]
