@@ -2,7 +2,7 @@
 
     python bench/finetune.py [--model 3b] [--engines infinity,fsdp2,deepspeed,plain] [--micro-batch 4] [--accumulation 1]
                              [--sequence 4096] [--clip 1.0] [--curve 8k,16k,32k,64k] [--rounds 2] [--steps 6] [--limit 300] [--ranks 1]
-                             [--states nvme] [--device-memory 8GiB] [--host-memory 24GiB] [--compile] [--json FILE] [--plot FILE]
+                             [--optimizer-state-tier nvme] [--device-memory 8GiB] [--host-memory 24GiB] [--compile] [--json FILE] [--plot FILE]
 
 Shapes, with random weights: 1b and 3b are Llama 3.2's, 8b is Llama 3.1's, qwen7b Qwen2.5-7B's; 14b is a Llama with the dimensions of
 Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of them for keys, 152,064 tokens), 14.77 B parameters. All train in bf16 with
@@ -10,7 +10,7 @@ AdamW on fp32 masters and non-reentrant checkpointing of each layer; the loss is
 or with 0 what the model computes of all its logits at once. With --compile each layer is compiled, whatever the engine. infinity has its
 default configuration but for what it is told here, and the model is built in `infinity.init`; by-layer is the same with
 `infinity.accumulate` instead of a loop over micro-batches. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory, DeepSpeed on NVMe with
---weights nvme --states nvme, plain PyTorch on the device.
+--param-tier nvme --optimizer-state-tier nvme, plain PyTorch on the device.
 
 Tokens a step are micro-batch x accumulation x sequence, of a rank; --curve takes a list of them ("16k" is 16,384), with micro-batches of up
 to --micro-batch sequences. Each round runs each engine at each of them in turn, in processes of its own. Times are those of the steps
@@ -63,12 +63,17 @@ from _shapes import SHAPES, Size, make, size_of, vocab_of
 
 from infinity import output
 from infinity.errors import ConfigError
+from infinity.renamed import CONFIG_FIELDS
 from infinity.sizes import format_bytes
 from infinity.system.capacity import host_free_nbytes
 
 ENGINES = ("infinity", "by-layer", "fsdp2", "deepspeed", "plain")
 OURS = ("infinity", "by-layer")
-SETTINGS = ("device_memory", "host_memory", "weights", "states", "activations", "moments", "compression", "update")
+SETTINGS = (
+    *("device_memory", "host_memory", "param_tier", "optimizer_state_tier", "activation_tier", "optimizer_state_dtype"),
+    *("compression", "update"),
+)
+OLD_NAMES = {new: old for old, new in CONFIG_FIELDS.items()}  # options of commands in RESULTS.md
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 HOST_NBYTES = {"fsdp2": 19, "deepspeed": 24}  # a parameter, measured with 3.2 B
 NUM_WARM = 2  # steps that are not counted
@@ -93,7 +98,8 @@ def main() -> int:
     parser.add_argument("--loss-tokens", type=at_least(0), default=4096)
     parser.add_argument("--compile", action="store_true", help="each layer, by layer.compile(fullgraph=True)")
     for name in SETTINGS:
-        parser.add_argument(f"--{name.replace('_', '-')}", help="of infinity")
+        names = [name, OLD_NAMES[name]] if name in OLD_NAMES else [name]
+        parser.add_argument(*(f"--{each.replace('_', '-')}" for each in names), help="of infinity")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=kind)
     parser.add_argument("--ranks", type=positive, default=1)
     parser.add_argument("--nvme", type=directory, default=".", help="a directory is made in it, and removed")
@@ -376,7 +382,7 @@ def made(options, device):
 
 def place_of(engine: str, options) -> str:
     """Where an engine has its states; this one's configuration says so itself."""
-    if engine == "deepspeed" and options.weights == options.states == "nvme":
+    if engine == "deepspeed" and options.param_tier == options.optimizer_state_tier == "nvme":
         return "nvme"
     return {**dict.fromkeys(OURS, "auto"), "plain": "device"}.get(engine, "host")
 

@@ -293,7 +293,7 @@ def same_start(options) -> GPT:
 
 
 def job_of(options, device) -> Job:
-    names = ("nvme", "device", "dtype", "host_memory", "device_memory", "moments", "compression")
+    names = ("device", "dtype", "host_memory", "device_memory", "compression")
     places = {"param_tier": options.place, "optimizer_state_tier": options.place}
     if options.place == "nvme" and options.residency == "auto":
         places = {}
@@ -308,7 +308,7 @@ def job_of(options, device) -> Job:
         nvme=options.nvme,
         micro_batch=options.batch,
         hyper=HYPER,
-        config={name: getattr(options, name) for name in names} | places,
+        config={name: getattr(options, name) for name in names} | {"swap_dirs": options.nvme, "optimizer_state_dtype": options.moments} | places,
         window=options.window,
         trace=options.trace,
     )

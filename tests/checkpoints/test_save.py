@@ -193,7 +193,7 @@ def assert_resumes(case, folder, other=None):
 
 
 PLACED = {
-    f"{places['weights']}-{places['states']}-{residency}-{update}-{dtype}": places
+    f"{places['param_tier']}-{places['optimizer_state_tier']}-{residency}-{update}-{dtype}": places
     | {"residency": residency, "update": update, "dtype": dtype, "chunk_mib": chunk_mib}
     for (index, places), residency, update, dtype in itertools.product(
         enumerate(PLACES), ("auto", "none"), ("deferred", "backward"), ("fp32", "bf16", "fp16")
@@ -523,7 +523,7 @@ def goes_on(folder, what, make=deep, **config):
 
 
 GOING = {
-    f"{config['weights']}-{config['states']}-{config['residency']}-{config['update']}-{config['dtype']}-{delay}": (config, delay)
+    f"{config['param_tier']}-{config['optimizer_state_tier']}-{config['residency']}-{config['update']}-{config['dtype']}-{delay}": (config, delay)
     for config in PLACED.values()
     for delay in DELAYS
 }

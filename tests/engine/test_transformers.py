@@ -283,7 +283,7 @@ def table(request):
         for name, stats, difference in TABLE:
             weights_nbytes = 4 * stats["num_parameters"]
             budget, peak = (stats[key] / weights_nbytes for key in ("device_budget_nbytes", "peak_device_nbytes"))
-            sizes = f"{stats['num_parameters']:11,}{stats['state_nbytes']:13,}{budget:8.1%}{peak:7.1%}"
+            sizes = f"{stats['num_parameters']:11,}{stats['model_state_nbytes']:13,}{budget:8.1%}{peak:7.1%}"
             print(f"{name:28}{sizes}   {difference:.1e} to torch.optim.AdamW, 0 to the same arithmetic")
 
 
