@@ -16,6 +16,7 @@ import infinity
 from aio_ext import _aio
 from infinity import config_files
 from infinity.config import Config
+from infinity.errors import RenamedWarning
 from infinity.system import drives
 from infinity.system.drives import Drive
 from infinity.tools.cli import main
@@ -233,6 +234,21 @@ def test_what_the_file_held_besides_stays(paths, tmp_path, small, capsys):
     found = Machine.load(output)
     assert (found.name, found.nodes, found.network_gbps) == ("tiny", 3, 50.0)
     assert found.drives[0].endurance == 9999 and found.host_gbps < 1e6 and found.host_memory > 1
+
+
+def test_a_file_with_old_names_has_the_new_ones_afterwards(paths, tmp_path, small):
+    output = tmp_path / "mine.toml"
+    output.write_text('[config]\nnvme = "elsewhere"\nseed = 1\n')
+    with pytest.warns(RenamedWarning, match="nvme is deprecated: use swap_dirs"):
+        assert tune(paths[0], "--output", output) == 0
+    assert config_files.read(output)["config"] == {"swap_dirs": [str(paths[0])], "seed": 1}
+
+
+def test_a_file_with_both_names_of_a_setting_is_refused_at_once(paths, tmp_path, capsys):
+    output = tmp_path / "mine.toml"
+    output.write_text('[config]\nnvme = "here"\nswap_dirs = "there"\n')
+    assert tune(paths[0], "--output", output) == 2
+    assert "nvme and swap_dirs are one setting: give swap_dirs alone" in capsys.readouterr().err
 
 
 # Figures that do not repeat

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -97,7 +97,7 @@ def calibrate(arguments) -> int:
         raise ConfigError(f"{output}: config: expected a table of settings")
     paths = Config(swap_dirs=[path.absolute() for path in arguments.directories]).swap_dirs
     try:
-        config_files.to_toml(content | {"config": {"swap_dirs": [str(path) for path in paths]}})
+        config_files.to_toml(content | {"config": _settings(output, content, paths)})
     except TypeError as error:
         raise ConfigError(f"{output} holds what cannot be written back: {error}; name another file with --output") from None
     world = os.environ.get("WORLD_SIZE", "1")
@@ -380,6 +380,11 @@ def tokens_that_hide(machine: Machine) -> str:
 # What is written and shown
 
 
+def _settings(output: Path, content: dict, paths: Iterable[Path]) -> dict:
+    """The table [config] of the file, by new names, with other swap directories. Raises ConfigError for a setting by both its names."""
+    return with_new_names(content.get("config", {}), CONFIG_FIELDS, f"{output}: ") | {"swap_dirs": list(map(str, paths))}
+
+
 def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) -> None:
     """See [Note: what is written is what is read]."""
     for each in found:
@@ -392,9 +397,8 @@ def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) ->
                 print(f"infinity: warning: {each.path / drives.CACHE_NAME} cannot be written: engines will not know", file=sys.stderr)
         finally:
             os.close(fd)
-    settings = with_new_names(content.get("config", {}), CONFIG_FIELDS, f"{output}: ")
     content = content | {
-        "config": settings | {"swap_dirs": [str(each.path) for each in found]},
+        "config": _settings(output, content, [each.path for each in found]),
         "machine": machine.to_table(),
     }
     if output.suffix == ".json":
