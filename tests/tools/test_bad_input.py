@@ -353,11 +353,11 @@ def test_a_second_engine_on_the_same_swap_in_another_process(engine, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--swap-dirs", "missing"], "swap_dirs: missing does not exist; create it"),
+        (["--swap-dirs", "missing"], "--swap-dirs: missing does not exist; create it"),
         (["--host-memory", "1KiB"], "host_memory=1.0 KiB is too small: this model needs .* Raise host_memory"),
         (["--device-memory", "1KiB"], "device_memory=1.0 KiB is too small: this model needs .* Raise device_memory"),
         (["--host-memory", "5G"], "--host-memory: expected bytes"),
-        (["--param-tier", "disk"], "param_tier='disk': expected 'auto', 'device', 'host' or 'nvme'"),
+        (["--param-tier", "disk"], "--param-tier='disk': expected 'auto', 'device', 'host' or 'nvme'"),
         (["--update", "backward", "--max-grad-norm", "1"], "Use update='deferred'"),
         (["--host-memori", "1GiB"], "unrecognized arguments: --host-memori 1GiB; did you mean --host-memory"),
         (["--heads", "5"], "--heads 5 does not divide --hidden 32"),
