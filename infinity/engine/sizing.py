@@ -140,7 +140,8 @@ class _Cuts:
         self.written = written_in_forward(model, named)
         is_coded = any(spec.format.is_coded for spec in self.specs)
         if is_coded and any(choice_of(choice) == DEVICE for choice in (config.param_tier, config.optimizer_state_tier)):
-            raise ConfigError("param_tier='device' or optimizer_state_tier='device' with a coded dtype: coded weights live in host memory or on NVMe")
+            tiers = "param_tier='device' or optimizer_state_tier='device'"
+            raise ConfigError(f"{tiers} with a coded dtype: coded weights live in host memory or on NVMe")
         self.needs = Needs(
             on_device=not is_coded,
             weights=choice_of(config.param_tier),
