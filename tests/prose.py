@@ -82,8 +82,8 @@ def plain(text: str) -> str:
         told = line.strip()
         if told.startswith("|"):
             lines += [piece for cell in told.strip("|").split("|") for piece in ("", cell.strip(" -:"), "")]
-        elif _ITEM.match(told) or told.startswith(("#", "[Note: ", ":::", "Source:")):
-            lines += ["", told, *([""] if told.startswith(("#", "[Note: ", ":::")) else [])]
+        elif _ITEM.match(told) or told.startswith(("#", "[Note:", ":::", "Source:")):
+            lines += ["", told, *([""] if told.startswith(("#", "[Note:", ":::")) else [])]
         else:
             lines.append(told)
     return "\n".join(lines)
