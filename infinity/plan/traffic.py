@@ -93,7 +93,9 @@ def _num_kept(layout: Layout, placement: Placement, step: Step, visiting: Mappin
 
 
 def nvme_nbytes(placement: Placement, record: Record, kind: str, index: int, *, compresses: bool) -> tuple[int, int]:
-    """Bytes that one read and one write of a chunk's copy of this kind move between host memory and NVMe: the mean over late and full updates."""
+    """Bytes that one read and one write of a chunk's copy of this kind move between host memory and NVMe. The mean is over late and full
+    updates.
+    """
     nbytes = placement.sizes[kind][index]
     if kind == GRADIENTS or not (compresses or placement.pool_nbytes):
         return nbytes, nbytes
