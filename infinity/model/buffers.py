@@ -34,8 +34,8 @@ def refuse_unmixed(model: nn.Module, dtypes: Mapping[int, torch.dtype], device: 
         if fails[pair]:
             kind, name = type(module).__name__, f"{name}.running_mean".lstrip(".")
             raise ConfigError(
-                f"the buffer {name} is of {mean.dtype} and the engine's parameters are of {dtype}, which {kind} does not mix on "
-                f'{device.type}, nor does it in plain PyTorch. Call `model.{_CASTS[dtype]}()` before infinity.offload, or inside '
+                f"the buffer {name} is of {mean.dtype} and the engine's parameters are of {dtype}, and {kind} does not mix these dtypes on "
+                f'{device.type}, as in plain PyTorch. Call `model.{_CASTS[dtype]}()` before infinity.offload, or inside '
                 f'infinity.init; or use infinity.Config(dtype="fp32") with a model of float32.'
             )
 

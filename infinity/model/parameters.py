@@ -36,8 +36,8 @@ set_data = torch._C.TensorBase.data.__set__  # torch's own setter, whatever the 
 get_grad, set_grad = torch._C.TensorBase.grad.__get__, torch._C.TensorBase.grad.__set__
 
 NO_COPY = (
-    "a model whose parameters are in an engine cannot be copied or pickled: they are only placeholders. Build the second one in "
-    "an infinity.init of its own and load the first one's state_dict(); for a running average, copy values inside "
+    "a model whose parameters are in an engine cannot be copied or pickled: these are only placeholders. Build the second model in "
+    "a separate infinity.init and load the first model's state_dict(). For a running average, copy values inside "
     "infinity.gathered."
 )
 
@@ -296,7 +296,7 @@ def ask(func, args: tuple, kwargs: dict):
     name = engine.answers.name_of((absent or params)[0]) if engine is not None else "a parameter"
     if not is_open(engine):
         raise UsageError(
-            f"the engine is closed and {name} is only a placeholder; read what is to be kept before close(), or give the model values with "
+            f"the engine is closed and {name} is only a placeholder; read values before close(), or give the model values with "
             f"load_state_dict()"
         )
     if func in _CONVERSIONS:
@@ -310,7 +310,7 @@ def ask(func, args: tuple, kwargs: dict):
 
 
 def _leading_to_gradient(func, param: nn.Parameter) -> torch.Tensor:
-    """A view of a parameter with the same shape. Programs make such a view to find, behind its grad_fn, the node that accumulates the gradient."""
+    """A view of a parameter with the same shape. Programs use the view's grad_fn to find the node that accumulates the gradient."""
     with DisableTorchFunctionSubclass():
         view = func(param, param)
     view.__class__, view.param = Absent, param

@@ -130,8 +130,8 @@ def _refusal(a: _Place, b: _Place) -> str:
     if b.kind != "parameter":
         line = f"{_path(b.name)} = {_path(b.name)}.detach().clone()"
         return (
-            f"the {b.kind} {b.name} lies in the memory of the parameter {a.name}, which leaves for the engine's tiers, so it would keep old "
-            f"values. Read {a.name} in forward instead; or give it memory of its own, before the engine takes the model: `{line}`."
+            f"the {b.kind} {b.name} lies in the memory of the parameter {a.name}, whose values move to the engine's tiers. The {b.kind} "
+            f"would keep old values. Read {a.name} in forward instead; or copy the {b.kind} before the engine takes the model: `{line}`."
         )
     where = "before infinity.offload, or inside infinity.init"
     if a[-5:] == b[-5:]:  # the same elements
@@ -142,7 +142,7 @@ def _refusal(a: _Place, b: _Place) -> str:
         )
     return (
         f"{a.name} and {b.name} are two parameters that share a part of their memory. The engine gives each parameter memory of its own, so "
-        f"they would come apart. Keep one of them and take a view of it in forward; or let them be two, {where}: "
+        f"they would come apart. Keep one of them and take a view of it in forward; or separate them, {where}: "
         f"`{_path(b.name)}.data = {_path(b.name)}.data.clone()`."
     )
 

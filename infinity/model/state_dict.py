@@ -28,8 +28,8 @@ _OF_ITSELF = frozenset({torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, to
 
 
 NO_SCALER = (
-    "torch.amp.GradScaler looks for gradients in param.grad, which they leave for the engine's tiers: leave the scaler out. With dtype='fp16' "
-    "the optimizer scales the loss and skips steps that overflow by itself, as loss_scale=infinity.LossScale(...) says; bf16 and fp32 need no scale."
+    "torch.amp.GradScaler reads gradients in param.grad, but the engine moves them to its tiers. Leave the scaler out. With dtype='fp16' "
+    "the optimizer scales the loss and skips steps that overflow: see loss_scale=infinity.LossScale(...). bf16 and fp32 need no scale."
 )
 
 
@@ -68,8 +68,8 @@ class DepartedGradient(torch.Tensor):
         if func in _FACTORS and len(args) == 2 and not isinstance(args[1], (tuple, list)):
             return _scale(*args)
         raise UsageError(
-            "gradients leave param.grad for the engine's tiers as they arrive, so they cannot be read or changed there one by one. "
-            "torch.nn.utils.clip_grad_norm_ clips all of them, as the optimizer's max_grad_norm=... does, which leaves the norm in "
+            "the engine moves each gradient from param.grad to its tiers, so single gradients cannot be read or changed there. "
+            "torch.nn.utils.clip_grad_norm_ clips all gradients, like max_grad_norm=... of the optimizer, which leaves the norm in "
             "optimizer.grad_norm; drop them with optimizer.zero_grad(); to look at one, use param.register_hook(...)."
         )
 
@@ -106,7 +106,7 @@ class PartOfNorm(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise UsageError(
-            "the norm of one gradient is not known: gradients leave for the engine's tiers, which sum the squares of all. "
+            "the norm of one gradient is not known: the engine moves gradients to its tiers and sums the squares of all. "
             "torch.nn.utils.clip_grad_norm_ and get_total_norm give the norm of all; to look at one gradient, use param.register_hook(...)."
         )
 

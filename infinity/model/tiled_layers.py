@@ -306,7 +306,7 @@ def linear_cross_entropy(
     if not isinstance(head, (TiledLinear, nn.Linear)) or getattr(head, "in_tiles", 1) != 1:
         raise ConfigError(f"head={head}: expected a TiledLinear with in_tiles=1, or an nn.Linear")
     if hidden.shape[:-1] != labels.shape:
-        raise ConfigError(f"labels of shape {tuple(labels.shape)}: expected {tuple(hidden.shape[:-1])}, one a vector of hidden")
+        raise ConfigError(f"labels of shape {tuple(labels.shape)}: expected {tuple(hidden.shape[:-1])}, one label per vector of hidden")
     tiles = list(head.tiles) if isinstance(head, TiledLinear) else [head]
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     ignored = targets == ignore_index
@@ -331,7 +331,7 @@ def linear_cross_entropy(
 def _even(total: int, parts: int, what: str) -> list[int]:
     """Sizes that differ by at most one, the larger ones first."""
     if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= max(total, 1):
-        raise ConfigError(f"{what}={parts!r}: expected an integer from 1 to {max(total, 1)}, as there are {total} to cut")
+        raise ConfigError(f"{what}={parts!r}: expected an integer from 1 to {max(total, 1)}, the number of rows or columns")
     return [total // parts + (index < total % parts) for index in range(parts)]
 
 

@@ -25,7 +25,7 @@ from infinity.formats.format import MASTERS
 # infinity.load, unless the optimizer still has these moments, because libraries pass a dict through and back. At all other times no
 # checkpoint exists, and the dict refuses to be pickled.
 
-REMEDY = "infinity.save and infinity.load keep them, infinity.save_dcp and load_dcp move them to and from other engines"
+REMEDY = "use infinity.save and infinity.load, or infinity.save_dcp and load_dcp for other engines"
 
 REFERENCE = "infinity"  # the key of a state_dict under which the dict names the checkpoint
 _follow: Callable | None = None  # loads a checkpoint, given (reference, model, optimizer)
@@ -85,7 +85,7 @@ class Elementwise(torch.optim.Optimizer):
             raise ConfigError(str(error)) from error
         engines = {id(engine): engine for param in self._parameters() if (engine := self._engine_of(param))}
         if not engines:
-            raise ConfigError("none of the parameters has elements that can be updated; give the optimizer those that train")
+            raise ConfigError("no parameter of the optimizer can be updated; pass the trainable parameters")
         if len(engines) > 1:
             raise ConfigError("the parameters belong to several engines; make one optimizer for each")
         (self._engine,) = engines.values()
@@ -95,11 +95,11 @@ class Elementwise(torch.optim.Optimizer):
     def _refuse_unknown(self, name: str, defaults: dict) -> None:
         kind, known = type(self).__name__, [*defaults, "max_grad_norm", "accumulation_steps", "loss_scale"]
         if name in _OF_KERNELS:
-            remedy = "Leave it out: it chooses among kernels of torch's own, and the engine has others."
+            remedy = "Leave the argument out: it selects a kernel of torch, and the engine has its own kernels."
         elif close := difflib.get_close_matches(name, known, 1):
             remedy = f"Did you mean {close[0]}?"
         else:
-            remedy = f"It takes {', '.join(known)}; what computes another update is an infinity.Rule of your own."
+            remedy = f"The arguments are {', '.join(known)}. For another update, write an infinity.Rule."
         raise TypeError(f"infinity.{kind} has no argument {name!r}. {remedy}")
 
     def step(self, closure=None):
@@ -146,7 +146,7 @@ class Elementwise(torch.optim.Optimizer):
         """
         found = super().state_dict()
         if self._saved is None:
-            warnings.warn(f"optimizer.state_dict() has hyper-parameters, and no moments or step counts: {REMEDY}", UserWarning, stacklevel=2)
+            warnings.warn(f"optimizer.state_dict() has hyper-parameters, no moments and no step counts: {REMEDY}", UserWarning, stacklevel=2)
             return HyperParameters(found | {"state": States()})
         checkpoint, wait = self._saved
         wait()
@@ -203,7 +203,7 @@ class Elementwise(torch.optim.Optimizer):
             engine = owner_of(param)
         if engine is None and param.is_complex():
             raise ConfigError(
-                f"a parameter of shape {tuple(param.shape)} is of {param.dtype}, which is not supported. Make it one of real numbers with a "
+                f"a parameter of shape {tuple(param.shape)} is of {param.dtype}, which is not supported. Make it a real parameter with a "
                 f"last dimension of 2, and use torch.view_as_complex(parameter) in forward."
             )
         if engine is None:
@@ -215,8 +215,8 @@ class Elementwise(torch.optim.Optimizer):
                 )
             raise ConfigError(
                 f"a parameter of shape {tuple(param.shape)} is in no engine. Build the model inside `with "
-                f"infinity.init(config):` or call infinity.offload(model, config) before making the optimizer, and take "
-                f"model.parameters() after that: large layers have new ones then (tile_above)."
+                f"infinity.init(config):` or call infinity.offload(model, config) before you create the optimizer. Call "
+                f"model.parameters() after that, because tiled layers have new parameters (tile_above)."
             )
         return engine
 
@@ -246,8 +246,8 @@ class HyperParameters(dict):
 
     def __reduce_ex__(self, protocol):
         raise UsageError(
-            f"optimizer.state_dict() has no states, for these live in the engine's tiers, and cannot be saved or copied: {REMEDY}. After "
-            f"infinity.save(folder, model, optimizer), until the next step(), it refers to that folder and can be saved."
+            f"optimizer.state_dict() cannot be saved or copied, because the states live in the engine's tiers: {REMEDY}. After "
+            f"infinity.save(folder, model, optimizer), until the next step(), state_dict() names that folder and can be saved."
         )
 
 

@@ -163,7 +163,7 @@ class SGDRule(Rule):
         if group["nesterov"] and (not group["momentum"] > 0 or group["dampening"]):
             found.append(f"nesterov=True: expected momentum above 0 and no dampening, got {group['momentum']!r}, {group['dampening']!r}")
         if group["momentum"] and not self.moments:
-            found.append(f"momentum={group['momentum']!r}: the records were made without one; give momentum > 0 to the constructor")
+            found.append(f"momentum={group['momentum']!r}: the records were made without momentum; pass momentum > 0 to the constructor")
         return found
 
     def scalars(self, group, step):
@@ -214,8 +214,8 @@ def failures_named(rule: Rule, group: dict, member: str) -> Iterator[None]:
     except Exception as error:
         given = ", ".join(f"{name}={value!r}" for name, value in group.items())
         raise ValueError(
-            f"{where} failed with hyper-parameters {given or 'none'}, of fp32 tensors of one dimension: {type(error).__name__}: {error}. Mend "
-            f"these values, or the rule, where the traceback above points."
+            f"{where} failed with hyper-parameters {given or 'none'}, of fp32 tensors with one dimension: {type(error).__name__}: {error}. "
+            f"Correct these values, or the rule at the place in the traceback above."
         ) from error
 
 
@@ -242,11 +242,11 @@ def check_elementwise(rule: Rule, group: dict) -> None:
     whole, cut = found
     if not all(torch.equal(whole[name].view(torch.int32), cut[name].view(torch.int32)) for name in whole):
         raise ValueError(
-            f"{type(rule).__name__} is not elementwise: what it does to an element depends on others. Shards hold parts of "
-            f"parameters, so such an optimizer (LAMB, Muon, Shampoo, ...) cannot run on them."
+            f"{type(rule).__name__} is not elementwise: the update of an element depends on other elements. Shards hold parts of "
+            f"parameters, so such an optimizer (LAMB, Muon, Shampoo, ...) cannot work."
         )
     if group.get("lr", 1) and torch.equal(whole["weight"], start) and not any(whole[name].any() for name in rule.moments):
-        raise ValueError(f"{type(rule).__name__}.update changes neither p nor a moment: it must change them in place (p -= ...)")
+        raise ValueError(f"{type(rule).__name__}.update changes neither p nor a moment. Change them in place (p -= ...)")
 
 
 def _wrong(group: dict, *names: str) -> list[str]:

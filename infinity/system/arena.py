@@ -106,7 +106,7 @@ class Region:
 
     def __init__(self, nbytes: int):
         if nbytes < 1:
-            raise ValueError(f"a region of {nbytes} bytes was asked for, expected 1 or more")
+            raise ValueError(f"a region of {nbytes} bytes: expected 1 byte or more")
         self.nbytes = _round_up(nbytes, PAGE_NBYTES)
         # mmap aligns to 4 KiB. The extra 2 MiB are never touched and cost only addresses.
         mapping = mmap.mmap(-1, self.nbytes + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -229,7 +229,7 @@ class Slot:
         """A 1-D view [numel] of the bytes from offset_nbytes; the same object each time that this memory is leased."""
         end_nbytes = offset_nbytes + numel * dtype.itemsize
         if offset_nbytes < 0 or end_nbytes > self.nbytes:
-            raise ValueError(f"bytes {offset_nbytes} to {end_nbytes} were asked of a slot of {self.nbytes}")
+            raise ValueError(f"bytes {offset_nbytes} to {end_nbytes} were requested of a slot of {self.nbytes}")
         return self._leased()._region.tensor(dtype, self.index * self.nbytes + offset_nbytes, numel)
 
     def release(self) -> None:
@@ -387,6 +387,6 @@ def _register(address: int, nbytes: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     allowed = "any amount" if limit == resource.RLIM_INFINITY else _mib(limit)
     raise BudgetError(
-        f"pinning {_mib(nbytes)} of host memory failed ({error}); memlock allows {allowed}. Raise it with "
+        f"pinning {_mib(nbytes)} of host memory failed ({error}); memlock allows {allowed}. Raise this limit with "
         "`ulimit -l unlimited` (docker: `--ulimit memlock=-1`, systemd: `LimitMEMLOCK=infinity`), or lower host_memory."
     )

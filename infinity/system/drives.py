@@ -295,4 +295,4 @@ class Probe:
 
     def _compare(self, buffer: memoryview, source: int) -> None:
         if aio_ext.crc32c(buffer) != self._sums[source]:
-            raise OSError(errno.EIO, "what was read is not what was written")
+            raise OSError(errno.EIO, "the read bytes differ from the written bytes")

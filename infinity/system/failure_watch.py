@@ -43,9 +43,9 @@ BROKEN_S = 4.0  # the same after a broken connection
 WAITS = 4
 PROGRAM = "a collective of the program's own"  # begins the position text of a thread in such a collective
 REMEDY = (
-    "All ranks must run the same modules in the same order; look for branches that depend on the rank or on its data. Where they are "
-    "meant, as in a mixture of experts, call infinity.leaf(module) on the module that branches; a layer that a rank skips must be "
-    "called with an empty batch instead. All ranks need the same number of batches and of steps, too."
+    "All ranks must run the same modules in the same order; look for branches that depend on the rank or on the rank's data. If such "
+    "branches are intended, as in a mixture of experts, call infinity.leaf(module) on the branching module. Do not skip a layer on one rank: "
+    "call the layer with an empty batch. All ranks need the same number of batches and steps."
 )
 
 
@@ -261,7 +261,7 @@ class Watch:
         last = f", last {peer.where}" if peer.where else ""
         return (
             f"rank {rank} of {self.world} {how}{last}: was it killed, as the kernel does when memory runs out (see dmesg), or "
-            f"is its machine gone? Lower host_memory or the number of ranks a machine where it was memory"
+            f"is its machine gone? If memory ran out, lower host_memory or the number of ranks per machine"
         )
 
     def reason_of(self, broken: str) -> BaseException | None:

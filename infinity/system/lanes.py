@@ -158,7 +158,7 @@ class Lane:
         job.lane, job.what = self, what
         with self._changed:
             if self._ended:  # checked under the lock: the lane may end, and would never run a later job
-                raise RuntimeError(f"nothing can be given to lane {self.name} any more: the engine is closed")
+                raise RuntimeError(f"lane {self.name} accepts no more jobs: the engine is closed")
             self._line[job] = ready
             if not quiet:
                 self._changed.notify()

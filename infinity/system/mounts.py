@@ -67,11 +67,11 @@ def why_no_path(path: str | os.PathLike) -> str:
     """Why a path is not valid for a file or directory of the engine, with the remedy; "" if the path is valid."""
     raw = os.fsencode(path)
     if not raw:
-        return "the path is empty, as that of an unset shell variable; name one, '.' for the current directory"
+        return "the path is empty, as after an unset shell variable; name a path, such as '.' for the current directory"
     if b"\0" in raw:
         return f"{os.fsdecode(raw)!r:.80} has a zero byte in it; name another"
     if len(os.path.abspath(raw)) > _LARGEST_PATH_NBYTES - _ROOM_NBYTES:
-        return f"{os.fsdecode(raw)!r:.60}... has {len(raw):,} bytes, and a path at most {_LARGEST_PATH_NBYTES:,}, with what lies below it; name a shorter one"
+        return f"{os.fsdecode(raw)!r:.60}... has {len(raw):,} bytes. A path may have {_LARGEST_PATH_NBYTES:,} bytes, files below it included; name a shorter one"
     if (longest := max(map(len, raw.split(b"/")))) > _LARGEST_NAME_NBYTES:
-        return f"{os.fsdecode(raw)!r:.60}... has a name of {longest:,} bytes in it, and a name has at most {_LARGEST_NAME_NBYTES}; name a shorter one"
+        return f"{os.fsdecode(raw)!r:.60}... contains a name of {longest:,} bytes. A name may have {_LARGEST_NAME_NBYTES} bytes; name a shorter one"
     return ""

@@ -76,9 +76,9 @@ class Ranks:
         if not grouped and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
             backend = "nccl" if device.type == "cuda" else "gloo"
             raise UsageError(
-                f"this is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), which do not know of each other: each would train a "
-                f'model of its own. Add the line torch.distributed.init_process_group("{backend}") before infinity.init or '
-                f"infinity.offload; where one process is meant, unset WORLD_SIZE."
+                f"this is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE) that are not connected: each would train a "
+                f'separate model. Add the line torch.distributed.init_process_group("{backend}") before infinity.init or '
+                f"infinity.offload; for a single process, unset WORLD_SIZE."
             )
         if grouped and dist.get_world_size() > 1:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -171,7 +171,8 @@ class Ranks:
                 begin = functools.partial(dist.all_reduce, part, dist.ReduceOp.MAX, group or self.control, async_op=True)
                 self._run(begin, what, "control" if group is None else "lane")
             if framed[:2].tolist() != [count, -count]:
-                raise UsageError(f"{self.name}: the ranks have parted; here all are waited for in {what}, elsewhere in another. {REMEDY}")
+                where = f"this rank waits for all in {what}, and another rank in a different exchange"
+                raise UsageError(f"{self.name}: the ranks have parted: {where}. {REMEDY}")
         return framed[2 : 2 + count].view(mine.shape).tolist()
 
     def least(self, numbers: list) -> list:

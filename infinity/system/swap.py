@@ -181,7 +181,7 @@ class Swap:
         are not striped. In both cases the path that is farthest behind its share comes first.
         """
         if self._reserved or self._closed:
-            raise UsageError("Swap.allocate after reserve() or close(): the files have their size; allocate everything before, or extend")
+            raise UsageError("Swap.allocate after reserve() or close(): the file size is fixed; allocate all extents before, or use extend()")
         return self._lay_out(nbytes)
 
     def extend(self, nbytes: int) -> Extent:
@@ -295,7 +295,7 @@ class Swap:
         if self._closed:
             raise UsageError("this Swap is closed")
         if self._reserved != reserved:
-            raise UsageError("Swap.reserve() comes once, before the first read or write")
+            raise UsageError("call Swap.reserve() once, before the first read or write")
 
     def _submit(self, op: str, extent: Extent, buffer, offset: int, priority: int, what: str) -> tuple[list[tuple[aio_ext.Ticket, Path]], int]:
         """Hand a read or a write to the queues. Returns a ticket and a path for each stripe, and the number of bytes."""

@@ -246,7 +246,7 @@ class Directory:
                 self._folder_fd = os.open(self._folder, flags)
             except OSError as error:
                 if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                    text = "a symlink or file lies where the swap folder of this run belongs: remove it"
+                    text = "a symlink or file is in the place of this run's swap folder: remove it"
                     raise SwapError(error.errno, text, str(self._folder)) from None
                 raise
             if os.fstat(self._folder_fd).st_uid != os.geteuid():
@@ -340,7 +340,7 @@ def check_paths(paths: list[Path]) -> None:
         try:
             status = os.stat(path)
         except FileNotFoundError:
-            raise ConfigError(f"swap directory {path} does not exist: create it (mkdir -p), best one on each drive") from None
+            raise ConfigError(f"swap directory {path} does not exist: create it (mkdir -p), ideally one on each drive") from None
         except OSError as error:
             raise swap_error(error.errno, f"the swap directory cannot be used ({error.strerror})", path) from None
         if not stat.S_ISDIR(status.st_mode):
@@ -375,7 +375,7 @@ def guard(path: Path, patience: float | None = None) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    text = f"another process has been setting up swap here for {patience:.0f} s: end it"
+                    text = f"another process has locked this directory for {patience:.0f} s to set up swap: end that process"
                     raise SwapError(errno.EBUSY, text, str(path)) from None
                 time.sleep(0.002)
         yield
