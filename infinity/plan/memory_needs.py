@@ -18,9 +18,8 @@ PAGE_NBYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The user's choices, independent of the cut. weights, states: auto, device, host or nvme. keep: use memory that budgets leave over.
-
-    deferred: all gradients wait for step().
+    """The user's choices, independent of the cut. weights, states: a tier, or None for the planner's choice. keep: use memory left over by
+    budgets. deferred: all gradients wait for step().
     """
 
     weights: Tier | None

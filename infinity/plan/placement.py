@@ -49,8 +49,8 @@ UNDER_WAY_NBYTES = 4 << 20  # of gradients leaving the device, if room is ample:
 
 @dataclass(frozen=True)
 class Placement:
-    """The home of each kind and chunk ("device", "host" or "nvme"), the bytes of each copy at home, in a slot and on NVMe, the number of
-    these share; and the bytes that all this takes.
+    """The home of each kind and chunk, the bytes of each copy at home, in a slot and on NVMe, the number of shared slots, and the
+    total memory.
 
     pinned: gathered weights stay permanently on the device; their homes are those of the copies for updates. device_nbytes: the device
     budget. Of the budget, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients; the rest is for spans that come and go.
@@ -239,7 +239,7 @@ def _crowd_out(
         chunks = {index for span, _ in crowded_out for index in layout.spans[span].chunks}
         shared = share_out(candidate, needs, budgets, chunks, guests)
         if not left or left[0][1] > room_nbytes:
-            break  # the drive itself refuses the excess
+            break  # the drive refuses the excess
     return shared, crowded_out
 
 
@@ -250,7 +250,7 @@ def late_chunks(placement: Placement) -> list[int]:
 
 def look_ahead(placement: Placement) -> tuple[int, int]:
     """(slots of weights for read-ahead, number of chunks whose states are read ahead). The first excludes the slots of updates, and of
-    chunks whose gradients wait for an update. It includes all slots if there is one for each chunk.
+    chunks whose gradients wait for an update. All slots count if each chunk has one.
     """
     weights, states, gradients = (placement.slots[kind] for kind in KINDS)
     is_enough = weights == len(in_storage(placement.homes[WEIGHTS]))

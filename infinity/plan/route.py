@@ -1,6 +1,6 @@
-"""The position of a step in its plan, and the distance to the next use of each copy. Slots and device memory are granted by these distances.
+"""The position of a step in the plan, and the distance to the next use of each copy. Slots and device memory are granted by these distances.
 
-Pure; an engine and the simulator both call it. Must not know tensors, threads or tiers.
+Pure; for an engine and for the simulator. Must not know tensors, threads or tiers.
 """
 
 # [Note: distances are read without a lock]
@@ -52,14 +52,14 @@ class Route:
         return self.next_use.cyclic(span, self.cursor.position, len(self.uses))
 
     def to_weights(self, chunk: int, span: int, *, update_comes: bool) -> float:
-        """Distance of the host copy of a chunk's weights. Its update counts as a use. update_comes: in this backward pass, or already begun."""
+        """Distance of the host copy of a chunk's weights. The chunk's update counts as a use. update_comes: in this pass, or already begun."""
         distance, due = self.to_span(span), self.update_order.get(chunk)
         if due is not None and update_comes:
             distance = min(distance, max(due[1], self.cursor.position))
         return distance
 
     def to_states(self, chunk: int, span: int, *, num_begun: int) -> float:
-        """Distance of a chunk's states: the number of updates before its own. num_begun: updates begun in this step."""
+        """Distance of a chunk's states: the number of earlier updates. num_begun: updates begun in this step."""
         order = self.update_order
         if chunk not in order:  # deferred: updates follow the forward pass
             first = self.next_use.after(span, -1)
@@ -67,7 +67,7 @@ class Route:
         index = order[chunk][0] - num_begun
         return index if index >= 0 else index + len(order)
 
-    # Uses of a host copy after its bytes are on the device.
+    # Uses of a host copy after the copy to the device.
 
     def wants_weights(self, chunk: int, span: int, *, in_backward: bool) -> bool:
         """Whether weights that are being copied to the device are needed again in host memory before they would be read again. The next use is
@@ -81,7 +81,7 @@ class Route:
         return self.next_use.after(span, following) != NEVER
 
     def updated_next(self, chunk: int, span: int) -> bool:
-        """Whether a chunk's update comes before the next copy of its span. This holds for spans that forward already copies for backward."""
+        """Whether a chunk's update comes before the next copy of the span. This holds for spans that forward already copies for backward."""
         if chunk not in self.update_order:
             return False
         copied = self._copied.get(span, ())
@@ -112,7 +112,7 @@ class Recency:
 
 
 def to_gradient(distances: Route | Recency, chunk: int, span: int, *, num_begun: int, in_use: bool) -> float:
-    """Distance of a chunk's gradient, like that of its states. in_use: this backward pass adds to the gradient, or its update has begun."""
+    """Distance of a chunk's gradient, like that of the states. in_use: this backward pass adds to it, or the update has begun."""
     return -math.inf if in_use else distances.to_states(chunk, span, num_begun=num_begun)
 
 

@@ -1,4 +1,4 @@
-"""The trace of a step, the next-use table, and the plan made from both. route.py knows the position of a step in its plan.
+"""The trace of a step, the next-use table, and the plan made from both. route.py knows the position of a step in the plan.
 
 Pure: integers and keys in, a list of actions out. Must not know tensors, threads or tiers. The executor of a plan decides how an action
 runs. A plan is a value: tests compare plans literally.
@@ -95,8 +95,8 @@ def moment(*, deferred: bool, on_device: bool, in_memory: bool) -> Moment:
 
 
 def may_pass(*, gradient_stays: bool, there: Iterable[bool]) -> bool:
-    """Whether an update that a fetch waits for may overtake updates that began earlier. It may if it waits for nothing: its gradient cannot
-    leave host memory, and its other inputs are there. See [Note: order of updates] in updates.py.
+    """Whether an update that a fetch waits for may overtake updates that began earlier. The update may if nothing delays it: the gradient
+    cannot leave host memory, and the other inputs are there. See [Note: order of updates] in updates.py.
     """
     return gradient_stays and all(there)
 
@@ -126,7 +126,7 @@ class NextUse:
 
 
 class _Ordered:
-    """Spans ordered by their keys. A key ends with its span."""
+    """Spans ordered by their keys. A key ends with the span."""
 
     def __init__(self):
         self.keys: list[tuple[int, ...]] = []
@@ -146,7 +146,7 @@ class _Ordered:
 def within(spans: Iterable[int], read_ahead: int, slots_ahead: int, slots_of: Mapping[int, int]) -> Iterator[int]:
     """The spans to read ahead, in the order of their fetches: the next `read_ahead` spans, and more while slots_ahead slots hold all of them.
 
-    slots_of: slots that a span takes. A span counts as one slot at least, even if it is in host memory, and the iteration therefore ends.
+    slots_of: slots that a span takes. A span counts as one slot at least, even in host memory, and the iteration therefore ends.
     """
     for number, span in enumerate(spans):
         slots_ahead -= max(1, slots_of.get(span, 1))
@@ -173,17 +173,17 @@ def plan(
     are free: see `within`.
 
     uses: the trace. nbytes: device bytes of each span (0 for a span that never leaves). budget: device bytes for all spans. keep: leave a
-    span on the device until its room is needed (farthest next use goes first, Belady 1966); otherwise evict a span as soon as no op and no
+    span on the device until the room is needed (farthest next use goes first, Belady 1966); otherwise evict a span as soon as no op and no
     stage needs it. reductions: (position, chunk), in order, of the gradients that are complete after that position. updates: the reductions
     that are followed by an update, which makes the device copy stale. Gradients that are complete only after the last use are left to the
     end of the pass. span_of: a chunk's span. states_ahead: number of chunks whose states are read before their update. At the start the
     device holds only spans of 0 bytes.
 
-    A fetch runs ahead only if its room costs no span that is needed sooner. Spans of the current op are fetched even beyond the budget: the
+    A fetch runs ahead only if the room costs no span that is needed sooner. Spans of the current op are fetched even beyond the budget: the
     executor waits for memory, or reports the missing amount.
     """
     next_use = NextUse(uses)
-    fetches: dict[int, list[tuple[int, int, int]]] = {}  # a span's uses by its own ops: (position, place in the op, span)
+    fetches: dict[int, list[tuple[int, int, int]]] = {}  # a span's uses by own ops: (position, place in the op, span)
     for position, use in enumerate(uses):
         for place, span in enumerate(dict.fromkeys(use.spans)):
             fetches.setdefault(span, []).append((position, place, span))

@@ -1,4 +1,4 @@
-"""Host copies and their slots: the order of grants, and the choice of the copy that loses its slot.
+"""Host copies and their slots: the order of grants, and the choice of the copy that loses a slot.
 
 Pure policy, used by an engine's records and by the simulator. Knows chunks by their index, and distances to their next use. Must not know
 bytes, links or locks: the owner calls one method at a time.
@@ -12,14 +12,14 @@ bytes, links or locks: the owner calls one method at a time.
 #
 # Pins count the users of an entry. A slot is taken from an entry that is CLEAN and has no pins, farthest next use first (Belady). One
 # condition, the records' `lock`, guards all entries, and is notified when a pin or slot is freed. An update makes an entry DIRTY and writes
-# it at once; the entry stays pinned until the write is over. A gradient stays DIRTY and unpinned until its use. It is written only if its
-# slot is needed before.
+# it at once; the entry stays pinned until the write is over. A gradient stays DIRTY and unpinned until the update. The gradient is written
+# only if the slot is needed before.
 #
 # [Note: order of grants]
-# A request that has an entry keeps the slot until its work is done, and the lanes that wait for grants work first in, first out. Pinned
-# requests of one kind are therefore granted in their order. If a later request were served first, because its copy is there or because it
-# is urgent, it could hold the last slot. The earlier request, for which its lane waits, would then get no slot. An urgent request makes the
-# earlier requests urgent, too: urgency is a number, and all requests of a kind up to this number are urgent.
+# A request that has an entry keeps the slot until the work is done, and the lanes that wait for grants work first in, first out. Pinned
+# requests of one kind are therefore granted in their order. If a later request were served first, because the copy is there or because of
+# urgency, that request could hold the last slot. The earlier request, for which the lane waits, would then get no slot. An urgent request
+# makes the earlier requests urgent, too: urgency is a number, and all requests of a kind up to this number are urgent.
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Entry:
 class HostCache:
     """The host copies of one kind: weights, states or gradients.
 
-    slots: a pool with `count` and `num_free`. Its `try_acquire()` returns an object with `release()`, or None if no slot is free.
+    slots: a pool with `count` and `num_free`. `try_acquire()` returns an object with `release()`, or None if no slot is free.
     next_use(chunk): in any unit that grows with distance.
     """
 
@@ -86,13 +86,13 @@ class HostCache:
         self.next_use = next_use
         self.entries: dict[int, Entry] = {}  # entries that borrow a slot
         self.residents: dict[int, Entry] = {}
-        self.users: deque = deque()  # in order: the waitable after which each user frees its slot; None for a user that frees none
+        self.users: deque = deque()  # in order: the waitable after which each user frees the slot; None for a user that frees none
 
     def add_resident(self, chunk, memory) -> None:
         self.residents[chunk.index] = Entry(chunk, memory, resident=True)
 
     def frees_soon(self) -> bool:
-        """Whether the first user's wait is over, so that it frees a slot in any case. Users that overtake it already have their slots."""
+        """Whether the first user's wait is over, so that a slot becomes free in any case. Users that overtake have slots already."""
         first = self.users[0] if self.users else None
         return first is not None and first.done
 
@@ -132,7 +132,7 @@ class HostCache:
         return self.farthest(HostState.DIRTY)
 
     def unpin(self, entry: Entry, *, keep: bool) -> None:
-        """Remove one user. Without `keep`, a clean entry without users frees its slot."""
+        """Remove one user. Without `keep`, a clean entry without users frees the slot."""
         entry.pins -= 1
         assert entry.pins >= 0, entry
         if not keep:
@@ -148,7 +148,7 @@ class HostCache:
 
 
 def keeps(kind: str, *, keep: bool, weights_wanted: bool) -> bool:
-    """Whether a clean copy without users stays until its slot is needed. keep: all copies stay. weights_wanted: a copy to the device or an
+    """Whether a clean copy without users stays until the slot is needed. keep: all copies stay. weights_wanted: a copy to the device or an
     update needs the weights soon.
     """
     return keep or kind == GRADIENTS or (kind == WEIGHTS and weights_wanted)
@@ -191,7 +191,7 @@ class Requests:
             line.remove(request)
 
     def hurry(self, request) -> None:
-        """A thread waits for this request: the request and all earlier ones of its kind overtake read-ahead."""
+        """A thread waits for this request: the request and all earlier ones of the kind overtake read-ahead."""
         self._urgent_until[request.kind] = max(self._urgent_until[request.kind], request.number)
 
     def hurry_all(self) -> None:

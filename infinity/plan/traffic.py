@@ -1,6 +1,6 @@
 """Counts the bytes that one step moves over each link, before the first step.
 
-Knows a layout, its records and their placement. Must not know ops, clocks, threads or files.
+Knows a layout, records and their placement. Must not know ops, clocks, threads or files.
 """
 
 # [Note: how the bytes of a step are counted]
@@ -30,7 +30,7 @@ LINKS = ("nc", "cg", "gg", "rs", "gc", "cn")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Properties of a step that change its bytes. num_passes: backward passes a step. device_nbytes: expected device budget, in bytes.
+    """Properties of a step that change the bytes. num_passes: backward passes a step. device_nbytes: expected device budget, in bytes.
     deferred: updates follow step(). keep: copies stay while there is room. may_visit: records may come to the device. compresses: floats on
     NVMe are coded.
     """
