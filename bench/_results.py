@@ -19,9 +19,10 @@ HEAD = """\
 
 <!-- Written by bench/_results.py from the files in bench/results/. Edit these files, then run `python bench/_results.py`. -->
 
-Each row is one measurement. A value is the median of the counted steps, and a range has the fastest and the slowest one. "Version" is the commit that
-recorded the measurement, and "date" is the day of that commit. A table's command runs the measurement, with the options of the row.
-"the same" stands for the last full list of options above. Times and rates depend on the drive, and drives of one kind differ by a factor of two.
+Each row is one measurement. A value is the median of the counted steps, and a range has the fastest and the slowest one. "Version" is the
+commit that recorded the measurement, and "date" is the day of that commit. A table's command runs the measurement, with the options of the
+row. "the same" stands for the last full list of options above. Times and rates depend on the drive, and drives of one kind differ by a
+factor of two.
 """
 
 
@@ -34,7 +35,8 @@ def section(file: str, title: str, about: str, command: str = "") -> str:
     """One topic: title, text, the command of all rows, the table without empty columns."""
     header, *rows = read(file)
     used = [column for column in range(len(header)) if any(row[column] for row in rows)]
-    table = [[header[column] for column in used], ["---"] * len(used), *([_cell(header[column], row[column]) for column in used] for row in rows)]
+    cells = ([_cell(header[column], row[column]) for column in used] for row in rows)
+    table = [[header[column] for column in used], ["---"] * len(used), *cells]
     run = [f"Command: {command if '`' in command else f'`{command}`'}", ""] if command else []
     return "\n".join([f"## {title}", "", about.strip(), "", *run, *(f"| {' | '.join(row)} |" for row in table), ""])
 

@@ -2,8 +2,8 @@
 
     python bench/aio.py [--nvme DIR] [--rounds 9] [--seconds 1.5] [--depth 8] [--json FILE]
 
-Both engines move the same written file with direct I/O and huge pages: requests of one block each, with equal block size, number of
-blocks in the kernel, memory and mix. The first comparison alternates. Other users of the drive may then slow either engine. The second
+Both engines move the same written file with direct I/O and huge pages. Requests have one block each. Block size, number of blocks in the
+kernel, memory and mix are equal. The first comparison alternates. Other users of the drive may then slow either engine. The second
 comparison runs both at the same time. The drive then serves both equally, and the engine that asks again later gets less. Demand reads
 are timed with the settings that the engine measures on a path. fio needs its own huge pages (`sysctl vm.nr_hugepages=64`). Without fio,
 only aio_ext runs.

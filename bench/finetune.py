@@ -16,8 +16,8 @@ Tokens a step are micro-batch x accumulation x sequence, per rank. --curve takes
 micro-batches of up to --micro-batch sequences. Each round runs each engine with each number of tokens in turn, in separate processes.
 Times are those of the steps after the second. A run ends after --limit seconds, the start included. A run that fails or is ended is
 shown as a line with the reason, beside the finished steps. An engine that failed is not tried again with as many tokens. An engine is
-not tried at all if host memory is too small, by the memory measured with 3.2 B (19 bytes a parameter for FSDP2, 24 for DeepSpeed): such
-a run can stop the machine. Files are written after every run.
+not tried at all if host memory is too small, because such a run can stop the machine. The need was measured with 3.2 B: 19 bytes a
+parameter for FSDP2, 24 for DeepSpeed. Files are written after every run.
 
 Model TFLOP/s of a device: 6 per parameter and token, without embeddings and with the head, and causal attention. Recomputation is not
 counted. MFU is relative to the bf16 product of 8192^3 (on the CPU 1024^3), measured at the beginning of each run. "First step" is the

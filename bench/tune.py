@@ -2,10 +2,10 @@
 
     python bench/tune.py [--nvme DIR] [--rounds 3] [--pairs 41] [--json FILE] [--plot FILE]
 
-In each round both look for the fastest settings on the same written file: the search, and a grid that measures each point three times,
-in three passes, and takes the best median. Both choices are then measured in alternation. The ratio is the search's rate over the
-grid's, in pairs. The bench prints median, least and greatest, and the interval of the median with a probability of 95 %. A control pairs
-the grid's choice with itself, which shows the drive's own variation.
+In each round the search and a grid look for the fastest settings on the same written file. The grid measures each point three times, in
+three passes, and takes the best median. Both choices are then measured in alternation. The ratio is the search's rate over the grid's,
+in pairs. The bench prints median, least and greatest, and the interval of the median with a probability of 95 %. A control pairs the
+grid's choice with itself, which shows the drive's own variation.
 """
 
 import argparse

@@ -5,9 +5,9 @@ Knows modules and torch.compile. Must not know engines, or the purpose of a hook
 
 # [Note: compiled regions]
 # A compiled module, the region, cannot stop inside to wait for a parameter, and an engine's hook inside would break the graph. A compiled
-# module is therefore one op, like an infinity.leaf: all parameters below are on the device before the call and until the end of the call,
-# and the modules inside have no hooks. The region's own hooks, which fetch, must not be compiled either. They are at the region's *door*,
-# which uncompiled code calls.
+# module is therefore one op, like an infinity.leaf. All parameters below are on the device before the call and until the end of the call.
+# The modules inside have no hooks. The region's own hooks, which fetch, must not be compiled either. They are at the region's *door*, which
+# uncompiled code calls.
 #
 #     torch.compile(module)                             the wrapper that this returns. The module keeps hooks for callers that
 #                                                       bypass the door; traced, or behind the open door, they do nothing
@@ -31,8 +31,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 
 class Door:
-    """The callable that torch calls in the place of a module with `compile()`. The door calls before(door, args, kwargs), the compiled function,
-    and after(door, args, output), like hooks.
+    """The callable that torch calls in the place of a module with `compile()`. The door calls before(door, args, kwargs), the compiled
+    function, and after(door, args, output), like hooks.
     """
 
     def __init__(self, module: nn.Module, before: Callable, after: Callable):

@@ -27,8 +27,8 @@ CORES_SHARE, LANES_SHARE = 1 / 4, 1 / 2  # largest share of their time
 @dataclass(frozen=True)
 class Section:
     """A byte range of an extent. itemsize: bytes of a float, 0 if the bytes are stored without coding. late: True for a section that is
-    written only if moments are late (the gradient), False for one that is written only if they are not (the moments), None for one that is
-    always written.
+    written only if moments are late (the gradient). False for one that is written only if they are not (the moments). None for one that
+    is always written.
     """
 
     offset: int

@@ -4,9 +4,9 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 """
 
 # [Note: how budgets are spent]
-# The necessary memory comes first: on the device the most that one op and the ops around it hold, and in host memory the fewest slots with
-# which a record can be read, updated and written. A smaller budget is refused, and the error names the needed number. Next come slots that
-# let stages overlap.
+# The necessary memory comes first. On the device this is the most that one op and the ops around it hold. In host memory this is the fewest
+# slots with which a record can be read, updated and written. A smaller budget is refused, and the error names the needed number. Next come
+# slots that let stages overlap.
 #
 # The rest of host memory keeps copies, in this order. Weights save three bytes of NVMe traffic per byte: read forward, read backward,
 # written. Gradients that wait for step() save two: written, read. States also save two. Homes of records that will visit the device
@@ -22,9 +22,9 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # all records in host memory.) The last copies of a kind cost nothing: they take the place of the slots that they would have shared.
 #
 # Gradients without a place of their own share slots, and have room on NVMe for times when their slots are needed. If updates run in
-# backward, slots exist for a quarter of the chunks whose records move: as many updates may be put off ([Note: the split update] in
-# due_updates.py). A pool for gradients of late moments ([Note: late moments] in late_moments.py) gets the remaining memory, if the pool
-# holds one gradient of each record that stays on NVMe. Without coded floats the pool saves four bytes per byte for the first update in a
+# backward, slots exist for a quarter of the chunks whose records move. As many updates may be put off ([Note: the split update] in
+# due_updates.py). The remaining memory is a pool for gradients of late moments ([Note: late moments] in late_moments.py). The pool must
+# hold one gradient of each record that stays on NVMe. Without coded floats the pool saves four bytes per byte for the first update in a
 # row, and comes before states, which share the rest with the pool. If NVMe is too small for the rest, the first records are crowded out:
 # they live on the device, because nothing there could hide their update.
 

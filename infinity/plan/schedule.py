@@ -169,18 +169,18 @@ def plan(
     span_of: Mapping[int, int] | None = None,
     states_ahead: int = 2,
 ) -> list[Action]:
-    """Order the actions of one step. Gather, copy and read run one, two and `read_ahead` fetches ahead, and reads run further ahead if slots
-    are free: see `within`.
+    """Order the actions of one step. Gather, copy and read run one, two and `read_ahead` fetches ahead, and reads run further ahead if
+    slots are free: see `within`.
 
-    uses: the trace. nbytes: device bytes of each span (0 for a span that never leaves). budget: device bytes for all spans. keep: leave a
-    span on the device until the room is needed (farthest next use goes first, Belady 1966); otherwise evict a span as soon as no op and no
-    stage needs it. reductions: (position, chunk), in order, of the gradients that are complete after that position. updates: the reductions
-    that are followed by an update, which makes the device copy stale. Gradients that are complete only after the last use are left to the
-    end of the pass. span_of: a chunk's span. states_ahead: number of chunks whose states are read before their update. At the start the
-    device holds only spans of 0 bytes.
+    uses: the trace. nbytes: device bytes of each span (0 for a span that never leaves). budget: device bytes for all spans. keep: leave
+    a span on the device until the room is needed (farthest next use goes first, Belady 1966). Otherwise evict a span as soon as no op
+    and no stage needs it. reductions: (position, chunk), in order, of the gradients that are complete after that position. updates: the
+    reductions that are followed by an update, which makes the device copy stale. Gradients that are complete only after the last use are
+    left to the end of the pass. span_of: a chunk's span. states_ahead: number of chunks whose states are read before their update. At
+    the start the device holds only spans of 0 bytes.
 
-    A fetch runs ahead only if the room costs no span that is needed sooner. Spans of the current op are fetched even beyond the budget: the
-    executor waits for memory, or reports the missing amount.
+    A fetch runs ahead only if the room costs no span that is needed sooner. Spans of the current op are fetched even beyond the budget:
+    the executor waits for memory, or reports the missing amount.
     """
     next_use = NextUse(uses)
     fetches: dict[int, list[tuple[int, int, int]]] = {}  # a span's uses by own ops: (position, place in the op, span)

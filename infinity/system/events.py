@@ -59,8 +59,8 @@ class Meter:
 class Event(NamedTuple):
     """One piece of work: lane, description, start and end in seconds of `now`, and bytes moved.
 
-    what: of a link, a chunk's index, alone or with the kind of its segments; of COMPUTE, (phase, op); of STALL, (link, the awaited
-    work); of STEP, the step's number, from 1; of SLOTS, an instant, the number of used slots by kind.
+    what: depends on the lane. Of a link, a chunk's index, alone or with the kind of its segments. Of COMPUTE, (phase, op). Of STALL,
+    (link, the awaited work). Of STEP, the step's number, from 1. Of SLOTS, an instant, the number of used slots by kind.
     """
 
     lane: str

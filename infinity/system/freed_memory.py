@@ -5,8 +5,8 @@ Knows malloc, the resident bytes of this process, and the part that the engine h
 
 # [Note: memory that is freed]
 # The C library keeps freed blocks for later allocations. On the CPU, spans come and go with every op. With kept blocks, the kernel need not
-# zero pages again: a step of a GPT of 101 M parameters from NVMe took 0.57 s of CPU time, and 0.80 s when blocks of 1 MiB and more went
-# back at once. The engine therefore tells the C library to keep more blocks than by default.
+# zero pages again. A step of a GPT of 101 M parameters from NVMe took 0.57 s of CPU time. The step took 0.80 s when blocks of 1 MiB and
+# more went back at once. The engine therefore tells the C library to keep more blocks than by default.
 #
 # But kept blocks are not always used again. PyTorch asks for memory that is aligned to 64 bytes. glibc then looks for 96 bytes more, cuts
 # them off the block, and gives the pieces to small objects, such as the nodes of autograd's graph. A freed span lacks these 96 bytes, so
