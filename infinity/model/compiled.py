@@ -1,21 +1,22 @@
-"""Modules that torch.compile makes one of: which these are, and the doors by which they are called.
+"""Finds modules that torch.compile runs as one, and hooks the calls of these modules.
 
-Knows modules and torch.compile. Must not know engines, or what is done at a door.
+Knows modules and torch.compile. Must not know engines, or the purpose of a hook.
 """
 
 # [Note: compiled regions]
-# What is compiled as one, the region, cannot stop inside for a parameter to come, and a hook of ours inside would break its graph.
-# So a compiled module is one op, as an infinity.leaf is: all parameters below it are there before it is called, and until it ends;
-# the modules inside have no hooks. Nor may its own be compiled, which fetch: they are at its *door*, which is called by what is not.
+# A compiled module, the region, cannot stop inside to wait for a parameter, and an engine's hook inside would break the graph. A compiled
+# module is therefore one op, like an infinity.leaf. All parameters below are on the device before the call and until the end of the call.
+# The modules inside have no hooks. The region's own hooks, which fetch, must not be compiled either. They are at the region's *door*, which
+# uncompiled code calls.
 #
-#     torch.compile(module)                             the wrapper that this gives. The module keeps hooks for whoever calls it
-#                                                       past its door; traced, or behind the open door, they do nothing
-#     module.compile()                                  a Door, in the place of what torch calls instead of the module's `_call_impl`
-#     module.forward = torch.compile(module.forward)    the module itself, whose hooks torch calls before `forward`
+#     torch.compile(module)                             the wrapper that this returns. The module keeps hooks for callers that
+#                                                       bypass the door; traced, or behind the open door, they do nothing
+#     module.compile()                                  a Door, in the place of the function that torch calls instead of `_call_impl`
+#     module.forward = torch.compile(module.forward)    the module, whose hooks torch calls before `forward`
 #
-# A module may be compiled at any time. What was before the engine's start is looked for then, and planned; afterwards a wrapper is
-# noticed as it is made, and becomes a door when it is first called; `compile` is an attribute of each module that is an op; and
-# `forward` is looked at as the op begins.
+# A module may be compiled at any time. Earlier compilations are found at the engine's start, and planned. Afterwards a wrapper is noticed
+# when it is created, and becomes a door at the first call. `compile` is an attribute of each module that is an op, and `forward` is checked
+# when the op begins.
 
 from __future__ import annotations
 
@@ -30,15 +31,16 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 
 class Door:
-    """What torch calls in the place of a module that was compiled by `compile()`: before(door, args, kwargs), what was compiled, and
-    after(door, args, output), as hooks are called."""
+    """The callable that torch calls in the place of a module with `compile()`. The door calls before(door, args, kwargs), the compiled
+    function, and after(door, args, output), like hooks.
+    """
 
     def __init__(self, module: nn.Module, before: Callable, after: Callable):
         self.module, self.compiled = module, module._compiled_call_impl
         self.before, self.after = before, after
         module._compiled_call_impl = self._call_impl
 
-    def _call_impl(self, *args, **kwargs):  # named as torch's own, by which a call that is under way is known
+    def _call_impl(self, *args, **kwargs):  # torch's own name, by which an active call is recognised
         output = None
         try:
             changed = self.before(self, args, kwargs)
@@ -59,17 +61,17 @@ def door_of(module: nn.Module) -> Door | None:
 
 
 def behind(module: nn.Module | Door) -> nn.Module:
-    """The module of which this is the door, or that is its own."""
+    """The module behind a door or wrapper; any other module is returned."""
     return module.module if isinstance(module, Door) else module._orig_mod if is_wrapper(module) else module
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether it is what torch.compile has made of a module."""
+    """Whether a module is torch.compile's wrapper of another module."""
     return isinstance(module, OptimizedModule)
 
 
 def compiles(wrapper: OptimizedModule) -> bool:
-    """torch.compiler.disable makes wrappers, too."""
+    """Whether a wrapper compiles; torch.compiler.disable makes wrappers, too."""
     return not isinstance(wrapper.dynamo_ctx, DisableContext)
 
 
@@ -79,14 +81,14 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 
 def find_wrappers(model: nn.Module) -> list[OptimizedModule]:
-    """What torch.compile has made of the model or of modules in it."""
+    """torch.compile's wrappers of the model or of modules in the model."""
     _note_early_wrappers()
     modules = set(model.modules())
     return [wrapper for wrapper in list(_wrappers) if wrapper._modules.get("_orig_mod") in modules and compiles(wrapper)]
 
 
 def find_compiled(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of the model that are compiled."""
+    """The compiled modules of the model."""
     yield from (wrapper._orig_mod for wrapper in find_wrappers(model))
     for module in model.modules():
         if module._compiled_call_impl is not None or (not is_wrapper(module) and has_compiled_forward(module)):
@@ -99,12 +101,12 @@ _wrappers: weakref.WeakSet[OptimizedModule] = weakref.WeakSet()
 
 @functools.cache
 def _note_early_wrappers() -> None:
-    """Those that were made before this module was imported, which nobody else knows but the garbage collector: a tenth of a second."""
+    """Register wrappers from before the import of this module. Only the garbage collector knows them, which takes a tenth of a second."""
     _wrappers.update(thing for thing in gc.get_objects() if type(thing) is OptimizedModule)
 
 
 def watch_wrappers(noticed: Callable[[nn.Module, OptimizedModule], None]) -> None:
-    """From now on, call noticed(module, wrapper) for each that is made, before it is whole."""
+    """From now on, call noticed(module, wrapper) for each new wrapper, before the end of its construction."""
     if noticed not in _noticed:
         _noticed.append(noticed)
 
