@@ -207,7 +207,6 @@ MOST = {"class": (350, 30), "function": (60, 8)}
 TOO_LARGE = {
     "class": {
         "Cycle": (490, 40),
-        "Gradients": (360, 30),
         "Ranks": (350, 33),
     },
     "function": {

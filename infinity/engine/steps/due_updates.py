@@ -96,7 +96,7 @@ class Due:
             return
         chunks = self.registry.chunks
         complete = [not chunk.gradient.missing and not chunk.span.handles for chunk in chunks]
-        empty = [chunk.gradient.flat is None for chunk in chunks]
+        empty = [chunk.gradient.unreduced.flat is None for chunk in chunks]
         for chunk, is_complete, is_empty in zip(chunks, *self._agree(complete, empty, is_over=False)):
             if is_complete and not is_empty:
                 self.gradients.reduce(chunk)
@@ -106,7 +106,7 @@ class Due:
         """The pass, or a part of it, is over, on several ranks: reduce whatever gradients any of them has gathered since the last
         reduction. Returns whether any rank came with a gradient, and the chunks."""
         chunks = self.registry.chunks
-        empty, none_came = self._agree([chunk.gradient.flat is None for chunk in chunks], [not came] * len(chunks), is_over=True)
+        empty, none_came = self._agree([chunk.gradient.unreduced.flat is None for chunk in chunks], [not came] * len(chunks), is_over=True)
         found = [chunk for chunk, is_empty in zip(chunks, empty) if not is_empty]
         for chunk in found:
             self.gradients.reduce(chunk)
@@ -115,7 +115,7 @@ class Due:
     def _agree(self, *told: list[bool], is_over: bool) -> list[list[int]]:
         """What all ranks tell, of two lists. Raises UsageError, on every rank, unless all are at one place of the pass: with as many
         reductions behind them, and all at its end or none. Else one would be given the sum of another chunk's gradient."""
-        number = self.gradients.num_reductions
+        number = self.gradients.reduce_scatter.num_begun
         place = number % (1 << 24) * 2 + is_over
         agreed = self.ranks.least([[told_ + sign * 2 * place for told_ in each] for each, sign in zip(told, (1, -1), strict=True)])
         first, last = ([sign * (number >> 1) for number in each] for each, sign in zip(agreed, (1, -1)))  # of the places where ranks are
@@ -209,7 +209,7 @@ class Due:
             chunk
             for chunk in self.registry.chunks
             if chunk.update.is_put_off or not (chunk.update.is_early or chunk.update.is_announced)
-            if chunk.gradient.job or chunk.gradient.flat is not None or chunk.gradient.received  # the last alone after an interrupt on the way
+            if chunk.gradient.has_arrived
             if not chunk.update.is_running
         ]
         if dropped:

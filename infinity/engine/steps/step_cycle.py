@@ -293,7 +293,7 @@ class Cycle:
             for chunk in chunks:
                 chunk.gradient.exceed()
         self.due.update_waiting()
-        self.gradients.wait_for_room()
+        self.gradients.in_flight.wait_for_room()
 
     @uninterrupted
     def end_backward(self) -> None:
