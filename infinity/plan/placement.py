@@ -19,7 +19,7 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # ones of a kind cost nothing: they take the place of the slots that they would have shared.
 # Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. Where updates come in
 # backward, there are slots for a quarter of the chunks whose records move: so many updates may be put off ([Note: the split update] in
-# due_updates.py). A pool for those of late
+# chunk_updates.py). A pool for those of late
 # moments ([Note: late moments] in late_moments.py) gets what is left over, if it holds one of each record that stays on NVMe. Where floats are not
 # coded it saves four for the first update in a row, and comes before states, which share what is left with it. Where NVMe is
 # too small for what is left, the first records are crowded out: they live on the device, where nothing else could hide their update.
