@@ -209,7 +209,6 @@ TOO_LARGE = {
         "Ranks": (350, 33),
     },
     "function": {
-        "Gradients.__init__": (40, 12),
         "_adam": (65, 23),
         "_connect": (110, 16),
         "adam_step": (60, 9),

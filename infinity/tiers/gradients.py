@@ -24,9 +24,8 @@ import torch
 
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
 from infinity.plan.record import GRADIENTS
-from infinity.system.events import Events, now
+from infinity.system.events import now
 from infinity.system.lanes import Job, Lane, Monitor
-from infinity.system.ranks import Ranks
 from infinity.tiers.bytes_in_flight import BytesInFlight
 from infinity.tiers.gradient_parts import Adder
 from infinity.tiers.gradient_reduction import ReduceScatter
@@ -35,7 +34,6 @@ from infinity.tiers.record_mover import Lease, RecordMover
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.parameter_state import ParameterState
-from infinity.tiers.span_state import DeviceTier
 
 MAX_BATCH_NBYTES = 4 << 20  # of a batch, unless a single gradient is larger
 SMALL_NBYTES = 256 << 10  # a smaller gradient is not worth a change of threads: it leaves together with the next one
@@ -67,12 +65,7 @@ class Gradients:
         self,
         registry: Registry,
         records: RecordMover,
-        ranks: Ranks,
-        tier: DeviceTier,
-        gather_lane: Lane,
-        gather_stream,
-        device: torch.device,
-        events: Events,
+        reduce_scatter: ReduceScatter,
         *,
         staging: torch.Tensor | None,
         accumulate: bool,
@@ -81,18 +74,15 @@ class Gradients:
     ):
         self.registry = registry
         self.records = records
-        self.ranks = ranks
-        self.tier = tier
-        self.reduce_scatter = ReduceScatter(ranks, tier, gather_lane, gather_stream, device, events)
-        self.device = device
-        self.events = events
-        self.accumulate = accumulate
+        self.reduce_scatter = reduce_scatter
+        self.ranks, self.tier = reduce_scatter.ranks, reduce_scatter.tier
+        self.device, self.events = reduce_scatter.device, reduce_scatter.events
         self.spill = spill
         self.failure = records.failure  # shared with the gc lane: without a failed transfer's bytes, no update may run
         self.gc = Lane("gc", self.failure, "the copy to host memory of the gradient")
-        self.cuda = device.type == "cuda"
-        self.adder = Adder(device, events, staging=staging, accumulate=accumulate)
-        self.in_flight = BytesInFlight(limit_nbytes, tier, self.gc, events, self.failure)
+        self.cuda = self.device.type == "cuda"
+        self.adder = Adder(self.device, self.events, staging=staging, accumulate=accumulate)
+        self.in_flight = BytesInFlight(limit_nbytes, self.tier, self.gc, self.events, self.failure)
         self._num_arrivals = 0
         self._lock = Monitor()
         self._batch: Batch | None = None  # the last batch in the gc lane's queue, until the lane begins with it; guarded by the lock

@@ -7,6 +7,7 @@ from helpers import training
 from models import inputs, loss_of, mlp
 
 from infinity.engine.steps.step_state import _DAMAGE_MOVES, _STEP_MOVES, Damage, StepPhase, StepState
+from infinity.errors import UsageError
 from infinity.tiers.route_position import Course
 
 EMPTY, PASSING, EXPECTING, RECEIVING, LAYERWISE, BETWEEN, CLOSED = StepPhase
@@ -85,3 +86,16 @@ def test_a_loop_leads_each_step_through_its_phases(tmp_path, monkeypatch):
             optimizer.step()
             optimizer.zero_grad()
     assert phases == 2 * (2 * [EXPECTING, RECEIVING, BETWEEN] + [EMPTY]) + [CLOSED]
+
+
+def test_a_backward_pass_whose_end_raises_has_failed(tmp_path, monkeypatch):
+    with training(mlp, tmp_path) as (model, engine, optimizer):
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(engine.gradients, "hurry", lambda: 1 / 0)
+            loss_of(model(inputs(model, 0))).backward()
+        with pytest.raises(UsageError, match=r"step\(\) after a backward pass that raised; call zero_grad\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model(inputs(model, 0))).backward()
+        optimizer.step()
+        assert engine.cycle.state.num_steps == 1
