@@ -49,7 +49,7 @@ class ReduceScatter:
         unreduced.used.add(piece.param)
 
     def begin(self, chunk: ChunkState) -> tuple[Job, int]:
-        """Begin the reduce-scatter of a chunk; a rank without a gradient contributes zeros. All ranks must call it at the same point.
+        """Begin the reduce-scatter of a chunk; a rank without a gradient contributes zeros. All ranks must make this call at the same point.
 
         Returns the job, whose result is (shard, event), and the number of bytes of the flat buffer.
         """

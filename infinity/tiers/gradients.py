@@ -130,7 +130,7 @@ class Gradients:
             self.in_flight.add(-nbytes)
 
     def reduce(self, chunk: ChunkState) -> None:
-        """Reduce-scatter the chunk's gradient, and move this rank's shard to its place. All ranks must call it at the same point."""
+        """Reduce-scatter the chunk's gradient, and move this rank's shard to its place. All ranks must make this call at the same point."""
         scattered, nbytes = self.reduce_scatter.begin(chunk)
         self.in_flight.add(nbytes)
         params = list(chunk.whole_pieces)

@@ -7,8 +7,8 @@ Knows chunks, the phase of a step and the parts of an engine. Must not know how 
 # A frozen model passes gradients on to its inputs: a critic, a teacher, a base under adapters that are in no engine. So a backward pass
 # belongs to a step only from its first gradient of a parameter of the engine on, on any rank. Before that, the pass is expected to belong to
 # the step if a forward pass with something to train has come since the last such pass. A pass without a gradient needs no optimizer, and does
-# not count for `accumulation_steps`. A step() after it changes nothing, as in plain PyTorch. No step() ends the plan of such passes. The plan
-# ends with the backward pass, or with a forward pass that has built no graph.
+# not count for `accumulation_steps`. A step() after such a pass changes nothing, as in plain PyTorch. No step() ends the plan of such passes.
+# The plan ends with the backward pass, or with a forward pass that has built no graph.
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MicroBatches:
 
 
 class BackwardPasses:
-    """The backward passes of one engine. micro_batches: of infinity.accumulate while it runs, otherwise one."""
+    """The backward passes of one engine. micro_batches: of a running infinity.accumulate, otherwise one."""
 
     def __init__(self, cycle):
         self.cycle, self.state = cycle, cycle.state
@@ -130,7 +130,7 @@ class BackwardPasses:
             return
         chunks = self.registry.chunks_of(state)
         for chunk in chunks:
-            if chunk.update.is_early or (self.ranks.world > 1 and chunk in self.updates.ready):  # other ranks may have updated it
+            if chunk.update.is_early or (self.ranks.world > 1 and chunk in self.updates.ready):  # other ranks may have updated the chunk
                 raise UsageError(late_gradient(state.name))
             self.updater.finish(chunk)
         if self.micro_batches.withhold(state, grad):
@@ -221,7 +221,10 @@ class BackwardPasses:
 
     @uninterrupted
     def reduce_all(self) -> list[ChunkState]:
-        """Reduce all gradients that any rank has gathered since the last reduction. Every rank must call it. Returns the reduced chunks."""
+        """Reduce all gradients that any rank has gathered since the last reduction. Returns the reduced chunks.
+
+        All ranks must make this call.
+        """
         if self.ranks.world == 1:
             return []
         has_gradients, found = self.reductions.reduce_all(self.state.has_gradients)
@@ -232,7 +235,7 @@ class BackwardPasses:
     # What step() calls.
 
     def receive(self, given: Iterable[tuple[ParameterState, torch.Tensor]]) -> None:
-        """Gradients that no backward pass has brought arrive, as if a backward pass brought them. Every rank must call it."""
+        """Gradients that no backward pass has brought arrive, as if a backward pass brought them. All ranks must make this call."""
         self.state.receive()
         for state, grad in given:
             self.arrive(state, grad)
@@ -258,7 +261,7 @@ class BackwardPasses:
         return None
 
     def _expect_gradients(self) -> None:
-        """The backward pass belongs to the step: predict its gradients, and the updates that begin in it."""
+        """The backward pass belongs to the step: predict the gradients, and the updates that begin in this pass."""
         cycle, number = self.cycle, self.state.num_backwards
         last = number + 1 == self.num_passes
         in_backward = moment(deferred=self.updater.deferred, on_device=False, in_memory=False) is Moment.GRADIENT
@@ -270,7 +273,7 @@ class BackwardPasses:
             self.updater.expect(chunk, self.updates.early_hyper is not None and chunk.trainable and chunk.gradient.missing > 0)
 
     def _end_pass(self) -> bool:
-        """No more gradients come from this pass. Every rank must call it. Returns whether any rank has brought a gradient."""
+        """No more gradients come from this pass. All ranks must make this call. Returns whether any rank has brought a gradient."""
         for chunk in self.reduce_all():
             self.norm.add_complete(chunk)
         has_gradients = self.state.has_gradients

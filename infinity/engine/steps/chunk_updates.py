@@ -15,13 +15,13 @@ and ends.
 # A step moves 26 bytes a parameter from and to drives: 24 in the backward pass, 2 in the forward pass. If drives are slower than compute, the
 # backward pass alone is too short for them. Updates fall behind, the first layers are updated last, and the next forward pass waits for these
 # layers. So the engine puts some of the updates off: step() announces them, as if updates were deferred, and the next forward pass begins
-# them. No plan chooses these updates, because it would have to know the drives' speed. Instead, the engine looks at the slots for states when
-# the plan reads the states of a chunk ahead. If updates still pin two thirds of the slots, drives are behind, and the update of this chunk is
-# put off. So the updates that are put off lie between the others. Their number follows from the drives' speed, and is zero if compute hides
-# all transfers. The gradient of such a chunk needs a place to wait: its own, or a slot that would be free otherwise ([Note: how budgets are
-# spent] in placement.py). Without a place the update begins at once. Ranks may differ in their choice, because the device copy is stale in
-# both cases. (Simulated, 3.4 B parameters on one drive, where drives and compute need the same time: a step takes 1.02 to 1.06 times this
-# time, and 1.13 to 1.21 times without putting off. The forward pass is 1/4 to 1/3 of compute.)
+# them. No plan chooses these updates, because a plan would have to know the drives' speed. Instead, the engine looks at the slots for states
+# when the plan reads the states of a chunk ahead. If updates still pin two thirds of the slots, drives are behind, and the update of this
+# chunk is put off. So the updates that are put off lie between the others. Their number follows from the drives' speed, and is zero if
+# compute hides all transfers. The gradient of such a chunk needs a place to wait: its own, or a slot that would be free otherwise ([Note: how
+# budgets are spent] in placement.py). Without a place the update begins at once. Ranks may differ in their choice, because the device copy is
+# stale in both cases. (Simulated, 3.4 B parameters on one drive, where drives and compute need the same time: a step takes 1.02 to 1.06 times
+# this time, and 1.13 to 1.21 times without putting off. The forward pass is 1/4 to 1/3 of compute.)
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class ChunkUpdates:
                 self.updater.announce(chunk, hyper)
 
     def announce(self, chunk: ChunkState, hyper: Hyper) -> None:
-        """The chunk is updated when it is needed next. Its device copy is stale until then."""
+        """The chunk is updated at its next use. Its device copy is stale until then."""
         self.make_stale(chunk)  # first: this may adopt a write of the forward pass, which would wait for an announced update
         self.updater.announce(chunk, hyper)
 

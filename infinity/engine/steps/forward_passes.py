@@ -25,7 +25,7 @@ class ForwardPasses:
     are_checked: bool = False
 
     def count(self, trains: bool) -> None:
-        """A forward pass begins. trains: it has a graph and something to train."""
+        """A forward pass begins. trains: the pass has a graph and something to train."""
         self.num_training += trains
 
     def end_training(self) -> None:

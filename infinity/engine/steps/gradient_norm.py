@@ -36,7 +36,7 @@ class GradientNorm:
             self._begin_sum(chunk)
 
     def of(self, chunks: list[ChunkState]) -> float:
-        """The global norm of the summed gradients, the same bits for every placement and chunk size. All ranks must call it."""
+        """The global norm of the summed gradients, the same bits for every placement and chunk size. All ranks must make this call."""
         total = NormAccumulator()
         for chunk in chunks:
             if chunk.gradient.squares is None:

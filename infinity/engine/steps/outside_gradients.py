@@ -62,7 +62,7 @@ def is_returned(param: torch.nn.Parameter) -> bool:
 
 
 def receive_given(cycle, given: list[tuple[ParameterState, torch.Tensor]]) -> None:
-    """Pass gradients that the program has put into `param.grad` to the engine, at the beginning of step(). Every rank must call it.
+    """Pass gradients that the program has put into `param.grad` to the engine, at the beginning of step(). All ranks must make this call.
 
     given: parameters with their gradients, of the parameter's shape, dtype and device. Raises UsageError before anything has changed.
     """

@@ -32,7 +32,7 @@ _ALL = "{what} of {some} gradients, of {all}: the engine has one for all of them
 _NO_FACTOR, _GIVEN = -1, -2  # as float bits, these are NaNs that no arithmetic makes
 
 NOT_DROPPED = (
-    "a gradient arrives while param.grad still has the gradients of the last step, to which plain PyTorch would add it. The engine keeps no "
+    "a gradient arrives while param.grad still has the gradients of the last step. Plain PyTorch would add the two. The engine keeps no "
     "gradient after step(): call optimizer.zero_grad() before the next backward pass. To sum the gradients of several backward passes, call "
     "step() once after them, and declare their number: infinity.AdamW(..., accumulation_steps=...)."
 )

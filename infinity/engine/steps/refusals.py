@@ -23,8 +23,8 @@ def refuse_modes(device_type: str, dtype: str) -> None:
         )
     if torch.jit.is_tracing():
         raise UsageError(
-            "torch.jit.trace notes the memory that weights are in for the moment, and would read it when they are elsewhere. Trace a "
-            "model that is in no engine, with this one's values: plain.load_state_dict(model.state_dict())."
+            "torch.jit.trace records the present address of each weight, and would read there after the weight has moved. Trace a model that "
+            "is in no engine. Give it the same values: plain.load_state_dict(model.state_dict())."
         )
     wanted = torch.get_autocast_dtype(device_type)
     if torch.is_autocast_enabled(device_type) and wanted is not TORCH_DTYPES[dtype]:
@@ -38,26 +38,29 @@ def refuse_modes(device_type: str, dtype: str) -> None:
 # Messages of steps and passes.
 
 SCALED = (
-    "a backward pass after gradients of its step were clipped or multiplied: those that it brings would not be. Clip after the last backward "
-    "pass, before step()."
+    "a backward pass began after the program had clipped or multiplied gradients of the same step. The new gradients would stay as they are. "
+    "Clip after the last backward pass, before step()."
 )
-TORN = "a backward pass after one that failed half-way and had begun to update; see step()"
+TORN = (
+    "a backward pass began after an earlier one that failed half-way and had begun to update: weights are of two steps. Load a checkpoint "
+    "first."
+)
 FAILED = "after a backward pass that raised; call zero_grad() and run it again"
 WEIGHTS_OF_TWO_STEPS = (
-    "the last backward pass failed after some chunks had been updated: weights are of two steps. Start again from a checkpoint; with "
-    "update='deferred' a failed backward pass can be repeated."
+    "the last backward pass failed after some chunks had been updated: weights are of two steps. Load a checkpoint. With "
+    "update='deferred', a failed backward pass can be repeated."
 )
-HALF_LOADED = "the last infinity.load failed half-way: weights are of two states. Load one that is whole."
+HALF_LOADED = "the last infinity.load failed half-way: weights are of two states. Load one complete checkpoint."
 LOOK_SCALED = (
-    "torch.autograd.grad of parameters with dtype='fp16': the engine scales the loss, so the gradients would be scaled, too. Use "
+    "torch.autograd.grad of parameters with dtype='fp16': the engine scales the loss, and the gradients with it. Use "
     "infinity.Config(dtype='bf16') or 'fp32', which need no loss scale."
 )
 GIVEN_SCALED = (
-    "param.grad was given a gradient with dtype='fp16', whose gradients the engine scales. Call loss.backward() instead, or use "
-    "infinity.Config(dtype='bf16') or 'fp32', which need no loss scale."
+    "param.grad was given a gradient with dtype='fp16', but the engine expects fp16 gradients that are multiplied by its loss scale. Call "
+    "loss.backward() instead, or use infinity.Config(dtype='bf16') or 'fp32', which need no loss scale."
 )
 GIVEN_LATE = (
-    "param.grad was given a gradient after a backward pass that has begun to update weights. Put it there before that backward pass, or use "
+    "param.grad was given a gradient after a backward pass that has begun to update weights. Set it before that backward pass, or use "
     "infinity.Config(update='deferred')."
 )
 
@@ -66,8 +69,8 @@ def too_late_to_clip(optimizer: str, made_at: str) -> str:
     """The message for a norm, or a clip, after updates have begun. made_at: file and line where the program makes the optimizer."""
     return (
         f"clip_grad_norm_ was called, or the norm of all gradients was asked for, but the optimizer already updates weights during the "
-        f"backward pass. Change the line that makes the optimizer, {made_at}: infinity.{optimizer}(..., max_grad_norm=1.0), with the limit "
-        f"that you clip to; the call of clip_grad_norm_ may then go. To know the norm without clipping, use max_grad_norm=math.inf."
+        f"backward pass. Change the line that makes the optimizer, {made_at}: infinity.{optimizer}(..., max_grad_norm=1.0), with your "
+        f"limit, and remove the call of clip_grad_norm_. To know the norm without clipping, use max_grad_norm=math.inf."
     )
 
 
@@ -96,8 +99,8 @@ def sums_in_hook(name: str) -> str:
     """The message for a hook on an accumulated gradient in a step of several backward passes. name: of the parameter."""
     return (
         f"{name} has a hook of register_post_accumulate_grad_hook, and this is not the first backward pass of its step. In plain PyTorch the "
-        f"hook would find the sum of all passes in param.grad; here the earlier ones have left for the engine's tiers. Use "
-        f"param.register_hook(...), which is given each pass's gradient."
+        f"hook finds the sum of all passes in param.grad. Here, the earlier gradients have left for the engine's tiers. Use "
+        f"param.register_hook(...), which gets the gradient of each pass."
     )
 
 
@@ -151,7 +154,7 @@ def half_updated(what: str) -> str:
 
 
 def refuse_by_layer(*, runs: bool, failed: bool, begun: bool) -> None:
-    """Raise UsageError if infinity.accumulate may not begin, because it brings all gradients of a step.
+    """Raise UsageError if infinity.accumulate may not begin: this call brings all gradients of a step.
 
     runs: a backward pass runs. failed: a backward pass has raised. begun: a backward pass of this step is over.
     """

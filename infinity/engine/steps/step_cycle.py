@@ -233,7 +233,7 @@ class StepCycle:
     @uninterrupted
     @torch.no_grad()
     def _norm_of_all(self) -> float:
-        """The norm of all gradients since the last step. Every rank must call it."""
+        """The norm of all gradients since the last step. All ranks must make this call."""
         self.require_gradients("the norm of all gradients")
         self.updates.refuse_late(self.optimizer)
         return self.norm.of(self.updates.pending()) * self.hyper().grad_scale
@@ -299,7 +299,7 @@ class StepCycle:
             raise UsageError(HALF_LOADED)
 
     def check_gradients(self) -> None:
-        """Drop all gradients if model.zero_grad() has dropped them. Raises UsageError if it has dropped only some, or too late."""
+        """Drop all gradients if model.zero_grad() has dropped them. Raises UsageError if only some are dropped, or too late."""
         if self.param_grads.were_dropped():
             self.zero_grad()
 

@@ -31,9 +31,9 @@ class StepPhase(enum.Enum):
     """See [Note: phases of a step]."""
 
     EMPTY = "empty"  # no backward pass since the last step
-    PASSING = "passing"  # a backward pass runs; as far as is known, it brings no gradient to the step
-    EXPECTING = "expecting"  # a backward pass runs; it belongs to the step, and has brought no gradient yet
-    RECEIVING = "receiving"  # a backward pass runs; it has brought a gradient, on this rank or at its end on any rank
+    PASSING = "passing"  # a backward pass runs; no gradient for the step is expected
+    EXPECTING = "expecting"  # a backward pass of the step runs; no gradient has come
+    RECEIVING = "receiving"  # a backward pass of the step runs; a gradient has come, at the end of the pass on any rank
     LAYERWISE = "layerwise"  # infinity.accumulate runs; all its backward passes count as one
     BETWEEN = "between passes"  # a backward pass is over, and no other one runs
     CLOSED = "closed"
