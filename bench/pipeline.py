@@ -96,12 +96,12 @@ def pipeline_seconds(engine, optimizer) -> float:
 
 
 def _arrive(engine, params, gradient) -> None:
-    engine.cycle.num_forwards = 1  # as if one forward pass had used every parameter once
+    engine.cycle.forward.num_training = 1  # as if one forward pass had used every parameter once
     for state in engine.registry.params:
         state.touched = 1
-    engine.cycle.begin_backward()
+    engine.cycle.backward.begin()
     for param in params:
-        engine.cycle.gradient(engine.registry.find(param), gradient)
+        engine.cycle.backward.gradient(engine.registry.find(param), gradient)
 
 
 def raw_seconds(engine, block_nbytes: int, inflight_nbytes: int) -> float:

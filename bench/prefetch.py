@@ -86,11 +86,11 @@ class Lookahead:
 
     def __init__(self, engine):
         self.on = True
-        weights, due = engine.weights, engine.cycle.due
-        read, copy, read_states = weights.read, weights.copy, due.read_states
+        weights, updates = engine.weights, engine.cycle.updates
+        read, copy, read_states = weights.read, weights.copy, updates.read_states
         weights.read = lambda span: read(span) if self.on else None
         weights.copy = lambda span, *, needed: copy(span, needed=needed) if self.on or needed else None
-        due.read_states = lambda chunk: read_states(chunk) if self.on else None
+        updates.read_states = lambda chunk: read_states(chunk) if self.on else None
 
 
 def speed_ups(seconds: dict) -> list[float]:

@@ -36,6 +36,7 @@ from infinity.system.swap_directory import reclaim, room_nbytes
 from infinity.tiers.activations import Activations
 from infinity.tiers.compression import Compressor
 from infinity.tiers.route_position import Course
+from infinity.tiers.gradient_reduction import ReduceScatter
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.record_mover import RecordMover
 from infinity.tiers.late_moments import redo_logs
@@ -241,12 +242,7 @@ def _connect(
     gradients = Gradients(
         registry,
         records_,
-        ranks,
-        tier,
-        gather_lane,
-        gather_stream,
-        device,
-        events,
+        ReduceScatter(ranks, tier, gather_lane, gather_stream, device, events),
         staging=staging,
         accumulate=training.accumulating,
         spill=placement.slots[GRADIENTS] > 0 and (training.deferred or training.accumulating),

@@ -28,7 +28,7 @@ from infinity.engine.access.save_window import finish_saving
 from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
 from infinity.engine.autograd.resident_model import hooks_for
 from infinity.engine.sizing import Training, budgets, is_deferred
-from infinity.engine.steps.step_cycle import Cycle
+from infinity.engine.steps.step_cycle import StepCycle
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.errors import ConfigError, UsageError
 from infinity.formats.assignment import ParameterDtypes
@@ -256,7 +256,7 @@ class Engine(NotCopied):
             raise
         if before is not None:
             before.be_replaced(optimizer.made_at)
-        self.cycle.optimizer, self.cycle.scaler = optimizer, scaler
+        self.cycle.attach(optimizer, scaler)
         config = self.config
         keeps, choices = config.residency == "auto", {"weights": choice_of(config.weights), "states": choice_of(config.states)}
         if not self.layout.is_coded and planner.records_may_visit(**choices, keep=keeps):
@@ -282,7 +282,7 @@ class Engine(NotCopied):
         self.gate.check_open()
         if self.has_started:
             self.calls.loss.refuse("step()")
-            if self.cycle.first_step:
+            if not self.cycle.has_stepped:
                 refuse_trainers(self)
         self.gate.note_step()
         life = self._life()  # else the collector may find the model gone in between
@@ -369,8 +369,8 @@ class Engine(NotCopied):
         try:
             bound_nbytes = None if self.config.device_memory == "auto" else self.config.device_memory
             self.margin = Margin(self.weights, self.gradients, self.placement, gauge_of(self.device), bound_nbytes=bound_nbytes)
-            self.cycle = Cycle(self.config, self.ranks, self.events, parts, self.margin)
-            self.cycle.turn, self.follower, self.calls = self.turn, self.cycle.follower, self.cycle.calls
+            self.cycle = StepCycle(self.config, self.ranks, self.events, parts, self.margin, self.turn)
+            self.follower, self.calls = self.cycle.follower, self.cycle.calls
             self.ranks.listen(self._give_up)
             self._let_go(model, parts.ahead)
         except BaseException as error:

@@ -23,7 +23,7 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 #
 # Gradients without a place of their own share slots, and have room on NVMe for times when their slots are needed. If updates run in
 # backward, slots exist for a quarter of the chunks whose records move. As many updates may be put off ([Note: the split update] in
-# due_updates.py). The remaining memory is a pool for gradients of late moments ([Note: late moments] in late_moments.py). The pool must
+# chunk_updates.py). The remaining memory is a pool for gradients of late moments ([Note: late moments] in late_moments.py). The pool must
 # hold one gradient of each record that stays on NVMe. Without coded floats the pool saves four bytes per byte for the first update in a
 # row, and comes before states, which share the rest with the pool. If NVMe is too small for the rest, the first records are crowded out:
 # they live on the device, because nothing there could hide their update.

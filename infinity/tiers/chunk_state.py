@@ -80,8 +80,8 @@ class ChunkState:
 
     @property
     def gradient_on_device(self) -> bool:
-        """What has arrived of its gradient, and what arrives next."""
-        return self.on_device or (self.gradient.stays and not self.gradient.was_sent)
+        """Whether its gradient is on the device, and the next arrival goes there."""
+        return self.on_device or (self.gradient.stays and not self.gradient.is_offloaded)
 
     def __repr__(self):
         names = self.span.params[0].name if self.span.params else "-"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 
-from infinity.engine.steps.step_cycle import Cycle
+from infinity.engine.steps.step_cycle import StepCycle
 from infinity.errors import UsageError
 from infinity.system import interrupts
 from infinity.system.waits import THREADS
@@ -17,7 +17,7 @@ from infinity.system.waits import THREADS
 class Gate:
     def __init__(self, model: weakref.ref):
         self._model = model
-        self._cycle: Cycle | None = None
+        self._cycle: StepCycle | None = None
         self._trains: int | None = None  # the thread that made the last step
         self.is_closed = self.was_dropped = False
         self._lost = ""  # what ended the start, where values of the model had gone by then
@@ -26,7 +26,7 @@ class Gate:
     def has_started(self) -> bool:
         return self._cycle is not None
 
-    def begin(self, cycle: Cycle) -> None:
+    def begin(self, cycle: StepCycle) -> None:
         self._cycle = cycle
 
     def break_off(self, error: BaseException) -> None:

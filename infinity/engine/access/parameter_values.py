@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from infinity.engine.steps.due_updates import note_change
+from infinity.engine.steps.chunk_updates import note_change
 from infinity.engine.access.between_steps import Gate
-from infinity.engine.steps.step_cycle import in_backward
+from infinity.engine.steps.step_cycle import autograd_runs
 from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import forget_owner
 from infinity.system.interrupts import uninterrupted
@@ -140,14 +140,14 @@ class Answers:
             return
         self.cycle.refuse_half_updated("new weights", change=True)
         state = self.registry.params[index]
-        if not self.calls.frames and not in_backward():
+        if not self.calls.frames and not autograd_runs():
             self.calls.release_escaped()
         if self.weights.is_held(self.registry.span_of(state)):
             raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
         self.values.write_weight(state, value)
         for chunk in self.registry.chunks_of(state):
             if not chunk.weights_home.is_device and not chunk.on_device:
-                self.cycle.due.make_stale(chunk)
+                self.cycle.updates.make_stale(chunk)
         note_change(state)
 
     @contextlib.contextmanager
@@ -234,11 +234,11 @@ class Answers:
 
     def look_at_gradients(self):
         """Inside the block a backward pass only returns gradients."""
-        return self.cycle.looks.look(scaled=self.cycle.scaler is not None) if self._gate.has_started else contextlib.nullcontext()
+        return self.cycle.autograd_grad.running(scaled=self.cycle.scaler is not None) if self._gate.has_started else contextlib.nullcontext()
 
     def departed_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """In a backward pass: the sign of a parameter's gradient that has left, or None."""
-        if not self._gate.has_started or self.cycle.backward_task is None:
+        if not self._gate.has_started or not self.cycle.state.in_backward:
             return None
         return self.cycle.param_grads.departed(self.registry.find(param))
 

@@ -27,7 +27,7 @@ def ready_to_save(engine, optimizer) -> None:
     if cycle.torn:
         raise UsageError("infinity.save after a backward pass that failed half-way: weights are of two steps; see step()")
     cycle.refuse_half_updated("infinity.save")
-    if cycle.num_backwards or cycle.backward_task is not None:
+    if cycle.state.num_backwards or cycle.state.in_backward:
         raise UsageError("infinity.save between backward() and step(): gradients are not saved. Save after step().")
     if (failure := finish_saving(engine.saving)) is not None:
         raise failure
@@ -40,8 +40,8 @@ def ready_to_save(engine, optimizer) -> None:
 
 def ready_to_load(engine, optimizer) -> None:
     _enter(engine, optimizer, "infinity.load")
-    if engine.cycle.backward_task is not None:
-        engine.cycle.abandon_backward()
+    if engine.cycle.state.in_backward:
+        engine.cycle.backward.abandon()
     if (failure := finish_saving(engine.saving)) is not None:
         raise failure
 
@@ -51,10 +51,9 @@ def loading(engine):
     """All records are replaced inside the block; gradients and updates of before are forgotten."""
     engine.flush()
     engine.updater.end_step()
-    engine.cycle.torn = False
     engine.zero_grad()
     for chunk in engine.registry.chunks:
-        engine.cycle.due.make_stale(chunk)
+        engine.cycle.updates.make_stale(chunk)
     engine.last_save = None
     if engine.optimizer is not None:
         engine.optimizer.refer_to(None)

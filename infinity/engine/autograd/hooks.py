@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from infinity.engine.autograd.compiled_modules import Doors
 from infinity.engine.autograd.ops import BACKWARD, FORWARD, RECOMPUTE, Frame, Op
 from infinity.engine.steps.refusals import beside, refuse_sparse
-from infinity.engine.steps.step_cycle import Cycle
+from infinity.engine.steps.step_cycle import StepCycle
 from infinity.engine.autograd.trees import map_tensors, tensors_in
 from infinity.errors import UsageError
 from infinity.model.compiled import behind
@@ -33,7 +33,7 @@ class Hooks(NotCopied):
     Holds no module: graphs hold this, and a loss that is kept would keep the model.
     """
 
-    def __init__(self, cycle: Cycle, model: nn.Module):
+    def __init__(self, cycle: StepCycle, model: nn.Module):
         self.cycle = cycle
         self.calls = cycle.calls
         self.registry = cycle.registry
@@ -81,7 +81,7 @@ class Hooks(NotCopied):
         """What a call of the module, which begins, is for; calls that were interrupted have ended then."""
         phase = RECOMPUTE if _current_graph_task_id() != -1 else FORWARD
         if phase == RECOMPUTE:
-            self.cycle.await_end()  # now: what a reentrant checkpoint starts inside is no backward pass of its own
+            self.cycle.backward.await_end()  # now: what a reentrant checkpoint starts inside is no backward pass of its own
         elif self.calls.thread not in (None, threading.get_ident()):
             self._refuse_beside(module)
         self.calls.end_interrupted_before(module)
@@ -107,7 +107,7 @@ class Hooks(NotCopied):
     def _refuse_beside(self, module: nn.Module) -> None:
         """Raise UsageError where the thread that called the model last is still in that call, or in a backward pass."""
         in_forward = any(frame.module is module and frame.thread != threading.get_ident() for frame in self.calls.frames)
-        if in_forward or (not self.calls.frames and self.cycle.backward_task is not None):
+        if in_forward or (not self.calls.frames and self.cycle.state.in_backward):
             if any(thread.ident == self.calls.thread for thread in threading.enumerate()):
                 raise UsageError(beside(type(behind(module)).__name__))
 
@@ -165,7 +165,7 @@ class Hooks(NotCopied):
                 continue
             if begins and (tensor.is_floating_point() or not scales):
                 tensor.register_hook(self._backward_begins)
-                self.cycle.graph_built()
+                self.cycle.forward.graph_built()
             if op.whole:
                 tensor.register_hook(lambda grad: self._before_leaf_backward(op, seen))
             elif unseen and isinstance(tensor.grad_fn, BackwardCFunction):
@@ -187,14 +187,14 @@ class Hooks(NotCopied):
                 "create_graph=True: a graph of the backward pass would keep weights that leave the device. Gradients of gradients "
                 "are not supported."
             )
-        self.cycle.begin_backward()
+        self.cycle.backward.begin()
         if self.timeline is not None:
             self.timeline.begin(BACKWARD, self._name)
 
     @torch._dynamo.disable
     @uninterrupted
     def _expect_gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
-        self.cycle.expect_gradient(state)
+        self.cycle.backward.expect_gradient(state)
 
     @torch._dynamo.disable
     @uninterrupted
@@ -210,7 +210,7 @@ class Hooks(NotCopied):
                 f"infinity.Config, not with model.to() or model.float()."
             )
         refuse_sparse(state, grad)
-        self.cycle.gradient(state, grad)
+        self.cycle.backward.gradient(state, grad)
 
 
 class Anchored(torch.autograd.Function):

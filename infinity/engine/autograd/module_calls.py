@@ -33,7 +33,7 @@ from torch._C._autograd import (
 )
 
 from infinity.engine.build import Assembly
-from infinity.engine.steps.plan_follower import Follower
+from infinity.engine.steps.plan_follower import PlanFollower
 from infinity.engine.memory.device_memory import Margin
 from infinity.engine.autograd.ops import ATTRIBUTE, BACKWARD, FORWARD, RECOMPUTE, Frame, Op
 from infinity.engine.steps.refusals import LossFunction
@@ -63,7 +63,7 @@ class Turn(NamedTuple):
 class Calls:
     """The stack of `frames`; `kept` is held until the segment under way ends, if there is one, or an op finds no room."""
 
-    def __init__(self, follower: Follower, margin: Margin, parts: Assembly):
+    def __init__(self, follower: PlanFollower, margin: Margin, parts: Assembly):
         self.follower, self.margin, self._parts = follower, margin, parts
         self.registry, self.weights = follower.registry, follower.weights
         self.timeline = follower.weights.events.timeline  # None without tracing

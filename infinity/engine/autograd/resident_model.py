@@ -10,16 +10,16 @@ from torch import nn
 
 from infinity.engine.autograd.hooks import Hooks
 from infinity.engine.autograd.ops import FORWARD, Frame, Op
-from infinity.engine.steps.step_cycle import Cycle
+from infinity.engine.steps.step_cycle import StepCycle
 from infinity.system.interrupts import uninterrupted
 
 
-def hooks_for(cycle: Cycle, model: nn.Module) -> Hooks:
+def hooks_for(cycle: StepCycle, model: nn.Module) -> Hooks:
     """The hooks of the model, attached to it."""
     return (ResidentHooks if _stays(cycle) else Hooks)(cycle, model)
 
 
-def _stays(cycle: Cycle) -> bool:
+def _stays(cycle: StepCycle) -> bool:
     """Whether no op of the model ever needs more of the engine than that its parameters are home."""
     registry = cycle.registry
     return (

@@ -167,14 +167,14 @@ def _refuse_gradient(engine) -> bool:
 
 def _one_by_one(engine, works: list[Callable], draws: list[Draws]) -> list[torch.Tensor]:
     losses = []
-    with engine.cycle.one_backward(withhold=lambda state, gradient: _refuse_gradient(engine)):
+    with engine.cycle.backward.one_backward(withhold=lambda state, gradient: _refuse_gradient(engine)):
         for number, work in enumerate(works):
             draws[number].resume(engine.device)
             with engine.calls.loss:
                 value = work()
             draws[number] = Draws.now(engine.device)
             value.backward()
-            engine.cycle.reduce_all()
+            engine.cycle.backward.reduce_all()
             losses.append(value.detach())
     return losses
 
@@ -435,7 +435,7 @@ class _Step:
             calls.swap(before)
             raise UsageError(beside("infinity.accumulate"))
         try:
-            with self.cycle.one_backward(num_together=turn, withhold=self._withhold), self._kept_away():
+            with self.cycle.backward.one_backward(num_together=turn, withhold=self._withhold), self._kept_away():
                 try:
                     with called_by(self.blocks, self._call), without_caches(self.blocks, self.model, self.uncut.tell_of_cache):
                         losses = []
@@ -528,7 +528,7 @@ class _Step:
             if self.sums is not None:
                 self.sums.end(complete.get(position, []))
             if self._is_last:
-                self.cycle.complete(complete.get(position, []))
+                self.cycle.backward.complete(complete.get(position, []))
         if self.sums is not None:
             self.sums.close()
 
@@ -563,7 +563,7 @@ class _Step:
     def _go_back(self, micro: MicroBatch, position: int) -> None:
         self._goes_back = micro
         micro.backward(position)
-        self.cycle.reduce_all()
+        self.cycle.backward.reduce_all()
 
     def _withhold(self, state: ParameterState, gradient: torch.Tensor) -> bool:
         return _refuse_gradient(self.engine) or self._goes_back.withhold(state, gradient)
