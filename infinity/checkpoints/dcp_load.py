@@ -24,9 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from infinity.checkpoints.dcp_names import METADATA, Names, boxes, defaults_of_torch, moment_names, plain
 from infinity.checkpoints.files import failed
 from infinity.config import checked_path
-from infinity.engine.access import save_window as pause
-from infinity.engine.engine import Engine
-from infinity.engine.engines import engine_of
+from infinity.engine.access.training_state import TrainingState, training_state_of
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.rules import AdamRule
 from infinity.plan.packing import Piece
@@ -55,13 +53,13 @@ def load_dcp(
             f"{path}: torch.distributed.checkpoint keeps its metadata in a pickle, and reading one may run any code that its writer put "
             f"there. If you trust who wrote it, say so: load_dcp(..., trust_pickle=True). infinity.load and load_safetensors run no code."
         )
-    engine = engine_of(model)
-    pause.ready_to_load(engine, optimizer)
-    loading = engine.ranks.together(lambda: _LoadDcp(engine, _Saved(Path(path)), with_states=optimizer is not None))
-    if len(set(engine.ranks.exchange(loading.saved.identity.encode()))) > 1:
+    state = training_state_of(model)
+    state.ready_to_load(optimizer)
+    loading = state.ranks.together(lambda: _LoadDcp(state, _Saved(Path(path)), with_states=optimizer is not None))
+    if len(set(state.ranks.exchange(loading.saved.identity.encode()))) > 1:
         raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")
-    with pause.loading(engine):
-        engine.ranks.together(loading.run)
+    with state.loading():
+        state.ranks.together(loading.run)
 
 
 class _Saved:
@@ -186,10 +184,11 @@ class _Tensor:
 class _LoadDcp:
     """Filling an engine's records. Raises CheckpointError, before anything changes, if the checkpoint does not fit."""
 
-    def __init__(self, engine: Engine, saved: _Saved, *, with_states: bool):
-        self.engine, self.saved = engine, saved
-        self.names = Names(engine)
-        self.moments = moment_names(engine.optimizer.rule) if with_states else {}
+    def __init__(self, state: TrainingState, saved: _Saved, *, with_states: bool):
+        self.state, self.saved = state, saved
+        self.names = Names(state)
+        self.moments = moment_names(state.optimizer.rule) if with_states else {}
+        self._shapes = [tuple(info.shape) for info in state.parameters]
         self._wrong: list[str] = []
         self._known: set[str] = set()
         self._tensors: dict[tuple[str, str | None], _Tensor] = {}  # by first name and moment; None: the weight
@@ -205,33 +204,32 @@ class _LoadDcp:
             raise CheckpointError(f"{saved.path} does not fit the model: {'; '.join(self._wrong)}")
 
     def run(self) -> None:
-        engine = self.engine
-        for chunk in engine.registry.chunks:
-            with engine.values.filled(chunk) as shard:
+        state = self.state
+        for chunk in state.chunks:
+            with state.filled(chunk.index) as shard:
                 for piece in chunk.pieces:
                     self._fill(shard, piece)
-        engine.records.flush()
+        state.finish_writes()
         for index, part in self.names.parts.items():
-            for chunk in engine.registry.chunks_of(engine.registry.params[index]):
-                chunk.steps[index] = self._steps.get(part.whole.names[0], 0)
+            state.set_num_updates(index, self._steps.get(part.whole.names[0], 0))
         with torch.no_grad():
             for name, value in self.names.loose.items():
                 found = torch.empty(value.shape, dtype=value.dtype, device="cpu")
                 _Tensor(self.saved, "loose", f"model.{name}").read((0,) * value.dim(), tuple(value.shape), found)
                 value.copy_(found)
-        for group, found in zip(engine.optimizer.param_groups if self._groups else (), self._groups):
+        for group, found in zip(state.optimizer.param_groups if self._groups else (), self._groups):
             group.update(found)
 
     def _fill(self, shard: dict[str, torch.Tensor], piece: Piece) -> None:
         """The part of one parameter in a shard, whose segments are zero."""
-        part, state = self.names.parts[piece.param], self.engine.registry.params[piece.param]
+        part = self.names.parts[piece.param]
         where, values = slice(piece.start, piece.start + piece.numel), torch.empty(piece.numel, dtype=torch.float32, device="cpu")
         for kind in (None, *self.moments):
             tensor = self._tensors.get((part.whole.names[0], kind))
             if tensor is None:
                 continue
             at = 0
-            for offsets, sizes in boxes(tuple(state.shape), piece.param_start, piece.param_start + piece.numel):
+            for offsets, sizes in boxes(self._shapes[piece.param], piece.param_start, piece.param_start + piece.numel):
                 numel = math.prod(sizes)
                 begin = tuple(a + b for a, b in zip(part.begin, offsets))
                 tensor.read(begin, sizes, values[at : at + numel].view(sizes))
@@ -288,7 +286,7 @@ class _LoadDcp:
                 self._wrong.append(f"{whole.names[0]} is trained there and not here")
                 self._known.update(prefix + name for name in self._state_names)
                 continue
-            needed = [*self.moments.values(), *(["step"] if isinstance(self.engine.optimizer.rule, AdamRule) else [])]
+            needed = [*self.moments.values(), *(["step"] if isinstance(self.state.optimizer.rule, AdamRule) else [])]
             if missing := [prefix + name for name in needed if prefix + name not in entries]:
                 self._wrong.append(f"missing: {listed(missing)}")
             self._known.update(prefix + name for name in self._state_names)
@@ -312,7 +310,7 @@ class _LoadDcp:
 
     def _match_groups(self) -> None:
         """Parameters must be in the same groups; the hyper-parameters there become those here."""
-        optimizer = self.engine.optimizer
+        optimizer = self.state.optimizer
         paths = {name: name.split(".", 3) for name in self.saved.entries if name.startswith("optim.param_groups.")}
         paths = {name: path for name, path in paths.items() if len(path) == 4 and path[2].isdigit() and "." not in path[3]}
         self._known.update(paths)

@@ -21,11 +21,10 @@ import torch
 from torch import nn
 
 from infinity.checkpoints.contents import persistent_buffers
-from infinity.engine.engine import Engine
+from infinity.engine.access.training_state import ParameterInfo, TrainingState
 from infinity.errors import CheckpointError
 from infinity.model import tiling
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule
-from infinity.tiers.parameter_state import ParameterState
 
 METADATA = ".metadata"  # the file that makes a directory such a checkpoint
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # first index and size in each dimension
@@ -37,7 +36,7 @@ class WholeParameter:
 
     shape: tuple[int, ...]
     names: list[str] = field(default_factory=list)
-    parts: list[ParameterState] = field(default_factory=list)
+    parts: list[ParameterInfo] = field(default_factory=list)
 
     @property
     def is_updated(self) -> bool:
@@ -56,9 +55,9 @@ class Tile:
 class Names:
     """The names of everything in an engine's model: `wholes`, `parts` by the engine's index, and `loose`, what is in no record."""
 
-    def __init__(self, engine: Engine):
-        model, places = engine.model, tiling.places(engine.model)
-        states = {id(state.param): state for state in engine.registry.params}
+    def __init__(self, state: TrainingState):
+        model, places = state.model, tiling.places(state.model)
+        infos = {id(info.param): info for info in state.parameters}
         self.parts: dict[int, Tile] = {}
         self.loose: dict[str, torch.Tensor] = {}
         by_name: dict[str, WholeParameter] = {}
@@ -67,24 +66,24 @@ class Names:
                 raise CheckpointError(f"{prefix or type(module).__name__} has extra state, which is not carried to or from DCP")
             dot = f"{prefix}." if prefix else ""
             for name, param in dict.items(module._parameters):
-                state, place = states.get(id(param)), places.get(param) if param is not None else None
-                if state is None:
+                info, place = infos.get(id(param)), places.get(param) if param is not None else None
+                if info is None:
                     if param is not None:
                         self.loose[dot + name] = param
                     continue
-                first, shape = (place.name, place.shape) if place is not None else (state.name, tuple(state.shape))
+                first, shape = (place.name, place.shape) if place is not None else (info.name, tuple(info.shape))
                 whole = by_name.setdefault(first, WholeParameter(shape, [first]))
                 key = dot.rpartition("tiles.")[0] + name if place is not None else dot + name
                 if key not in whole.names:
                     whole.names.append(key)
-                if state.index not in self.parts:
-                    whole.parts.append(state)
-                    self.parts[state.index] = Tile(whole, place.begin if place is not None else (0,) * len(shape))
+                if info.index not in self.parts:
+                    whole.parts.append(info)
+                    self.parts[info.index] = Tile(whole, place.begin if place is not None else (0,) * len(shape))
             self.loose |= {dot + name: buffer for name, buffer in persistent_buffers(module).items()}
         self.wholes = list(by_name.values())
-        self._first = {id(state.param): whole.names[0] for whole in self.wholes for state in whole.parts}
+        self._first = {id(info.param): whole.names[0] for whole in self.wholes for info in whole.parts}
         for whole in self.wholes:
-            if len({(state.trainable, state.group) for state in whole.parts}) > 1:
+            if len({(info.trainable, info.group) for info in whole.parts}) > 1:
                 raise CheckpointError(f"tiles of {whole.names[0]} differ in their parameter group or in whether they are frozen")
 
     def of_group(self, params: Iterable[nn.Parameter]) -> list[str]:

@@ -29,12 +29,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from infinity.checkpoints.dcp_names import METADATA, Names, boxes, defaults_of_torch, moment_names, plain
 from infinity.checkpoints.files import failed
 from infinity.config import checked_path
-from infinity.engine.access import save_window as pause
-from infinity.engine.engine import Engine
-from infinity.engine.engines import engine_of
+from infinity.engine.access.training_state import ChunkInfo, TrainingState, training_state_of
 from infinity.errors import CheckpointError
 from infinity.plan.packing import Piece
-from infinity.tiers.chunk_state import ChunkState
 
 
 def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -48,25 +45,25 @@ def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
     Raises CheckpointError for a directory that holds such a checkpoint already, which DCP cannot replace as a whole, and for what the
     format has no place for; SwapError (an OSError) where the disk fails.
     """
-    engine = engine_of(model)
-    pause.ready_to_save(engine, optimizer)
+    state = training_state_of(model)
+    state.ready_to_save(optimizer)
     checked_path(path)
-    engine.flush()
+    state.flush()
 
-    engine.ranks.together(lambda: None if engine.ranks.rank else _make_directory(Path(path)))
+    state.ranks.together(lambda: None if state.ranks.rank else _make_directory(Path(path)))
 
     def plan() -> _Planner:
         if not Path(path).is_dir():
-            raise CheckpointError(f"{path} is not there for {engine.ranks.name}: all ranks must see the same directory")
-        return _Planner(engine, with_states=optimizer is not None)
+            raise CheckpointError(f"{path} is not there for {state.ranks.name}: all ranks must see the same directory")
+        return _Planner(state, with_states=optimizer is not None)
 
-    planner = engine.ranks.together(plan)
-    alone = engine.ranks.world == 1
+    planner = state.ranks.together(plan)
+    alone = state.ranks.world == 1
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)  # in this thread, one tensor at a time
     try:
         with planner, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=engine.ranks.control, no_dist=alone)
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=state.ranks.control, no_dist=alone)
     except dcp.CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
         if isinstance(cause, OSError):
@@ -87,7 +84,7 @@ def _make_directory(path: Path) -> None:
 class _Source:
     """Where the values of a box lie: `start` in a chunk's shard. kind: a moment, or None for the master."""
 
-    chunk: ChunkState
+    chunk: ChunkInfo
     kind: str | None
     start: int
     sizes: tuple[int, ...]
@@ -96,15 +93,16 @@ class _Source:
 class _Planner(dcp.DefaultSavePlanner):
     """Offers the boxes of this rank's records, and reads them as they are asked for. A context manager: it holds one record."""
 
-    def __init__(self, engine: Engine, *, with_states: bool):
+    def __init__(self, state: TrainingState, *, with_states: bool):
         super().__init__()
-        self.engine = engine
-        self.names = Names(engine)
-        self.moments = moment_names(engine.optimizer.rule) if with_states else None
+        self.state = state
+        self.names = Names(state)
+        self.moments = moment_names(state.optimizer.rule) if with_states else None
+        self._shapes = [tuple(info.shape) for info in state.parameters]
         self._sources: dict[MetadataIndex, _Source] = {}
         self._objects: dict[str, object] = {}
         self._record = contextlib.ExitStack()
-        self._chunk: ChunkState | None = None
+        self._chunk: ChunkInfo | None = None
         self._shard: dict[str, torch.Tensor] = {}
         self._written: torch.Tensor | None = None
 
@@ -116,7 +114,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
     def create_local_plan(self) -> dcp.SavePlan:
         items, paths = [], {}
-        for chunk in self.engine.registry.chunks:
+        for chunk in self.state.chunks:
             for piece in chunk.pieces:
                 items += self._items_of(chunk, piece, paths)
         if self.is_coordinator:
@@ -143,18 +141,18 @@ class _Planner(dcp.DefaultSavePlanner):
         value = part[source.kind] if source.kind is not None else part.masters()
         return self._written.copy_(value.view(source.sizes))
 
-    def _open_record(self, chunk: ChunkState) -> None:
+    def _open_record(self, chunk: ChunkInfo) -> None:
         self._close_record()
         weight_only = self.moments is None and not chunk.record.format.has_master
-        self._shard = self._record.enter_context(self.engine.values.shard(chunk, weight_only=weight_only))
+        self._shard = self._record.enter_context(self.state.shard(chunk.index, weight_only=weight_only))
         self._chunk = chunk
 
     def _close_record(self) -> None:
         self._shard, self._chunk = {}, None
         self._record.close()
 
-    def _items_of(self, chunk: ChunkState, piece: Piece, paths: dict) -> Iterator[dcp.WriteItem]:
-        state, part = self.engine.registry.params[piece.param], self.names.parts[piece.param]
+    def _items_of(self, chunk: ChunkInfo, piece: Piece, paths: dict) -> Iterator[dcp.WriteItem]:
+        part = self.names.parts[piece.param]
         whole = part.whole
         wanted: list[tuple[tuple, str | None]] = [(("model", name), None) for name in whole.names]
         if self.moments is not None and whole.is_updated:
@@ -162,7 +160,7 @@ class _Planner(dcp.DefaultSavePlanner):
         for path, kind in wanted:
             start, fqn = piece.start, _joined(path)
             paths[fqn] = path
-            for offsets, sizes in boxes(tuple(state.shape), piece.param_start, piece.param_start + piece.numel):
+            for offsets, sizes in boxes(self._shapes[piece.param], piece.param_start, piece.param_start + piece.numel):
                 begin = [a + b for a, b in zip(part.begin, offsets)]
                 item = _item(fqn, WriteItemType.SHARD, whole.shape, begin, sizes, torch.float32)
                 self._sources[item.index] = _Source(chunk, kind, start, sizes)
@@ -174,13 +172,13 @@ class _Planner(dcp.DefaultSavePlanner):
             self._add(items, paths, ("model", name), value)
 
     def _add_optimizer(self, items: list, paths: dict) -> None:
-        engine = self.engine
+        optimizer = self.state.optimizer
         for whole in self.names.wholes:
             if whole.is_updated and self.moments:
-                steps = (chunk.steps[state.index] for state in whole.parts for chunk in engine.registry.chunks_of(state))
-                self._add(items, paths, ("optim", "state", whole.names[0], "step"), torch.tensor(float(max(steps)), dtype=torch.float32, device="cpu"))
-        defaults = defaults_of_torch(engine.optimizer.rule)
-        for index, group in enumerate(engine.optimizer.param_groups):
+                step = float(max(self.state.num_updates(info.index) for info in whole.parts))
+                self._add(items, paths, ("optim", "state", whole.names[0], "step"), torch.tensor(step, dtype=torch.float32, device="cpu"))
+        defaults = defaults_of_torch(optimizer.rule)
+        for index, group in enumerate(optimizer.param_groups):
             values = defaults | {name: plain(value) for name, value in group.items() if name != "params"}
             for name, value in (values | {"params": self.names.of_group(group["params"])}).items():
                 self._add(items, paths, ("optim", "param_groups", index, name), value)

@@ -13,8 +13,7 @@ from torch import nn
 from infinity.checkpoints.contents import persistent_buffers
 from infinity.checkpoints.safetensors import TensorFiles
 from infinity.config import checked_path
-from infinity.engine.engine import Engine
-from infinity.engine.engines import engine_of
+from infinity.engine.access.training_state import TrainingState, training_state_of
 from infinity.errors import CheckpointError
 from infinity.model import tiling
 from infinity.sizes import listed
@@ -34,12 +33,12 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
     Raises CheckpointError for damaged files, and for names that are missing, unknown (both allowed with strict=False, unless all are)
     or of another shape: all in one, before anything is changed.
     """
-    engine = engine_of(model)
+    state = training_state_of(model)
     checked_path(path)
-    files = engine.ranks.together(lambda: TensorFiles(path), undo=TensorFiles.close)
+    files = state.ranks.together(lambda: TensorFiles(path), undo=TensorFiles.close)
     try:
-        sources = engine.ranks.together(lambda: _match(model, files, strict))
-        engine.ranks.together(lambda: _give(engine, sources))
+        sources = state.ranks.together(lambda: _match(model, files, strict))
+        state.ranks.together(lambda: _give(state, sources))
     except BaseException:
         files.close()
         raise
@@ -100,10 +99,10 @@ def _from_pretrained(model: nn.Module, path: str) -> str:
     )
 
 
-def _give(engine: Engine, sources: list[tuple[torch.Tensor, _FilePart]]) -> None:
+def _give(state: TrainingState, sources: list[tuple[torch.Tensor, _FilePart]]) -> None:
     for value, part in sources:
-        if engine.manages(value):
-            engine.answers.give(value, part)
+        if state.manages(value):
+            state.give_weight(value, part)
         else:
             with torch.no_grad():
                 value.copy_(part[: value.numel()].view(value.shape))

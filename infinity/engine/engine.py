@@ -24,7 +24,7 @@ from infinity.engine.description import tell_start
 from infinity.engine.refused_wrappers import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
 from infinity.engine.access.between_steps import Gate
 from infinity.engine.memory.device_memory import Margin
-from infinity.engine.access.save_window import finish_saving
+from infinity.engine.access.save_window import finish_reading
 from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
 from infinity.engine.autograd.resident_model import hooks_for
 from infinity.engine.sizing import Training, budgets, is_deferred
@@ -75,8 +75,8 @@ class Engine(NotCopied):
         self.ranks = ranks or Ranks(self.device)  # after what may refuse the model: it has a thread and groups
         self.ranks.join()
         self.turn = threading.RLock()  # of who saves or loads: a forward pass of another thread begins before that, or after it
-        self.saving = None  # the checkpoint under way, or the last one
-        self.last_save = None  # of what a checkpoint that is whole holds
+        self.saving = None  # the SnapshotReader under way, or the last one
+        self.last_save = None  # a note of the last reader for the next one
         self.answers = Answers(self.gate, self.ranks, self._named, first or FirstValues())
         engines.add(self, model)
         watch_replicas()
@@ -168,7 +168,7 @@ class Engine(NotCopied):
         """
         if self.is_closed:
             return
-        failure = finish_saving(self.saving)
+        failure = finish_reading(self.saving)
         self.gate.end(was_dropped=not self._dropped.detach())
         engines.note_end(self)
         if (model := self.model) is not None:

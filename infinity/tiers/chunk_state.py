@@ -5,8 +5,6 @@ Knows records, homes and extents. Must not know plans, files or collectives: oth
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from infinity.plan.packing import Chunk, Layout, Piece
@@ -52,23 +50,26 @@ class ChunkState:
         self.update = UpdateState()
         self.weights_expected = False  # a copy to the device follows soon, or an update of which this step has not told yet
         self.num_changes = 0  # of its record
-        # A checkpoint under way wants the record before it changes, or after the update that is announced:
-        self.before_change: Callable[[ChunkState, object], None] | None = None  # with a Lease of the record, or None
-        self.after_update: Callable[[ChunkState, object], None] | None = None
+        self.snapshot = None  # the Snapshot that has not copied the record yet
 
     @property
     def keep_weights(self) -> bool:
         """Whether a host copy of the weights is worth its slot even where nothing is kept."""
         return self.update.is_expected or self.weights_expected
 
-    def save_first(self, lease=None) -> None:
-        """The record is about to move or change. lease: of all of it, where the caller has one."""
-        if self.before_change is not None:
-            self.before_change(self, lease)
+    def copy_for_snapshot(self, lease=None) -> None:
+        """The record is about to move or to change: let a snapshot copy it first. lease: of the whole record, if the caller has one."""
+        if (snapshot := self.snapshot) is not None:
+            snapshot.before_change(self, lease)
 
     def begin_change(self, lease=None) -> None:
-        self.save_first(lease)
+        self.copy_for_snapshot(lease)
         self.num_changes += 1
+
+    def note_updated(self, lease) -> None:
+        """An update of the record, which the lease holds, is over."""
+        if (snapshot := self.snapshot) is not None:
+            snapshot.after_update(self, lease)
 
     @property
     def trainable(self) -> bool:
