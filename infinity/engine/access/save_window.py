@@ -12,9 +12,6 @@ import torch
 
 from infinity.engine.access.snapshot_reader import SnapshotReader
 from infinity.errors import UsageError
-from infinity.plan.placement import Placement
-from infinity.plan.record import STATES, WEIGHTS
-from infinity.plan.tiers import in_storage
 from infinity.system.interrupts import Shield
 from infinity.system.interrupts import shielded as run_shielded
 
@@ -74,12 +71,6 @@ def shielded(device: torch.device, work: Callable[[Shield], object]) -> object:
             return work(shield)
 
     return run_shielded(run)
-
-
-def num_records_in_memory(placement: Placement, most: int) -> int:
-    """How many records may be in host memory at a time, up to `most`."""
-    kinds = [kind for kind in (WEIGHTS, STATES) if in_storage(placement.homes[kind])]
-    return max(1, min([most, *(placement.slots[kind] for kind in kinds)]))
 
 
 def finish_reading(reader: SnapshotReader | None) -> BaseException | None:

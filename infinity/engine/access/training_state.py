@@ -19,6 +19,7 @@ from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.optim.shard import Shard
 from infinity.plan.packing import Layout, Piece
 from infinity.plan.record import STATES, WEIGHTS, Record
+from infinity.plan.tiers import in_storage
 from infinity.system.interrupts import Shield
 
 
@@ -190,7 +191,9 @@ class TrainingState:
 
     def num_records_in_memory(self, most: int) -> int:
         """How many records may be in host memory at a time, up to `most`."""
-        return save_window.num_records_in_memory(self._engine.placement, most)
+        placement = self._engine.placement
+        kinds = [kind for kind in (WEIGHTS, STATES) if in_storage(placement.homes[kind])]
+        return max(1, min([most, *(placement.slots[kind] for kind in kinds)]))
 
     def finish_writes(self) -> None:
         """Wait until every write of a record is over."""

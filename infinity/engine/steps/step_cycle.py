@@ -148,7 +148,7 @@ class Cycle:
         if self.course.backward_task is None and self.optimizer is not None and torch.is_grad_enabled():
             self._begin_step_of(by_layer=False)
         if self.calls.activations is not None:
-            self.calls.activations.begin_forward(model.buffers())
+            self.calls.activations.keep_on_device(model.buffers())
         shapes = (*(tuple(tensor.shape) for tensor in tensors_in(inputs)), *([(self.num_together,)] if self.num_together > 1 else []))
         self.margin.begin_forward(shapes, self.calls.recording)
 
