@@ -331,11 +331,11 @@ class _LoadDcp:
             for name in _OTHER_ARITHMETIC:
                 if name in defaults and found.get(name, defaults[name]) != defaults[name]:
                     self._wrong.append(f"parameter group {index} has {name}={found[name]!r} there, {type(optimizer).__name__} has not")
-            only_torch = defaults.keys() - optimizer.defaults.keys()
+            only_torch = defaults.keys() - group.keys()  # not optimizer.defaults: torch adds its own to it in load_state_dict
             found = {name: value for name, value in found.items() if name != "params" and name not in only_torch}
             found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             try:
-                wrong = optimizer.rule.check({name: found.get(name, group[name]) for name in optimizer.defaults})
+                wrong = optimizer.rule.check({name: found.get(name, group[name]) for name in optimizer.defaults if name in group})
             except (TypeError, ValueError) as error:
                 wrong = [str(error)]
             self._wrong += [f"parameter group {index}: {text}" for text in wrong]

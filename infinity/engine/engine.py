@@ -354,7 +354,7 @@ class Engine(NotCopied):
             gc.collect()  # what the program has dropped, such as a notebook's cell that is run again, gives its memory back first
         refuse_shared(model)  # the program may have changed the model since the engine was made
         self.adopt()
-        part_versions(param for _, param in self._named)
+        part_versions([param for _, param in self._named])
         for module in find_compiled(model):
             note_region(module)
         training = Training.of(self.optimizer, self.config, scales_loss=self.dtypes.needs_loss_scale)
@@ -395,7 +395,11 @@ class Engine(NotCopied):
 
     def _let_go(self, model: nn.Module, ahead: ReadAhead) -> None:
         """Give the parameters' values to their records, and the modules to the hooks."""
-        self.values.write_initial(self.answers.initial_value, ahead)
+        with ahead:  # reads mapped files ahead, in the order of the parameters
+            for span in self.registry.spans:
+                ahead.reach(min(state.index for state in span.params))
+                self.values.write_first(span, {s.index: self.answers.initial_value(s.index, s.param) for s in span.params})
+        self.records.flush()
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
