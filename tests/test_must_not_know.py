@@ -44,7 +44,7 @@ FORBIDDEN = {
         "infinity.plan.schedule infinity.plan.route infinity.plan.placement", "Course Route schedule Placement"
     ),
     "how an engine works": Forbidden(
-        "infinity.tiers infinity.plan infinity.engine infinity.checkpoints infinity.system infinity.model infinity.formats infinity.optim",
+        "infinity.tiers infinity.plan infinity.engine infinity.checkpoints infinity.system infinity.model infinity.optim",
         "updater cycle course follower gate",
     ),
     "how bytes move": Forbidden(
