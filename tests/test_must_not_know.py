@@ -169,6 +169,12 @@ def test_each_exception_is_still_needed():
     assert not fewer, f"lower these numbers, (listed, found): {fewer}"
 
 
+def test_checkpoints_enter_an_engine_by_one_door():
+    imported = {names[0] for name in NAMES if is_below(name, ["checkpoints"]) for names in imports_of(TREES[name])}
+    of_engine = {module for module in imported if is_below(module, ["infinity.engine"])}
+    assert of_engine and all(is_below(module, ["infinity.engine.access.training_state"]) for module in of_engine), of_engine
+
+
 def test_only_listed_modules_reach_torch_distributed_by_any_name():
     """test_house.py looks at imports; this test looks at attributes, such as `torch.distributed.get_rank`."""
     users = set()

@@ -44,16 +44,15 @@ def load(
     scheduler=None,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Bring a model and its optimizer to the state of a checkpoint, whatever world size, chunks or tiers it was saved with;
-    layers may be cut into other tiles of rows. Make the optimizer before: this starts the engine.
+    """Bring a model and its optimizer to the state of a checkpoint.
 
-    Without an optimizer the weights (and masters) and buffers are loaded, and moments begin anew. Generators' states are set if
-    the world size is that of the checkpoint. Call it on all ranks. Runs no code from the checkpoint. progress(done, total): in
-    bytes of this rank.
+    The checkpoint may be from another number of ranks, with other chunks and tiers, and with layers in other tiles of rows. Make the
+    optimizer before this call, because the call starts the engine. Call it on all ranks. It runs no code from the checkpoint.
+    Without an optimizer, weights, masters and buffers are loaded, and moments begin anew. The states of random number generators are set
+    if the number of ranks is that of the checkpoint. progress(done, total) is called in bytes of this rank.
 
-    Raises CheckpointError for a checkpoint that is missing, damaged or of another model, naming what differs or where the
-    damage is; what is found before the first byte is changed leaves the model as it is, and after what is found later it must
-    be loaded again.
+    Raises CheckpointError for a checkpoint that is missing, damaged or of another model; the message names the difference or the place of
+    the damage. If the error comes before the first byte has changed, the model stays as it is. After a later error, load again.
     """
     state = training_state_of(model)
     with state.turn, state.ranks.at("infinity.load"):
@@ -62,7 +61,7 @@ def load(
 
 
 def _follow(reference: dict, model: nn.Module, optimizer) -> None:
-    """Load what a state_dict refers to. Raises CheckpointError where that is gone, or another checkpoint has taken its place."""
+    """Load the checkpoint that a state_dict refers to. Raises CheckpointError if it has gone, or another one was saved in its place."""
     path = reference["checkpoint"]
 
     def check() -> None:
@@ -99,7 +98,7 @@ def _load(state: TrainingState, path: str | os.PathLike, optimizer, scheduler, p
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` found: the number of optimizer steps, what was given as `extra`, and the world size that saved it."""
+    """The result of `load`: the number of optimizer steps, the `extra` of `save`, and the number of ranks that saved the checkpoint."""
 
     step: int
     extra: object
@@ -107,7 +106,7 @@ class Loaded:
 
 
 class _Load:
-    """Filling an engine's records from a checkpoint. Raises CheckpointError, before anything changes, if the two do not match."""
+    """Fills the records of an engine from a checkpoint. Raises CheckpointError, before any change, if the two do not match."""
 
     def __init__(self, state: TrainingState, checkpoint: Checkpoint, optimizer, scheduler):
         self.state = state
@@ -147,7 +146,7 @@ class _Load:
             self._set_rest()
         except CheckpointError:
             raise
-        except Exception as error:  # of the program's own: what it makes of a state is not known here
+        except Exception as error:  # an error of the program's own code, of any type
             what = f"a buffer, an extra state or the scheduler did not take its state ({type(error).__name__}: {error})"
             remedy = "load into a model and a scheduler that were made as those were"
             raise CheckpointError(f"{self.checkpoint.path}: {what}; {remedy}") from error
@@ -160,7 +159,7 @@ class _Load:
         for index, parameter in enumerate(manifest.parameters):
             saved.setdefault(parameter.canonical.name, []).append((parameter.canonical, index))
         wanted = {parameter.canonical.name for parameter in self.parameters}
-        for name in [name for name in saved if name not in wanted]:  # tied, and another of its names comes first here
+        for name in [name for name in saved if name not in wanted]:  # a tied parameter: another of its names comes first in this model
             other = next((alias for alias, first in manifest.aliases.items() if first == name and alias in wanted), None)
             if other is not None:
                 saved[other] = saved.pop(name)
@@ -169,7 +168,7 @@ class _Load:
         unexpected = sorted(saved.keys() - wanted)
         self._wrong += [f"missing in the checkpoint: {listed(missing)}"] if missing else []
         self._wrong += [f"unknown to the model: {listed(unexpected)}"] if unexpected else []
-        self._sources: list[list[tuple[int, int, int]]] = []  # of each parameter: (start in the whole one, saved parameter, numel)
+        self._sources: list[list[tuple[int, int, int]]] = []  # by parameter: (start in the whole parameter, saved parameter, numel)
         for parameter in self.parameters:
             whole = parameter.canonical
             found = saved.get(whole.name, [])
@@ -235,7 +234,7 @@ class _Load:
                 self._wrong.append(f"{here.name} is in parameter group {there.group} there, in {here.group} here")
 
     def _match_loose(self) -> None:
-        """Buffers, and parameters that no engine manages."""
+        """Compare buffers, and parameters that the engine does not manage."""
         self._loose = loose_tensors(self.state)
         saved = self.checkpoint.buffers()
         for name in sorted(self._loose.keys() ^ saved.keys()):
@@ -243,14 +242,14 @@ class _Load:
         self._values: dict[str, torch.Tensor] = {}
         for name, index in saved.items():
             here = self._loose.get(name)
-            shape = self.manifest.tensors[index].shape  # before it is read: memory is taken for what the model has, no more
+            shape = self.manifest.tensors[index].shape  # compared before the tensor is read, so that it takes no more memory than the model's buffer
             if here is not None and shape != tuple(here.shape):
                 self._wrong.append(f"buffer {name} has shape {list(shape)} there and {list(here.shape)} here")
             elif here is not None:
                 self._values[name] = self.checkpoint.tensor(index)
 
     def _match_rest(self) -> None:
-        """What is neither a weight nor a moment; decoded before anything changes."""
+        """Decode all other values before any change: the scheduler, extra states, generators and the loss scale."""
         manifest, decode = self.manifest, self.checkpoint.decode
         if self.scheduler is not None and manifest.scheduler is None:
             self._wrong.append("it was saved without a scheduler: give none here, or `scheduler=` to infinity.save")
@@ -298,7 +297,7 @@ class _Load:
     # Bytes.
 
     def _is_as_it_lies(self) -> bool:
-        """Whether every record of this rank is one of the checkpoint's."""
+        """Whether the checkpoint has every record of this rank as one piece."""
         state, manifest = self.state, self.manifest
         here = [(c.numel, c.trainable, c.pieces) for c in state.layout.chunks]
         there = [(c.numel, c.trainable, c.pieces) for c in manifest.chunks]
@@ -340,7 +339,7 @@ class _Load:
                 at += numel
 
     def _locate(self, param: int, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """(saved parameter, start in it, number of elements) that make up elements [start, start + numel) of a parameter."""
+        """The parts of elements [start, start + numel) of a parameter: (saved parameter, start in the saved parameter, numel)."""
         sources = self._sources[param]
         begin = self.parameters[param].begin + start
         end = begin + numel
@@ -353,7 +352,7 @@ class _Load:
 
     def _note(self, chunk: ChunkInfo) -> None:
         if self._shield.asked_to_stop:
-            raise CheckpointError(f"{self.checkpoint.path}: loading was interrupted")  # for the other ranks; here the interrupt is raised
+            raise CheckpointError(f"{self.checkpoint.path}: loading was interrupted")  # for the other ranks; this one raises the interrupt
         self._done_nbytes += chunk.record.nbytes
         if self._progress is not None:
             self._progress(self._done_nbytes, self._total_nbytes)
