@@ -1,12 +1,12 @@
-"""To torch.distributed.checkpoint: `infinity.save_dcp`. What is written is a note in dcp_names.py.
+"""To torch.distributed.checkpoint: `infinity.save_dcp`. [Note: what is written] is in dcp_names.py.
 
-Knows which boxes of a parameter lie in a record, and when DCP asks for their values. Must not know how DCP lays out files.
+Knows the boxes of a parameter in a record, and when DCP asks for their values. Must not know how DCP lays out files.
 
 # [Note: one record at a time]
-# A record holds flat intervals of parameters, and DCP knows boxes: an interval is cut into at most 2 * dimensions - 1 of them. Each
-# rank offers the boxes of its own shards, record by record, and DCP asks for the values of one when it writes it: so a record is read
-# once and let go. DCP's writer keeps the last tensor of each name until its file is whole; what it has written is therefore emptied
-# when it asks for the next one.
+# A record holds flat intervals of parameters, and DCP knows boxes. An interval is cut into at most 2 * dimensions - 1 boxes. Each rank
+# offers the boxes of its own shards, record by record. DCP asks for the values of a box when it writes the box. So each record is read
+# once, and one record is in memory at a time. DCP's writer keeps the last tensor of each name until its file is whole. Therefore the memory
+# of a written tensor is freed when DCP asks for the next tensor.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from infinity.plan.packing import Piece
 def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Write a torch.distributed.checkpoint that an FSDP2 or plain PyTorch model and its optimizer load; see [Note: what is written].
 
-    There, `dcp.load` it into {"model": m, "optim": o} with m, o = get_state_dict(model, optimizer), and set_state_dict these. Without
-    an optimizer only model.* is written. Call it between step() and the next forward pass, on all ranks, which must see the same
-    directory, which is made for its owner alone (0700); training waits. Host memory: one record and one part of it in fp32. Not in it,
-    and in `infinity.save`: the fp16 loss scale, generators, schedulers. A tiled layer's step count is the largest of its tiles.
+    In the other program, `dcp.load` the checkpoint into {"model": m, "optim": o} with m, o = get_state_dict(model, optimizer), then call
+    set_state_dict with them. Without an optimizer only model.* is written. The checkpoint lacks the fp16 loss scale, the states of random
+    number generators, and schedulers; `infinity.save` has them. The step count of a tiled layer is the largest of its tiles.
+    Call it between step() and the next forward pass, on all ranks, which must see the same directory. The directory is made for its owner
+    alone (0700). Training waits. Host memory: one record, and one part of a record in fp32.
 
-    Raises CheckpointError for a directory that holds such a checkpoint already, which DCP cannot replace as a whole, and for what the
-    format has no place for; SwapError (an OSError) where the disk fails.
+    Raises CheckpointError for a directory that already holds such a checkpoint, because DCP cannot replace one as a whole, and for a state
+    that the format lacks; SwapError (an OSError) if the disk fails.
     """
     state = training_state_of(model)
     state.ready_to_save(optimizer)
@@ -82,7 +83,7 @@ def _make_directory(path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the values of a box lie: `start` in a chunk's shard. kind: a moment, or None for the master."""
+    """The place of a box: from element `start` of a chunk's shard on. kind: a moment, or None for the master."""
 
     chunk: ChunkInfo
     kind: str | None
@@ -91,7 +92,7 @@ class _Source:
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Offers the boxes of this rank's records, and reads them as they are asked for. A context manager: it holds one record."""
+    """Offers the boxes of this rank's records, and reads a box when DCP asks for it. A context manager: it holds one record."""
 
     def __init__(self, state: TrainingState, *, with_states: bool):
         super().__init__()
@@ -194,7 +195,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
 def _item(fqn: str, kind: WriteItemType, shape, offsets, sizes, dtype: torch.dtype) -> dcp.WriteItem:
     chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    # What a plain tensor would have, in the version that is installed: 2.15 added strides.
+    # The properties of a plain tensor in the installed version: 2.15 added strides.
     properties = TensorProperties.create_from_tensor(torch.empty(shape, dtype=dtype, device="meta"))
     data = TensorWriteData(chunk, properties, torch.Size(shape))
     return dcp.WriteItem(MetadataIndex(fqn, torch.Size(offsets)), kind, tensor_data=data)

@@ -1,4 +1,4 @@
-"""Writing safetensors files, and folders of them, in pieces: the format is [Note: what a safetensors file is] in safetensors.py.
+"""Writing safetensors files, and folders of them, in pieces: the format is [Note: what a safetensors file is] in safetensors_format.py.
 
 Knows files, names, dtypes and shapes. Must not know where values come from.
 
