@@ -3,7 +3,7 @@
 Knows names, and the boxes of a parameter in a record. Must not know how DCP writes or reads.
 
 # [Note: what is written]
-# An FSDP2 run writes the same by `dcp.save({"model": model_state, "optim": optimizer_state})` with the two of `get_state_dict(model, optimizer)`:
+# An FSDP2 run writes the same by `dcp.save({"model": m, "optim": o})` with m, o = get_state_dict(model, optimizer):
 #   model.<name>                    weights in fp32 (masters if there are any), under each name of a tied parameter; buffers unchanged
 #   optim.state.<name>.<moment>     fp32, under the first name: exp_avg and exp_avg_sq of AdamW and Adam, momentum_buffer of SGD, exp_avg of
 #                                   Lion, and the rule's own names of other rules

@@ -67,8 +67,8 @@ def _follow(reference: dict, model: nn.Module, optimizer) -> None:
     def check() -> None:
         if read_manifest(Path(path)).folder != reference["folder"]:
             raise CheckpointError(
-                f"{path} is not the checkpoint that the state_dict refers to: another one has been saved there since; load it by infinity.load, "
-                f"or keep one folder a checkpoint"
+                f"{path} is not the checkpoint that the state_dict refers to: another one has been saved there since; load it by "
+                f"infinity.load, or keep one folder a checkpoint"
             )
 
     training_state_of(model).ranks.together(check)
@@ -242,7 +242,7 @@ class _Load:
         self._values: dict[str, torch.Tensor] = {}
         for name, index in saved.items():
             here = self._loose.get(name)
-            shape = self.manifest.tensors[index].shape  # compared before the tensor is read, so that it takes no more memory than the model's buffer
+            shape = self.manifest.tensors[index].shape  # compared before a read: a tensor takes no more memory than the model's buffer
             if here is not None and shape != tuple(here.shape):
                 self._wrong.append(f"buffer {name} has shape {list(shape)} there and {list(here.shape)} here")
             elif here is not None:
