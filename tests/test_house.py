@@ -233,6 +233,20 @@ def sizes_of(node, prefix=""):
         yield from sizes_of(inner, f"{name}.")
 
 
+# Lines of a file, a class and a function in packages that have reached their size.
+SMALL_PACKAGES = {"checkpoints": (450, 300, 60)}
+
+
+@pytest.mark.parametrize("package", SMALL_PACKAGES)
+def test_a_small_package_stays_small(package):
+    of_file, of_class, of_function = SMALL_PACKAGES[package]
+    names = [name for name in NAMES if room(name) == package]
+    found = [(name, of_file, len(NAMES[name].read_text().splitlines())) for name in names]
+    for name in names:
+        found += [(f"{name}.{inner}", of_class if kind == "class" else of_function, n) for kind, inner, n, _ in sizes_of(TREES[name])]
+    assert not [f"{name} has {n} lines, at most {most}" for name, most, n in found if n > most]
+
+
 def test_classes_and_functions_that_are_too_large_only_shrink():
     found = [size for tree in TREES.values() for size in sizes_of(tree)]
     grown = []

@@ -182,7 +182,7 @@ def _connect(
     names = {spec.format.compute for spec in layout_.specs}
     banks = {name: torch.full((len(named),), float("nan"), device=device).to(TORCH_DTYPES[name]) for name in names}
     pairs = zip(named, layout_.specs)
-    params = [ParameterState(index, name, param, banks[spec.format.compute]) for index, ((name, param), spec) in enumerate(pairs)]
+    params = [ParameterState(i, name, param, banks[s.format.compute], trainable=s.trainable) for i, ((name, param), s) in enumerate(pairs)]
     for index in written:
         params[index].written_in_forward = True
     spans = [SpanState(s, [params[i] for i in s.params], device) for s in layout_.spans]

@@ -24,7 +24,7 @@ from infinity.engine.description import tell_start
 from infinity.engine.refused_wrappers import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
 from infinity.engine.access.between_steps import Gate
 from infinity.engine.memory.device_memory import Margin
-from infinity.engine.access.save_window import finish_saving
+from infinity.engine.access.save_window import finish_reading
 from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
 from infinity.engine.autograd.resident_model import hooks_for
 from infinity.engine.sizing import Training, budgets, is_deferred
@@ -75,8 +75,8 @@ class Engine(NotCopied):
         self.ranks = ranks or Ranks(self.device)  # after what may refuse the model: it has a thread and groups
         self.ranks.join()
         self.turn = threading.RLock()  # of who saves or loads: a forward pass of another thread begins before that, or after it
-        self.saving = None  # the checkpoint under way, or the last one
-        self.last_save = None  # of what a checkpoint that is whole holds
+        self.saving = None  # the SnapshotReader under way, or the last one
+        self.last_save = None  # a note of the last reader for the next one
         self.answers = Answers(self.gate, self.ranks, self._named, first or FirstValues())
         engines.add(self, model)
         watch_replicas()
@@ -168,7 +168,7 @@ class Engine(NotCopied):
         """
         if self.is_closed:
             return
-        failure = finish_saving(self.saving)
+        failure = finish_reading(self.saving)
         self.gate.end(was_dropped=not self._dropped.detach())
         engines.note_end(self)
         if (model := self.model) is not None:
@@ -257,9 +257,8 @@ class Engine(NotCopied):
         if before is not None:
             before.be_replaced(optimizer.made_at)
         self.cycle.attach(optimizer, scaler)
-        config = self.config
-        keeps, choices = config.residency == "auto", {"weights": choice_of(config.weights), "states": choice_of(config.states)}
-        if not self.layout.is_coded and planner.records_may_visit(**choices, keep=keeps):
+        choices = {"weights": choice_of(self.config.weights), "states": choice_of(self.config.states)}
+        if not self.layout.is_coded and planner.records_may_visit(**choices, keep=self.config.residency == "auto"):
             self.margin.hold_records()
         groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         for state in self.registry.params:
@@ -354,7 +353,7 @@ class Engine(NotCopied):
             gc.collect()  # what the program has dropped, such as a notebook's cell that is run again, gives its memory back first
         refuse_shared(model)  # the program may have changed the model since the engine was made
         self.adopt()
-        part_versions(param for _, param in self._named)
+        part_versions([param for _, param in self._named])
         for module in find_compiled(model):
             note_region(module)
         training = Training.of(self.optimizer, self.config, scales_loss=self.dtypes.needs_loss_scale)
@@ -395,7 +394,11 @@ class Engine(NotCopied):
 
     def _let_go(self, model: nn.Module, ahead: ReadAhead) -> None:
         """Give the parameters' values to their records, and the modules to the hooks."""
-        self.values.write_initial(self.answers.initial_value, ahead)
+        with ahead:  # reads mapped files ahead, in the order of the parameters
+            for span in self.registry.spans:
+                ahead.reach(min(state.index for state in span.params))
+                self.values.write_first(span, {s.index: self.answers.initial_value(s.index, s.param) for s in span.params})
+        self.records.flush()
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -356,7 +356,7 @@ def _block_sums_torch(grad: torch.Tensor) -> torch.Tensor:
     for row in range(1, squares.shape[1]):
         lanes = lanes + squares[:, row]
     while lanes.shape[1] > 1:
-        low, high = lanes.chunk(2, dim=1)
+        low, high = lanes.split(-(-lanes.shape[1] // 2), dim=1)
         lanes = low + high
     return lanes.squeeze(1)
 

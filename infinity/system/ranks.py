@@ -132,20 +132,20 @@ class Ranks:
         if dist.get_backend(data := self.data) == "nccl":
             data._get_backend(torch.device("cuda")).abort()
 
-    def gather(self, chunk: torch.Tensor, what: str) -> None:
-        """All-gather in place. chunk: 1-D [world * shard_numel] with this rank's shard in place. what: for errors."""
-        shard_numel = chunk.numel() // self.world
-        shard = chunk[self.rank * shard_numel : (self.rank + 1) * shard_numel]
-        self._move(lambda **options: _all_gather(chunk, shard, group=self.data, **options), chunk, f"the all-gather of {what}")
+    def gather(self, flat: torch.Tensor, what: str) -> None:
+        """All-gather in place. flat: 1-D [world * shard_numel] with this rank's shard in place. what: for errors."""
+        shard_numel = flat.numel() // self.world
+        shard = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
+        self._move(lambda **options: _all_gather(flat, shard, group=self.data, **options), flat, f"the all-gather of {what}")
 
-    def reduce_scatter(self, chunk: torch.Tensor, what: str) -> torch.Tensor:
+    def reduce_scatter(self, flat: torch.Tensor, what: str) -> torch.Tensor:
         """Sum a 1-D [world * n] tensor over the ranks; returns this rank's [n]. what: for errors."""
-        shard = torch.empty(chunk.numel() // self.world, dtype=chunk.dtype, device=chunk.device)
-        self._move(lambda **options: _reduce_scatter(shard, chunk, group=self.data, **options), chunk, f"the reduce-scatter of {what}")
+        shard = torch.empty(flat.numel() // self.world, dtype=flat.dtype, device=flat.device)
+        self._move(lambda **options: _reduce_scatter(shard, flat, group=self.data, **options), flat, f"the reduce-scatter of {what}")
         return shard
 
-    def _move(self, begin: Callable, chunk: torch.Tensor, what: str) -> None:
-        if chunk.is_cuda:  # nccl's collectives follow the stream's order, and can be aborted
+    def _move(self, begin: Callable, flat: torch.Tensor, what: str) -> None:
+        if flat.is_cuda:  # nccl's collectives follow the stream's order, and can be aborted
             self._run(begin, what, "lane")
         else:
             self._run(lambda: begin(async_op=True), what, "lane")

@@ -42,6 +42,7 @@ import torch
 
 import aio_ext
 from infinity.errors import BudgetError, SwapError, UsageError
+from infinity.model.autograd_state import share_version
 from infinity.sizes import format_bytes
 from infinity.system.arena import PAGE_NBYTES, Area, Arena, Heap
 from infinity.system.failure import FirstFailure
@@ -128,13 +129,6 @@ class Kept:
         self.watch = tensor.detach()
         self.watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._original = storage._weak_ref()
-
-    def counts_versions_of(self, tensor: torch.Tensor) -> bool:
-        """Whether its version counter is the tensor's; parts of a storage may have their own, such as those of unsafe_chunk."""
-        version = self.watch._version
-        with torch.autograd._unsafe_preserve_version_counter(tensor):
-            torch.autograd.graph.increment_version(tensor)
-            return self.watch._version != version
 
     def original(self) -> torch.UntypedStorage | None:
         """The storage that was saved, if it is still alive."""
@@ -294,8 +288,8 @@ class Activations:
         finally:
             self.is_on = before
 
-    def begin_forward(self, buffers: Iterable[torch.Tensor]) -> None:
-        """buffers: the model's, which stay where they are."""
+    def keep_on_device(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Save no storage of these buffers, which are the model's."""
         self.drain()
         self._fixed = {buffer.untyped_storage()._cdata for buffer in buffers}
 
@@ -312,7 +306,7 @@ class Activations:
         self.drain()
         key = (storage._cdata, tensor._version)
         kept = self._by_storage.get(key)
-        if kept is None or kept.nbytes != storage.nbytes() or not kept.counts_versions_of(tensor):
+        if kept is None or kept.nbytes != storage.nbytes() or not share_version(kept.watch, tensor):
             if tensor.numel() * tensor.element_size() < MIN_PART * storage.nbytes():
                 return None
             kept = self._by_storage[key] = self._keep(tensor, storage, key)

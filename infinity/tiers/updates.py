@@ -192,8 +192,7 @@ class Updater:
             if chunk.redo is not None:
                 catch_up = chunk.redo.catch_up(chunk.record, lease.entries[STATES].memory.buffer, gradient, computed, was_clean=clean)
         self.gradients.release(chunk)
-        if chunk.after_update is not None:
-            chunk.after_update(chunk, lease)
+        chunk.note_updated(lease)
         lease.write_back(catch_up)
 
     def device_state(self, chunk: ChunkState) -> Shard:

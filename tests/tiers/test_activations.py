@@ -179,7 +179,7 @@ def test_what_is_saved_again_in_a_later_forward_pass_moves_once(make):
     first = activations.save(x)
     others = push_out(activations, first)
     moved = activations.stats()["moved_nbytes"]
-    activations.begin_forward([])
+    activations.keep_on_device([])
     again = activations.save(x)
     assert again.kept is first.kept and activations.stats()["moved_nbytes"] == moved
     del x, others
@@ -221,10 +221,10 @@ def test_inference_tensors_and_buffers_stay(make):
         x = filled(1)
     assert activations.save(x) is None
     buffer, other = filled(2), filled(2)
-    activations.begin_forward([buffer])
+    activations.keep_on_device([buffer])
     assert activations.save(buffer) is None and activations.save(buffer.view(-1, 2)) is None
     assert activations.save(other) is not None
-    activations.begin_forward([])
+    activations.keep_on_device([])
     assert activations.save(buffer) is not None
 
 
@@ -331,7 +331,7 @@ def test_an_original_that_grows_before_it_leaves_does_not_reach_into_its_neighbo
     x = filled(77)
     saved = activations.save(x)
     del first
-    activations.begin_forward([])
+    activations.keep_on_device([])
     activations.heap.give_back(activations._take(N))  # what cools is free
     x.untyped_storage().resize_(6 * N)
     x.untyped_storage().fill_(77)
@@ -414,7 +414,7 @@ def test_dropped_ones_free_host_memory_and_room_on_nvme_for_the_next_step(make):
     activations = make(8 * N, to_nvme=True)
     rooms = []
     for step in range(6):
-        activations.begin_forward([])
+        activations.keep_on_device([])
         saved = save_many(activations, range(step, step + 20))
         for value, one in reversed([*enumerate(saved, step)]):
             assert is_filled(activations.restore(one), value)
@@ -422,7 +422,7 @@ def test_dropped_ones_free_host_memory_and_room_on_nvme_for_the_next_step(make):
         assert activations.heap.nbytes <= 8 * N
         del saved, one
     assert rooms == [(20 - BEHIND) * N] * 6
-    activations.begin_forward([])
+    activations.keep_on_device([])
     activations.writer.drain()
     activations.copies.drain()
     assert activations._kept == {} and activations._by_storage == {}
@@ -438,7 +438,7 @@ def test_a_graph_that_is_dropped_without_backward_frees_everything_wherever_it_i
         if num > 3:
             activations.restore(saved[num // 2])
         del saved
-        activations.begin_forward([])
+        activations.keep_on_device([])
         assert activations._kept == {}
         assert activations._staying == activations._leaving == activations._coming == {}
     activations.heap.give_back(activations._take(6 * N))
@@ -470,7 +470,7 @@ def test_handles_may_be_dropped_by_any_thread_while_others_are_saved(make):
         for thread in threads:
             thread.join()
     assert not wrong
-    activations.begin_forward([])
+    activations.keep_on_device([])
     assert activations._kept == {} and activations.heap.nbytes <= 16 * N
 
 
@@ -571,7 +571,7 @@ def test_after_a_refusal_smaller_ones_are_kept(make):
     with pytest.raises(BudgetError):
         saved += [activations.save(filled(value, 5 * N)) for value in range(3)]
     del saved
-    activations.begin_forward([])
+    activations.keep_on_device([])
     assert activations._kept == activations._staying == {}
     saved = save_many(activations, range(9))
     assert all(is_filled(activations.restore(one), value) for value, one in reversed([*enumerate(saved)]))
@@ -617,7 +617,7 @@ def test_what_was_read_ahead_makes_room_for_what_is_needed_now(make):
     activations = make(8 * N, to_nvme=True)
     small, (large, *_) = save_many(activations, range(16)), save_many(activations, range(40, 45), 4 * N)
     del _
-    activations.begin_forward([])
+    activations.keep_on_device([])
     activations.writer.drain()
     activations.restore(small[13])
     assert is_filled(activations.restore(large), 40, 4 * N)
@@ -628,7 +628,7 @@ def test_a_large_storage_finds_room_where_small_ones_were(make):
     activations = make(200 * MIB)
     saved = save_many(activations, range(6), 60 * MIB)
     del saved
-    activations.begin_forward([])
+    activations.keep_on_device([])
     saved = save_many(activations, range(2), 100 * MIB)
     assert len(saved) == 2
 

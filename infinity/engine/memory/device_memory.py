@@ -232,7 +232,7 @@ class Margin:
         """Bring a span's records to the device, for good or until `_demote`."""
         for chunk in self.registry.chunks_in(span):
             self.updater.finish(chunk)
-            chunk.save_first()
+            chunk.copy_for_snapshot()
         self.staying.pop(span.index, None)
         self.weights.acquire_aside([span])
         self.values.keep_written(span)

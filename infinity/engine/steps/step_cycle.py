@@ -134,7 +134,7 @@ class StepCycle:
         if not self.state.in_backward and self.optimizer is not None and torch.is_grad_enabled():
             self.begin_step_of(StepKind.BACKWARD)
         if self.calls.activations is not None:
-            self.calls.activations.begin_forward(model.buffers())
+            self.calls.activations.keep_on_device(model.buffers())
         num_together = self.backward.micro_batches.num_together
         shapes = (*(tuple(tensor.shape) for tensor in tensors_in(inputs)), *([(num_together,)] if num_together > 1 else []))
         self.margin.begin_forward(shapes, self.calls.recording)
