@@ -103,7 +103,7 @@ def _from_pretrained(model: nn.Module, path: str) -> str:
 def _give(engine: Engine, sources: list[tuple[torch.Tensor, _FilePart]]) -> None:
     for value, part in sources:
         if engine.manages(value):
-            engine.answers.give(value, part)
+            engine.parameter_values.give(value, part)
         else:
             with torch.no_grad():
                 value.copy_(part[: value.numel()].view(value.shape))

@@ -133,7 +133,7 @@ class Saving:
     def wait(self, progress: Progress | None = None) -> None:
         """Until the checkpoint is whole. Raises what went wrong; the one that was there before is there then. In another thread than the
         one that trains, the updates that step() had announced are waited for until that one makes them."""
-        if not self._over.is_set() and not self._engine.gate.trains_elsewhere:
+        if not self._over.is_set() and not self._engine.lifecycle.trains_elsewhere:
             self.pass_step()
         while not self._over.wait(POLL_S if progress is not None else 0.5):
             if progress is not None:

@@ -220,7 +220,7 @@ class _Builder(TorchFunctionMode):
                 if (param := reference()) is not None and away.is_in(param):
                     param.data = self._load(away).view(away.shape)
 
-    # What the engine asks for until it starts, see `FirstValues`: every rank in the same order.
+    # What the engine asks for until it starts, see `InitialValues`: every rank in the same order.
 
     def bring_home(self, params: list[nn.Parameter]) -> None:
         self._bring_back(params)

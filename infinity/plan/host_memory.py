@@ -55,7 +55,7 @@ def share_out(candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out:
     sharing.require_least()
     sharing.settle_gradients()
     sharing.grow_slots()
-    sharing.let_gradients_wait()
+    sharing.add_gradient_slots()
     sharing.keep_copies()
     return sharing.found()
 
@@ -133,7 +133,7 @@ class _Sharing:
             self.counts = wanted
         self.left = self.budget - self.host_nbytes(self.counts)
 
-    def let_gradients_wait(self) -> None:
+    def add_gradient_slots(self) -> None:
         """More slots for gradients whose update a backward pass puts off: of records that will find no room in memory."""
         sizes, order = self.sizes, self.order()
         updated = [index for index in self._stays() if sizes[GRADIENTS][index]]

@@ -8,7 +8,7 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # with which a record can be read, updated and written. A budget below that is refused with the number that it needs. Then
 # slots that let stages overlap. What is then left of the host keeps weights (each byte saves three of NVMe traffic: read
 # forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two). Homes of records that
-# will visit the device ([Note: the device margin] in device_memory.py) come after all others, since they seldom move, and their gradients, which
+# will visit the device ([Note: the device budget] in device_memory.py) come after all others, since they seldom move, and their gradients, which
 # lie there with them, last; but where all of them fit, before gradients that do not wait: so larger inputs, for which they return,
 # need nothing of NVMe. Gradients that do wait and find no place stay on the device until their update begins, where it has room.
 # The more stay, the fewer records visit: 4 bytes of a sum in host memory leave room to a third of a record there, whose sum and weights
@@ -246,7 +246,7 @@ def look_ahead(placement: Placement) -> tuple[int, int]:
 
 
 def records_may_visit(*, weights: str, states: str, keep: bool) -> bool:
-    """Whether records may leave their homes for what the device has room for: [Note: the device margin] in device_memory.py. Arguments as of
+    """Whether records may leave their homes for what the device has room for: [Note: the device budget] in device_memory.py. Arguments as of
     `Needs`."""
     return keep and states == "auto" and weights in ("auto", "device")
 

@@ -158,7 +158,7 @@ class Look(Need):
     __slots__ = ("kept",)
 
 
-class Saved:
+class SavedTensor:
     """A tensor that autograd saved: a view of what is kept."""
 
     __slots__ = ("__weakref__", "_dtype", "_layout", "_version", "kept")
@@ -300,7 +300,7 @@ class Activations:
         self._fixed = {buffer.untyped_storage()._cdata for buffer in buffers}
 
     @uninterrupted
-    def save(self, tensor: torch.Tensor) -> Saved | None:
+    def save(self, tensor: torch.Tensor) -> SavedTensor | None:
         """Keep a tensor's bytes; None if it is to stay. Raises BudgetError if they may not and no memory can hold them, SwapError."""
         if type(tensor) is not torch.Tensor or tensor.device != self.device or tensor.layout is not torch.strided:
             return None
@@ -316,10 +316,10 @@ class Activations:
             if tensor.numel() * tensor.element_size() < MIN_PART * storage.nbytes():
                 return None
             kept = self._by_storage[key] = self._keep(tensor, storage, key)
-        return Saved(kept, tensor, self._dropped)
+        return SavedTensor(kept, tensor, self._dropped)
 
     @uninterrupted
-    def restore(self, saved: Saved) -> torch.Tensor:
+    def restore(self, saved: SavedTensor) -> torch.Tensor:
         """The tensor, on the device; what was saved before it is fetched ahead. Raises SwapError."""
         self.drain()
         kept = saved.kept

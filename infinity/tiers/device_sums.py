@@ -31,7 +31,7 @@ from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.weights import Weights
 
 
-class Sums:
+class DeviceSums:
     """Those of one step."""
 
     def __init__(self, gradients: Gradients, weights: Weights):
@@ -42,7 +42,7 @@ class Sums:
         self._leaving: deque[tuple[Job, int, int]] = deque()  # with bytes of room, and of memory
         self._nbytes = 0  # of both
 
-    def begin_turn(self) -> None:
+    def begin_round(self) -> None:
         """All gradients come once more, after those that have."""
         self._earlier = {chunk for chunk in self.registry.chunks if chunk.gradient.job is not None}
 

@@ -13,7 +13,7 @@ from infinity.optim.adam import accumulate_
 from infinity.system.events import Events
 
 
-class Adder:
+class GradientAdder:
     """staging: pinned memory of the largest part, in which what is added to host memory arrives; None on the CPU. accumulate: in fp32."""
 
     def __init__(self, device: torch.device, events: Events, *, staging: torch.Tensor | None, accumulate: bool):

@@ -35,7 +35,7 @@ from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane, Monitor
 from infinity.system.ranks import Ranks
 from infinity.system.waits import waits
-from infinity.tiers.gradient_parts import Adder
+from infinity.tiers.gradient_parts import GradientAdder
 from infinity.tiers.records import Lease, Records
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.tiers.chunk_state import ChunkState, Registry
@@ -94,7 +94,7 @@ class Gradients:
         self.failure = records.failure  # of a transfer in the gc lane, too: an update would miss its bytes
         self.gc = Lane("gc", self.failure, "the copy to host memory of the gradient")
         self.cuda = device.type == "cuda"
-        self.adder = Adder(device, events, staging=staging, accumulate=accumulate)
+        self.adder = GradientAdder(device, events, staging=staging, accumulate=accumulate)
         self._changed = Monitor()
         self._under_way_nbytes = 0
         self.num_reductions = 0  # on several ranks

@@ -37,7 +37,7 @@ class RedoLog:
     """
 
     def __init__(self, num_late: int = 0, left: int = 0):
-        self.late: tuple[Late, ...] = ()
+        self.late: tuple[LateUpdate, ...] = ()
         self.num_late = num_late
         self._left = left
         self._lock = threading.Lock()  # a record may move to the device while it is written
@@ -98,7 +98,7 @@ class CatchUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
+class PooledGradient:
     """nbytes of a section of a gradient, compressed if they are fewer than the section's, in blocks."""
 
     nbytes: int
@@ -110,15 +110,15 @@ class Pooled:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class LateUpdate:
     """An update that the moments on NVMe lack. catch_up: does it to those in memory that holds a record's states and, behind them, its
     gradient. pooled: the sections of this one, None where it is on NVMe."""
 
     catch_up: Callable[[memoryview], None]
-    pooled: list[Pooled] | None
+    pooled: list[PooledGradient] | None
 
 
-class Pool:
+class GradientPool:
     """Blocks of host memory for gradients. Any thread may call."""
 
     def __init__(self, arena: Arena, nbytes: int):
@@ -133,26 +133,26 @@ class Pool:
     def used_nbytes(self) -> int:
         return (self._slots.count - self.num_free) * BLOCK_NBYTES
 
-    def put(self, data: memoryview) -> Pooled | None:
+    def put(self, data: memoryview) -> PooledGradient | None:
         """Keep a copy; None, and nothing kept, where there is no room."""
         blocks: list[Slot] = []
         for start in range(0, len(data), BLOCK_NBYTES):
             block = self._slots.try_acquire()
             if block is None:
-                Pooled(0, blocks).release()
+                PooledGradient(0, blocks).release()
                 return None
             part = data[start : start + BLOCK_NBYTES]
             block.buffer[: len(part)] = part
             blocks.append(block)
-        return Pooled(len(data), blocks)
+        return PooledGradient(len(data), blocks)
 
-    def copy(self, pooled: Pooled, target: memoryview) -> None:
+    def copy(self, pooled: PooledGradient, target: memoryview) -> None:
         """Fill target, of its nbytes."""
         for start, block in zip(range(0, pooled.nbytes, BLOCK_NBYTES), pooled.blocks, strict=True):
             part = target[start : start + BLOCK_NBYTES]
             part[:] = block.buffer[: len(part)]
 
 
-def release(parts: Iterable[Pooled]) -> None:
+def release(parts: Iterable[PooledGradient]) -> None:
     for part in parts:
         part.release()

@@ -302,7 +302,7 @@ class Records:
             if entry is not None and not self._keeps(chunk, kind) and self.caches[kind].drop(entry):
                 self.lock.notify_all()
 
-    def look_again(self) -> None:
+    def notify_readers(self) -> None:
         """Whether a slot frees itself has changed."""
         with self.lock:
             self.lock.notify_all()

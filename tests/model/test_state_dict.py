@@ -441,7 +441,7 @@ def test_what_a_failed_backward_pass_held_is_free_once_its_graph_is_gone(place, 
             model.load_state_dict(model.state_dict())
         elif then == "write_weight":
             for param in model.parameters():
-                engine.answers.write_weight(param, engine.answers.read_weight(param))
+                engine.parameter_values.write_weight(param, engine.parameter_values.read_weight(param))
         else:
             infinity.save(tmp_path / "checkpoint", model, optimizer)
         helpers.assert_same_states(helpers.states_of(engine, model), before)

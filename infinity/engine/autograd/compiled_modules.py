@@ -34,7 +34,7 @@ class Hooked(NamedTuple):
     handles: list[RemovableHandle]
 
 
-class Doors(NotCopied):
+class OpHooks(NotCopied):
     """before(module, args, kwargs) and after(module, args, output) are called around each call of an op, with the door instead of the
     module where that is compiled; see [Note: compiled regions] in compiled.py. Holds no module."""
 
@@ -157,5 +157,5 @@ class Doors(NotCopied):
             )
 
 
-for _function in (Doors._before_traced, Doors._after_traced):
+for _function in (OpHooks._before_traced, OpHooks._after_traced):
     skip_code(_function.__code__)  # traced where they are called, they are not compiled by themselves

@@ -15,7 +15,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from torch.autograd.function import BackwardCFunction
 
-from infinity.engine.autograd.compiled_modules import Doors
+from infinity.engine.autograd.compiled_modules import OpHooks
 from infinity.engine.autograd.ops import BACKWARD, FORWARD, RECOMPUTE, Frame, Op
 from infinity.engine.steps.refusals import beside, refuse_sparse
 from infinity.engine.steps.step_cycle import Cycle
@@ -42,8 +42,8 @@ class Hooks(NotCopied):
         self._handles = []  # of parameters' hooks
         self._anchor = torch.zeros((), device=self.weights.device, requires_grad=True)
         self._model, self._name = weakref.ref(model), type(model).__name__
-        self.doors = Doors(self.registry, self.weights.tier, self._before, self._after)
-        self.doors.attach(model)
+        self.op_hooks = OpHooks(self.registry, self.weights.tier, self._before, self._after)
+        self.op_hooks.attach(model)
         for state in self.registry.params:
             if state.trainable:
                 self._handles.append(state.param.register_hook(functools.partial(self._expect_gradient, state)))
@@ -51,7 +51,7 @@ class Hooks(NotCopied):
 
     def remove(self) -> None:
         """Leave the modules as they were; parameters keep whatever they point to."""
-        self.doors.remove()
+        self.op_hooks.remove()
         for handle in self._handles:
             handle.remove()
 
@@ -61,7 +61,7 @@ class Hooks(NotCopied):
     @uninterrupted
     def _before(self, module, args, kwargs):
         phase, calls = self._next_phase(module), self.calls
-        op = self.doors.op_of(module)
+        op = self.op_hooks.op_of(module)
         if op is None or (calls.frames and calls.frames[-1].op is op and calls.frames[-1].module is not module):
             return None  # behind its door, which is open
         outermost = not calls.frames and phase == FORWARD

@@ -34,7 +34,7 @@ from torch._C._autograd import (
 
 from infinity.engine.build import Assembly
 from infinity.engine.steps.plan_follower import Follower
-from infinity.engine.memory.device_memory import Margin
+from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.engine.autograd.ops import ATTRIBUTE, BACKWARD, FORWARD, RECOMPUTE, Frame, Op
 from infinity.engine.steps.refusals import LossFunction
 from infinity.engine.autograd.saved_tensors import BackwardHolds, Handle, SavedTensors
@@ -42,7 +42,7 @@ from infinity.engine.autograd.trees import parts_of, tensors_in
 from infinity.errors import UsageError
 from infinity.system import interrupts
 from infinity.system.interrupts import uninterrupted
-from infinity.tiers.activations import Activations, Saved
+from infinity.tiers.activations import Activations, SavedTensor
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import SpanState
 
@@ -51,7 +51,7 @@ _CALLS_IT = "_wrapped_call_impl"
 assert {_CALL, _CALLS_IT} <= vars(nn.Module).keys(), f"this torch has no nn.Module.{_CALL}: see [Note: calls that are over]"
 
 
-class Turn(NamedTuple):
+class CallState(NamedTuple):
     """What of `Calls` is one thread's, where several take turns."""
 
     frames: list[Frame]
@@ -63,8 +63,8 @@ class Turn(NamedTuple):
 class Calls:
     """The stack of `frames`; `kept` is held until the segment under way ends, if there is one, or an op finds no room."""
 
-    def __init__(self, follower: Follower, margin: Margin, parts: Assembly):
-        self.follower, self.margin, self._parts = follower, margin, parts
+    def __init__(self, follower: Follower, device_budget: DeviceBudget, parts: Assembly):
+        self.follower, self.device_budget, self._parts = follower, device_budget, parts
         self.registry, self.weights = follower.registry, follower.weights
         self.timeline = follower.weights.events.timeline  # None without tracing
         self.frames: list[Frame] = []
@@ -86,7 +86,7 @@ class Calls:
     def acquire(self, key: Hashable, spans: Sequence[SpanState]) -> None:
         """An op begins that needs these spans: hold them, once they are on the device."""
         self.weights.drain_dropped()
-        self.margin.note_op(key)
+        self.device_budget.note_op(key)
         if self.kept is not None and all(span.index in self.kept for span in spans):
             self.weights.hold_all(spans)  # the plan has one use, however many micro-batches come
             return
@@ -193,7 +193,7 @@ class Calls:
         while self.frames and live[module := self.frames[-1].module] < sum(frame.module is module for frame in self.frames):
             self.end(module, None, of_any_thread=True)
 
-    # Saved tensors.
+    # SavedTensor tensors.
 
     def drain_dropped(self) -> None:
         """Let go of what was kept for saved tensors that autograd has dropped."""
@@ -324,9 +324,9 @@ class Calls:
         while self.kept:
             self.weights.release(self.kept.popitem()[1])
 
-    def swap(self, turn: Turn) -> Turn:
+    def swap(self, turn: CallState) -> CallState:
         """From now on another thread's calls are those under way. Returns whose were."""
-        before = Turn(self.frames, self.thread, self.recording, self.touched)
+        before = CallState(self.frames, self.thread, self.recording, self.touched)
         self.frames, self.thread, self.recording, self.touched = turn
         return before
 
@@ -371,7 +371,7 @@ class Calls:
         return was_kept or bool(gone) or (recomputes and self.backward.set_aside())
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None), Handle, Saved)
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None), Handle, SavedTensor)
 
 
 def live_calls() -> Counter[nn.Module] | None:

@@ -40,7 +40,7 @@ class ResidentHooks(Hooks):
     @uninterrupted
     def _before(self, module, args, kwargs):
         phase, frames = self._next_phase(module), self.calls.frames
-        op = self.doors.op_of(module)
+        op = self.op_hooks.op_of(module)
         if op is None or (frames and frames[-1].module is not module):
             return
         outermost = not frames and phase == FORWARD

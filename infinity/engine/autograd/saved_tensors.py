@@ -13,7 +13,7 @@ Knows autograd's saved tensors, spans and handles. Must not know modules, plans 
 # spans of an infinity.leaf, whatever ran of it, and they stay until something else is unpacked: ranks whose data chose other
 # parts of it fetch the same, in the same order.
 #
-# Saved-tensor hooks switch off autograd's check for in-place changes; ours make it, for weights and activations.
+# SavedTensor-tensor hooks switch off autograd's check for in-place changes; ours make it, for weights and activations.
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from infinity.engine.autograd.ops import BACKWARD, Op
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Need
-from infinity.tiers.activations import Saved
+from infinity.tiers.activations import SavedTensor
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import SpanState
 
@@ -82,7 +82,7 @@ class SavedTensors:
     def unpack(self, saved):
         if isinstance(saved, Handle):
             return self.calls.backward.restore(saved)
-        if isinstance(saved, Saved):
+        if isinstance(saved, SavedTensor):
             if len(set(saved.versions)) > 1:
                 raise _modified(f"a saved tensor of shape {saved.shape}", *saved.versions)
             return self.calls.activations.restore(saved)
@@ -100,7 +100,7 @@ class SavedTensors:
             frame.packed.add(span.index)
         return Handle(self.calls.weights.dropped, frame.op if frame is not None else None, span, tensor)
 
-    def _activation(self, tensor: torch.Tensor) -> Saved | None:
+    def _activation(self, tensor: torch.Tensor) -> SavedTensor | None:
         """None: it stays where it is, such as what a backward pass computes anew."""
         activations = self.calls.activations
         if activations is None or not activations.is_on or _current_graph_task_id() != -1:

@@ -19,7 +19,7 @@ LONGER = 1.05  # a step that takes so many times what the one before took
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class Trial:
+class AllocationTrial:
     """Of the last division. num_failed: divisions that made steps longer."""
 
     def __init__(self):

@@ -4,7 +4,7 @@ Knows budgets, spans and where records live. Must not know ops, what gradients a
 training thread calls it, on every rank at the same point.
 """
 
-# [Note: the device margin]
+# [Note: the device budget]
 # What ops allocate for themselves, activations and workspaces, is known only once they ran. So the first step, and a step
 # whose inputs are so much larger than those before that they might not fit, runs on the least that the engine needs, while the
 # allocator's peak in each op is read; what the engine did not hold of it is the op's. After the step, the engine takes what
@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from infinity.engine.memory.allocation_trial import Shapes, Trial
+from infinity.engine.memory.allocation_trial import Shapes, AllocationTrial
 from infinity.plan import placement as planner
 from infinity.plan.memory_needs import gradient_nbytes
 from infinity.plan.placement import Placement
@@ -42,7 +42,7 @@ SLACK = 0.05  # of what the device has for this process: left to the gaps betwee
 GROWTH_EXPONENT = 2  # how fast an op's memory may grow with a dimension of the inputs: attention's does
 
 
-class Margin:
+class DeviceBudget:
     """Divides the engine's device memory between spans, records, and gradients that wait.
 
     bound_nbytes: the most that the engine may hold there; None where only activations bound it.
@@ -68,7 +68,7 @@ class Margin:
         self._held_nbytes = 0  # by the engine when the op began
         self._unsettled = True
         self._num_failures = gauge.num_failures() if gauge is not None else 0  # of allocations that are known
-        self.trial = Trial()
+        self.trial = AllocationTrial()
         self._divide()
 
     @property

@@ -30,14 +30,14 @@ from infinity.engine.steps.due_updates import Due
 from infinity.engine.steps.expected_gradients import Expectations
 from infinity.engine.steps.plan_follower import Follower
 from infinity.engine.refused_wrappers import refuse_optimizers
-from infinity.engine.memory.device_memory import Margin
+from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.engine.steps.outside_gradients import Looks, bring, is_returned
 from infinity.engine.steps.param_grads import NOT_DROPPED, ParamGrads, drop_half_arrived
 from infinity.engine.steps.refusals import SCALED, no_more_passes, no_optimizer, refuse_by_layer, refuse_modes, refuse_thawed, sums_in_hook
 from infinity.engine.steps.skipped_steps import skip
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.engine.autograd.trees import tensors_in
-from infinity.engine.layerwise.not_cut import Uncut
+from infinity.engine.layerwise.limits import LayerwiseLimits
 from infinity.engine.steps.accumulation import Window
 from infinity.errors import UsageError
 from infinity.model.parameters import owner_of
@@ -64,7 +64,7 @@ class Cycle:
 
     turn: contextlib.AbstractContextManager
 
-    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, margin: Margin):
+    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, device_budget: DeviceBudget):
         self.config = config
         self.ranks = ranks
         self.events = events
@@ -76,8 +76,8 @@ class Cycle:
         self.follower = Follower(
             self.weights, self.due, keep=config.residency == "auto", slots_ahead=slots_ahead, states_ahead=states_ahead
         )
-        self.margin = margin
-        self.calls = Calls(self.follower, margin, parts)
+        self.device_budget = device_budget
+        self.calls = Calls(self.follower, device_budget, parts)
         self.optimizer = None
         self.scaler: Scaler | None = None
         self.closed = self.has_stepped = False
@@ -99,7 +99,7 @@ class Cycle:
         self.param_grads = ParamGrads(self._trainable, self._norm, ranks)
         self.completions = Completions(self.course, self.updater, self.registry, ranks)
         who = f"{ranks.name}, " if ranks.world > 1 else ""
-        self.pace, self.advice, self.uncut = Pace(events, who), Advice(events, who), Uncut(who)
+        self.pace, self.advice, self.layerwise_limits = Pace(events, who), Advice(events, who), LayerwiseLimits(who)
         self._reset()
         self.first_step = True
 
@@ -150,7 +150,7 @@ class Cycle:
         if self.calls.activations is not None:
             self.calls.activations.begin_forward(model.buffers())
         shapes = (*(tuple(tensor.shape) for tensor in tensors_in(inputs)), *([(self.num_together,)] if self.num_together > 1 else []))
-        self.margin.begin_forward(shapes, self.calls.recording)
+        self.device_budget.begin_forward(shapes, self.calls.recording)
 
     def _begin_passing(self) -> None:
         """A forward pass of a cycle that no step() will end; see [Note: backward passes that only pass through]."""
@@ -158,7 +158,7 @@ class Cycle:
         self._num_passing += 1
         if self._cycle_is_over or self._num_passing > _MOST_FORWARDS:
             if self.course.trace:
-                self.follower.adopt((), (), anew=self.optimizer is None and self.margin.settle(by_step=False))
+                self.follower.adopt((), (), anew=self.optimizer is None and self.device_budget.settle(by_step=False))
                 self.follower.begin_step()
             self._cycle_is_over, self._num_passing = True, 1
 
@@ -317,7 +317,7 @@ class Cycle:
         self.due.update_waiting()
         self.advice.pass_done()
         if self.num_backwards < self.num_passes:
-            self.margin.pass_done()
+            self.device_budget.pass_done()
 
     def end_pass(self) -> None:
         """No more gradients come of a pass; every rank must call it."""
@@ -450,7 +450,7 @@ class Cycle:
 
     def end_step(self) -> None:
         completions = self.completions.for_plan(self.num_passes)
-        self.follower.adopt(*completions, anew=self.margin.settle(by_step=True))
+        self.follower.adopt(*completions, anew=self.device_budget.settle(by_step=True))
         self._reset()
         self.param_grads.end_step()
         self.has_stepped = True
