@@ -315,7 +315,7 @@ class Engine(NotCopied):
 
     def _lanes(self) -> list[Lane]:
         lanes = [self.weights.cg, self.weights.gg, self.gradients.gc, self.updater.lane]
-        return lanes + ([self.activations.copies, self.activations.writer] if self.activations is not None else [])
+        return lanes + ([self.activations.copies, self.activations.store.writer] if self.activations is not None else [])
 
     @property
     def is_stuck(self) -> bool:

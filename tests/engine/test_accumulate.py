@@ -35,6 +35,7 @@ from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers import activations
 from infinity.tiers.gradient_parts import GradientAdder
+from infinity.tiers.saved_storage import StorageState
 from infinity.tiers.gradients import Gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -728,7 +729,7 @@ def test_what_has_no_room_in_host_memory_stays_on_the_device(num_in_host_memory,
             assert sum(three_steps(model, engine, optimizer), []) == expected[0]
             assert_same_states(states_of(engine, model), expected[1])
             assert away(engine) and engine.stats()["by_layer_uncut"] == []
-            assert engine.activations.heap.peak_nbytes == num_in_host_memory * 4096
+            assert engine.activations.store.heap.peak_nbytes == num_in_host_memory * 4096
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -752,7 +753,7 @@ def test_zero_grad_after_a_step_that_failed_lets_go_of_what_stayed(where, tmp_pa
         assert threading.active_count() <= begin and engine.activations._staying
         gc.collect()
         optimizer.zero_grad()
-        assert engine.activations._kept == engine.activations._staying == {}
+        assert engine.activations.store.storages == engine.activations._staying == {}
         assert sum(steps, losses) == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
 
@@ -772,8 +773,8 @@ def test_what_the_next_micro_batch_needs_is_on_the_device_when_it_asks(tmp_path,
     late, restore = [], activations.Activations.restore
 
     def restored(self, saved):
-        if saved.kept.original() is None and saved.kept.place is not activations.Place.HOME:
-            late.append(saved.kept.number)
+        if saved.stored.original() is None and saved.stored.state is not StorageState.HOME:
+            late.append(saved.stored.number)
         return restore(self, saved)
 
     monkeypatch.setattr(activations.Activations, "restore", restored)
@@ -786,7 +787,7 @@ def test_what_the_next_micro_batch_needs_is_on_the_device_when_it_asks(tmp_path,
 def test_host_memory_that_was_asked_for_and_has_no_room_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     with training(Crowded, tmp_path, activations="host", options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
-        engine.activations.heap.budget_nbytes = 0
+        engine.activations.store.heap.budget_nbytes = 0
         with pytest.raises(BudgetError, match="does not fit into what is left of host_memory"):
             infinity.accumulate(model, tokens(0), loss_of)
         assert engine.stats()["by_layer_uncut"] == []
@@ -820,7 +821,7 @@ def test_where_host_memory_has_no_room_either_they_run_one_after_the_other_and_i
         before, losses = engine.arena.nbytes, []
         for each in three_steps(model, engine, optimizer):
             losses += each
-            assert engine.arena.nbytes == before and engine.activations.heap.peak_nbytes == 2 * 4096
+            assert engine.arena.nbytes == before and engine.activations.store.heap.peak_nbytes == 2 * 4096
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
         assert engine.stats()["by_layer_uncut"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
@@ -853,11 +854,11 @@ def test_an_interrupt_while_host_memory_is_given_back_loses_none_of_it(tmp_path,
     with training(Crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         before = engine.stats()["host_arena_nbytes"]
         infinity.accumulate(model, tokens(0), loss_of)
-        assert engine.arena.nbytes == before + engine.activations.heap.nbytes > before
+        assert engine.arena.nbytes == before + engine.activations.store.heap.nbytes > before
         monkeypatch.setattr(Arena, "give_back", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.activations.shrink()
-        assert engine.arena.nbytes == before and engine.activations.heap.nbytes == 0
+        assert engine.arena.nbytes == before and engine.activations.store.heap.nbytes == 0
         optimizer.step()
 
 

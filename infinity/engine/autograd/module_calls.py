@@ -42,7 +42,8 @@ from infinity.engine.autograd.trees import parts_of, tensors_in
 from infinity.errors import UsageError
 from infinity.system import interrupts
 from infinity.system.interrupts import uninterrupted
-from infinity.tiers.activations import Activations, SavedTensor
+from infinity.tiers.activations import Activations
+from infinity.tiers.saved_storage import SavedTensor
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import SpanState
 

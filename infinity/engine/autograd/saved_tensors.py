@@ -26,7 +26,7 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from infinity.engine.autograd.ops import BACKWARD, Op
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Need
-from infinity.tiers.activations import SavedTensor
+from infinity.tiers.saved_storage import SavedTensor
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import SpanState
 

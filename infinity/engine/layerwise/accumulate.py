@@ -173,4 +173,4 @@ def _make_room(engine, step: LayerwiseStep) -> None:
         limits.note_full(step.at_once, kept_there=engine.config.activations in ("auto", "device"))
     else:
         activations = engine.activations or engine.parts.keep_activations()
-        limits.note_away(step.num, format_bytes(activations.heap.budget_nbytes))
+        limits.note_away(step.num, format_bytes(activations.store.heap.budget_nbytes))

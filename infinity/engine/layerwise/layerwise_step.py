@@ -63,7 +63,7 @@ class LayerwiseStep:
         self.attributes = AttributeConflicts(model) if checks else None
         self.buffer_conflicts = BufferConflicts(model) if checks and self.is_cut else None
         self.micro_batches: list[MicroBatch] = []  # of the current round
-        self.running: MicroBatch | None = None
+        self._running: MicroBatch | None = None
         self._in_backward: MicroBatch | None = None
         self.sums: DeviceSums | None = None
         self._first_two: list[MicroBatch] = []  # of the step
@@ -148,7 +148,7 @@ class LayerwiseStep:
             position = min(micro.position for micro in left)
             with self._weights_kept():
                 for micro in [micro for micro in left if micro.position == position]:
-                    micro.run_segment()
+                    self._run_segment(micro)
                     self._check(micro)
                     if micro.thread.is_over:
                         left.remove(micro)
@@ -160,6 +160,13 @@ class LayerwiseStep:
                 self.limits.note_checked(self.model, is_cut=self.is_cut)
             self.buffers.discard()
         return [losses[micro] for micro in self.micro_batches]
+
+    def _run_segment(self, micro: MicroBatch) -> None:
+        self._running = micro
+        try:
+            micro.run_segment()
+        finally:
+            self._running = None
 
     def _check(self, micro: MicroBatch) -> None:
         """A forward pass has paused or ended. Raises RestartStep if a place was found that cannot be cut."""
@@ -241,7 +248,7 @@ class LayerwiseStep:
 
     def _call(self, block: nn.Module, inner: Callable, /, *args, **kwargs):
         """A block is called, in any thread."""
-        micro = self.running
+        micro = self._running
         if micro is None or micro.thread.ident != threading.get_ident():
             return inner(*args, **kwargs)
         return micro.call(block, inner, args, kwargs)

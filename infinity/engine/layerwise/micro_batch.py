@@ -38,8 +38,8 @@ from infinity.engine.layerwise.pausable_thread import PausableThread
 from infinity.engine.layerwise.rng_streams import RngState
 from infinity.errors import BudgetError
 from infinity.model.recompute import checkpoint
-from infinity.tiers.activations import SavedTensor
 from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.saved_storage import SavedTensor
 
 
 class MicroBatch:
@@ -67,12 +67,10 @@ class MicroBatch:
         calls, device = self.step.engine.calls, self.step.engine.device
         before = calls.swap(self._call_state)
         self.rng.restore(device)
-        self.step.running = self
         try:
             with self.step.saving(self), calls.loss:
                 self.thread.resume()
         finally:
-            self.step.running = None
             self.rng = RngState.current(device)
             self._call_state = calls.swap(before)._replace(touched=self.cutter.segments[-1].touched)
         if self.thread.is_over:
@@ -83,7 +81,7 @@ class MicroBatch:
         before = self.step.engine.calls.swap(self._call_state)
         self.thread.stop()
         self.step.engine.calls.swap(before)
-        self.thread.result = None
+        self.thread.take_result()
         self.cutter.segments.clear()
         self._waiting.clear()
 
@@ -171,11 +169,9 @@ class MicroBatch:
         if position != self.position:
             return
         segments = self.cutter.segments
-        segment, roots, self._backward_position = segments[-1], [], position
-        if self.thread.result is not None:
-            roots.append((self.thread.result, None))
-            self.thread.result = None
-        roots += segment.roots()
+        segment, self._backward_position = segments[-1], position
+        loss = self.thread.take_result()  # None after the first segment
+        roots = ([(loss, None)] if loss is not None else []) + segment.roots()
         with DisableTorchFunctionSubclass():
             roots += [(get_gradient_edge(state.param), self._take_waiting(state)) for state in segment.touched & self._waiting.keys()]
         segments.pop()

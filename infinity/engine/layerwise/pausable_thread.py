@@ -62,6 +62,11 @@ class PausableThread:
         if raised is not None or self._error is not None:
             raise raised or self._error
 
+    def take_result(self) -> object:
+        """The result of the work, the first time; None afterwards."""
+        result, self.result = self.result, None
+        return result
+
     def stop(self) -> None:
         """End the work wherever it is."""
         self._gives_up = True
