@@ -35,7 +35,7 @@ from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane, Monitor
 from infinity.system.ranks import Ranks
 from infinity.system.waits import waits
-from infinity.tiers.gradient_parts import GradientAdder
+from infinity.tiers.gradient_adder import GradientAdder
 from infinity.tiers.records import Lease, Records
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.tiers.chunk_state import ChunkState, Registry

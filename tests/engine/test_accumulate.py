@@ -34,7 +34,7 @@ from infinity.plan.slots import HostState
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers import activations
-from infinity.tiers.gradient_parts import GradientAdder
+from infinity.tiers.gradient_adder import GradientAdder
 from infinity.tiers.saved_storage import StorageState
 from infinity.tiers.gradients import Gradients
 

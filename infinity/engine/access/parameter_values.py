@@ -226,11 +226,11 @@ class ParameterValues:
 
     def may_compute(self, params: list[nn.Parameter]) -> bool:
         """Whether the program may read parameters that nothing holds: inside an op of this engine."""
-        return self._lifecycle.has_started and self.calls.may_compute(list(map(self.registry.find, params)))
+        return self._lifecycle.has_started and self.calls.reads.may_compute(list(map(self.registry.find, params)))
 
     def compute(self, params: list[nn.Parameter], func, args: tuple, kwargs: dict):
         """func(*args, **kwargs), while these parameters are held."""
-        return self.calls.compute(list(map(self.registry.find, params)), func, args, kwargs)
+        return self.calls.reads.compute(list(map(self.registry.find, params)), func, args, kwargs)
 
     def look_at_gradients(self):
         """A context inside which a backward pass only returns gradients."""

@@ -1,6 +1,6 @@
-"""The hooks of a model of which nothing ever leaves the device: they only look whether an outermost module is called.
+"""Hooks of a model whose parameters never leave the device: they only look for calls of an outermost module.
 
-Knows the same as hooks.py. The first op after a step brings all parameters home, until the next step, and autograd saves them itself.
+Knows and must not know the same as hooks.py. The first op after a step brings all parameters to their storage, and autograd saves them itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def hooks_for(cycle: Cycle, model: nn.Module) -> Hooks:
 
 
 def _stays(cycle: Cycle) -> bool:
-    """Whether no op of the model ever needs more of the engine than that its parameters are home."""
+    """Whether no op of the model needs the engine once all parameters are on the device."""
     registry = cycle.registry
     return (
         cycle.ranks.world == 1
@@ -28,13 +28,13 @@ def _stays(cycle: Cycle) -> bool:
         and all(chunk.on_device for chunk in registry.chunks)
         and not any(state.written_in_forward for state in registry.params)
         and cycle.calls.activations is None
-        and cycle.config.dtype != "fp16"  # whose outermost module is scaled, also where it is recomputed
+        and cycle.config.dtype != "fp16"  # scales the outermost module, also when it is recomputed
         and cycle.events.timeline is None
     )
 
 
 class ResidentHooks(Hooks):
-    """Only outermost calls have a frame, and hold all parameters; their ops need no spans."""
+    """Only outermost calls have a frame. They hold all parameters, and their ops need no spans."""
 
     @torch._dynamo.disable
     @uninterrupted

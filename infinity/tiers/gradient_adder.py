@@ -1,6 +1,6 @@
-"""Puts a part of a gradient into its place in a shard, or adds it to what is there.
+"""Copies a part of a gradient into a shard, or adds it to the shard.
 
-Knows memory and the stream of the gc link. Must not know chunks, or which part comes first.
+Knows memory and the stream of the device-to-host link. Must not know chunks, or which part comes first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from infinity.system.events import Events
 
 
 class GradientAdder:
-    """staging: pinned memory of the largest part, in which what is added to host memory arrives; None on the CPU. accumulate: in fp32."""
+    """staging: pinned memory of the largest part, for parts that are added in host memory; None on the CPU. accumulate: sum in fp32."""
 
     def __init__(self, device: torch.device, events: Events, *, staging: torch.Tensor | None, accumulate: bool):
         self.cuda = device.type == "cuda"
@@ -24,7 +24,7 @@ class GradientAdder:
         self.accumulate = accumulate
 
     def put(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready):
-        """target = source if first, else += source. Over when it returns; on CUDA it returns the marks of the copy."""
+        """target = source if first, otherwise target += source. Returns after the end of the copy; on CUDA, with its timing marks."""
         if not self.cuda:
             if self.accumulate:
                 accumulate_(target, source, first, threads=1)
