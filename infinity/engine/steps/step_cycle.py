@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.memory.advice import Advice
+from infinity.engine.memory.advice import LayerwiseAdvice
 from infinity.engine.build import Assembly
 from infinity.engine.autograd.module_calls import Calls
 from infinity.engine.steps.completed_gradients import Completions
@@ -99,7 +99,7 @@ class Cycle:
         self.param_grads = ParamGrads(self._trainable, self._norm, ranks)
         self.completions = Completions(self.course, self.updater, self.registry, ranks)
         who = f"{ranks.name}, " if ranks.world > 1 else ""
-        self.pace, self.advice, self.layerwise_limits = Pace(events, who), Advice(events, who), LayerwiseLimits(who)
+        self.pace, self.advice, self.layerwise_limits = Pace(events, who), LayerwiseAdvice(events, who), LayerwiseLimits(who)
         self._reset()
         self.first_step = True
 
@@ -158,7 +158,7 @@ class Cycle:
         self._num_passing += 1
         if self._cycle_is_over or self._num_passing > _MOST_FORWARDS:
             if self.course.trace:
-                self.follower.adopt((), (), anew=self.optimizer is None and self.device_budget.settle(by_step=False))
+                self.follower.adopt((), (), anew=self.optimizer is None and self.device_budget.redivide(by_step=False))
                 self.follower.begin_step()
             self._cycle_is_over, self._num_passing = True, 1
 
@@ -450,7 +450,7 @@ class Cycle:
 
     def end_step(self) -> None:
         completions = self.completions.for_plan(self.num_passes)
-        self.follower.adopt(*completions, anew=self.device_budget.settle(by_step=True))
+        self.follower.adopt(*completions, anew=self.device_budget.redivide(by_step=True))
         self._reset()
         self.param_grads.end_step()
         self.has_stepped = True

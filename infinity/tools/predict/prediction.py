@@ -201,7 +201,7 @@ def arrangement(
     homes = placement.homes[STATES]
     on_device = tuple(span.index for span in layout.spans if homes[span.chunks[0]] == "device")
     nbytes_of = [span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans]
-    if set(homes) != {"device"}:  # as DeviceBudget.settle, after the first step
+    if set(homes) != {"device"}:  # as DeviceBudget.redivide, after the first step
         placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
         if planner.records_may_visit(weights=config.weights, states=config.states, keep=config.residency == "auto"):
             room = placement.device_nbytes - placement.gradient_limit_nbytes
