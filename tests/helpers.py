@@ -16,10 +16,12 @@ import torch
 import infinity
 from aio_ext import _aio
 from infinity.engine.sizing import Training, arrange
+from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.formats.format import ADAM_MOMENTS
 from infinity.plan import placement as planner
 from infinity.plan.compression import NUM_BUFFERS, NUM_LANES
 from infinity.plan.memory_needs import Budgets, Candidate, Needs
-from infinity.plan.record import ADAM_MOMENTS
+from infinity.plan.tiers import choice_of
 from infinity.system import drives
 from infinity.system.arena import Arena
 from infinity.system.swap import Swap
@@ -72,7 +74,8 @@ def run_python(source, *arguments, **options):
 class ReferenceAdamW(torch.optim.Optimizer):
     """The update as it is stated ([Note: the fixed arithmetic] in _adam.c), op by op, over plain PyTorch parameters.
 
-    dtype: bf16 keeps fp32 masters and gives the model their rounded weights; fp32 updates the model itself.
+    dtype: bf16 and fp16 keep fp32 masters and give the model their rounded weights; fp32 updates the model itself; None: as each
+    parameter's own dtype says.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, dtype="fp32", decoupled=True):
@@ -82,6 +85,14 @@ class ReferenceAdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 self.state[p] = {"step": 0, "master": p.detach().float().clone()}
                 self.state[p] |= {"m": torch.zeros_like(self.state[p]["master"]), "v": torch.zeros_like(self.state[p]["master"])}
+
+    def dtype_of(self, param):
+        return self.dtype or {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[param.dtype]
+
+    def rounded(self, param, master):
+        """The weight that the model computes with."""
+        dtype = self.dtype_of(param)
+        return split(master)[0] if dtype == "bf16" else master.to(TORCH_DTYPES[dtype])
 
     @torch.no_grad()
     def step(self, grad_scale=1.0):
@@ -95,7 +106,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
             return torch.tensor(number, dtype=torch.float64).float()
 
         s["step"] += 1
-        written = param if self.dtype == "fp32" else torch.where(param == split(s["master"])[0], s["master"], param.float())
+        written = torch.where(param == self.rounded(param, s["master"]), s["master"], param.float())
         s["master"] = written.detach().clone()  # an embedding with max_norm writes in forward
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         p, g = s["master"], (param.grad if grad is None else grad).float() * fp32(grad_scale)
@@ -109,7 +120,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
         d = root * fp32((1 - beta2 ** s["step"]) ** -0.5) + fp32(group["eps"])
         quotient = (m.double() / d.double()).float()
         s["master"] = p - fp32(lr / (1 - beta1 ** s["step"])) * quotient
-        param.copy_(split(s["master"])[0] if self.dtype == "bf16" else s["master"])
+        param.copy_(self.rounded(param, s["master"]))
 
 
 def split(master):
@@ -142,12 +153,11 @@ def assert_equals_reference(engine, model, reference_model, reference):
         if not expected:
             assert_same_bits(state["weight"], theirs[name].detach(), f"{name} weight")
             continue
-        if reference.dtype == "bf16":
-            weight, residual = split(expected["master"])
-            assert_same_bits(state["weight"], weight, f"{name} weight")
-            assert_same_bits(state["residual"], residual, f"{name} residual")
-        else:
-            assert_same_bits(state["weight"], expected["master"], f"{name} weight")
+        assert_same_bits(state["weight"], reference.rounded(theirs[name], expected["master"]), f"{name} weight")
+        if "residual" in state:
+            assert_same_bits(state["residual"], split(expected["master"])[1], f"{name} residual")
+        if "master" in state:
+            assert_same_bits(state["master"], expected["master"], f"{name} master")
         if "momentum" in state:
             assert_same_bits(state["momentum"], expected["m"], f"{name} momentum")
             assert_same_bits(state["variance"], expected["v"], f"{name} variance")
@@ -290,6 +300,7 @@ def place(whole, records, *, first=None, least_crowded_out=0, **options):
     candidate = {name: value for name, value in options.items() if name in Candidate.__dataclass_fields__}
     needs, budgets = ({name: options[name] for name in kind.__dataclass_fields__ if name in options} for kind in (Needs, Budgets))
     assert not options.keys() - candidate.keys() - needs.keys() - budgets.keys()
+    needs |= {kind: choice_of(needs[kind]) for kind in ("weights", "states")}
     made, of_first = (Candidate(layout=whole, records=own, **candidate) for own in (records, first or records))
     return planner.place(made, Needs(**needs), Budgets(**budgets), first=of_first, least_crowded_out=least_crowded_out)
 

@@ -3,8 +3,9 @@
 Prints the calls that go up, from a package to one that stands above it (FLOORS in test_house.py), by package and then by function, and the
 deepest fetch. The caller is the nearest frame but for those of contextlib, functools and `uninterrupted`, which pass calls on; where that is
 none of ours, as where torch calls a hook, the call goes nowhere. Those of `system` and `plan` are told apart: a lane runs what it was
-given, and a policy of plan asks what it was given. The deepest fetch is the longest run of our own frames, each called by the one before,
-during the forward pass in the training thread.
+given, and a policy of plan asks what it was given. The deepest call is the longest run of our own frames, each called by the one before,
+during the forward pass in the training thread. The deepest fetch is the longest such run that ends where a read is given to a queue of
+aio_ext; frames of `uninterrupted`, which pass the call on, do not count there.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from collections import Counter
 import torch
 from test_house import FLOOR, PACKAGE, room
 
+import aio_ext
 import infinity
 from infinity.model.gpt import GPT
 
@@ -32,6 +34,7 @@ class Watch:
     def __init__(self):
         self.up = Counter()  # by (caller, callee), each "module.function"
         self.deepest = []  # functions, the outermost first
+        self.deepest_fetch = []  # the same, up to the function that submits a read
         self.is_on = False
         self.thread = None  # whose stack is looked at, if any
 
@@ -45,7 +48,11 @@ class Watch:
         threading.setprofile(None)
 
     def see(self, frame, event, argument):
-        if event != "call" or not self.is_on or (callee := name_of(frame)) is None:
+        if not self.is_on or (callee := name_of(frame)) is None:
+            return
+        if event == "c_call" and self.thread == threading.get_ident() and is_read(argument):
+            self.deepest_fetch = max(self.deepest_fetch, [name for name in stack_of(frame) if name != WRAPPER], key=len)
+        if event != "call":
             return
         caller = frame.f_back
         while caller is not None and (caller.f_code.co_filename in PASSED_THROUGH or name_of(caller) == WRAPPER):
@@ -53,12 +60,21 @@ class Watch:
         if caller is not None and (name := name_of(caller)) is not None and FLOOR[room(name)] < FLOOR[room(callee)]:
             self.up[name, callee] += 1
         if self.thread == threading.get_ident():
-            stack = []
-            while frame is not None and (name := name_of(frame)) is not None:
-                stack.append(name)
-                frame = frame.f_back
-            if len(stack) > len(self.deepest):
-                self.deepest = stack[::-1]
+            self.deepest = max(self.deepest, stack_of(frame), key=len)
+
+
+def is_read(function):
+    """Whether a function of C hands a read to a queue."""
+    return getattr(function, "__name__", "") == "read" and isinstance(getattr(function, "__self__", None), aio_ext.Queue)
+
+
+def stack_of(frame):
+    """Names of our own frames from the innermost run on, the outermost first."""
+    stack = []
+    while frame is not None and (name := name_of(frame)) is not None:
+        stack.append(name)
+        frame = frame.f_back
+    return stack[::-1]
 
 
 def name_of(frame):
@@ -106,10 +122,10 @@ def main():
     for (caller, callee), count in watch.up.most_common():
         if room(caller) not in GIVEN:
             print(f"{count:8}  {caller} -> {callee}")
-    modules = {".".join(name.split(".<locals>")[0].split(".")[:2]) for name in watch.deepest}
-    print(f"deepest fetch: {len(watch.deepest)} frames in {len(modules)} modules")
-    for name in watch.deepest:
-        print(f"          {name}")
+    for title, stack in (("call", watch.deepest), ("fetch", watch.deepest_fetch)):
+        print(f"deepest {title}: {len(stack)} frames in {len({name.rsplit('.', 2)[0] for name in stack})} modules")
+        for name in stack:
+            print(f"          {name}")
 
 
 if __name__ == "__main__":

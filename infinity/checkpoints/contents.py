@@ -30,7 +30,9 @@ def parameters_of(engine: Engine) -> tuple[list[Parameter], dict[str, str]]:
     for state in engine.registry.params:
         place = places.get(state.param)
         whole = Whole(place.name, place.shape, place.begin) if place is not None else None
-        found.append(Parameter(state.name, tuple(state.shape), state.trainable, state.group, whole=whole))
+        dtype = engine.layout.specs[state.index].format.compute
+        own_dtype = dtype if dtype != engine.layout.main_dtype else None
+        found.append(Parameter(state.name, tuple(state.shape), state.trainable, state.group, whole=whole, dtype=own_dtype))
         names[id(state.param)] = state.name
     everything = engine.model.named_parameters(remove_duplicate=False)
     aliases = {name: names[id(param)] for name, param in everything if id(param) in names and param not in places}
@@ -42,7 +44,7 @@ def draft(engine: Engine, **rest) -> Manifest:
     parameters, aliases = parameters_of(engine)
     return Manifest(
         world=engine.ranks.world,
-        dtype=engine.config.dtype,
+        dtype=engine.layout.main_dtype,
         moments_dtype=engine.config.moments,
         moments=engine.moments,
         seed=engine.config.seed if engine.updater.seed is None else engine.updater.seed,

@@ -22,10 +22,11 @@ from infinity.checkpoints.writer import Tensors, Writer
 from infinity.config import LARGEST_CHUNK_MIB, LEAST_CHUNK_MIB, checked_path
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.adam import masters
+from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.plan.packing import ParameterSpec, default_chunk_numel, layout
 from infinity.system.arena import Arena
 
-EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+EXPORT_DTYPES = ("bf16", "fp32", "fp16")
 
 
 def export(
@@ -40,8 +41,7 @@ def export(
     """Write a checkpoint's weights and buffers as safetensors, with the model's own names; returns (file, bytes of tensors) of
     each.
 
-    dtype: of the weights, by default the checkpoint's own; fp32 is the master, exactly; a bf16 checkpoint's bf16 the weight as
-    the model computes with it. Tiles are joined. Of tied names the first is written, the others stand in `__metadata__` as
+    dtype: of all weights; by default each parameter keeps the dtype in which the model computes with it. fp32 is the master, exactly. Tiles are joined. Of tied names the first is written, the others stand in `__metadata__` as
     {"tied:other": first}. The folder is what `from_pretrained` of transformers reads, beside the model's config.json. Holds one
     tensor in memory, at most.
 
@@ -51,12 +51,13 @@ def export(
         raise ConfigError(f"dtype={dtype!r}, max_file_nbytes={max_file_nbytes}: expected one of {', '.join(EXPORT_DTYPES)}, and 1 or more")
     checked_path(directory)
     with Checkpoint(checked_path(path)) as checkpoint:
-        dtype = dtype or checkpoint.manifest.dtype
         wholes: dict[str, list[int]] = {}
         for index, parameter in enumerate(checkpoint.manifest.parameters):
             wholes.setdefault(parameter.canonical.name, []).append(index)
         parameters = checkpoint.manifest.parameters
-        specs = [TensorSpec(name, EXPORT_DTYPES[dtype], parameters[tiles[0]].canonical.shape) for name, tiles in wholes.items()]
+        firsts = {name: parameters[tiles[0]] for name, tiles in wholes.items()}
+        dtypes = {name: TORCH_DTYPES[dtype or checkpoint.manifest.dtype_of(first)] for name, first in firsts.items()}
+        specs = [TensorSpec(name, dtypes[name], first.canonical.shape) for name, first in firsts.items()]
         buffers = checkpoint.buffers()
         entries = {name: checkpoint.manifest.tensors[index] for name, index in buffers.items()}
         specs += [TensorSpec(name, TENSOR_DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()]
@@ -108,7 +109,7 @@ def reshard(
 
 def _laid_out(old: Manifest, world: int, chunk_mib: float | None) -> Manifest:
     """The manifest of the same values on so many ranks, whose records have no checksums yet."""
-    specs = [ParameterSpec(p.name, p.numel, old.dtype, p.trainable) for p in old.parameters]
+    specs = [ParameterSpec(p.name, p.numel, old.format_of(p)) for p in old.parameters]
     if chunk_mib is not None:
         chunk_numel = default_chunk_numel(chunk_mib, world)
     else:

@@ -160,7 +160,6 @@ class _Load:
 
     def _match_parameters(self) -> None:
         engine, manifest = self.engine, self.manifest
-        config = engine.config
         saved: dict[str, list[tuple[Whole, int]]] = {}
         for index, parameter in enumerate(manifest.parameters):
             saved.setdefault(parameter.canonical.name, []).append((parameter.canonical, index))
@@ -169,10 +168,7 @@ class _Load:
             other = next((alias for alias, first in manifest.aliases.items() if first == name and alias in wanted), None)
             if other is not None:
                 saved[other] = saved.pop(name)
-        if config.dtype != manifest.dtype:
-            self._wrong.append(
-                f"it was saved with dtype={manifest.dtype!r}, this is {config.dtype!r}: export it to safetensors and load these"
-            )
+        cast: dict[tuple[str, ...], list[str]] = {}  # names by the dtypes there and here
         missing = sorted(wanted - saved.keys())
         unexpected = sorted(saved.keys() - wanted)
         self._wrong += [f"missing in the checkpoint: {listed(missing)}"] if missing else []
@@ -181,6 +177,9 @@ class _Load:
         for parameter in self.parameters:
             whole = parameter.canonical
             found = saved.get(whole.name, [])
+            dtype, own = {manifest.dtype_of(manifest.parameters[index]) for _, index in found}, self.dtype_of(parameter)
+            if dtype - {own}:
+                cast.setdefault((*dtype, own), []).append(whole.name)
             if found and found[0][0].shape != whole.shape:
                 self._wrong.append(f"{whole.name} has shape {list(found[0][0].shape)} there and {list(whole.shape)} here")
                 found = []
@@ -196,6 +195,15 @@ class _Load:
             else:
                 self._wrong.append(f"{whole.name} is cut into other tiles along in_features; export it to safetensors and load these")
                 self._sources.append([])
+
+        for (*there, here), names in cast.items():
+            which = "it" if len(names) == len(wanted) else listed(names)
+            there = " and ".join(map(repr, there))
+            self._wrong.append(f"{which} was saved with dtype={there}, this is {here!r}: export it to safetensors and load these")
+
+    def dtype_of(self, parameter: Parameter) -> str:
+        """The compute dtype of a parameter of the engine."""
+        return parameter.dtype or self.engine.layout.main_dtype
 
     def _match_optimizer(self) -> None:
         engine, manifest = self.engine, self.manifest

@@ -7,12 +7,12 @@ Knows names, sizes and JSON. Must not know engines, tensors' bytes or how files 
 # once all files of its folder are on the disk: what it does not name does not belong to the checkpoint. It is a JSON object, in ASCII,
 # of at most 128 MiB, with these keys in this order:
 #
-#   format, version   "infinity checkpoint", 1
+#   format, version   "infinity checkpoint"; 1, or 2 where a parameter has a dtype of its own
 #   folder            of the files below
 #   step              of the optimizer: the greatest of all parameters'
 #   world, dtype, moments_dtype, moments, seed     ranks, "bf16", "fp32", the names of the moments; the seed of rounding
 #   parameters        in registration order: name, shape, trainable, group (of the optimizer, or null), step (updates received)
-#                     and, for a tile of a layer, whole: the layer's parameter (name, shape) and where the tile begins in it
+#                     and its dtype, where that is another than `dtype`; and, for a tile of a layer, whole: the layer's parameter (name, shape) and where the tile begins in it
 #   aliases           {other name of a tied parameter (of a tile: of the layer's): its name above}
 #   chunks            in order: numel, trainable, pieces [[parameter, start in the chunk, start in the parameter, numel], ...] and
 #                     records: for each rank [file, offset, CRC32C of each segment ...]
@@ -23,8 +23,8 @@ Knows names, sizes and JSON. Must not know engines, tensors' bytes or how files 
 #   sha256            last, of all bytes of the file before `,"sha256"`
 #
 # Rank r holds elements [r, r + 1) * numel / world of a chunk, in a record: segments one behind the other, each starting at a multiple
-# of 4096 bytes, little endian. A trainable one has weight (in dtype); residual (int16) for bf16 or master (fp32) for fp16; then the
-# moments. A frozen one has the weight alone. Each holds the elements up to the end of the chunk's last piece, and no more. The bytes from
+# of 4096 bytes, little endian. A trainable one has weight (in the dtype of its parameters); residual (int16) for bf16 or master (fp32)
+# for fp16; then the moments, in moments_dtype for bf16 and in fp32 for all others. A frozen one has the weight alone. Each holds the elements up to the end of the chunk's last piece, and no more. The bytes from
 # the end of a segment to the next multiple of 4096 are zero, and readers check that.
 # fp32 bits of a bf16 weight's master: (weight bits << 16) + residual.
 #
@@ -45,10 +45,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from infinity.formats.format import Format
 from infinity.plan.packing import Chunk
 from infinity.plan.record import Record, record_layout
 
-FORMAT, VERSION = "infinity checkpoint", 1
+FORMAT = "infinity checkpoint"
+VERSIONS = ONE_DTYPE, MIXED_DTYPES = 1, 2
 NAME = "manifest.json"
 FOLDER_NAME = re.compile(r"data-[0-9a-f]{12}")
 FILE_NAME = re.compile(r"rank\d{1,6}-\d{1,6}\.records")
@@ -79,7 +81,8 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`step` counts the updates that it received; `group` is the index of its parameter group."""
+    """`step` counts the updates that it received; `group` is the index of its parameter group. dtype: on the device; None for the
+    manifest's."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,6 +90,7 @@ class Parameter:
     group: int | None = None
     step: int = 0
     whole: Whole | None = None
+    dtype: str | None = None
 
     @property
     def numel(self) -> int:
@@ -180,6 +184,11 @@ class Manifest:
     extra: object = None
 
     @property
+    def version(self) -> int:
+        """Of the format. Version 2 has parameters of different dtypes; all else is the same."""
+        return MIXED_DTYPES if any(parameter.dtype for parameter in self.parameters) else ONE_DTYPE
+
+    @property
     def step(self) -> int:
         return max((parameter.step for parameter in self.parameters), default=0)
 
@@ -190,11 +199,19 @@ class Manifest:
 
     def record(self, chunk: int, rank: int) -> Record:
         chunk = self.chunks[chunk]
-        return record_layout(chunk.shard_used(rank), self.dtype, chunk.trainable, self.moments, self.moments_dtype)
+        return record_layout(chunk.shard_used(rank), chunk.format)
+
+    def dtype_of(self, parameter: Parameter) -> str:
+        """The compute dtype of one of its parameters."""
+        return parameter.dtype or self.dtype
+
+    def format_of(self, parameter: Parameter) -> Format:
+        """The format in which one of its parameters is stored."""
+        return Format(self.dtype_of(parameter), parameter.trainable, self.moments, self.moments_dtype)
 
     def to_json(self) -> bytes:
         """The file's bytes."""
-        content = {"format": FORMAT, "version": VERSION, "folder": self.folder, "step": self.step}
+        content = {"format": FORMAT, "version": self.version, "folder": self.folder, "step": self.step}
         for name in ("world", "dtype", "moments_dtype", "moments", "seed"):
             content[name] = getattr(self, name)
         content["parameters"] = [_parameter_to_json(parameter) for parameter in self.parameters]
@@ -218,6 +235,4 @@ class Manifest:
 
 def _parameter_to_json(parameter: Parameter) -> dict:
     found = dataclasses.asdict(parameter)
-    if parameter.whole is None:
-        del found["whole"]
-    return found
+    return {name: value for name, value in found.items() if value is not None or name not in ("whole", "dtype")}

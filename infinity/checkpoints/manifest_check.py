@@ -36,8 +36,9 @@ from infinity.checkpoints.manifest import (
     FORMAT,
     LARGEST_WORLD,
     MOMENTS_DTYPES,
+    ONE_DTYPE,
     TENSOR_DTYPES,
-    VERSION,
+    VERSIONS,
     File,
     Manifest,
     Parameter,
@@ -46,9 +47,10 @@ from infinity.checkpoints.manifest import (
     Whole,
 )
 from infinity.errors import CheckpointError
+from infinity.formats.format import FROZEN, TRAINABLE, Format
 from infinity.plan.packing import BLOCK_NUMEL, Chunk, Piece
-from infinity.plan.record import FORMATS, record_layout
 
+_STORED_DTYPES = (*TRAINABLE, *FROZEN)
 _ENTRIES_NBYTES = 56 << 20  # of memory, for everything that is listed
 _VALUES_NBYTES = 8 << 20  # for what the program gave
 _DIGEST_NBYTES = len(',"sha256":""}\n') + 64  # at the end
@@ -87,17 +89,16 @@ class _Checked:
         self._entries = Budget(_ENTRIES_NBYTES, lists, remedy)
         self._values = Budget(_VALUES_NBYTES, "what beside weights was saved", "give long lists in extra= as tensors or arrays")
         self._numbers: dict[int, int] = {}  # one object for equal ones
+        self._formats: dict[tuple[str, bool], Format] = {}
 
     def manifest(self) -> Manifest:
         """Key by key: all are there, in the order of the note, and what follows them is left alone."""
         self._check_format()
         folder, step = self._folder(), self._value("step")
         self.world = as_number(self._value("world"), "world", 1, LARGEST_WORLD)
-        self.dtype = as_choice(self._value("dtype"), "dtype", FORMATS)
+        self.dtype = as_choice(self._value("dtype"), "dtype", _STORED_DTYPES)
         self.moments_dtype = as_choice(self._value("moments_dtype"), "moments_dtype", MOMENTS_DTYPES)
         self.moments = self._moments()
-        layouts = {trains: record_layout(0, self.dtype, trains, self.moments, self.moments_dtype) for trains in (False, True)}
-        self._row_dtypes = {trains: Row.dtype(len(layout.segments)) for trains, layout in layouts.items()}
         seed = as_number(self._value("seed"), "seed", 0, (1 << 64) - 1)
         self.parameters = self._parameters()
         aliases = self._aliases()
@@ -152,9 +153,10 @@ class _Checked:
     def _check_format(self) -> None:
         if next(self._names, None) != "format" or self.text.value() != FORMAT:
             raise CheckpointError("this is no manifest of an infinity checkpoint")
-        if (version := self._value("version")) != VERSION or type(version) is not int:
+        version = self.version = self._value("version")
+        if type(version) is not int or version not in VERSIONS:
             remedy = "read it with the release of infinity that wrote it"
-            raise CheckpointError(f"format version {short(version)}, expected {VERSION}: {remedy}")
+            raise CheckpointError(f"format version {short(version)}, expected {' or '.join(map(str, VERSIONS))}: {remedy}")
 
     def _folder(self) -> str:
         folder = as_text(self._value("folder"), "folder")
@@ -186,8 +188,26 @@ class _Checked:
                 self._entries.take(_PARAMETER_NBYTES + len(whole.name) + 80 * len(shape))
             group = entry["group"] if entry["group"] is None else as_number(entry["group"], "a parameter's group", 0, 1 << 32)
             trainable, step = as_flag(entry["trainable"], name), self._same(as_number(entry["step"], "a parameter's step"))
-            found.append(Parameter(name, shape, trainable, group, step, whole))
+            dtype = self._own_dtype(entry, name, trainable)
+            found.append(Parameter(name, shape, trainable, group, step, whole, dtype))
         return tuple(found)
+
+    def _own_dtype(self, entry: dict, name: str, trainable: bool) -> str | None:
+        """The dtype of a parameter, where it is not the manifest's; one string for equal ones."""
+        dtype = as_choice(entry["dtype"], f"dtype of {short(name)}", _STORED_DTYPES) if "dtype" in entry else None
+        if dtype is not None and self.version == ONE_DTYPE:
+            raise CheckpointError(f"parameter {short(name)} has a dtype of its own, which format version {ONE_DTYPE} does not have")
+        if trainable and (dtype or self.dtype) not in TRAINABLE:
+            raise CheckpointError(f"parameter {short(name)} is trainable and of {dtype or self.dtype}, expected one of {', '.join(TRAINABLE)}")
+        return None if dtype in (None, self.dtype) else _STORED_DTYPES[_STORED_DTYPES.index(dtype)]
+
+    def _format(self, param: int) -> Format:
+        """The format of a parameter; one object for equal ones."""
+        parameter = self.parameters[param]
+        key = parameter.dtype or self.dtype, parameter.trainable
+        if key not in self._formats:
+            self._formats[key] = Format(*key, self.moments, self.moments_dtype)
+        return self._formats[key]
 
     def _aliases(self) -> dict[str, str]:
         self._goto("aliases")
@@ -224,8 +244,9 @@ class _Checked:
             if numel % (self.world * BLOCK_NUMEL):
                 raise CheckpointError(f"{what} of {numel} elements cannot be shared by {self.world} ranks")
             pieces, end = self._pieces(as_list(entry["pieces"], what), numel, trainable, what)
-            chunks.append(Chunk(len(chunks), 0, 0, numel, end, pieces, self.dtype, trainable, self.world))
-            rows.append(self._row(as_list(entry["records"], what, self.world), trainable, what))
+            format = self._format(pieces[0].param)
+            chunks.append(Chunk(len(chunks), 0, 0, numel, end, pieces, format, self.world))
+            rows.append(self._row(as_list(entry["records"], what, self.world), format, what))
         return tuple(chunks), tuple(rows)
 
     def _pieces(self, values: list, numel: int, trainable: bool, what: str) -> tuple[tuple[Piece, ...], int]:
@@ -237,17 +258,19 @@ class _Checked:
                 raise CheckpointError(f"{what}: a piece is out of order or bounds")
             if self.parameters[param].trainable != trainable:
                 raise CheckpointError(f"{what} mixes frozen and trainable parameters")
+            if pieces and self.parameters[param].dtype != self.parameters[pieces[0].param].dtype:
+                raise CheckpointError(f"{what} mixes parameters of different dtypes")
             pieces.append(Piece(param, start, param_start, count))
             end = start + count
         if not pieces:
             raise CheckpointError(f"{what} is empty")
         return tuple(pieces), end
 
-    def _row(self, values: list, trainable: bool, what: str) -> Row:
+    def _row(self, values: list, format: Format, what: str) -> Row:
         """Of every rank, the place of its record."""
         if len(values) != self.world:
             raise CheckpointError(f"{what} has records of {len(values)} ranks of {self.world}")
-        row = self._row_dtypes[trainable]
+        row = Row.dtype(len(format.segments))
         self._entries.take(_ROW_COPIES * row.itemsize * len(values) + 100)
         numbers = np.array(values)
         if numbers.dtype != np.int64 or numbers.shape != (len(values), 2 + row["crcs"].shape[0]) or (numbers < 0).any():
@@ -316,15 +339,12 @@ class _Checked:
     def _check_places(self, chunks, places) -> None:
         """Records lie inside their files, and not on one another."""
         held: list[array] = [array("Q") for _ in self.files]  # (offset, bytes, chunk) one behind the other
-        sizes = {
-            trainable: [segment.itemsize for segment in record_layout(0, self.dtype, trainable, self.moments, self.moments_dtype).segments]
-            for trainable in (True, False)
-        }
+        sizes = {id(format): [segment.itemsize for segment in format.segments] for format in self._formats.values()}
         for chunk, row in zip(chunks, places):
             own = enumerate(zip(row.table["file"].tolist(), row.table["offset"].tolist()))
             for rank, (file, offset) in own:
                 used = chunk.shard_used(rank)
-                nbytes = sum([-(-used * size // ALIGNMENT) * ALIGNMENT for size in sizes[chunk.trainable]])
+                nbytes = sum([-(-used * size // ALIGNMENT) * ALIGNMENT for size in sizes[id(chunk.format)]])
                 if file >= len(held):
                     raise CheckpointError(f"chunk {chunk.index}: a record lies in file {file} of {len(held)}")
                 if nbytes > self.files[file].nbytes or offset > self.files[file].nbytes - nbytes:

@@ -47,11 +47,12 @@ from infinity.engine.access import save_window as pause
 from infinity.engine.engine import Engine
 from infinity.engine.engines import engine_of
 from infinity.errors import CheckpointError, warn
+from infinity.plan.tiers import in_storage
 from infinity.sizes import parse_budget, parse_bytes
 from infinity.system.arena import PAGE_NBYTES
 from infinity.system.lanes import Monitor
 from infinity.system.waits import THREADS
-from infinity.tiers.records import Lease
+from infinity.tiers.record_mover import Lease
 from infinity.tiers.chunk_state import ChunkState
 
 MOST_THREADS = 8  # that copy what is in host memory: half of the processors
@@ -392,7 +393,7 @@ class Saving:
         at_once = deque(
             chunk
             for chunk in chunks
-            if chunk.before_change is not None and not (chunk.trainable and "nvme" in (chunk.weights_home, chunk.states_home))
+            if chunk.before_change is not None and not (chunk.trainable and in_storage((chunk.weights_home, chunk.states_home)))
         )
         helpers = [  # no pool: none can be used once the program ends, which waits for its checkpoint
             threading.Thread(target=self._take_each, args=(at_once,), name=f"{THREADS}save-helper", daemon=True)

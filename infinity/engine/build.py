@@ -1,7 +1,7 @@
 """Building an engine's parts: from a model, a configuration and the machine's memory to tiers, lanes and slots.
 
-Knows every part's constructor and nothing of what happens afterwards, but that activations may get their place late. Nothing is written before all budgets, directories
-and the space on them have been found sufficient; how large everything is, sizing.py tells.
+Knows the constructor of every part. Must not know what the parts do later, except that saved activations may get their place late. Nothing is
+written before all budgets, directories and the space in them are known to be sufficient. sizing.py computes all sizes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Lane, Monitor
 from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
-from infinity.system.swap import Swap
+from infinity.system.storage import Extent, Storage, make_storage
 from infinity.system.swap_directory import reclaim, room_nbytes
 from infinity.tiers.activations import Activations
 from infinity.tiers.compression import Compressor
 from infinity.tiers.route_position import Course
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.records import Records
+from infinity.tiers.record_mover import RecordMover
 from infinity.tiers.late_moments import redo_logs
 from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.plan.tiers import Tier, leaves_device, tier_of, with_capacities
 from infinity.tiers.chunk_state import ChunkState, Registry, Resident
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import DeviceTier, SpanState
@@ -53,18 +54,18 @@ REGION_NBYTES = 4 << 30  # of records that stay in host memory: one is pinned wh
 @dataclass
 class Assembly:
     """The parts of one engine. swap is None where nothing lives on NVMe, compressor where no record does, activations where they stay on
-    the device. host_nbytes: what all of it may take of host memory. ahead: of all parameters' first values. nvme_room_nbytes: room that
-    this rank found in the swap directories."""
+    the device. host_nbytes: what all of it may take of host memory. ahead: of all parameters' first values. tiers: the fastest
+    first, with the capacity that this rank has in each."""
 
     layout: Layout
     placement: planner.Placement
-    swap: Swap | None
+    swap: Storage | None
     compressor: Compressor | None
     arena: Arena
     registry: Registry
     tier: DeviceTier
     course: Course
-    records: Records
+    records: RecordMover
     gradients: Gradients
     updater: Updater
     values: Values
@@ -73,13 +74,14 @@ class Assembly:
     host_nbytes: int
     freed: Freed
     ahead: ReadAhead | None = None
-    nvme_room_nbytes: int = 0
+    tiers: tuple[Tier, ...] = ()
 
     @uninterrupted
-    def keep_activations(self, place: str | None = None) -> Activations:
-        """Have them in host memory that nobody else has. place: as configured, "host" or "nvme"; else on demand, and none goes to NVMe."""
-        left, swap = max(0, self.host_nbytes - self.arena.nbytes), self.swap if place else None
-        how = {"to_nvme": place == "nvme", "on_demand": place is None, "who": self.records.who, "failure": self.records.failure}
+    def keep_activations(self, tier: Tier | None = None) -> Activations:
+        """Keep saved activations in host memory of their own. tier: the configured one; None: on demand, and none to storage."""
+        left, swap = max(0, self.host_nbytes - self.arena.nbytes), self.swap if tier else None
+        how = {"to_nvme": tier is not None and tier.is_storage, "on_demand": tier is None}
+        how |= {"who": self.records.who, "failure": self.records.failure}
         self.activations = Activations(self.arena, swap, self.weights.device, left, **how)
         return self.activations
 
@@ -141,7 +143,8 @@ def assemble(
             undo,
         )
         undo.pop_all()
-    return replace(made, ahead=ahead, nvme_room_nbytes=nvme_budget)
+    capacities = with_capacities((placement.device_nbytes, host_budget, nvme_budget))
+    return replace(made, ahead=ahead, tiers=capacities)
 
 
 def _read_ahead(named: Named, free_nbytes: int) -> ReadAhead:
@@ -166,8 +169,8 @@ def _connect(
     records: list[Record],
     placement: planner.Placement,
     host_budget: int,
-    swap: Swap | None,
-    extents: dict[str, list],
+    swap: Storage | None,
+    extents: dict[str, list[Extent | None]],
     compresses: bool,
     num_cores: int,
     undo: contextlib.ExitStack,
@@ -175,12 +178,13 @@ def _connect(
     cuda, keep, course = device.type == "cuda", config.residency == "auto", Course()
     if not cuda:
         keep_freed_memory()
-    dtype = TORCH_DTYPES[config.dtype]
-    bank = torch.full((len(named),), float("nan"), dtype=dtype, device=device)
-    params = [ParameterState(index, name, param, bank) for index, (name, param) in enumerate(named)]
+    names = {spec.format.compute for spec in layout_.specs}
+    banks = {name: torch.full((len(named),), float("nan"), device=device).to(TORCH_DTYPES[name]) for name in names}
+    pairs = zip(named, layout_.specs)
+    params = [ParameterState(index, name, param, banks[spec.format.compute]) for index, ((name, param), spec) in enumerate(pairs)]
     for index in written:
         params[index].written_in_forward = True
-    spans = [SpanState(s, [params[i] for i in s.params], device, s.numel * dtype.itemsize) for s in layout_.spans]
+    spans = [SpanState(s, [params[i] for i in s.params], device) for s in layout_.spans]
     pairs = zip(layout_.chunks, records)
     chunks = [ChunkState(chunk, record, chunk.shard_pieces(ranks.rank), spans[chunk.span]) for chunk, record in pairs]
     for index, chunk in enumerate(chunks):
@@ -189,7 +193,7 @@ def _connect(
     registry = Registry(layout_, params, spans, chunks)
     tier, freed = _device_tier(placement, cuda)
     for span in spans:
-        span.pinned = placement.pinned or chunks[span.span.chunks[0]].states_home == "device"
+        span.pinned = placement.pinned or chunks[span.span.chunks[0]].states_home.is_device
         if span.pinned:
             tier.book(span.nbytes)
             tier.allocate(span)
@@ -217,7 +221,7 @@ def _connect(
     caches: dict[str, HostCache] = {}
     who = f"{ranks.name}, " if ranks.world > 1 else ""
     failure = FirstFailure(ranks.report)
-    records_ = Records(compressor_ or swap, caches, lock, events, failure, keep=keep, who=who)
+    records_ = RecordMover(compressor_ or swap, caches, lock, events, failure, keep=keep, who=who)
     undo.callback(records_.close)
     next_uses = (course.next_weights_use, course.next_states_use, course.next_gradient_use)
     staging = None
@@ -225,11 +229,11 @@ def _connect(
         for kind, next_use in zip(KINDS, next_uses):
             sizes, count = placement.sizes[kind], placement.slots[kind]
             caches[kind] = HostCache(kind, Slots(arena, kind, max(placement.in_slots[kind]), count) if count else None, next_use)
-            resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index] == "host"}
+            resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index].is_host}
             for index, area in _areas(arena, resident).items():
                 caches[kind].add_resident(chunks[index], area)
         if cuda:
-            largest = max(chunk.record.numel for chunk in chunks) * dtype.itemsize
+            largest = max(chunk.record.numel * chunk.chunk.format.itemsize for chunk in chunks)
             staging = arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
 
     gather_lane, gather_stream = Lane("gg", failure, "the exchange between ranks"), torch.cuda.Stream(device) if cuda else None
@@ -258,17 +262,17 @@ def _connect(
     undo.callback(weights.close)
     parts = (layout_, placement, swap, compressor_, arena, registry, tier, course, records_, gradients, updater, values, weights)
     made = Assembly(*parts, activations=None, host_nbytes=host_budget, freed=freed)
-    if config.activations in ("host", "nvme"):
-        made.keep_activations(config.activations)
+    if leaves_device(config.activations):
+        made.keep_activations(tier_of(config.activations))
     return made
 
 
 def _make_swap(
     config: Config, ranks: Ranks, placement: planner.Placement, num_cores: int
-) -> tuple[Swap | None, dict[str, list], bool]:
-    """The swap, at its full size, the extents by kind and chunk, None where there are no bytes, and whether records are compressed."""
+) -> tuple[Storage | None, dict[str, list[Extent | None]], bool]:
+    """The storage at its full size; the extents by kind and chunk, None for a copy without bytes there; whether records are compressed."""
     (total,) = ranks.most([placement.nvme_nbytes])
-    if not total and config.activations not in ("host", "nvme"):
+    if not total and not leaves_device(config.activations):
         return None, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}, False
     if config.creates_nvme:
         for path in config.nvme:
@@ -281,7 +285,8 @@ def _make_swap(
         run = bytes(ranks.broadcast_(token).tolist()).hex()
     # Activations make their room on NVMe when it is known how large they are.
     expected_nbytes = total * local_world
-    swap = Swap(config.nvme, rank=local_rank, world=local_world, run=run, expected_nbytes=expected_nbytes, checksums=config.checksums)
+    sharing = {"rank": local_rank, "world": local_world, "run": run}
+    swap = make_storage(config.nvme, **sharing, expected_nbytes=expected_nbytes, checksums=config.checksums)
     rate = swap.nbytes_per_s / local_world
     compresses = placement.compression_nbytes > 0 and compression.pays(config.compression, rate, num_cores)
     sizes = placement.on_nvme if compresses else placement.sizes
@@ -289,7 +294,7 @@ def _make_swap(
     for index in range(len(placement.homes[WEIGHTS])):  # what is read together lies together
         for kind in KINDS:
             nbytes = sizes[kind][index]
-            if placement.homes[kind][index] == "nvme" and nbytes:
+            if placement.homes[kind][index].is_storage and nbytes:
                 extents[kind][index] = swap.allocate(nbytes)
     try:
         swap.reserve()

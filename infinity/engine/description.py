@@ -13,6 +13,7 @@ import contextlib
 import logging
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,15 +25,15 @@ from infinity.errors import UsageError
 from infinity.model.tiled_layers import Tiled
 from infinity.output import say, table
 from infinity.plan import placement as planner
-from infinity.plan.memory_needs import span_nbytes
-from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
+from infinity.plan.packing import Layout
+from infinity.plan.tiers import DEVICE, HOST, NVME, TIERS, Tier, choice_of, tier_of
 from infinity.plan.traffic import Step, step_nbytes
 from infinity.sizes import format_bytes
 from infinity.system.events import LINKS
 
 _NUM_COLUMNS = 98  # of a line, behind its indent
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-TIERS = {"device": "device", "host": "host", "nvme": "NVMe"}
 
 _logger = logging.getLogger("infinity.start")
 if _logger.level == logging.NOTSET:
@@ -40,7 +41,7 @@ if _logger.level == logging.NOTSET:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tier:
+class TierBytes:
     """Bytes of one rank in one tier. weights, states, gradients: copies that stay there between uses. used: all that the engine reserves
     there, buffers and slots included. left: the rest of the budget (device_memory, host_memory), or of the room in the swap directories."""
 
@@ -71,13 +72,17 @@ class Description:
     """Ranks that share the parameters."""
 
     dtype: str
-    """The dtype of the computation: bf16, fp16 or fp32."""
+    """The dtype in which most parameters compute: bf16, fp16 or fp32."""
+
+    dtypes: Mapping[str, int]
+    """Elements of parameters by the dtype in which they compute. More than one entry: the model has different dtypes, and each parameter
+    keeps its own."""
 
     stored: Mapping[str, str]
     """The dtype of each stored state of a trainable parameter, by name, such as {"weight": "bf16", "residual": "int16", ...}."""
 
-    tiers: Mapping[str, Tier]
-    """Bytes by tier: "device", "host" and "nvme"."""
+    tiers: Mapping[str, TierBytes]
+    """Bytes by the tier's name, the fastest tier first: device, host, nvme."""
 
     activations: str
     """The tier of the activations that autograd saves: device, host or nvme."""
@@ -104,19 +109,21 @@ class Description:
         ranks = f"; {self.num_ranks} ranks, bytes are of one" if self.num_ranks > 1 else ""
         stored = ", ".join(f"{dtype} {name}" for name, dtype in self.stored.items())
         stored = stored.replace(", int16 residual", " + int16 residual (fp32 master)")
+        others = ", ".join(f"{dtype} ({num:,} parameters)" for dtype, num in self.dtypes.items() if dtype != self.dtype)
+        computes = f"{self.dtype}, and as the model has it in {others}" if others else self.dtype
         return [
             f"{self.model}, {self.num_parameters:,} parameters ({trainable} trainable), on {self.device}{ranks}",
-            *_lines(f"computes in {self.dtype}; stores {stored}"),
+            *_lines(f"computes in {computes}; stores {stored}"),
         ]
 
     def _tiers(self) -> list[str]:
         rows = []
-        for tier, title in TIERS.items():
-            found = self.tiers[tier]
+        for tier in TIERS:
+            found = self.tiers[tier.name]
             numbers = (found.weights, found.states, found.gradients, found.used, found.left)
-            rows.append([title, *(format_bytes(nbytes) if nbytes else "-" for nbytes in numbers)])
+            rows.append([tier.title, *(format_bytes(nbytes) if nbytes else "-" for nbytes in numbers)])
         lines = table(["tier", "weights", "states", "gradients", "used", "left"], rows).splitlines()
-        return [*lines, f"activations: {TIERS[self.activations]}"]
+        return [*lines, f"activations: {tier_of(self.activations).title}"]
 
     def _step(self) -> list[str]:
         moved = [f"{LINKS[link]} {format_bytes(nbytes)}".replace(" ", _NO_BREAK) for link, nbytes in self.step_nbytes.items() if nbytes]
@@ -173,7 +180,7 @@ def description_of(engine) -> Description:
     model, records = engine.model, [chunk.record for chunk in engine.registry.chunks]
     moved = step_nbytes(layout, records, placement, _step(engine))
     drives, rate = moved["nc"] + moved["cn"], swap.nbytes_per_s / engine.ranks.num_local if swap is not None else 0.0
-    of_one = next((record for record, chunk in zip(records, layout.chunks) if chunk.trainable), records[0])
+    of_one = _main_record(records)
     links = [link for link in ("nc", "cn") if moved[link]] or [link for link in moved if moved[link]]
     return Description(
         model=type(model).__name__,
@@ -181,15 +188,25 @@ def description_of(engine) -> Description:
         num_trainable=sum(spec.numel for spec in layout.specs if spec.trainable),
         device=str(engine.device),
         num_ranks=engine.ranks.world,
-        dtype=config.dtype,
+        dtype=layout.main_dtype,
+        dtypes=layout.dtypes,
         stored={segment.name: segment.dtype for segment in of_one.segments},
         tiers=_tiers(engine),
-        activations="device" if config.activations == "auto" else config.activations,
+        activations=(choice_of(config.activations) or DEVICE).name,
         step_nbytes=moved,
         drive_seconds=drives / rate if drives and rate else None,
         bottleneck=max(links, key=moved.get, default=None),
         tiled={name: len(module.tiles) for name, module in model.named_modules() if isinstance(module, Tiled)},
     )
+
+
+def _main_record(records: list[Record]) -> Record:
+    """A record of the format that most trainable elements have; of frozen ones where nothing is trained."""
+    numels = Counter()
+    for record in records:
+        numels[record.format] += record.numel
+    main = max(numels, key=lambda format: (format.trainable, numels[format]))
+    return next(record for record in records if record.format == main)
 
 
 def _step(engine) -> Step:
@@ -200,30 +217,20 @@ def _step(engine) -> Step:
         device_nbytes=max(placement.device_nbytes, expected_device_nbytes(config, engine.device.type, placement.device_nbytes)),
         deferred=engine.updater.deferred,
         keep=keep,
-        may_visit=planner.records_may_visit(weights=config.weights, states=config.states, keep=keep),
+        may_visit=planner.records_may_visit(weights=choice_of(config.weights), states=choice_of(config.states), keep=keep),
         compresses=engine.compressor is not None and engine.compressor.codes,
     )
 
 
-def _tiers(engine) -> dict[str, Tier]:
-    layout, placement = engine.layout, engine.placement
-    sizes = {tier: {kind: _at_home(placement, kind, tier) for kind in KINDS} for tier in TIERS}
-    if placement.pinned:
-        sizes["device"][WEIGHTS] = sum(map(span_nbytes, layout.spans))
-    used = {"device": placement.fixed_nbytes, "host": placement.host_nbytes, "nvme": placement.nvme_nbytes}
-    budgets = {"device": placement.device_nbytes, "host": engine.parts.host_nbytes, "nvme": engine.parts.nvme_room_nbytes}
-    return {
-        tier: Tier(
-            weights=found[WEIGHTS],
-            states=found[STATES],
-            gradients=found[GRADIENTS],
-            used=used[tier],
-            left=max(0, budgets[tier] - used[tier]),
-        )
-        for tier, found in sizes.items()
-    }
+def _tiers(engine) -> dict[str, TierBytes]:
+    return {tier.name: _bytes_in(tier, engine.layout, engine.placement) for tier in engine.parts.tiers}
 
 
-def _at_home(placement: planner.Placement, kind: str, tier: str) -> int:
-    sizes = placement.on_nvme[kind] if tier == "nvme" else placement.sizes[kind]
-    return sum(nbytes for nbytes, home in zip(sizes, placement.homes[kind]) if home == tier)
+def _bytes_in(tier: Tier, layout: Layout, placement: planner.Placement) -> TierBytes:
+    stored = placement.on_nvme if tier.is_storage else placement.sizes
+    found = {kind: sum(nbytes for nbytes, home in zip(stored[kind], placement.homes[kind]) if home == tier) for kind in KINDS}
+    if tier.is_device and placement.pinned:
+        found[WEIGHTS] = sum(span.nbytes for span in layout.spans)
+    used = {DEVICE: placement.fixed_nbytes, HOST: placement.host_nbytes, NVME: placement.nvme_nbytes}[tier]
+    left = max(0, tier.capacity_nbytes - used)
+    return TierBytes(weights=found[WEIGHTS], states=found[STATES], gradients=found[GRADIENTS], used=used, left=left)

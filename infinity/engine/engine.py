@@ -27,10 +27,12 @@ from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.engine.access.save_window import finish_saving
 from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
 from infinity.engine.autograd.resident_model import hooks_for
-from infinity.engine.sizing import Training, budgets
+from infinity.engine.sizing import Training, budgets, is_deferred
 from infinity.engine.steps.step_cycle import Cycle
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.errors import ConfigError, UsageError
+from infinity.formats.assignment import ParameterDtypes
+from infinity.formats.format import DTYPE_NBYTES
 from infinity.model.buffers import refuse_unmixed
 from infinity.model.compiled import find_compiled, watch_wrappers
 from infinity.model.leaf_modules import note_region
@@ -40,8 +42,6 @@ from infinity.model.state_dict import Facade
 from infinity.model.tiling import tile_to_fit
 from infinity.optim.loss_scale import LossScale, Scaler
 from infinity.plan import placement as planner
-from infinity.plan.packing import WEIGHT_NBYTES
-from infinity.plan.record import ADAM_MOMENTS
 from infinity.system import interrupts
 from infinity.system.capacity import device_of, gauge_of
 from infinity.system.dropped_objects import close_with
@@ -52,7 +52,7 @@ from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.system.timeline import timeline_of
 from infinity.tiers.activations import Activations
-from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.plan.tiers import choice_of
 
 
 class Engine(NotCopied):
@@ -77,7 +77,7 @@ class Engine(NotCopied):
         self.turn = threading.RLock()  # of who saves or loads: a forward pass of another thread begins before that, or after it
         self.saving = None  # the checkpoint under way, or the last one
         self.last_save = None  # of what a checkpoint that is whole holds
-        self.parameter_values = ParameterValues(self.lifecycle, self.ranks, self._named, TORCH_DTYPES[config.dtype], first or InitialValues())
+        self.parameter_values = ParameterValues(self.lifecycle, self.ranks, self._named, first or InitialValues())
         engines.add(self, model)
         watch_replicas()
         watch_wrappers(_note_wrapper)
@@ -243,12 +243,13 @@ class Engine(NotCopied):
             raise UsageError(has_optimizer(before.made_at))
         self.optimizer = optimizer
         try:
-            planned = (_deferred(self.optimizer, self.config), optimizer.accumulation_steps > 1, optimizer.rule.moments)
+            scales_loss = self.dtypes.needs_loss_scale
+            planned = (is_deferred(optimizer, self.config, scales_loss=scales_loss), optimizer.accumulation_steps > 1, optimizer.rule.moments)
             if self.has_started and planned != (self.updater.deferred, self.accumulating, self.moments):
                 raise UsageError(planned_otherwise(before.made_at if before else None))
-            if optimizer.loss_scale is not None and self.config.dtype != "fp16":
+            if optimizer.loss_scale is not None and not scales_loss:
                 raise ConfigError(f"loss_scale with dtype={self.config.dtype!r}: only fp16 gradients need one; leave it out")
-            scaler = Scaler(optimizer.loss_scale or LossScale(), self.ranks.world) if self.config.dtype == "fp16" else None
+            scaler = Scaler(optimizer.loss_scale or LossScale(), self.ranks.world) if scales_loss else None
             self.start()
         except BaseException:
             self.optimizer = before
@@ -257,7 +258,7 @@ class Engine(NotCopied):
             before.be_replaced(optimizer.made_at)
         self.cycle.optimizer, self.cycle.scaler = optimizer, scaler
         config = self.config
-        if planner.records_may_visit(weights=config.weights, states=config.states, keep=config.residency == "auto"):
+        if planner.records_may_visit(weights=choice_of(config.weights), states=choice_of(config.states), keep=config.residency == "auto"):
             self.device_budget.hold_records()
         groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         for state in self.registry.params:
@@ -269,7 +270,8 @@ class Engine(NotCopied):
         self._named = [(name, param) for name, param in _parameters(model) if owner_of(param) in (None, self)]
         for _, param in self._named:
             set_owner(param, self)
-        self.parameter_values.renew(self._named)
+        self.dtypes = ParameterDtypes.of(self._named, self.config.dtype)
+        self.parameter_values.renew(self._named, self.dtypes.of_torch)
         engines.put_life(model, self.manages, self._life())
         self._facade.attach(model)
 
@@ -314,7 +316,7 @@ class Engine(NotCopied):
             self.arena.close()
 
     def _lanes(self) -> list[Lane]:
-        lanes = [self.weights.cg, self.weights.gg, self.gradients.gc, self.updater.lane]
+        lanes = [self.weights.lanes.cg, self.weights.lanes.gg, self.gradients.gc, self.updater.lane]
         return lanes + ([self.activations.copies, self.activations.store.writer] if self.activations is not None else [])
 
     @property
@@ -354,7 +356,7 @@ class Engine(NotCopied):
         part_versions(param for _, param in self._named)
         for module in find_compiled(model):
             note_region(module)
-        training = _training(self.optimizer, self.config)
+        training = Training.of(self.optimizer, self.config, scales_loss=self.dtypes.needs_loss_scale)
         self.accumulating, self.moments = training.accumulating, training.moments
         parts = self.parts = assemble(model, self._named, self.config, self.device, self.ranks, self.events, training)
         self.layout, self.placement = parts.layout, parts.placement
@@ -435,7 +437,7 @@ def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tup
     budget = config.device_memory
     if config.tile_above == budget == "auto":
         budget, _ = budgets(config, device_of(config.device), ranks)
-    return tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=WEIGHT_NBYTES[config.dtype])
+    return tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=DTYPE_NBYTES[config.dtype])
 
 
 @contextlib.contextmanager
@@ -455,33 +457,13 @@ def gathered(params: torch.Tensor | Iterable[torch.Tensor]):
         yield
 
 
-def _training(optimizer, config: Config) -> Training:
-    return Training(
-        moments=optimizer.rule.moments if optimizer is not None else ADAM_MOMENTS,
-        deferred=_deferred(optimizer, config),
-        accumulating=optimizer is not None and optimizer.accumulation_steps > 1,
-        can_advance=optimizer is None or optimizer.rule.can_advance,
-    )
-
-
-def _deferred(optimizer, config: Config) -> bool:
-    """Whether updates follow step(). Raises ConfigError where they must and may not."""
-    clips = optimizer is not None and optimizer.max_grad_norm is not None
-    if config.update == "auto":
-        return config.watches_nonfinite or clips
-    if config.update == "backward" and clips:
-        raise ConfigError(
-            "update='backward' with max_grad_norm: the norm is known only after the backward pass. Use update='deferred' "
-            "or 'auto', or leave out max_grad_norm."
-        )
-    return config.update == "deferred"
-
-
 def _refuse_untrainable(model: nn.Module, config: Config) -> None:
     """Raise ConfigError or UsageError for a model that no engine can train."""
     refuse_replicas(model)
     refuse_shared(model)
-    refuse_unmixed(model, TORCH_DTYPES[config.dtype], device_of(config.device))
+    named = [(name, param) for name, param in model.named_parameters() if param.is_floating_point() and param.numel()]
+    dtypes = zip(named, ParameterDtypes.of(named, config.dtype).of_torch)
+    refuse_unmixed(model, {id(param): dtype for (_, param), dtype in dtypes}, device_of(config.device))
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

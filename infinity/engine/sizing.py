@@ -14,6 +14,9 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.formats.assignment import ParameterDtypes
+from infinity.formats.format import ADAM_MOMENTS, Format
 from infinity.model.leaf_modules import inside_leaves, is_leaf, is_region
 from infinity.plan import chunk_size, compression
 from infinity.plan import placement as planner
@@ -25,7 +28,7 @@ from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.mapped import MappedFiles
 from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES
-from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.plan.tiers import choice_of, leaves_device
 
 ACTIVATION_SHARE = 1 / 4  # of host memory, at least, where they live there
 HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
@@ -46,6 +49,34 @@ class Training:
     accumulating: bool
     can_advance: bool = False
 
+    @classmethod
+    def of(cls, optimizer, config: Config, *, scales_loss: bool) -> Training:
+        """The training that an optimizer asks for; AdamW's where there is none. Raises ConfigError as `is_deferred` does."""
+        return cls(
+            moments=optimizer.rule.moments if optimizer is not None else ADAM_MOMENTS,
+            deferred=is_deferred(optimizer, config, scales_loss=scales_loss),
+            accumulating=optimizer is not None and optimizer.accumulation_steps > 1,
+            can_advance=optimizer is None or optimizer.rule.can_advance,
+        )
+
+
+def is_deferred(optimizer, config: Config, *, scales_loss: bool) -> bool:
+    """Whether updates follow step(). Raises ConfigError where they must and may not."""
+    clips = optimizer is not None and optimizer.max_grad_norm is not None
+    if config.update == "auto":
+        return scales_loss or config.watches_nonfinite or clips
+    if config.update == "backward" and clips:
+        raise ConfigError(
+            "update='backward' with max_grad_norm: the norm is known only after the backward pass. Use update='deferred' "
+            "or 'auto', or leave out max_grad_norm."
+        )
+    if config.update == "backward" and scales_loss:
+        raise ConfigError(
+            "update='backward' with fp16 parameters: a step whose gradients overflow is skipped, and only step() knows of it. Use "
+            "update='deferred' or 'auto', or train these parameters in bf16 or fp32."
+        )
+    return config.update == "deferred"
+
 
 def arrange(
     model: nn.Module,
@@ -65,7 +96,7 @@ def arrange(
     """
     rank, world = ranks
     cuts = _Cuts(model, named, config, training, world)
-    share = 1 - ACTIVATION_SHARE if config.activations in ("host", "nvme") else 1.0
+    share = 1 - ACTIVATION_SHARE if leaves_device(config.activations) else 1.0
     budgets = dataclasses.replace(budgets, host_share=share)
 
     def place(way: Way, numel: int) -> tuple[Layout, planner.Placement]:  # of rank 0, which needs the most
@@ -75,7 +106,8 @@ def arrange(
     numels = chunk_size.chunk_numels(cuts.num_parameters, world=world)
     if config.chunk_mib is not None:
         numels = [default_chunk_numel(config.chunk_mib, world)]
-    may_be_late = training.can_advance and not training.accumulating and config.dtype == "bf16" and config.compression != "off"
+    some_may_be_late = any(spec.format.may_be_late for spec in cuts.specs)
+    may_be_late = training.can_advance and some_may_be_late and config.compression != "off"
     ways = (True, False) if compresses and config.compression != "on" else (compresses,)
     way, numel = chunk_size.choose(place, numels, ways, may_be_late=may_be_late, nvme_nbytes=budgets.nvme_nbytes)
     first, candidate, agreed = cuts.candidate(way, numel, 0), cuts.candidate(way, numel, rank), 0
@@ -86,43 +118,49 @@ def arrange(
     return candidate.layout, candidate.records, found
 
 
+def _specs(named: Named, config: Config, training: Training) -> list[ParameterSpec]:
+    """Name, size and format of each parameter."""
+
+    def format_of(dtype: str, param: nn.Parameter) -> Format:
+        options = {"moments": training.moments, "moments_dtype": config.moments, "accumulates": training.accumulating}
+        return Format(dtype, param.requires_grad, **options)
+
+    pairs = zip(named, ParameterDtypes.of(named, config.dtype).names)
+    return [ParameterSpec(name, param.numel(), format_of(dtype, param)) for (name, param), dtype in pairs]
+
+
 class _Cuts:
     """A model as it may be cut into chunks."""
 
     def __init__(self, model: nn.Module, named: Named, config: Config, training: Training, world: int):
         self.model, self.config, self.training, self.world = model, config, training, world
         self.params = [param for _, param in named]
-        self.specs = [ParameterSpec(name, p.numel(), config.dtype, p.requires_grad) for name, p in named]
+        self.specs = _specs(named, config, training)
         self.num_parameters = sum(spec.numel for spec in self.specs)
-        self.itemsize = TORCH_DTYPES[config.dtype].itemsize
         self.written = written_in_forward(model, named)
         self.needs = Needs(
-            weights=config.weights,
-            states=config.states,
+            weights=choice_of(config.weights),
+            states=choice_of(config.states),
             keep=config.residency == "auto",
             deferred=training.deferred or training.accumulating,
-            gradient_itemsize=4 if training.accumulating else None,
         )
 
     def candidate(self, way: Way, chunk_numel: int, rank: int) -> Candidate:
-        config, itemsize = self.config, self.itemsize
+        config = self.config
         cut = layout(self.specs, chunk_numel=chunk_numel, world=self.world)
-        moments = self.training.moments, config.moments
-        kinds = [(chunk.shard_used(rank), chunk.trainable) for chunk in cut.chunks]
-        made = {(numel, trainable): record_layout(numel, config.dtype, trainable, *moments) for numel, trainable in set(kinds)}  # few
-        records = [made[kind] for kind in kinds]
-        pooled = {kind: compression.pooled_nbytes(record, codes=way.compresses) for kind, record in made.items() if way.late}
-        snapshots = {cut.homes[index].span for index in self.written} if config.dtype != "fp32" else ()
+        records = [record_layout(chunk.shard_used(rank), chunk.format) for chunk in cut.chunks]
+        pooled = {record: compression.pooled_nbytes(record, codes=way.compresses) for record in set(records) if way.late}  # few
+        spans = [cut.spans[index] for index in {cut.homes[index].span for index in self.written}]
         return Candidate(
             layout=cut,
             records=records,
-            held_nbytes=_held_nbytes(self.model, self.params, cut, itemsize),
-            op_gradient_nbytes=_op_gradient_nbytes(self.model, self.params, itemsize),
+            held_nbytes=_held_nbytes(self.model, self.params, cut),
+            op_gradient_nbytes=_op_gradient_nbytes(self.model, self.params, self.specs),
             has_regions=any(map(is_region, self.model.modules())),
-            buffers_nbytes=_buffers_nbytes(self.model, self.params, cut, itemsize) if self.world > 1 else 0,
-            snapshot_nbytes=sum(cut.spans[span].numel * itemsize for span in snapshots if cut.spans[span].trainable),
+            buffers_nbytes=_buffers_nbytes(self.model, self.params, cut) if self.world > 1 else 0,
+            snapshot_nbytes=sum(span.nbytes for span in spans if span.format.has_master),
             compression_nbytes=compression.buffers_nbytes(records) if way.compresses else 0,
-            late_nbytes=[pooled[kind] for kind in kinds] if way.late else None,
+            late_nbytes=[pooled[record] for record in records] if way.late else None,
             late_on_nvme=way.compresses and config.moments == "fp32",  # else it saves little or nothing
             late_first=not way.compresses and config.moments == "fp32",  # else states save as much
         )
@@ -181,11 +219,11 @@ def _taken(params: Iterable[nn.Parameter]) -> collections.Counter:
     return taken
 
 
-def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
+def _held_nbytes(model: nn.Module, params, layout_: Layout) -> int:
     """The most that an op and the ops around it hold: spans of a module's own parameters and of its ancestors'. What lies in lists of
     parameters, and in other modules that cannot be called, is its parent's, which reads one after another."""
     index = {id(param): i for i, param in enumerate(params)}
-    nbytes = {span.index: span.numel * itemsize for span in layout_.spans}
+    nbytes = {span.index: span.nbytes for span in layout_.spans}
     most = 0
 
     def visit(module: nn.Module, held: frozenset[int]) -> None:
@@ -201,14 +239,14 @@ def _held_nbytes(model: nn.Module, params, layout_, itemsize: int) -> int:
     return most
 
 
-def _op_gradient_nbytes(model: nn.Module, params, itemsize: int) -> int:
+def _op_gradient_nbytes(model: nn.Module, params, specs: list[ParameterSpec]) -> int:
     """The most that gradients take that are there at once: one parameter's, or those of all that is compiled as one."""
     regions = [list(module.parameters()) for module in model.modules() if is_region(module)]
-    ours = {id(param): param.numel() * itemsize for param in params if param.requires_grad}
+    ours = {id(param): spec.numel * spec.format.itemsize for param, spec in zip(params, specs) if spec.trainable}
     return max((sum(ours.get(id(param), 0) for param in group) for group in (*regions, *([p] for p in params))), default=0)
 
 
-def _buffers_nbytes(model: nn.Module, params, layout_: Layout, itemsize: int) -> int:
+def _buffers_nbytes(model: nn.Module, params, layout_: Layout) -> int:
     """The most that buffers of chunks take, on several ranks, each with a number a parameter and rank: those of the spans of one op's
     gradients, beside those of the op before, which may be reduced only then."""
     index = {id(param): i for i, param in enumerate(params)}
@@ -219,7 +257,9 @@ def _buffers_nbytes(model: nn.Module, params, layout_: Layout, itemsize: int) ->
             own = module.parameters() if is_leaf(module) else _own(module)
             spans = frozenset(layout_.homes[index[id(p)]].span for p in own if p is not None and id(p) in index)
             chunks = [layout_.chunks[chunk] for span in spans for chunk in layout_.spans[span].chunks]
-            of_ops[spans] = sum((chunk.numel + layout_.world * len(chunk.pieces)) * itemsize for chunk in chunks if chunk.trainable)
+            of_ops[spans] = sum(
+                (chunk.numel + layout_.world * len(chunk.pieces)) * chunk.format.itemsize for chunk in chunks if chunk.trainable
+            )
     return sum(sorted(of_ops.values())[-2:])
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.engine.refused_trainers import note_integration
+from infinity.formats.assignment import ParameterDtypes
 from infinity.output import say
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -35,17 +36,19 @@ def taken(
     Without autocast, an engine of bf16 or fp16 also takes a model of another dtype. Then rank 0 prints one line.
     """
     engine = infinity.engine_of(model) if has_engine(model) else None
-    dtype = engine.config.dtype if engine is not None else (config or infinity.Config()).dtype
+    named = [(name, param) for name, param in model.named_parameters() if param.is_floating_point() and param.numel()]
+    dtype = (engine.dtypes if engine is not None else ParameterDtypes.of(named, (config or infinity.Config()).dtype)).main
     if precision not in ("no", dtype):
         change = f"use infinity.Config(dtype={precision!r}), which keeps fp32 masters, or " if precision in _DTYPES else ""
         raise infinity.ConfigError(
             f"{told} over an engine of dtype {dtype!r}: {change}leave the precision out. Some trainers, such as those of TRL, set bf16=True by "
             f"default."
         )
-    was_of_it = engine is None and all(param.dtype == _DTYPES[dtype] for param in model.parameters() if param.is_floating_point())
+    found = {param.dtype for _, param in named}
+    keeps_dtypes = engine is None and (len(found) > 1 or found == {_DTYPES[dtype]})
     if engine is None:
         engine = infinity.offload(model, config)
-    if note_integration(engine) and precision == "no" and dtype != "fp32" and not was_of_it and engine.ranks.rank == 0:
+    if note_integration(engine) and precision == "no" and dtype != "fp32" and not keeps_dtypes and engine.ranks.rank == 0:
         say(
             f"{told} over an engine of dtype {dtype!r}: the model computes in {dtype}, with fp32 masters. If this is intended, add "
             f"{asked(dtype)}. If not, use infinity.Config(dtype='fp32')"

@@ -5,6 +5,8 @@ Knows layers of torch.nn and tries them. Must not know engines.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -13,19 +15,22 @@ from infinity.errors import ConfigError
 _CASTS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float32: "float"}
 
 
-def refuse_unmixed(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError if a batch norm's statistics are of a dtype that it does not mix, on this device, with parameters of this one.
+def refuse_unmixed(model: nn.Module, dtypes: Mapping[int, torch.dtype], device: torch.device) -> None:
+    """Raise ConfigError if a batch norm does not mix the dtypes of its statistics and its parameters on this device.
 
+    dtypes: of the parameters in an engine, by `id`.
     All other layers of torch.nn promote what they mix, or have buffers of integers; so do rotary tables.
     """
-    fails: dict[torch.dtype, bool] = {}
+    fails: dict[tuple[torch.dtype, torch.dtype], bool] = {}
     for name, module in model.named_modules():
         mean = getattr(module, "running_mean", None)
         if type(module).forward is not nn.modules.batchnorm._BatchNorm.forward or mean is None or module.weight is None:
             continue
-        if mean.dtype not in fails:
-            fails[mean.dtype] = not _mixes(dtype, mean.dtype, device)
-        if fails[mean.dtype]:
+        dtype = dtypes.get(id(module.weight), module.weight.dtype)
+        pair = dtype, mean.dtype
+        if pair not in fails:
+            fails[pair] = not _mixes(*pair, device)
+        if fails[pair]:
             kind, name = type(module).__name__, f"{name}.running_mean".lstrip(".")
             raise ConfigError(
                 f"the buffer {name} is of {mean.dtype} and the engine's parameters are of {dtype}, which {kind} does not mix on "

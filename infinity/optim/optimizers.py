@@ -17,7 +17,7 @@ from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import engine_joined, owner_of
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise, failures_named
-from infinity.plan.record import FORMATS
+from infinity.formats.format import MASTERS
 
 # [Note: a state_dict that refers]
 # Moments are larger than what a dict may hold in memory, so the dict says where they are: in the checkpoint that infinity.save has made of
@@ -31,7 +31,7 @@ REFERENCE = "infinity"  # the key of a state_dict under which it says where mome
 _follow: Callable | None = None  # a reference, given (reference, model, optimizer)
 
 _OF_KERNELS = ("foreach", "fused", "capturable", "differentiable")  # of torch's optimizers, without an effect on what they compute
-_RESERVED = tuple(dict.fromkeys(segment.name for format in FORMATS.values() for segment in format))  # weight, residual, master
+_RESERVED = ("weight", *MASTERS)
 
 
 class Elementwise(torch.optim.Optimizer):

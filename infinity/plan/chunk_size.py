@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
-from infinity.plan.packing import BLOCK_NUMEL, WEIGHT_NBYTES, Layout
+from infinity.plan.packing import BLOCK_NUMEL, Layout
 from infinity.plan.placement import Placement
 from infinity.plan.record import KINDS, STATES, WEIGHTS
+from infinity.plan.tiers import in_storage
 
 CHUNK_SECONDS = 1e-3
 NVME_RATE, HOST_RATE, LINK_RATE = 3.5e9, 40e9, 20e9  # bytes a second
@@ -70,7 +71,7 @@ def choose(
             layout, placement = place(way, numel)
             if not late or _fits_late(placement, nvme_nbytes):
                 plans.append((step_seconds(layout, placement), not late, numel))
-            if "nvme" not in placement.homes[STATES]:
+            if not in_storage(placement.homes[STATES]):
                 break  # nor without late moments, which need more
         if plans:
             _, is_whole, numel = min(plans)
@@ -99,15 +100,15 @@ def best_numel(place: Callable[[int], tuple[Layout, Placement]], candidates: Seq
 def step_seconds(layout: Layout, placement: Placement) -> float:
     """What a step of one rank takes, as far as the chunks' size matters: see [Note: what a chunk's size costs]."""
     weights, states, _ = (placement.sizes[kind] for kind in KINDS)
-    moving = [i for i, home in enumerate(placement.homes[STATES]) if home != "device" and i not in placement.visitors]
+    moving = [i for i, home in enumerate(placement.homes[STATES]) if not home.is_device and i not in placement.visitors]
 
     def on_nvme(kind: str) -> int:
-        return sum(placement.sizes[kind][index] for index in moving if placement.homes[kind][index] == "nvme")
+        return sum(placement.sizes[kind][index] for index in moving if placement.homes[kind][index].is_storage)
 
     record = max(w + s for w, s in zip(weights, states))
     moved = 3 * on_nvme(WEIGHTS) + 2 * on_nvme(STATES)
     if late := placement.num_late:
-        away = [i for i in moving if placement.homes[STATES][i] == "nvme"]
+        away = [i for i in moving if placement.homes[STATES][i].is_storage]
         moments = sum(states[i] - weights[i] for i in away)  # all but the residual
         gradients = sum(placement.on_nvme[STATES][i] - states[i] for i in away)  # written, and read, if not in memory
         moved -= (moments * late - 2 * gradients) / (late + 1)
@@ -115,8 +116,8 @@ def step_seconds(layout: Layout, placement: Placement) -> float:
     if slots := placement.slots[STATES]:
         drive *= 1 + 1 / slots  # the fewer records are under way, the more often the drive waits for one
     host = 2 * sum(weights[index] + states[index] for index in moving) / HOST_RATE
-    largest = max(chunk.numel * WEIGHT_NBYTES[chunk.dtype] for chunk in layout.chunks)
-    link = 2 * sum(span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans) / LINK_RATE
+    largest = max(chunk.nbytes for chunk in layout.chunks)
+    link = 2 * sum(span.nbytes for span in layout.spans) / LINK_RATE
     overlapped = max(drive, host, link)
     if not placement.pinned and placement.device_nbytes - placement.least_nbytes < 2 * largest:
         overlapped += link  # no room to copy ahead
@@ -127,7 +128,7 @@ def step_seconds(layout: Layout, placement: Placement) -> float:
 def _fits_late(placement: Placement, nvme_nbytes: int | None) -> bool:
     """Whether moments of a placement that was made for it are late, and NVMe has room for it, or has nothing of states to hold."""
     has_room = nvme_nbytes is None or (placement.nvme_nbytes <= nvme_nbytes and not placement.num_crowded_out)
-    return (placement.num_late > 0 and has_room) or "nvme" not in placement.homes[STATES]
+    return (placement.num_late > 0 and has_room) or not in_storage(placement.homes[STATES])
 
 
 def _least(refusals: list[BudgetError]) -> BudgetError:

@@ -11,11 +11,12 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from infinity.plan.packing import WEIGHT_NBYTES
-from infinity.plan.record import ADAM_MOMENTS, LATE_GRADIENT, STATES, WEIGHTS, Record, Segment
+from infinity.formats.format import ADAM_MOMENTS, DTYPE_NBYTES, Segment
+from infinity.plan.record import LATE_GRADIENT, STATES, WEIGHTS, Record
 from infinity.plan.late_moments import BLOCK_NBYTES
 from infinity.sizes import round_up
 
+CODED = {"bf16", "fp16", "fp32"}  # dtypes that the codec takes
 LARGEST_SECTION_NBYTES = 2 << 20
 NUM_LANES = 4
 NUM_BUFFERS = 2  # of a lane: one is written from while the other is filled
@@ -43,7 +44,7 @@ def cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tup
     if any(segment == LATE_GRADIENT for segment, _, _ in segments):
         late = dict.fromkeys(ADAM_MOMENTS, False) | {LATE_GRADIENT.name: True}
     for segment, offset, nbytes in segments:
-        itemsize = WEIGHT_NBYTES.get(segment.dtype, 0) if most_nbytes else 0  # whatever else is stored is no float
+        itemsize = DTYPE_NBYTES[segment.dtype] if most_nbytes and segment.dtype in CODED else 0
         size = most_nbytes if itemsize else nbytes
         for start in range(offset, offset + nbytes, size or 1):
             sections.append(Section(start, min(size, offset + nbytes - start), itemsize, late.get(segment.name)))
@@ -53,7 +54,7 @@ def cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tup
 def buffers_nbytes(records: Iterable[Record]) -> int:
     """Of host memory, for a rank with these records: no section is larger than their largest segment of floats."""
     segments = (segment for record in records for kind in (WEIGHTS, STATES) for segment in record.of(kind))
-    largest = max((nbytes for segment, _, nbytes in segments if segment.dtype in WEIGHT_NBYTES), default=0)
+    largest = max((nbytes for segment, _, nbytes in segments if segment.dtype in CODED), default=0)
     return NUM_LANES * NUM_BUFFERS * min(largest, LARGEST_SECTION_NBYTES)
 
 

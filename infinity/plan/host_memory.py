@@ -14,6 +14,7 @@ from infinity.errors import BudgetError
 from infinity.plan.memory_needs import Budgets, Candidate, Needs
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.plan.late_moments import needed_nbytes, pool_for
+from infinity.plan.tiers import DEVICE, HOST, NVME, Tier, in_storage
 from infinity.sizes import format_bytes
 
 MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS = 2, 2, 2
@@ -25,7 +26,7 @@ PUT_OFF_SHARE = 1 / 4  # of the updates of a backward pass, those that it may pu
 class Shared:
     """What a placement says of host memory and NVMe."""
 
-    homes: dict[str, tuple[str, ...]]
+    homes: dict[str, tuple[Tier, ...]]
     on_nvme: dict[str, tuple[int, ...]]
     slots: dict[str, int]
     host_nbytes: int = 0
@@ -65,37 +66,37 @@ class _Sharing:
 
     def __init__(self, candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], guests: Guests):
         self.candidate, self.needs, self.budgets, self.guests = candidate, needs, budgets, guests
-        self.sizes = candidate.sizes(needs)
+        self.sizes = candidate.sizes()
         self.in_slots = candidate.in_slots(self.sizes)
         self.budget = int(budgets.host_nbytes * budgets.host_share)
         self.counts = [MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS]
         self.left = self.reserved = 0  # bytes that are for copies that stay, and those that are for a pool
         num_chunks = len(candidate.records)
         self.homes = {
-            WEIGHTS: ["host" if needs.weights == "host" else "nvme"] * num_chunks,
-            STATES: ["host" if needs.states == "host" else "nvme"] * num_chunks,
-            GRADIENTS: ["nvme"] * num_chunks,
+            WEIGHTS: [needs.weights if needs.weights == HOST else NVME] * num_chunks,
+            STATES: [needs.states if needs.states == HOST else NVME] * num_chunks,
+            GRADIENTS: [NVME] * num_chunks,
         }
-        if needs.weights == "device":  # the record needs its weights beside the states
+        if needs.weights == DEVICE:  # the record needs its weights beside the states
             self.homes[WEIGHTS] = list(self.homes[STATES])
         for kind in KINDS:  # nothing has a home in memory: a frozen chunk's states, a shard that is all padding
-            self.homes[kind] = ["host" if not nbytes else home for home, nbytes in zip(self.homes[kind], self.sizes[kind])]
+            self.homes[kind] = [HOST if not nbytes else home for home, nbytes in zip(self.homes[kind], self.sizes[kind])]
             for index in crowded_out:
-                self.homes[kind][index] = "device"
+                self.homes[kind][index] = DEVICE
 
     def slots(self, counts: Sequence[int]) -> dict[str, int]:
         """Slots of each kind: at most the counts given, and no more than there are chunks to share them."""
-        return {kind: min(count, self.homes[kind].count("nvme")) for kind, count in zip(KINDS, counts)}
+        return {kind: min(count, len(in_storage(self.homes[kind]))) for kind, count in zip(KINDS, counts)}
 
-    def nbytes_in(self, tier: str, there: dict[str, tuple[int, ...]]) -> int:
+    def nbytes_in(self, tier: Tier, there: dict[str, tuple[int, ...]]) -> int:
         return sum(nbytes for kind in KINDS for nbytes, home in zip(there[kind], self.homes[kind]) if home == tier)
 
     def buffers_nbytes(self) -> int:
-        return self.candidate.compression_nbytes if "nvme" in (*self.homes[WEIGHTS], *self.homes[STATES]) else 0
+        return self.candidate.compression_nbytes if in_storage((*self.homes[WEIGHTS], *self.homes[STATES])) else 0
 
     def host_nbytes(self, counts: Sequence[int]) -> int:
         shared = sum(count * max(self.in_slots[kind]) for kind, count in self.slots(counts).items())
-        return self.buffers_nbytes() + self.nbytes_in("host", self.sizes) + shared
+        return self.buffers_nbytes() + self.nbytes_in(HOST, self.sizes) + shared
 
     def require_least(self) -> None:
         """Raise BudgetError where the fewest slots are too much."""
@@ -118,10 +119,10 @@ class _Sharing:
             return
         sizes, homes = self.sizes[GRADIENTS], self.homes[GRADIENTS]
         on_device = self.guests.visitors | self.guests.staying
-        away = [index for index, home in enumerate(homes) if home == "nvme" and index not in on_device]
+        away = [index for index, home in enumerate(homes) if home.is_storage and index not in on_device]
         if self.needs.deferred and self.host_nbytes(self.counts) + sum(sizes[index] for index in away) <= self.budget:
             for index in away:
-                homes[index] = "host"
+                homes[index] = HOST
 
     def grow_slots(self) -> None:
         """The pools together, a tenth at a time."""
@@ -137,7 +138,7 @@ class _Sharing:
         """More slots for gradients whose update a backward pass puts off: of records that will find no room in memory."""
         sizes, order = self.sizes, self.order()
         updated = [index for index in self._stays() if sizes[GRADIENTS][index]]
-        away = {k: sum(sizes[k][i] for i in updated if self.homes[k][i] == "nvme") for k in (WEIGHTS, STATES)}
+        away = {k: sum(sizes[k][i] for i in updated if self.homes[k][i].is_storage) for k in (WEIGHTS, STATES)}
         moving = sum(away.values()) - min(self.left, sum(nbytes for kind, nbytes in away.items() if kind in order))
         if moving > 0 and not self.needs.deferred:
             wanted = math.ceil(PUT_OFF_SHARE * len(updated) * moving / sum(away.values()))
@@ -147,8 +148,8 @@ class _Sharing:
     def order(self) -> list[str]:
         """The kinds whose copies stay where there is room, most worth first."""
         needs = self.needs
-        some_on_nvme = any("nvme" in self.homes[kind] for kind in (WEIGHTS, STATES))
-        order = [kind for kind, choice in ((WEIGHTS, needs.weights), (STATES, needs.states)) if needs.keep and choice == "auto"]
+        some_on_nvme = any(in_storage(self.homes[kind]) for kind in (WEIGHTS, STATES))
+        order = [kind for kind, choice in ((WEIGHTS, needs.weights), (STATES, needs.states)) if needs.keep and choice is None]
         if needs.deferred:
             order.insert(order.count(WEIGHTS), GRADIENTS)
         elif needs.keep or not some_on_nvme:
@@ -158,7 +159,7 @@ class _Sharing:
     def keep_copies(self) -> None:
         """Of what is left a pool has its part, if it comes before states; the rest keeps copies."""
         order = self.order()
-        sharing, shared = {kind: self.homes[kind].count("nvme") for kind in order}, self.slots(self.counts)
+        sharing, shared = {kind: len(in_storage(self.homes[kind])) for kind in order}, self.slots(self.counts)
         stays, visitors = self._stays(), sorted(self.guests.visitors, reverse=True)
         self._reserve(order, stays)
         self.left -= self.reserved
@@ -169,18 +170,18 @@ class _Sharing:
             turns.sort(key=lambda turn: turn[0] == GRADIENTS)  # they share slots, and nothing is read from NVMe whoever visits
         for kind, indices in turns:
             for index in indices:
-                if self.homes[kind][index] != "nvme":
+                if not self.homes[kind][index].is_storage:
                     continue
                 slot = max(self.in_slots[kind]) if sharing[kind] <= shared[kind] else 0  # that nobody shares any more
                 if self.sizes[kind][index] - slot <= self.left:
-                    self.homes[kind][index] = "host"
+                    self.homes[kind][index] = HOST
                     self.left -= self.sizes[kind][index] - slot
                     sharing[kind] -= 1
 
     def _has_room_for_all(self, kinds: Sequence[str]) -> bool:
         """Whether all copies of these kinds can stay, beside the pool and slots of what is left."""
         before = dict(self.homes)
-        self.homes.update({kind: ["host" if home == "nvme" else home for home in before[kind]] for kind in kinds})
+        self.homes.update({kind: [HOST if home.is_storage else home for home in before[kind]] for kind in kinds})
         nbytes = self.host_nbytes(self.counts) + self.reserved
         self.homes = before
         return nbytes <= self.budget
@@ -189,7 +190,7 @@ class _Sharing:
         return [index for index in reversed(range(len(self.candidate.records))) if index not in self.guests.visitors]
 
     def _late_gradients(self, stays: list[int]) -> list[int]:
-        return [self.candidate.late_nbytes[index] for index in stays if self.homes[STATES][index] == "nvme"]
+        return [self.candidate.late_nbytes[index] for index in stays if self.homes[STATES][index].is_storage]
 
     def _reserve(self, order: list[str], stays: list[int]) -> None:
         if self.candidate.late_nbytes is None:
@@ -198,19 +199,19 @@ class _Sharing:
         first = [(WEIGHTS, index) for index in stays if WEIGHTS in order]
         if self.needs.deferred and not self.guests.records_first:
             first += [(GRADIENTS, index) for index in stays if index not in self.guests.staying]
-        room = max(0, self.left - sum(sizes[kind][index] for kind, index in first if homes[kind][index] == "nvme"))
+        room = max(0, self.left - sum(sizes[kind][index] for kind, index in first if homes[kind][index].is_storage))
         gradients = self._late_gradients(stays)
         if STATES not in order:
             self.reserved, _ = pool_for(gradients, room)
         elif self.candidate.late_first:
-            states = sum(sizes[STATES][index] for index in stays if homes[STATES][index] == "nvme")
+            states = sum(sizes[STATES][index] for index in stays if homes[STATES][index].is_storage)
             self.reserved = _pool_beside_states(gradients, states, room)
 
     def found(self) -> Shared:
         pool_nbytes, num_late, on_nvme = 0, 0, self.sizes
         if self.candidate.late_nbytes is not None:
             pool_nbytes, num_late = pool_for(self._late_gradients(self._stays()), self.left + self.reserved)
-            if not num_late and self.candidate.late_on_nvme and "nvme" in self.homes[STATES]:
+            if not num_late and self.candidate.late_on_nvme and in_storage(self.homes[STATES]):
                 on_nvme, num_late = self.in_slots, 1
         return Shared(
             homes={kind: tuple(found) for kind, found in self.homes.items()},
@@ -220,7 +221,7 @@ class _Sharing:
             compression_nbytes=self.buffers_nbytes(),
             pool_nbytes=pool_nbytes,
             num_late=num_late,
-            nvme_nbytes=self.nbytes_in("nvme", on_nvme),
+            nvme_nbytes=self.nbytes_in(NVME, on_nvme),
         )
 
 

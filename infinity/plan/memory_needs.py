@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.plan.packing import WEIGHT_NBYTES, Chunk, Layout
+from infinity.plan.packing import Chunk, Layout
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, Record
+from infinity.plan.tiers import Tier
 from infinity.sizes import round_up
 
 PAGE_NBYTES = 4096
@@ -17,16 +18,15 @@ PAGE_NBYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What is asked for, however the model is cut. weights, states: auto, device, host or nvme. keep: use what budgets leave over.
+    """What is asked for, however the model is cut. weights, states: the tier, None for the planner's choice. keep: use what budgets leave over.
 
-    deferred: all gradients wait for step(). gradient_itemsize: bytes of an accumulated gradient element, None for the weight's own.
+    deferred: all gradients wait for step().
     """
 
-    weights: str
-    states: str
+    weights: Tier | None
+    states: Tier | None
     keep: bool
     deferred: bool
-    gradient_itemsize: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +66,13 @@ class Candidate:
     late_on_nvme: bool = False
     late_first: bool = False
 
-    def sizes(self, needs: Needs) -> dict[str, tuple[int, ...]]:
+    def sizes(self) -> dict[str, tuple[int, ...]]:
         """Bytes of each copy, by kind and chunk."""
         return {
             WEIGHTS: tuple(record.weight_nbytes for record in self.records),
             STATES: tuple(record.states_nbytes for record in self.records),
             GRADIENTS: tuple(
-                gradient_nbytes(chunk, record.numel, needs.gradient_itemsize) if chunk.trainable else 0
-                for chunk, record in zip(self.layout.chunks, self.records)
+                gradient_nbytes(chunk, record.numel) for chunk, record in zip(self.layout.chunks, self.records)
             ),
         }
 
@@ -84,11 +83,6 @@ class Candidate:
         return sizes | {STATES: tuple(n and n + record.late_gradient[2] for n, record in zip(sizes[STATES], self.records))}
 
 
-def gradient_nbytes(chunk: Chunk, numel: int, itemsize: int | None) -> int:
-    """Of a shard of so many elements. itemsize: as of `Needs`."""
-    return round_up(numel * (itemsize or WEIGHT_NBYTES[chunk.dtype]), PAGE_NBYTES)
-
-
-def span_nbytes(span) -> int:
-    """Of a span's weights on the device."""
-    return span.numel * WEIGHT_NBYTES[span.dtype]
+def gradient_nbytes(chunk: Chunk, numel: int) -> int:
+    """Bytes that the gradient of a shard of `numel` elements takes while it waits for its update; 0 for a frozen chunk."""
+    return round_up(numel * chunk.format.gradient_itemsize, PAGE_NBYTES)

@@ -5,8 +5,8 @@ Pure arithmetic over names and sizes. Must not know tiers or files. Offsets and 
 
 # [Note: how parameters are packed]
 #
-# Parameters of one dtype and trainability share chunks, in registration order; each such class fills chunks of its own, so
-# adapters strewn between frozen layers lie together. Chunks are numbered in the order of their first parameters.
+# Parameters of one format share chunks, in registration order. Each format fills chunks of its own, so adapters between frozen
+# layers lie together, and so do fp32 routers of a bf16 model. Chunks are numbered in the order of their first parameters.
 #
 #   block    1024 elements. A gradient norm sums blocks counted from a parameter's start, so that its bits depend on no
 #            layout. A parameter starts on a block border, or lies whole within one block, aligned to 128 bytes there.
@@ -34,6 +34,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
+from infinity.formats.format import Format
 from infinity.sizes import round_up
 
 BLOCK_NUMEL = 1024
@@ -41,17 +42,18 @@ ALIGNMENT_NBYTES = 128
 DEFAULT_CHUNK_MIB = 8
 TAIL_FRACTION = 8  # a span's tail, and each parameter in it, is at most this part of a chunk
 
-WEIGHT_NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What packing needs to know of one parameter. dtype: bf16, fp16 or fp32."""
+    """The name, the size and the format of one parameter."""
 
     name: str
     numel: int
-    dtype: str
-    trainable: bool
+    format: Format
+
+    @property
+    def trainable(self) -> bool:
+        return self.format.trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,17 @@ class Chunk:
     numel: int
     used: int
     pieces: tuple[Piece, ...]
-    dtype: str
-    trainable: bool
+    format: Format
     world: int
+
+    @property
+    def trainable(self) -> bool:
+        return self.format.trainable
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights on the device, padding included."""
+        return self.numel * self.format.itemsize
 
     @property
     def shard_numel(self) -> int:
@@ -101,10 +111,9 @@ class Chunk:
         return tuple(_cut(self.pieces, begin, begin + self.shard_numel))
 
     def __repr__(self):
-        kind = self.dtype if self.trainable else f"frozen {self.dtype}"
         params = sorted({piece.param for piece in self.pieces})
         names = f"{params[0]}" if len(params) == 1 else f"{params[0]}-{params[-1]}"
-        return f"Chunk({self.index}, {self.numel} {kind}, parameters {names})"
+        return f"Chunk({self.index}, {self.numel} {self.format}, parameters {names})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,12 +123,20 @@ class Span:
     index: int
     chunks: tuple[int, ...]
     numel: int
-    dtype: str
-    trainable: bool
+    format: Format
     params: tuple[int, ...]
 
+    @property
+    def trainable(self) -> bool:
+        return self.format.trainable
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.numel * self.format.itemsize
+
     def __repr__(self):
-        return f"Span({self.index}, chunks {self.chunks[0]}-{self.chunks[-1]}, {self.numel} {self.dtype})"
+        return f"Span({self.index}, chunks {self.chunks[0]}-{self.chunks[-1]}, {self.numel} {self.format.compute})"
 
 
 @dataclass(frozen=True)
@@ -145,6 +162,19 @@ class Layout:
     def num_parameters(self) -> int:
         """Elements of all parameters, without padding."""
         return sum(spec.numel for spec in self.specs)
+
+    @functools.cached_property
+    def dtypes(self) -> dict[str, int]:
+        """Parameters (elements) by compute dtype, the most frequent dtype first."""
+        totals: dict[str, int] = {}
+        for spec in self.specs:
+            totals[spec.format.compute] = totals.get(spec.format.compute, 0) + spec.numel
+        return dict(sorted(totals.items(), key=lambda pair: -pair[1]))
+
+    @functools.cached_property
+    def main_dtype(self) -> str:
+        """The compute dtype that most parameters have."""
+        return next(iter(self.dtypes))
 
     @functools.cached_property
     def num_allocated(self) -> int:
@@ -190,7 +220,7 @@ def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> L
 
     classes = {}
     for param, spec in enumerate(specs):
-        classes.setdefault((spec.dtype, spec.trainable), []).append(param)
+        classes.setdefault(spec.format, []).append(param)
     runs = [run for params in classes.values() for run in _runs(specs, params, chunk_numel)]
     runs.sort(key=lambda run: run.params[0])
 
@@ -200,13 +230,13 @@ def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> L
         first = specs[run.params[0]]
         sizes = _chunk_sizes(run.used, chunk_numel, unit)
         indices = tuple(range(len(chunks), len(chunks) + len(sizes)))
-        span = Span(len(spans), indices, sum(sizes), first.dtype, first.trainable, tuple(run.params))
+        span = Span(len(spans), indices, sum(sizes), first.format, tuple(run.params))
         whole = [Piece(param, offset, 0, specs[param].numel) for param, offset in zip(run.params, run.offsets)]
         begin = 0
         for index, size in zip(indices, sizes):
             pieces = tuple(_cut(whole, begin, begin + size))
             used = pieces[-1].start + pieces[-1].numel
-            chunks.append(Chunk(index, span.index, begin, size, used, pieces, first.dtype, first.trainable, world))
+            chunks.append(Chunk(index, span.index, begin, size, used, pieces, first.format, world))
             begin += size
         for param, offset in zip(run.params, run.offsets):
             homes[param] = Home(span.index, offset)
@@ -291,7 +321,7 @@ def _end(used, specs):
 
 def _place(used, spec):
     """The first offset from `used` on at which the parameter may start."""
-    aligned = round_up(used, ALIGNMENT_NBYTES // WEIGHT_NBYTES[spec.dtype])
+    aligned = round_up(used, ALIGNMENT_NBYTES // spec.format.itemsize)
     border = round_up(used, BLOCK_NUMEL)
     return aligned if aligned + spec.numel <= border else border
 

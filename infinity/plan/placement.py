@@ -33,9 +33,10 @@ from dataclasses import dataclass
 
 from infinity.errors import BudgetError
 from infinity.plan.host_memory import Guests, Shared, exact, share_out
-from infinity.plan.memory_needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes, span_nbytes
+from infinity.plan.memory_needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes
 from infinity.plan.packing import Chunk, Layout, Span
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
+from infinity.plan.tiers import DEVICE, HOST, Tier, in_storage
 from infinity.sizes import format_bytes, round_up
 
 GUEST_ROUNDS = 8  # then the last answer is taken: the device is divided anew once activations are known
@@ -44,7 +45,7 @@ UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes a kind and chunk ("device", "host" or "nvme"), the bytes of each copy there, of one in a slot, and on NVMe; the slots that
+    """Homes a kind and chunk, the bytes of each copy there, of one in a slot, and on NVMe; the slots that
     these share; and the bytes that all this takes.
 
     pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
@@ -57,7 +58,7 @@ class Placement:
     With more than under_way_nbytes of gradients on their way to the host, the training thread waits.
     """
 
-    homes: dict[str, tuple[str, ...]]
+    homes: dict[str, tuple[Tier, ...]]
     sizes: dict[str, tuple[int, ...]]
     in_slots: dict[str, tuple[int, ...]]
     on_nvme: dict[str, tuple[int, ...]]
@@ -86,11 +87,11 @@ def place(
 
     Raises BudgetError where the device or host budget is below the least that works.
     """
-    may_choose = needs.weights == needs.states == "auto" and needs.keep
+    may_choose = needs.weights is needs.states is None and needs.keep
     needs = _settled(candidate, needs, budgets)
     layout, gradient_limit = candidate.layout, candidate.op_gradient_nbytes + candidate.buffers_nbytes
-    pinned = sum(map(span_nbytes, layout.spans)) if needs.weights == "device" else 0
-    on_device = _all_on_device(candidate, needs) if needs.states == "device" else 0
+    pinned = sum(span.nbytes for span in layout.spans) if needs.weights == DEVICE else 0
+    on_device = _all_on_device(candidate, needs) if needs.states == DEVICE else 0
     needed = pinned + on_device + (0 if pinned else candidate.held_nbytes) + gradient_limit
     if budgets.device_nbytes < needed:
         raise _too_small(candidate, budgets, needed, pinned, on_device)
@@ -98,8 +99,8 @@ def place(
     guests = Guests()
     may_visit = records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
     crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
-    if needs.states == "device":
-        homes, sizes = dict.fromkeys(KINDS, ("device",) * len(layout.chunks)), candidate.sizes(needs)
+    if needs.states == DEVICE:
+        homes, sizes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks)), candidate.sizes()
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
         if may_visit:
@@ -114,7 +115,7 @@ def place(
 
     slack = budgets.device_nbytes - needed  # two thirds and more of it are for spans
     extra = max(min(candidate.op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))
-    sizes = candidate.sizes(needs)
+    sizes = candidate.sizes()
     waiting = enumerate(shared.homes[GRADIENTS]) if may_visit and needs.deferred else ()
     return Placement(
         homes=shared.homes,
@@ -135,27 +136,27 @@ def place(
         nvme_nbytes=shared.nvme_nbytes,
         num_crowded_out=len(crowded_out),
         visitors=guests.visitors,
-        may_stay=frozenset(index for index, home in waiting if home == "nvme"),
+        may_stay=frozenset(index for index, home in waiting if home.is_storage),
     )
 
 
 def _settled(candidate: Candidate, needs: Needs, budgets: Budgets) -> Needs:
     """With the device chosen where all has room there, or must have. Raises BudgetError where states are asked there and it has none."""
     gradients = candidate.op_gradient_nbytes + candidate.buffers_nbytes
-    whole_nbytes = sum(map(span_nbytes, candidate.layout.spans)) + _all_on_device(candidate, needs) + gradients
+    whole_nbytes = sum(span.nbytes for span in candidate.layout.spans) + _all_on_device(candidate, needs) + gradients
     weights, states = needs.weights, needs.states
-    if weights == "auto" and states in ("auto", "device") and needs.keep and whole_nbytes <= budgets.device_nbytes:
-        weights = states = "device"
-    if states == "device" and weights != "device":
-        states = _only_whole(states, whole_nbytes, budgets.device_nbytes)
-        weights = "device"
+    if weights is None and states in (None, DEVICE) and needs.keep and whole_nbytes <= budgets.device_nbytes:
+        weights = states = DEVICE
+    if states == DEVICE and weights != DEVICE:
+        _require_whole(whole_nbytes, budgets.device_nbytes)
+        weights = DEVICE
     return dataclasses.replace(needs, weights=weights, states=states)
 
 
 def _all_on_device(candidate: Candidate, needs: Needs) -> int:
     """What all records take on the device beside their weights."""
     pairs = zip(candidate.layout.chunks, candidate.records)
-    return candidate.snapshot_nbytes + sum(_largest_on_device(chunk, record, needs.gradient_itemsize) for chunk, record in pairs)
+    return candidate.snapshot_nbytes + sum(_largest_on_device(chunk, record) for chunk, record in pairs)
 
 
 def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int, on_device: int) -> BudgetError:
@@ -181,7 +182,7 @@ def _guests(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int)
     if not needs.deferred or not _has_records_on_nvme(shared) or not has_room_for_all:
         return most
     fewer, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=True)
-    gradients = {index for index, home in enumerate(shared.homes[GRADIENTS]) if home == "nvme"}
+    gradients = {index for index, home in enumerate(shared.homes[GRADIENTS]) if home.is_storage}
     return most if _has_records_on_nvme(shared) or gradients - fewer.visitors - fewer.staying else fewer
 
 
@@ -190,15 +191,15 @@ def _guests_by_turns(
 ) -> tuple[Guests, Shared]:
     """Of the gradients that wait those stay on the device that find no place in host memory: found by turns, since the more stay the fewer
     records visit. Returns what is left to share of host memory, too."""
-    layout, options = first.layout, {"room_nbytes": room_nbytes, "gradient_itemsize": needs.gradient_itemsize}
-    at_home, may_stay = ("host",) * len(first.records), frozenset()
+    layout, options = first.layout, {"room_nbytes": room_nbytes}
+    at_home, may_stay = (HOST,) * len(first.records), frozenset()
     for _ in range(GUEST_ROUNDS):
         found = share_device(layout, first.records, at_home, may_stay=may_stay, **options)
         visitors, staying = (frozenset(index for span, _ in spans for index in layout.spans[span].chunks) for spans in found)
         guests = Guests(visitors, staying & may_stay, records_first)
         shared = share_out(first, needs, budgets, (), guests)
         waiting = enumerate(shared.homes[GRADIENTS]) if needs.deferred else ()
-        lacking = {index for index, home in waiting if home == "nvme" and index not in visitors}
+        lacking = {index for index, home in waiting if home.is_storage and index not in visitors}
         if lacking <= may_stay:
             break
         may_stay |= lacking
@@ -207,7 +208,7 @@ def _guests_by_turns(
 
 def _has_records_on_nvme(shared: Shared) -> bool:
     """Whether weights or states of any chunk have their home there."""
-    return any(home == "nvme" for kind in (WEIGHTS, STATES) for home in shared.homes[kind])
+    return any(in_storage(shared.homes[kind]) for kind in (WEIGHTS, STATES))
 
 
 def _crowd_out(
@@ -217,8 +218,8 @@ def _crowd_out(
 
     shared: without that. Returns what is left to share then; and the spans, with their bytes on the device."""
     layout, crowded_out = candidate.layout, []
-    states = _states_on_device(layout, candidate.records, needs.gradient_itemsize)
-    left = deque((span.index, span_nbytes(span) + nbytes) for span, nbytes in states)
+    states = _states_on_device(layout, candidate.records)
+    left = deque((span.index, span.nbytes + nbytes) for span, nbytes in states)
     while (lacking := shared.nvme_nbytes - budgets.nvme_nbytes) > 0 or len(crowded_out) < least:
         while left and left[0][1] <= room_nbytes and (lacking > 0 or len(crowded_out) < least):
             span, nbytes = left.popleft()
@@ -234,30 +235,29 @@ def _crowd_out(
 
 def late_chunks(placement: Placement) -> list[int]:
     """Whose gradients a pool is for: those that stay on NVMe."""
-    return [index for index, home in enumerate(placement.homes[STATES]) if home == "nvme" and index not in placement.visitors]
+    return [index for index, home in enumerate(placement.homes[STATES]) if home.is_storage and index not in placement.visitors]
 
 
 def look_ahead(placement: Placement) -> tuple[int, int]:
     """How many slots of weights are read into ahead: all but those that updates, and chunks whose gradients wait for one, take, or all
     if there is one for each chunk. And how many chunks' states are read ahead."""
     weights, states, gradients = (placement.slots[kind] for kind in KINDS)
-    is_enough = weights == placement.homes[WEIGHTS].count("nvme")
+    is_enough = weights == len(in_storage(placement.homes[WEIGHTS]))
     return weights if is_enough else max(0, weights - states - gradients), max(1, states - 2)
 
 
-def records_may_visit(*, weights: str, states: str, keep: bool) -> bool:
+def records_may_visit(*, weights: Tier | None, states: Tier | None, keep: bool) -> bool:
     """Whether records may leave their homes for what the device has room for: [Note: the device budget] in device_memory.py. Arguments as of
     `Needs`."""
-    return keep and states == "auto" and weights in ("auto", "device")
+    return keep and states is None and weights in (None, DEVICE)
 
 
 def share_device(
     layout: Layout,
     records: Sequence[Record],
-    homes: Sequence[str],
+    homes: Sequence[Tier],
     *,
     room_nbytes: int,
-    gradient_itemsize: int | None,
     snapshots: Collection[int] = (),
     may_stay: Collection[int] = (),
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -265,22 +265,21 @@ def share_device(
     do, which come before records, from the last on. Each with its bytes. Records that live there anyway come first, and are not among
     them.
 
-    homes: of the states, by chunk. may_stay: chunks, see `Placement`. gradient_itemsize: as of `Needs`. snapshots: spans that need their
-    weights twice. The same on all ranks.
+    homes: of the states, by chunk. may_stay: chunks, see `Placement`. snapshots: spans that need their weights twice. The same on all ranks.
     """
-    room_nbytes -= sum(map(span_nbytes, layout.spans))
+    room_nbytes -= sum(span.nbytes for span in layout.spans)
     states = []
-    for span, nbytes in _states_on_device(layout, records, gradient_itemsize):
+    for span, nbytes in _states_on_device(layout, records):
         if span.index in snapshots:
-            nbytes += span_nbytes(span)
-        if homes[span.chunks[0]] == "device":
+            nbytes += span.nbytes
+        if homes[span.chunks[0]].is_device:
             room_nbytes -= nbytes
         else:
             states.append((span.index, nbytes))
     staying = {}
     for span in reversed(layout.spans):
-        chunks = [index for index in span.chunks if index in may_stay and homes[index] != "device"]
-        nbytes = sum(_gradient_on_device(layout.chunks[index], gradient_itemsize) for index in chunks)
+        chunks = [index for index in span.chunks if index in may_stay and not homes[index].is_device]
+        nbytes = sum(_gradient_on_device(layout.chunks[index]) for index in chunks)
         if nbytes > room_nbytes:
             break
         if nbytes:
@@ -295,30 +294,30 @@ def share_device(
     return visiting, list(staying.items())
 
 
-def _states_on_device(layout: Layout, records: Sequence[Record], gradient_itemsize: int | None) -> Iterator[tuple[Span, int]]:
+def _states_on_device(layout: Layout, records: Sequence[Record]) -> Iterator[tuple[Span, int]]:
     """Each trainable span, with what its records take on the device beside their weights, the same on all ranks."""
     for span in layout.spans:
         if span.trainable:
-            yield span, sum(_largest_on_device(layout.chunks[index], records[index], gradient_itemsize) for index in span.chunks)
+            yield span, sum(_largest_on_device(layout.chunks[index], records[index]) for index in span.chunks)
 
 
-def _largest_on_device(chunk: Chunk, record: Record, gradient_itemsize: int | None) -> int:
+def _largest_on_device(chunk: Chunk, record: Record) -> int:
     """Bytes of states and gradient of the largest shard: what lies on the device is decided alike on all ranks."""
     if not chunk.trainable:
         return 0
     numel = chunk.shard_used(0)
     states = sum(round_up(numel * segment.itemsize, PAGE_NBYTES) for segment in record.segments[1:])
-    return states + _gradient_on_device(chunk, gradient_itemsize)
+    return states + _gradient_on_device(chunk)
 
 
-def _gradient_on_device(chunk: Chunk, itemsize: int | None) -> int:
-    return gradient_nbytes(chunk, chunk.shard_used(0), itemsize) if chunk.trainable else 0
+def _gradient_on_device(chunk: Chunk) -> int:
+    return gradient_nbytes(chunk, chunk.shard_used(0))
 
 
-def _only_whole(states: str, needed: int, budget: int) -> str:
+def _require_whole(needed: int, budget: int) -> None:
+    """Raise BudgetError where the device has no room for all that states on the device need."""
     if needed > budget:
         raise BudgetError(
             f"states='device' needs {exact(needed)} for weights, states, gradients and their buffers on the device, but "
             f"device_memory={format_bytes(budget)}. Raise device_memory or choose states='host'."
         )
-    return states

@@ -6,32 +6,16 @@ Pure arithmetic. Must not know tiers or files. Offsets and sizes are in bytes, b
 import functools
 from dataclasses import dataclass
 
+from infinity.formats.format import Format, Segment
 from infinity.sizes import round_up
 
 SEGMENT_ALIGNMENT_NBYTES = 4096
 
 
-@dataclass(frozen=True)
-class Segment:
-    """One kind of state in a record; `itemsize` in bytes."""
-
-    name: str
-    dtype: str
-    itemsize: int
-
-
 KINDS = WEIGHTS, STATES, GRADIENTS = "weights", "states", "gradients"
 """What a host copy or an extent holds of a shard: its weight segment, its other segments, its gradient."""
 
-FORMATS = {
-    "bf16": (Segment("weight", "bf16", 2), Segment("residual", "int16", 2)),
-    "fp16": (Segment("weight", "fp16", 2), Segment("master", "fp32", 4)),
-    "fp32": (Segment("weight", "fp32", 4),),
-}
-"""Segments of a trainable record before its moments, in the order in which they lie. A frozen record has only the first."""
-
-ADAM_MOMENTS = ("momentum", "variance")
-LATE_GRADIENT = Segment("gradient", "bf16", 2)
+LATE_GRADIENT = Segment("gradient", "bf16")
 """What lies behind a record's states where their moments may be late: [Note: late moments] in late_moments.py."""
 
 
@@ -44,9 +28,13 @@ class Record:
     """
 
     numel: int
-    segments: tuple[Segment, ...]
+    format: Format
     offsets: tuple[int, ...]
     nbytes: int
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.format.segments
 
     @property
     def weight_nbytes(self) -> int:
@@ -63,8 +51,9 @@ class Record:
 
     @property
     def late_gradient(self) -> tuple[Segment, int, int]:
-        """LATE_GRADIENT, its offset behind the states and its bytes, padding included."""
-        return LATE_GRADIENT, self.states_nbytes, round_up(self.numel * LATE_GRADIENT.itemsize, SEGMENT_ALIGNMENT_NBYTES)
+        """LATE_GRADIENT, its offset behind the states and its bytes, padding included; no bytes where moments are never late."""
+        numel = self.numel if self.format.may_be_late else 0
+        return LATE_GRADIENT, self.states_nbytes, round_up(numel * LATE_GRADIENT.itemsize, SEGMENT_ALIGNMENT_NBYTES)
 
     def of(self, kind: str, *, late: bool = False) -> list[tuple[Segment, int, int]]:
         """The segments that a kind of copy holds, each with its offset there and its bytes, padding included; none of a gradient's. late:
@@ -85,17 +74,10 @@ class Record:
 
 
 @functools.lru_cache(maxsize=None)
-def record_layout(
-    shard_used: int, format: str, trainable: bool, moments: tuple[str, ...] = ADAM_MOMENTS, moments_dtype: str = "fp32"
-) -> Record:
-    """The record of a shard of which `shard_used` elements (maybe none) hold parameters. format: a key of FORMATS; moments:
-    names of the optimizer's states, of dtype fp32 or bf16."""
-    segments = FORMATS[format][:1]
-    if trainable:
-        itemsize = {"fp32": 4, "bf16": 2}[moments_dtype]
-        segments = FORMATS[format] + tuple(Segment(name, moments_dtype, itemsize) for name in moments)
+def record_layout(shard_used: int, format: Format) -> Record:
+    """The record of a shard of which `shard_used` elements (maybe none) hold parameters."""
     offsets, nbytes = [], 0
-    for segment in segments:
+    for segment in format.segments:
         offsets.append(nbytes)
         nbytes += round_up(shard_used * segment.itemsize, SEGMENT_ALIGNMENT_NBYTES)
-    return Record(shard_used, segments, tuple(offsets), nbytes)
+    return Record(shard_used, format, tuple(offsets), nbytes)

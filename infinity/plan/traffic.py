@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from infinity.plan import schedule
 from infinity.plan.compression import moved_nbytes
-from infinity.plan.memory_needs import span_nbytes
-from infinity.plan.packing import WEIGHT_NBYTES, Layout
+from infinity.plan.packing import Layout
 from infinity.plan.placement import Placement, share_device
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.schedule import Use
@@ -50,17 +49,17 @@ def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement,
     num_kept = _num_kept(layout, placement, step, visiting)
     found = dict.fromkeys(LINKS, 0)
     for chunk, record in zip(layout.chunks, records):
-        whole, shard = (numel * WEIGHT_NBYTES[chunk.dtype] for numel in (chunk.numel, record.numel))  # of weights, and of gradients
+        whole, shard = (numel * chunk.format.itemsize for numel in (chunk.numel, record.numel))  # of weights, and of gradients
         homes = {kind: placement.homes[kind][chunk.index] for kind in KINDS}
         if layout.world > 1:
             found["gg"] += gathers[chunk.span] * whole
             found["rs"] += step.num_passes * whole if chunk.trainable else 0
-        if chunk.span in visiting or homes[STATES] == "device" or (placement.pinned and not chunk.trainable):
+        if chunk.span in visiting or homes[STATES].is_device or (placement.pinned and not chunk.trainable):
             continue  # the record needs no other tier
         found["cg"] += copies[chunk.span] * shard
         found["gc"] += step.num_passes * shard if chunk.trainable else 0
         for kind, num_reads in ((WEIGHTS, copies[chunk.span]), (STATES, 1), (GRADIENTS, step.num_passes)):
-            if homes[kind] != "nvme" or (kind == GRADIENTS and (not _spills(step) or chunk.index in stay)):
+            if not homes[kind].is_storage or (kind == GRADIENTS and (not _spills(step) or chunk.index in stay)):
                 continue
             if kind == WEIGHTS and chunk.trainable:
                 num_reads = max(num_reads, 1)  # its update needs it
@@ -83,7 +82,7 @@ def _num_kept(layout: Layout, placement: Placement, step: Step, visiting: Mappin
     """By kind, how many chunks without a place in host memory find their copy still in a slot when it is next needed."""
     found = {}
     for kind in KINDS:
-        num = sum(home == "nvme" and chunk.span not in visiting for home, chunk in zip(placement.homes[kind], layout.chunks))
+        num = sum(home.is_storage and chunk.span not in visiting for home, chunk in zip(placement.homes[kind], layout.chunks))
         slots = placement.slots[kind]
         if slots < num:  # two slots are always on their way to the next chunks; weights, used twice and more, pass through all of them
             slots = max(0, slots - 2) if kind != WEIGHTS else 0
@@ -105,14 +104,13 @@ def _guests(
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Spans whose records the device has room for, and those whose waiting gradients it has room for: their bytes there."""
     room_nbytes = step.device_nbytes - placement.gradient_limit_nbytes
-    if not step.may_visit or room_nbytes <= sum(map(span_nbytes, layout.spans)):  # all weights come first
+    if not step.may_visit or room_nbytes <= sum(span.nbytes for span in layout.spans):  # all weights come first
         return {}, {}
     found = share_device(
         layout,
         records,
         placement.homes[STATES],
         room_nbytes=room_nbytes,
-        gradient_itemsize=4 if step.num_passes > 1 else None,
         may_stay=placement.may_stay,
     )
     visiting, staying = map(dict, found)
@@ -124,7 +122,7 @@ def _fetches(
 ) -> tuple[Mapping[int, int], Mapping[int, int]]:
     """How often each span is copied to the device in a step, and how often gathered. The second pass of a step and all later ones are
     alike."""
-    nbytes = {span.index: 0 if placement.pinned else span_nbytes(span) for span in layout.spans}
+    nbytes = {span.index: 0 if placement.pinned else span.nbytes for span in layout.spans}
     taken = placement.fixed_nbytes + sum(visiting.values()) + sum(staying.values()) + sum(nbytes[span] for span in visiting)
     nbytes |= dict.fromkeys(visiting, 0)
     groups = _groups(list(nbytes))

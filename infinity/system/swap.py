@@ -234,11 +234,11 @@ class Swap:
         A read that overlaps an earlier write waits for it, whatever the priorities. The text of an error begins with `what`. No byte
         may be used before the transfer was waited for: that checks them.
         """
-        return self._move("read", extent, buffer, offset, priority, what)
+        return Transfer("read", *self._submit("read", extent, buffer, offset, priority, what), what)
 
     def write(self, extent: Extent, buffer, *, offset: int = 0, priority: int = aio_ext.WRITE, what: str = "") -> Transfer:
         """Write the buffer (contiguous) to the extent; it must not change until the transfer is done."""
-        return self._move("write", extent, buffer, offset, priority, what)
+        return Transfer("write", *self._submit("write", extent, buffer, offset, priority, what), what)
 
     def path_of(self, extent: Extent) -> Path:
         """The file that the extent begins in."""
@@ -296,7 +296,8 @@ class Swap:
         if self._reserved != reserved:
             raise UsageError("Swap.reserve() comes once, before the first read or write")
 
-    def _move(self, op: str, extent: Extent, buffer, offset: int, priority: int, what: str) -> Transfer:
+    def _submit(self, op: str, extent: Extent, buffer, offset: int, priority: int, what: str) -> tuple[list[tuple[aio_ext.Ticket, Path]], int]:
+        """Hand a read or a write to the queues. Returns a ticket and a path for each stripe, and the number of bytes."""
         self._check_usable(reserved=True)
         view = memoryview(buffer)
         if view.ndim != 1 or view.format != "B":
@@ -312,8 +313,11 @@ class Swap:
             directory = self._directories[stripe.path]
             low, high = max(offset, start), min(end, start + stripe.nbytes)
             if low < high:
+                queue, sums = directory.queue_of(stripe), directory.sums_of(stripe, low - start, high - low)
+                submit = queue.read if op == "read" else queue.write
                 try:
-                    ticket = directory.submit(op, stripe, low - start, view[low - offset : high - offset], priority)
+                    piece = view[low - offset : high - offset]
+                    ticket = submit(directory.file, piece, stripe.offset + low - start, priority=priority, sums=sums)
                 except OSError as error:
                     for ticket, _ in parts:  # nobody else would wait until they let the buffer go
                         with contextlib.suppress(OSError):
@@ -323,7 +327,7 @@ class Swap:
             start += stripe.nbytes
         with self._lock:
             self._moved[op] += view.nbytes
-        return Transfer(op, parts, view.nbytes, what)
+        return parts, view.nbytes
 
     def _check_space(self) -> None:
         """Every rank of this node needs as much as this one; what some of them have reserved already counts as available."""

@@ -152,16 +152,14 @@ class Directory:
             raise swap_error(error.errno, text, self.file_path) from error
 
     def queue_of(self, stripe: Stripe) -> aio_ext.Queue:
-        """Always the same for a stripe: requests for the same bytes are kept in order by their queue."""
+        """The queue of a stripe, one and the same for all requests: a queue keeps requests for the same bytes in order."""
         return self.queues[self._stripe_numbers[stripe.offset] % len(self.queues)]
 
-    def submit(self, op: str, stripe: Stripe, offset: int, piece: memoryview, priority: int) -> aio_ext.Ticket:
-        """Read or write a piece at an offset of a stripe."""
-        queue, sums = self.queue_of(stripe), None
-        if self._sums is not None:
-            begin, end = (nbytes // ALIGNMENT * SUM_NBYTES for nbytes in (offset, offset + piece.nbytes))
-            sums = self._sums[stripe.offset][begin:end]
-        return (queue.read if op == "read" else queue.write)(self.file, piece, stripe.offset + offset, priority=priority, sums=sums)
+    def sums_of(self, stripe: Stripe, offset: int, nbytes: int) -> memoryview | None:
+        """The checksums of a piece of a stripe; None without checksums."""
+        if self._sums is None:
+            return None
+        return self._sums[stripe.offset][offset // ALIGNMENT * SUM_NBYTES : (offset + nbytes) // ALIGNMENT * SUM_NBYTES]
 
     def stats(self) -> dict:
         each = [queue.stats() for queue in self.queues]

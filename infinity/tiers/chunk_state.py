@@ -11,6 +11,7 @@ import torch
 
 from infinity.plan.packing import Chunk, Layout, Piece
 from infinity.plan.record import Record
+from infinity.plan.tiers import NVME
 from infinity.sizes import format_bytes
 from infinity.system.arena import Area
 from infinity.tiers.gradient_state import GradientState
@@ -41,7 +42,7 @@ class ChunkState:
         self.title = f"chunk {chunk.index} ({inside[0]})" if inside else f"chunk {chunk.index}"  # for people
         self.gaps = _gaps(pieces, record.numel)
         self.span = span
-        self.weights_home = self.states_home = "nvme"  # or "host", "device"
+        self.weights_home = self.states_home = NVME
         self.extents: dict[str, object] = {}  # on NVMe, by kind; None where there are no bytes
         self.redo = None  # the RedoLog of a record whose moments on NVMe may be late
         self.device_states: dict[str, torch.Tensor] | None = None
@@ -75,7 +76,7 @@ class ChunkState:
 
     @property
     def on_device(self) -> bool:
-        return self.states_home == "device"
+        return self.states_home.is_device
 
     @property
     def gradient_on_device(self) -> bool:

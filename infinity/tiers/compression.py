@@ -1,21 +1,20 @@
-"""Records on NVMe in fewer bytes, without loss: between the records and the swap.
+"""Compresses records on their way to storage, without loss. Stands between the record mover and the storage.
 
-Knows extents, the sections that they are cut into, and which of these can be done again. Must not know chunks, devices, or when anything is
-due.
+Knows extents, their sections, and the moments that an update can be replayed on. Must not know chunks, devices, or the time of an update.
 """
 
 # [Note: compressed extents]
-# An extent keeps its size: what is compressed lies at the start of each section's place, and the rest of the place stays unused. So
-# drives that an extent is striped over have the same share of the bytes as before, and nothing ever has to move. How long each
-# section is now is known here alone: a section of zeros takes no bytes at all, as a record's moments before the first step.
+# An extent keeps its size. The compressed bytes of a section lie at the start of the section's place, and the rest of the place stays
+# unused. So each drive that holds stripes of the extent keeps its share of the bytes, and no section ever moves. Only this file knows the
+# stored size of each section. A section of zeros, such as a record's moments before the first step, takes no bytes.
 #
 #     in memory   | weight ........................ |     | residual ... | momentum ...................... |
 #     sections    | 2 MiB    | 2 MiB     | 2 MiB    |     | as it is     | 2 MiB    | 2 MiB    | 2 MiB     |
 #     on NVMe     | 1.3 |    | 1.3 |     | 1.3 |    |     | ............ | 1.7   |  | 1.7   |  | 1.7   |   |
 #
-# A write is compressed in one of a few lanes, into a buffer, from which it is written: the copy in host memory stays whole for whoever
-# asks for it meanwhile. A read comes to the end of each section's place in host memory and becomes, in place, what it was: in one of
-# a few lanes, or by whoever cannot wait for its turn there.
+# One of a few lanes compresses a write into a buffer, and the storage writes from there. So the copy in host memory stays whole for other
+# requests. A read fills the end of each section's place in host memory, and is expanded in place: by one of a few lanes, or by a thread that
+# waits for the read.
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from infinity.plan.compression import NUM_BUFFERS, NUM_LANES, Section, cut
 from infinity.plan.record import Segment
 from infinity.system.arena import Arena
 from infinity.system.lanes import Job, Lane
-from infinity.system.swap import Extent, Swap, Transfer
+from infinity.system.storage import Extent, Storage, Transfer
 from infinity.system.swap_errors import changed_error
 from infinity.system.waits import waits
 from infinity.tiers import _huffman
@@ -44,10 +43,10 @@ from infinity.tiers.late_moments import GradientPool, LateUpdate, PooledGradient
 
 @dataclass
 class CompressedExtent:
-    """An extent, its sections, and how many bytes of each are on NVMe: all, until they are first written, and as many as each write left.
+    """An extent, its sections, and the number of bytes that each section has in storage: all of them before the first write.
 
-    redo: what moments there lack, see [Note: late moments] in late_moments.py. is_new: nothing was written yet; what is zero then, as the states of
-    a record are that has made no step, is not written, coded or not.
+    redo: updates that the moments in storage lack, see [Note: late moments] in late_moments.py. is_new: no write has happened; sections of
+    zeros, such as the states of a record before its first step, are not written then.
     """
 
     extent: Extent
@@ -58,17 +57,17 @@ class CompressedExtent:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Of memory, with room for a gradient where moments may be late."""
+        """Size of a host copy in bytes, with room for a gradient where moments may be late."""
         return max(section.offset + section.nbytes for section in self.sections)
 
     @functools.cached_property
     def gradient(self) -> list[Section]:
-        """The sections of a gradient."""
+        """The sections that a gradient has behind the states."""
         return [section for section in self.sections if section.late]
 
 
 class Write:
-    """A write that is compressed and submitted in the lane. `nbytes` of the disks are known once it was waited for."""
+    """A write that a lane compresses and submits. `nbytes`, the bytes that storage received, is known after `wait`."""
 
     __slots__ = ("_job", "nbytes")
 
@@ -77,18 +76,18 @@ class Write:
         self.nbytes = 0
 
     def wait(self) -> None:
-        """Raises SwapError if a part failed, once none is in flight any more."""
+        """Raises SwapError if a part failed, after all parts are over."""
         transfers = self._job.wait()
         _wait_for(transfers)
         self.nbytes = sum(transfer.nbytes for transfer in transfers)
 
 
 class Read:
-    """A read under way; whoever waits brings the sections, as they come, back to what they were.
+    """A read under way. A thread that waits for it expands the sections as they arrive.
 
-    left: memory of each section, the itemsize of its floats and how many bytes are read, as `_huffman.decode_last` takes them; what is not
-    compressed has itemsize 0. transfers: of each, None where there is nothing to read. catch_up: what is then done, once, in the lane, or
-    None. what, path: of errors.
+    left: for each section its memory, the itemsize of its floats (0 if it is not compressed) and the number of bytes to read, as
+    `_huffman.decode_last` takes them. transfers: one for each section, None where there are no bytes to read. catch_up: runs once, in the
+    lane, after all sections; or None. what, path: for errors.
     """
 
     __slots__ = ("_catch_up", "_error", "_failure", "_lane", "_left", "_lock", "_path", "_transfers", "_what", "nbytes")
@@ -114,8 +113,9 @@ class Read:
         self._error: BaseException | None = None  # of catch_up
 
     def wait(self) -> None:
-        """Raises, each time, SwapError if a part failed or is not what was written, or what catch_up raised; no part is in flight then."""
-        with waits(self.in_words), self._lock:  # another thread may have it, and wait for a part
+        """Raises in each call, after all parts are over: SwapError if a part failed or has other bytes than were written; the error of
+        catch_up."""
+        with waits(self.in_words), self._lock:  # another thread may hold the lock, and wait for a part
             while self._left and self._failure is None:
                 transfer = self._transfers[len(self._left) - 1]
                 try:
@@ -142,22 +142,22 @@ class Read:
         return transfer.in_words() if transfer is not None else f"the catch-up of {self._what}"
 
     def give_up(self) -> None:
-        """Nothing comes to the memory any more; what it holds is of no use."""
+        """End all transfers; the contents of the memory are of no use."""
         with self._lock:
             self._catch_up = None
         _wait_for([self], quietly=True)
 
     def _bring_up_to_date(self) -> None:
-        if self._catch_up is not None:  # else an interrupt let somebody ask twice
+        if self._catch_up is not None:  # else an interrupt has let a thread ask twice
             try:
                 self._catch_up()
-            except BaseException as error:  # what the memory holds is neither what was read nor what it should be
+            except BaseException as error:  # the memory holds neither the bytes of the read nor the moments after the update
                 self._error = error
             self._catch_up = None
 
     @property
     def done(self) -> bool:
-        """Finished, well or not."""
+        """Whether the read is over, with or without an error."""
         return self._failure is not None or not (self._left or self._catch_up)
 
     def promote(self, priority: int = aio_ext.DEMAND) -> None:
@@ -168,35 +168,40 @@ class Read:
 
 
 class Compressor:
-    """Moves fewer bytes of a swap's extents: floats are coded, moments may be late, and zeros of a first record are not written. arena:
-    gives nbytes for buffers, see `buffers_nbytes`, with 0 nothing is coded; and pool_nbytes for gradients of late moments."""
+    """Moves fewer bytes to and from storage: floats are compressed, moments may be late, and zeros of a new record are not written.
 
-    def __init__(self, swap: Swap, arena: Arena, nbytes: int, pool_nbytes: int = 0):
-        self.swap = swap
+    nbytes: size of the buffers, from the arena; with 0 nothing is compressed. pool_nbytes: of the arena, for gradients of late moments.
+    """
+
+    def __init__(self, storage: Storage, arena: Arena, nbytes: int, pool_nbytes: int = 0):
+        self.storage = storage
         self.pool = GradientPool(arena, pool_nbytes) if pool_nbytes else None
         self.section_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
         buffer = arena.region(nbytes).buffer if nbytes else memoryview(b"")
         buffers = [buffer[start : start + self.section_nbytes] for start in range(0, nbytes, self.section_nbytes or 1)]
-        self.presses = [_Press(swap, self.pool, buffers[number::NUM_LANES]) for number in range(NUM_LANES)]
+        self.presses = [_Press(storage, self.pool, buffers[number::NUM_LANES]) for number in range(NUM_LANES)]
         self.expanders = [Lane("expand") for _ in range(NUM_LANES)]
         self.catchers = [Lane("catch-up") for _ in range(NUM_LANES)]
         self._presses, self._expanders, self._catchers = map(itertools.cycle, (self.presses, self.expanders, self.catchers))
 
     @property
     def codes(self) -> bool:
-        """Whether floats take fewer bytes."""
+        """Whether floats are compressed."""
         return self.section_nbytes > 0
 
     def compressed(
         self, extent: Extent, segments: Sequence[tuple[Segment, int, int]], redo: RedoLog | None = None
     ) -> CompressedExtent:
-        """segments: those that lie in the extent, each with its offset and nbytes, multiples of 4096; without any it stays as it is. With
-        LATE_GRADIENT among them, moments may be late; with a pool, the extent has no room for it. redo: the record's log, if it has one."""
+        """An extent with its sections.
+
+        segments: of the extent, each with its offset and its size in bytes, multiples of 4096; without any, nothing is compressed. With
+        LATE_GRADIENT among them, moments may be late; with a pool, the extent has no room for that gradient. redo: the record's log, if any.
+        """
         sections = cut(tuple(segments), self.section_nbytes) if segments else (Section(0, extent.nbytes, 0),)
         return CompressedExtent(extent, sections, [section.nbytes for section in sections], redo or RedoLog())
 
     def read(self, compressed: CompressedExtent, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
-        """Read all of an extent, once what was written to it is over, but for a gradient of no use. As `Swap.read` otherwise."""
+        """Read the whole extent after all writes to it are over. A gradient of no use is left out. Otherwise as `Storage.read`."""
         left, transfers, read, late = [], [], None, compressed.redo.late
         try:
             for section, stored in zip(compressed.sections, compressed.stored):
@@ -207,13 +212,13 @@ class Compressor:
                 transfer = None
                 if stored:
                     target = memory[section.nbytes - stored :]
-                    transfer = self.swap.read(compressed.extent, target, offset=section.offset, priority=priority, what=what)
+                    transfer = self.storage.read(compressed.extent, target, offset=section.offset, priority=priority, what=what)
                 transfers.append(transfer)
             finish = functools.partial(self._bring_up_to_date, compressed.gradient, late, buffer) if late else None
-            read = Read(left[::-1], transfers[::-1], finish, next(self._catchers), what, self.swap.path_of(compressed.extent))
+            read = Read(left[::-1], transfers[::-1], finish, next(self._catchers), what, self.storage.path_of(compressed.extent))
             next(self._expanders).push(read.wait)
             return read
-        except BaseException:  # nobody else would wait until they let the memory go
+        except BaseException:  # no other thread waits until the transfers release the memory
             _wait_for(transfers, quietly=True)
             if read is not None:
                 read.give_up()
@@ -227,17 +232,17 @@ class Compressor:
         catch_up: Callable[[memoryview], None] | None = None,
         what: str = "",
     ) -> Write:
-        """Write all of an extent; the buffer must not change, and nothing else be written there, until the write is over.
+        """Write the whole extent. Until the write is over, the buffer must not change, and no other write may begin there.
 
-        catch_up: given where moments may be late and NVMe holds those from before the last update, so that they need not be written. It is
-        called with what is read from there, and makes of these what the buffer holds. They are written all the same where there is no room
-        for the gradient.
+        catch_up: given where moments may be late, and storage holds the moments from before the last update, which need not be written then.
+        It is called with the bytes of a later read, and brings the moments there up to the buffer's. The moments are written nevertheless
+        where there is no room for the gradient.
         """
         press = next(self._presses)
         return Write(press.lane.push(lambda: press.write(compressed, buffer, catch_up, what), what))
 
     def _bring_up_to_date(self, gradient: Sequence[Section], late: Sequence[LateUpdate], buffer: memoryview) -> None:
-        """Do to the moments in a buffer the updates that they lack; the gradient's sections are one's after the other's."""
+        """Replay the updates that the moments in a buffer lack, in order. All use the same sections for their gradients."""
         for update in late:
             for section, pooled in zip(gradient, update.pooled or ()):
                 memory = buffer[section.offset : section.offset + section.nbytes]
@@ -246,29 +251,29 @@ class Compressor:
             update.catch_up(buffer)
 
     def close(self) -> None:
-        """Nothing is read or written any more. Idempotent."""
+        """End the lanes, after the last read and write. Idempotent."""
         for part in (*self.expanders, *self.presses, *self.catchers):
             part.close()
 
 
 class _Press:
-    """A lane that compresses writes, into buffers of its own, and submits them."""
+    """A lane that compresses writes into its own buffers, and submits them."""
 
-    def __init__(self, swap: Swap, pool: GradientPool | None, buffers: list[memoryview]):
-        self.swap = swap
+    def __init__(self, storage: Storage, pool: GradientPool | None, buffers: list[memoryview]):
+        self.storage = storage
         self.pool = pool
         self.lane = Lane("compress")
         self._free = buffers
-        self._used: collections.deque[tuple[Transfer, memoryview]] = collections.deque()  # that are being written from
+        self._used: collections.deque[tuple[Transfer, memoryview]] = collections.deque()  # buffers that a write uses
 
     def write(
         self, compressed: CompressedExtent, buffer: memoryview, catch_up: Callable[[memoryview], None] | None, what: str
     ) -> list[Transfer]:
-        pooled, is_late = None, catch_up is not None and not compressed.redo.late  # NVMe has room for one gradient
+        pooled, is_late = None, catch_up is not None and not compressed.redo.late  # storage has room for one gradient
         if catch_up is not None and self.pool is not None:
             pooled = self._put_gradient(compressed, buffer)
             is_late = pooled is not None
-        left_out = {not is_late} if self.pool is None else {not is_late, True}  # of what sections' `late` may be
+        left_out = {not is_late} if self.pool is None else {not is_late, True}  # values of `late` of the sections that are left out
         transfers: list[Transfer] = []
         try:
             for number, section in enumerate(compressed.sections):
@@ -280,9 +285,9 @@ class _Press:
                 elif compressed.is_new and not np.frombuffer(source, np.uint64).any():
                     compressed.stored[number] = 0
                 else:
-                    transfers.append(self.swap.write(compressed.extent, source, offset=section.offset, what=what))
+                    transfers.append(self.storage.write(compressed.extent, source, offset=section.offset, what=what))
                     compressed.stored[number] = section.nbytes
-        except BaseException:  # nobody else would wait until they let the buffer go
+        except BaseException:  # no other thread waits until the transfers release the buffer
             _wait_for(transfers, quietly=True)
             release(pooled or ())
             raise
@@ -294,7 +299,7 @@ class _Press:
         return transfers
 
     def _put_gradient(self, compressed: CompressedExtent, buffer: memoryview) -> list[PooledGradient] | None:
-        """The gradient behind the states, compressed, in the pool; None where that has no room."""
+        """Compress the gradient behind the states into the pool; None where the pool has no room."""
         found: list[PooledGradient] = []
         for section in compressed.gradient:
             pooled = self._put_section(section, buffer[section.offset : section.offset + section.nbytes])
@@ -315,13 +320,13 @@ class _Press:
             self._free.append(target)
 
     def _write_floats(self, extent: Extent, section: Section, source: memoryview, what: str, transfers: list[Transfer]) -> int:
-        """Adds what is under way to transfers; returns how many bytes are stored."""
+        """Compress and write a section; its transfer joins the list. Returns the number of stored bytes."""
         target, stored = self._buffer(), 0
         try:
             stored = _huffman.encode(source, section.itemsize, target)
             if stored:
                 chosen = target[:stored] if stored < section.nbytes else source
-                transfers.append(self.swap.write(extent, chosen, offset=section.offset, what=what))
+                transfers.append(self.storage.write(extent, chosen, offset=section.offset, what=what))
                 if chosen is not source:
                     self._used.append((transfers[-1], target))
                     target = None
@@ -339,13 +344,13 @@ class _Press:
     def _buffer(self) -> memoryview:
         if not self._free:
             transfer, buffer = self._used.popleft()
-            _wait_for([transfer], quietly=True)  # who asked for the write is told
+            _wait_for([transfer], quietly=True)  # `Write.wait` raises the error
             self._free.append(buffer)
         return self._free.pop()
 
 
 def _wait_for(transfers: Iterable[Transfer | Read | None], *, quietly: bool = False) -> None:
-    """For all of them, whatever becomes of one."""
+    """Wait for all transfers, also after one has failed. Raises the first error unless `quietly`."""
     failure = None
     for transfer in filter(None, transfers):
         try:

@@ -36,7 +36,7 @@ from infinity.system.lanes import Job, Lane, Monitor
 from infinity.system.ranks import Ranks
 from infinity.system.waits import waits
 from infinity.tiers.gradient_adder import GradientAdder
-from infinity.tiers.records import Lease, Records
+from infinity.tiers.record_mover import Lease, RecordMover
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.parameter_state import ParameterState
@@ -68,7 +68,7 @@ class Gradients:
     def __init__(
         self,
         registry: Registry,
-        records: Records,
+        records: RecordMover,
         ranks: Ranks,
         tier: DeviceTier,
         gather_lane: Lane,
@@ -102,7 +102,7 @@ class Gradients:
         self._batch: Batch | None = None  # the last one that the gc lane was given, until it begins with it
 
     def dtype(self, chunk: ChunkState) -> torch.dtype:
-        return torch.float32 if self.accumulate else TORCH_DTYPES[chunk.chunk.dtype]
+        return TORCH_DTYPES[chunk.chunk.format.gradient]
 
     @contextlib.contextmanager
     def shard(self, chunk: ChunkState):
@@ -366,7 +366,7 @@ class Gradients:
 
     def _flat(self, chunk: ChunkState) -> torch.Tensor:
         numel = self.ranks.world * (chunk.chunk.shard_numel + len(chunk.whole_pieces))
-        flat = torch.zeros(numel, dtype=TORCH_DTYPES[chunk.chunk.dtype], device=self.device)
+        flat = torch.zeros(numel, dtype=TORCH_DTYPES[chunk.chunk.format.compute], device=self.device)
         self.tier.book(flat.numel() * flat.element_size())
         return flat
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.plan.record import ADAM_MOMENTS, STATES, Record
+from infinity.formats.format import ADAM_MOMENTS
+from infinity.plan.record import STATES, Record
 from infinity.plan.late_moments import BLOCK_NBYTES
 from infinity.system.arena import Arena, Slot, Slots
 from infinity.tiers.arithmetic import Computed

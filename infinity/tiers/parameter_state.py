@@ -9,6 +9,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from infinity.errors import UsageError
+from infinity.formats.dtypes import as_integers
 from infinity.model.parameters import classes_of, set_data
 from infinity.model.state_dict import DepartedGradient
 
@@ -17,7 +18,7 @@ class ParameterState:
     """What the engine knows of one parameter; the registry finds it by the parameter itself."""
 
     def __init__(self, index: int, name: str, param: torch.nn.Parameter, bank: torch.Tensor):
-        """bank: one element a parameter, all NaN, that the placeholders expand."""
+        """bank: 1-D, all NaN, of the parameter's dtype on the device. Element `index` is the placeholder's only element."""
         placeholder = bank[index].expand(param.shape)
         self.index = index
         self.name = name
@@ -31,7 +32,7 @@ class ParameterState:
         self.trainable = param.requires_grad
         self.placeholder = placeholder
         # Its bits, read without a torch operation, which would let go of the GIL and wait to have it back.
-        self._bits = bank.view(torch.int16 if bank.itemsize == 2 else torch.int32).numpy() if bank.device.type == "cpu" else None
+        self._bits = as_integers(bank).numpy() if bank.device.type == "cpu" else None
         self._untouched = self._bits[index].item() if self._bits is not None else None
         self.view: torch.Tensor | None = None  # of the span's storage, made when it is first home
         self.version = 0  # of the parameter when it last came home or left

@@ -56,12 +56,12 @@ _SPAN_MOVES = {
 class SpanState:
     """One span on the device. `holds` counts the ops that need it now, `handles` has a Hold for each view that autograd saved."""
 
-    def __init__(self, span: Span, params: list[ParameterState], device: torch.device, nbytes: int):
+    def __init__(self, span: Span, params: list[ParameterState], device: torch.device):
         self.span = span
         self.index = span.index
         self.params = params
-        self.dtype = TORCH_DTYPES[span.dtype]
-        self.nbytes = nbytes
+        self.dtype = TORCH_DTYPES[span.format.compute]
+        self.nbytes = span.nbytes
         self.storage = torch.UntypedStorage(0, device=device)
         self.flat: torch.Tensor | None = None  # [span.numel] over the storage, made when it is first allocated
         self.presence = Presence.AWAY

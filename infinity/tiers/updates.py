@@ -18,12 +18,13 @@ import torch
 
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
 from infinity.plan.schedule import Moment, may_pass, moment
+from infinity.plan.tiers import in_storage
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, update
 from infinity.tiers.route_position import Course
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.records import Records
+from infinity.tiers.record_mover import RecordMover
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.update_state import UpdateStage
 
@@ -37,7 +38,7 @@ class Updater:
 
     def __init__(
         self,
-        records: Records,
+        records: RecordMover,
         gradients: Gradients,
         course: Course,
         rank: int,
@@ -61,7 +62,7 @@ class Updater:
 
     def moment(self, chunk: ChunkState) -> Moment:
         """When it is to be updated."""
-        in_memory = "nvme" not in (chunk.weights_home, chunk.states_home) and (chunk.extents[GRADIENTS] is None or chunk.gradient.stays)
+        in_memory = not in_storage((chunk.weights_home, chunk.states_home)) and (chunk.extents[GRADIENTS] is None or chunk.gradient.stays)
         return moment(deferred=self.deferred, on_device=chunk.on_device, in_memory=in_memory)
 
     def expect(self, chunk: ChunkState, comes: bool) -> None:
@@ -130,7 +131,7 @@ class Updater:
 
     def _push(self, chunk: ChunkState, gradient_job: Job, hyper: Hyper) -> None:
         copy_job = chunk.copy_job
-        with self.records.lock:  # at once, see Records.obtain
+        with self.records.lock:  # at once, see RecordMover.obtain
             # Its record may take the slot of what is needed sooner: the weights' only where gradients wait for this update.
             weights = self.records.request(chunk, WEIGHTS, urgent=self.moment(chunk) is not Moment.FETCH)
             states = self.records.request(chunk, STATES, urgent=True)
@@ -206,7 +207,7 @@ class Updater:
     def _compute(self, chunk: ChunkState, state: dict[str, torch.Tensor], gradient: torch.Tensor, hyper: Hyper) -> Computed:
         start, on_device = now(), gradient.is_cuda
         first = self.events.device_mark() if on_device else None
-        computed = update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=self.seed)
+        computed = update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=self.seed if chunk.chunk.format.rounds_moments else None)
         marks = (first, self.events.device_mark()) if on_device else None
         self.events.moved("update", chunk.index, chunk.record.nbytes, start, now(), marks)
         return computed

@@ -14,8 +14,9 @@ from infinity.optim.adam import masters, split_master
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
-from infinity.tiers.records import Records, segments
-from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.tiers.record_mover import RecordMover, segments
+from infinity.formats.dtypes import TORCH_DTYPES, as_integers
+from infinity.plan.tiers import DEVICE, Tier
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import DeviceTier, SpanState
@@ -28,7 +29,7 @@ class Values:
     def __init__(
         self,
         registry: Registry,
-        records: Records,
+        records: RecordMover,
         updater: Updater,
         tier: DeviceTier,
         ranks: Ranks,
@@ -111,8 +112,7 @@ class Values:
                     changed = self._parts_of(chunk, written)
                 else:
                     old = before_here[here] if before_here is not None else shard["weight"].to(new.device)
-                    bits = torch.int16 if new.element_size() == 2 else torch.int32
-                    changed = new.view(bits) != old.view(bits)
+                    changed = as_integers(new) != as_integers(old)
                 if shard["weight"].data_ptr() != new.data_ptr():
                     shard["weight"].copy_(new)
                 if "residual" in shard:
@@ -195,11 +195,11 @@ class Values:
         with self.records.lease(chunk, STATES) as lease:
             states = lease.entries[STATES].memory.tensor(torch.uint8, 0, chunk.record.states_nbytes).to(chunk.span.flat.device, copy=True)
         self._place_states(chunk, states)
-        chunk.weights_home = chunk.states_home = "device"
+        chunk.weights_home = chunk.states_home = DEVICE
         for kind in (WEIGHTS, STATES):
             self.records.discard(chunk, kind)
 
-    def to_home(self, chunk: ChunkState, weights_home: str, states_home: str) -> None:
+    def to_home(self, chunk: ChunkState, weights_home: Tier, states_home: Tier) -> None:
         """Send a record that was moved to the device back; its weights may stay there as a copy."""
         state = self.updater.device_state(chunk)
         with self.records.lease(chunk, write=True, fresh=True) as lease:

@@ -1,7 +1,7 @@
-"""Weights on their way to the ops and back: spans that are read, copied, gathered and evicted, and what they wait for.
+"""Moves the weights of spans: read, copied to the device, gathered from the ranks, evicted.
 
-The training thread calls it; the cg and gg lanes carry out what it issues. Knows where the bytes of a span are. Must not know modules,
-autograd, optimizers, or what is moved next: engine/steps/plan_follower.py says that.
+The training thread calls this file; the lanes of fetch_lanes.py run the jobs that it issues. Knows where the bytes of a span are. Must not know
+modules, autograd or optimizers. The next move is the decision of engine/steps/plan_follower.py.
 """
 
 # [Note: who waits for whom]
@@ -12,16 +12,15 @@ autograd, optimizers, or what is moved next: engine/steps/plan_follower.py says 
 #     cg lane            |--copy i+2------->      waits for the read (or update) of i+2
 #     gg lane            |--gather i+1---->       waits for the copy of i+1
 #
-# The memory of spans is allocated and freed by the training thread, or one that it waits for as while a checkpoint is loaded, on the
-# compute stream, before it queues the op; a copy waits for the event recorded then, the op waits for the event recorded after the copy or
-# gather. (Some of what gradients take lanes allocate, on their own streams: gg a reduction's shard, gc that of a record on the device.)
-# A lane runs its jobs in the order in which the training thread issued them, which is the plan's: so collectives have one order on all
-# ranks. A job waits only for what was issued before it, hence never in a circle.
+# The training thread allocates and frees the memory of spans, on the compute stream, before it queues the op. While a checkpoint is loaded, a
+# thread that the training thread waits for does so. A copy waits for the event recorded at the allocation. The op waits for the event recorded
+# after the copy or the gather. (Lanes allocate some memory of gradients on their own streams: gg the shard of a reduction, gc the gradient of
+# a record on the device.) A lane runs its jobs in the order in which the training thread issued them, which is the order of the plan. So
+# collectives have one order on all ranks. A job waits only for jobs that were issued earlier, so there is no circle of waits.
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -29,35 +28,21 @@ import torch
 
 from infinity.plan.record import WEIGHTS
 from infinity.plan.slots import victims
-from infinity.system.events import Events, now
-from infinity.system.lanes import Job, Lane
-from infinity.system.waits import waits
+from infinity.system.events import Events
+from infinity.system.lanes import Lane
 from infinity.tiers.route_position import Course
-from infinity.tiers.records import Request
 from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.fetch_lanes import ChunkFetch, FetchLanes
 from infinity.tiers.span_state import Presence, SpanState, no_room
 from infinity.tiers.values import Values
 
 
-class Part:
-    """What is under way to bring one chunk to the device. gather is None on one rank."""
-
-    __slots__ = ("chunk", "copy", "gather", "request", "update")
-
-    def __init__(self, chunk: ChunkState, request: Request | None, update: Job | None, copy: Job):
-        self.chunk = chunk
-        self.request = request
-        self.update = update
-        self.copy = copy
-        self.gather: Job | None = None
-
-
 class Weights:
-    """Moves spans to the device and frees them there. Brings up to date what it moves: an announced update of a chunk begins before it is
-    read, and what a program wrote to parameters becomes their value before they leave.
+    """Moves spans to the device and frees them there. A span is up to date when it moves: an announced update begins before the
+    read, and a value that the program wrote to a parameter is adopted before the span leaves.
 
-    gather_lane, gather_stream: of collectives, in one order with those of gradients. make_way(), given after construction, releases what
-    can be held later, where an op finds no room.
+    gather_lane, gather_stream: as of `FetchLanes`. make_way(), given after construction, releases holds that can be taken again later, if an
+    op finds no room.
     """
 
     def __init__(
@@ -72,29 +57,20 @@ class Weights:
         self.registry, self.tier, self.ranks = values.registry, values.tier, values.ranks
         self.values, self.updater, self.records = values, values.updater, values.records
         self.course = course
-        self.gg, self.gather_stream = gather_lane, gather_stream
         self.device = device
         self.events = events
-        self.make_way: Callable[[], bool] = lambda: False  # whether something that is held could be released
-        self.cg = Lane("cg", self.records.failure, "the copy to the device")
-        self.cuda = device.type == "cuda"
-        if self.cuda:
-            self.copy_stream = torch.cuda.Stream(device)
-            self.settler = Lane("cg-settle", self.records.failure)
-        self.num_ahead = self.num_late = 0  # fetches issued before an op needed them, and those it had to ask for itself
-        self.dropped: deque = deque()  # the holds of handles that died, in whatever thread
+        self.make_way: Callable[[], bool] = lambda: False  # returns whether it released anything
+        self.lanes = FetchLanes(self.records, self.ranks, gather_lane, gather_stream, device, events)
+        self.num_ahead = self.num_late = 0  # fetches issued before an op needed them, and fetches that the op issued itself
+        self.dropped: deque = deque()  # holds of handles that died, in any thread
         self.held: dict[int, SpanState] = {}
         self._postponed: list[SpanState] = []  # evictions that wait for a release
         self._num_collectives = 0
 
     def close(self) -> None:
-        self.cg.close()
-        self.gg.close()
-        if self.cuda:
-            self.settler.close()
-            self.gather_stream.synchronize()  # the spans' memory is given back next
+        self.lanes.close()
 
-    # Who needs a span on the device.
+    # Holds: the needs of ops and saved tensors.
 
     def hold(self, span: SpanState) -> None:
         span.holds += 1
@@ -102,7 +78,7 @@ class Weights:
         self.course.note_use(span)
 
     def release(self, span: SpanState) -> None:
-        """One need less. Only marks: eviction is the next acquire's business."""
+        """One need less. The next acquire evicts the span, not this."""
         span.holds -= 1
         assert span.holds >= 0, span
         if not span.holds:
@@ -117,12 +93,12 @@ class Weights:
             self.release(span)
 
     def is_held(self, span: SpanState) -> bool:
-        """Whether anybody needs it on the device. What a dropped graph needed, nobody does."""
+        """Whether an op or a saved tensor needs the span on the device. Holds of dropped graphs do not count."""
         self.drain_dropped()
         return span.holds > 0
 
     def drain_dropped(self) -> None:
-        """Give back what dropped graphs held, and carry out the evictions that waited for a release."""
+        """Release the holds of dropped graphs, and carry out the evictions that waited for a release."""
         while self.dropped:
             hold = self.dropped.popleft()
             hold.span.handles.discard(hold)
@@ -134,10 +110,10 @@ class Weights:
                 if span.evict_pending:
                     self.evict(span)
 
-    # Whole spans, now.
+    # Whole spans, at once.
 
     def acquire_aside(self, spans: Sequence[SpanState]) -> None:
-        """Hold spans and bring them, for a use that is no part of the schedule."""
+        """Hold spans and bring them, for a use that is not in the plan."""
         self.drain_dropped()
         self.course.off_plan = True
         self.hold_all(spans)
@@ -149,7 +125,7 @@ class Weights:
             raise
 
     def bring(self, span: SpanState) -> None:
-        """Make it whole on the device, and let its parameters point there."""
+        """Make the span whole on the device, and let its parameters point there."""
         if span.presence is Presence.AWAY:
             self.copy(span, needed=True)
         if span.presence is Presence.FETCHING:
@@ -159,29 +135,29 @@ class Weights:
         span.count_aliases()
 
     def bring_all(self) -> None:
-        """Let all parameters point to their spans, which stay on the device."""
+        """Bring all spans, and let all parameters point to them."""
         for span in self.registry.spans:
             if not span.attached:
                 self.bring(span)
 
     def evict_idle(self) -> None:
-        """Free every span that no op holds."""
+        """Free all spans without holds."""
         for span in self.registry.spans:
             if span.allocated and not span.pinned and not span.holds:
                 self.evict(span)
 
     def evictable(self) -> list[int]:
-        """Spans that are home or coming, held by nobody, not pinned."""
+        """Indices of spans that are home or on the way, without holds, not pinned."""
         return [span.index for span in self.registry.spans if span.allocated and not span.pinned and not span.holds]
 
-    # Moves that are issued.
+    # Moves that the plan issues.
 
     def read(self, span: SpanState) -> None:
-        """Bring its shards to host memory, unless they are on the device or an update does so."""
+        """Read the shards of the span to host memory, unless they are on the device or an update reads them."""
         if span.presence is not Presence.AWAY:
             return
         for chunk in self.registry.chunks_in(span):
-            if chunk.weights_home == "device":
+            if chunk.weights_home.is_device:
                 continue
             chunk.weights_expected = True
             if chunk.update.is_announced:
@@ -190,10 +166,10 @@ class Weights:
                 self.records.request(chunk, WEIGHTS, pin=False)
 
     def copy(self, span: SpanState, *, needed: bool) -> None:
-        """Allocate the span and send its shards; a copy ahead for which there is no room is left out.
+        """Allocate the span and copy its shards there. A copy ahead that finds no room is left out.
 
-        What the plan counts as gone, but an op still holds here, is fetched once more if there are other ranks: they may
-        have freed it and are about to gather. It receives the bytes that it has.
+        With several ranks, a span that the plan counts as evicted, and an op still holds here, is fetched again: other ranks may have freed
+        the span, and gather it next. The span receives the same bytes.
         """
         again = span.evict_pending and span.presence is Presence.HOME and self.ranks.world > 1
         span.evict_pending = False
@@ -204,8 +180,7 @@ class Weights:
         self.tier.allocate(span)
         self.num_late += needed
         self.num_ahead += not needed
-        ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
-        span.fetch = []
+        ready, span.fetch = self.lanes.allocated(), []
         span.become(Presence.FETCHING)
         try:
             for chunk in self.registry.chunks_in(span):
@@ -213,38 +188,34 @@ class Weights:
                     self.updater.begin_announced(chunk)
                 self.updater.hurry(chunk)
                 update, request = chunk.update.job, None
-                if chunk.weights_home != "device":
+                if not chunk.weights_home.is_device:
                     request = self.records.request(chunk, WEIGHTS, urgent=needed)
                 chunk.weights_expected = self.course.wants_again(chunk)
-                job = self.cg.push(lambda c=chunk, r=request, u=update: self._run_copy(c, r, u, ready), chunk.title)
-                chunk.copy_job = job
-                span.fetch.append(Part(chunk, request, update, job))
+                fetch = ChunkFetch(chunk, request, update)
+                self.lanes.copy(fetch, ready)
+                span.fetch.append(fetch)
         except BaseException:
             self._abandon(span)
             raise
 
     def expect_no_copy(self, chunk: ChunkState) -> None:
-        """No op of this pass wants its weights again: give up what host memory has of them, unless it is kept anyway."""
+        """No op of this pass needs the weights again: drop the host copy, unless the policy keeps it."""
         chunk.weights_expected = False
         if chunk.span.presence is not Presence.FETCHING:
             self.records.drop(chunk, WEIGHTS)
 
     def gather(self, span: SpanState) -> None:
-        """Exchange the shards that are copied to it, on several ranks."""
+        """With several ranks, exchange the shards that are copied to the span."""
         if self.ranks.world == 1 or span.presence is not Presence.FETCHING:
             return
-        for part in span.fetch:
-            if part.gather is None:
+        for fetch in span.fetch:
+            if fetch.gather is None:
                 self._num_collectives += 1
-                order = (0, self._num_collectives, part.chunk.index) if self.course.off_plan else None
-                part.gather = self.gg.push(lambda p=part, o=order: self._run_gather(p, o), part.chunk.title)
-
-    def gather_again(self, part: Part) -> Job:
-        """Exchange the shards of a part that is copied once more, which changes no byte: so gathers are measured alone. On all ranks."""
-        return self.gg.push(lambda: self._run_gather(part, None), part.chunk.title)
+                order = (0, self._num_collectives, fetch.chunk.index) if self.course.off_plan else None
+                fetch.gather = self.lanes.gather(fetch, order)
 
     def evict(self, span: SpanState) -> None:
-        """Free the span, once nobody holds it; until then only note that the plan counts it as gone."""
+        """Free the span. A span with holds is freed after its last release; the plan counts it as evicted from now on."""
         if span.holds:
             span.evict_pending = True
             self._postponed.append(span)
@@ -255,7 +226,7 @@ class Weights:
             self.settle(span)
         span.evict_pending = False
         self._detach(span)
-        if span.presence is not Presence.AWAY:  # it may be away, and its storage still be there for the sake of others
+        if span.presence is not Presence.AWAY:  # an AWAY span may keep its storage, if other tensors need it
             span.become(Presence.AWAY)
         self.tier.free(span)
 
@@ -278,7 +249,7 @@ class Weights:
         return needed
 
     def invalidate(self, span: SpanState) -> None:
-        """An update makes the device copy stale; nobody may hold it. What stays is updated where it is."""
+        """An update makes the device copy stale; the span has no holds. A record on the device is updated in place."""
         assert not span.holds, f"{span} is updated while an op holds it"
         if span.presence is Presence.FETCHING:
             self.settle(span)
@@ -290,113 +261,33 @@ class Weights:
             self.tier.free(span)
 
     def _stays(self, span: SpanState) -> bool:
-        """Whether all of its bytes are there after an update, too."""
+        """Whether the span is whole on the device also after an update."""
         return self.ranks.world == 1 and all(chunk.on_device for chunk in self.registry.chunks_in(span))
 
     # Waiting.
 
     def settle(self, span: SpanState) -> None:
-        """Wait until nothing is under way to the span; what it waits for is charged to the link at fault."""
-        for part in span.fetch:
-            if part.request is not None and not part.copy.done:
-                self.records.hurry(part.request)
+        """Wait until the fetch of the span is over. Each wait is charged to its link."""
+        for fetch in span.fetch:
+            if fetch.request is not None and not fetch.copy.done:
+                self.records.hurry(fetch.request)
         try:
-            for part in span.fetch:
-                if not part.copy.done:
-                    with waits(f"the weights of {part.chunk.title}"):
-                        self._wait_for_copy(part)
-                else:
-                    part.copy.wait()
-                if part.gather is not None:
-                    self.events.wait("gg", part.gather, part.chunk.index)
-                if self.cuda:
-                    event = (part.gather or part.copy).result
-                    if event is not None:
-                        since = self.events.device_mark()
-                        torch.cuda.current_stream(self.device).wait_event(event)
-                        self.events.device_waited("gg" if part.gather else "cg", part.chunk.index, since)
+            for fetch in span.fetch:
+                self.lanes.wait(fetch)
         except BaseException:
             self._abandon(span)
             raise
         span.fetch = None
         span.become(Presence.HOME)
 
-    def _wait_for_copy(self, part: Part) -> None:
-        if part.update is not None:
-            self.events.wait("update", part.update, part.chunk.index)
-        if part.request is not None:
-            self.events.wait("nc", part.request, part.chunk.index)
-            source = part.request.result.source
-            if source is not None and not source.done:
-                self.events.wait("nc", source, part.chunk.index)
-        self.events.wait("cg", part.copy, part.chunk.index)
-
     def _abandon(self, span: SpanState) -> None:
-        """An error has ended its fetch."""
-        jobs = [job for part in span.fetch for job in (part.copy, part.gather) if job is not None]
+        """An error has ended the fetch of the span."""
+        jobs = [job for fetch in span.fetch for job in (fetch.copy, fetch.gather) if job is not None]
         for job in jobs:
-            with contextlib.suppress(Exception):  # the first error is the one to tell; no job may outlive the storage
+            with contextlib.suppress(Exception):  # the first error is raised; no job may outlive the storage
                 job.wait()
-        if all(job.done for job in jobs):  # else the lane was abandoned: what it still writes to stays
+        if all(job.done for job in jobs):  # else the lane was abandoned, and may still write to this memory
             span.fetch = None
             span.become(Presence.AWAY)
             if not span.pinned:
                 self.tier.free(span)
-
-    # What the lanes run.
-
-    def _run_copy(self, chunk: ChunkState, request: Request | None, update: Job | None, ready):
-        entry = None
-        if request is not None:
-            if not request.done:  # others wait for this lane, and only the training thread would use up what is read ahead
-                self.records.hurry(request)
-            entry = request.wait()
-            self.records.settle(entry)
-        if update is not None:
-            update.wait()
-        if entry is None:
-            return ready  # the shard is there, written by the compute stream: what is gathered of it waits for that
-        start = now()
-        shard = chunk.span.flat[chunk.chunk.shard_in_span(self.ranks.rank)]
-        source = entry.memory.tensor(shard.dtype, 0, shard.numel())
-        nbytes = shard.nbytes
-        if not self.cuda:
-            # Not copy_: it would spread over torch's threads, which are the training thread's.
-            ctypes.memmove(shard.data_ptr(), source.data_ptr(), nbytes)
-            self.events.moved("cg", chunk.index, nbytes, start, now())
-            self.records.unpin(chunk, WEIGHTS, entry)
-            return None
-        with torch.cuda.stream(self.copy_stream):
-            self.copy_stream.wait_event(ready)
-            first = self.events.device_mark()
-            shard.copy_(source, non_blocking=True)
-            marks = first, self.events.device_mark()
-            event = self.copy_stream.record_event()
-        self.settler.push(lambda: self._finish_copy(chunk, entry, event, nbytes, start, marks), chunk.title)
-        return event
-
-    def _finish_copy(self, chunk, entry, event, nbytes, start, marks) -> None:
-        event.synchronize()
-        self.events.moved("cg", chunk.index, nbytes, start, now(), marks)
-        self.records.unpin(chunk, WEIGHTS, entry)
-
-    def _run_gather(self, part: Part, order):
-        event = part.copy.wait()
-        if order is not None:
-            self.ranks.require_order(f"the next gather, of {part.chunk.title}", *order)
-        start = now()
-        chunk = part.chunk.chunk
-        whole = part.chunk.span.flat[chunk.offset : chunk.offset + chunk.numel]
-        done = marks = None
-        if self.cuda:
-            with torch.cuda.stream(self.gather_stream):
-                if event is not None:
-                    self.gather_stream.wait_event(event)
-                first = self.events.device_mark()
-                self.ranks.gather(whole, part.chunk.title)
-                marks = first, self.events.device_mark()
-                done = self.gather_stream.record_event()
-        else:
-            self.ranks.gather(whole, part.chunk.title)
-        self.events.moved("gg", chunk.index, whole.numel() * whole.element_size(), start, now(), marks)
-        return done

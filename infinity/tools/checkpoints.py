@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from infinity.checkpoints.convert import export, reshard
-from infinity.checkpoints.manifest import VERSION
 from infinity.checkpoints.reader import Checkpoint
 from infinity.errors import printable
 from infinity.sizes import format_bytes, parse_budget
@@ -29,11 +28,12 @@ def inspect(arguments) -> int:
         return 0
     moments = f"{', '.join(report['moments'])} in {report['moments_dtype']}" if report["moments"] else "no moments"
     parameters = report["parameters"]
+    dtypes = " and ".join(dict.fromkeys([report["dtype"], *(entry["dtype"] for entry in parameters)]))
     num_frozen = sum(not entry["trainable"] for entry in parameters)
     frozen = f" ({num_frozen} frozen)" if num_frozen else ""
-    print(f"checkpoint  {report['path']}, format version {VERSION}, {format_bytes(report['nbytes'])} in {report['num_files']} files")
+    print(f"checkpoint  {report['path']}, format version {report['version']}, {format_bytes(report['nbytes'])} in {report['num_files']} files")
     print(f"step        {report['step']}")
-    print(f"parameters  {report['num_parameters'] / 1e6:,.2f} M in {len(parameters)} tensors{frozen}, {report['dtype']}; {moments}")
+    print(f"parameters  {report['num_parameters'] / 1e6:,.2f} M in {len(parameters)} tensors{frozen}, {dtypes}; {moments}")
     print(f"saved by    {report['world']} {'rank' if report['world'] == 1 else 'ranks'}, in {report['num_chunks']} chunks")
     for index, group in enumerate(report["groups"]):
         print(printable(f"group {index:<5} {', '.join(f'{name}={value}' for name, value in group.items())}"))
@@ -94,7 +94,7 @@ def _report(checkpoint: Checkpoint) -> dict:
     groups = checkpoint.decode(manifest.optimizer["groups"]) if manifest.optimizer else []
     return {
         "path": str(checkpoint.path),
-        "version": VERSION,
+        "version": manifest.version,
         "step": manifest.step,
         "nbytes": manifest.nbytes,
         "num_files": len(manifest.files) + bool(manifest.tensors),
@@ -106,7 +106,7 @@ def _report(checkpoint: Checkpoint) -> dict:
         "moments_dtype": manifest.moments_dtype,
         "groups": groups,
         "parameters": [
-            {"name": p.name, "shape": list(p.shape), "trainable": p.trainable, "group": p.group, "step": p.step}
+            {"name": p.name, "shape": list(p.shape), "dtype": manifest.dtype_of(p), "trainable": p.trainable, "group": p.group, "step": p.step}
             for p in manifest.parameters
         ],
         "aliases": manifest.aliases,

@@ -21,8 +21,9 @@ from infinity.checkpoints.files import lay_out
 from infinity.checkpoints.manifest import Manifest, Parameter, RecordPlace
 from infinity.checkpoints.manifest_check import manifest_from_json
 from infinity.errors import CheckpointError
+from infinity.formats.format import ADAM_MOMENTS, Format
 from infinity.plan.packing import ParameterSpec, layout
-from infinity.plan.record import ADAM_MOMENTS, record_layout
+from infinity.plan.record import record_layout
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -194,11 +195,11 @@ def test_what_looks_genuine_is_refused_in_a_second_and_64_mib(saved, key, entry)
 @pytest.mark.parametrize("num", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_a_manifest_of_very_many_parameters_is_read_and_written_the_same(num):
     world, format = 8, "bf16"
-    specs = [ParameterSpec(f"model.layers.{i // 100}.mlp.experts.{i % 100}.down_proj.weight", 12288, format, True) for i in range(num)]
+    specs = [ParameterSpec(f"model.layers.{i // 100}.mlp.experts.{i % 100}.down_proj.weight", 12288, Format(format, True)) for i in range(num)]
     chunks = layout(specs, chunk_numel=1 << 22, world=world).chunks
     files, places = [], [[] for _ in chunks]
     for rank in range(world):
-        own, at = lay_out([record_layout(c.shard_used(rank), format, True) for c in chunks], [True] * len(chunks), rank)
+        own, at = lay_out([record_layout(c.shard_used(rank), Format(format, True)) for c in chunks], [True] * len(chunks), rank)
         for index, (file, offset) in enumerate(at):
             places[index].append(RecordPlace(len(files) + file, offset, (2**32 - 1 - index, index, 2**31, 0)))
         files += own

@@ -46,6 +46,7 @@ from infinity.checkpoints.files import Directory, lay_out
 from infinity.checkpoints.reader import Checkpoint
 from infinity.checkpoints.writer import Tensors, Writer
 from infinity.errors import CheckpointError, SwapError, UsageError
+from infinity.formats.format import Format
 from infinity.plan import packing
 from infinity.plan.record import record_layout
 from infinity.system import ranks
@@ -755,7 +756,7 @@ SPECS = [("a.weight", (50, 40), True), ("a.bias", (50,), True), ("b.weight", (40
 def write_checkpoint(path, seed, world=2, values=None, step=3):
     """A checkpoint of random bytes, made as save.py does, by all ranks in turn. Returns its manifest."""
     generator = np.random.default_rng(seed)
-    specs = [packing.ParameterSpec(name, int(np.prod(shape)), "bf16", trains) for name, shape, trains in SPECS]
+    specs = [packing.ParameterSpec(name, int(np.prod(shape)), Format("bf16", trains)) for name, shape, trains in SPECS]
     layout = packing.layout(specs, chunk_numel=world * 1024, world=world)
     directory, tensors = Directory(path), Tensors()
     files, places = [], [[] for _ in layout.chunks]
@@ -763,7 +764,7 @@ def write_checkpoint(path, seed, world=2, values=None, step=3):
     model = {"buffers": {"passes": {"$tensor": tensors.put(torch.full((77,), float(seed)))}}, "extra_state": {}}
     trains = [chunk.trainable for chunk in layout.chunks]
     for rank in range(world):
-        records = [record_layout(chunk.shard_used(rank), "bf16", chunk.trainable) for chunk in layout.chunks]
+        records = [record_layout(chunk.shard_used(rank), Format("bf16", chunk.trainable)) for chunk in layout.chunks]
         own, at = lay_out(records, trains, rank)
         writer = Writer(path / directory.folder, own, at)
         for index, record in enumerate(records):
@@ -1202,7 +1203,7 @@ HOSTILE = {
     "a folder elsewhere": lambda c: changed(c, lambda c: c.update(folder="/etc")),
     "a file above": lambda c: changed(c, lambda c: c["files"][0].__setitem__(0, "../manifest.json")),
     "a file elsewhere": lambda c: changed(c, lambda c: c["files"][0].__setitem__(0, "/etc/passwd")),
-    "an unknown version": lambda c: changed(c, lambda c: c.update(version=2)),
+    "an unknown version": lambda c: changed(c, lambda c: c.update(version=3)),
     "groups that are numbers": lambda c: changed(c, lambda c: c.update(optimizer={"rule": "AdamW", "groups": [5]})),
     "groups that are a number": lambda c: changed(c, lambda c: c.update(optimizer={"rule": "AdamW", "groups": 5})),
     "groups that are an object": lambda c: changed(c, lambda c: c.update(optimizer={"rule": "AdamW", "groups": {"a": 1}})),

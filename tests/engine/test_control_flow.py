@@ -723,7 +723,7 @@ def slow(folder, where, update):
                     lane.on_job = pause
             model(share(batch(step)), UP).backward()
             if step == 2 and where == "copy here, update there":  # both ranks wait, for what each of them does alone
-                _one_slow_job(engine.weights.cg if rank == 0 else engine.updater.lane, 0 if rank == 0 else 3)
+                _one_slow_job(engine.weights.lanes.cg if rank == 0 else engine.updater.lane, 0 if rank == 0 else 3)
             optimizer.step()
             optimizer.zero_grad()
             if where == "copy here, update there" and step == 2:

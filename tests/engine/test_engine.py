@@ -580,7 +580,7 @@ def test_stages_run_ahead_of_the_ops(delayed, tmp_path):
         if delayed in ("read", "all"):
             engine.records.on_read = delay
         if delayed in ("copy", "all"):
-            weights.cg.on_job = delay
+            weights.lanes.cg.on_job = delay
         if delayed in ("update", "all"):
             engine.updater.lane.on_job = delay
         log = []

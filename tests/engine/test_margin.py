@@ -19,6 +19,7 @@ from infinity.engine.memory import allocation_trial as trial
 from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
 from infinity.plan.record import STATES, WEIGHTS
+from infinity.plan.tiers import DEVICE, HOST, NVME
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.updates import Updater
 
@@ -39,7 +40,6 @@ def budgets(make, directory, **config):
             [chunk.record for chunk in engine.registry.chunks],
             engine.placement.homes[STATES],
             room_nbytes=1 << 40,
-            gradient_itemsize=4 if engine.accumulating else None,
             snapshots={span.index for span in engine.registry.spans if engine.values.keeps_snapshot(span)},
         )
         return engine.placement.least_nbytes, [nbytes for _, nbytes in found]
@@ -81,7 +81,7 @@ def test_every_split_between_device_and_home_has_the_same_bits(numbers, options,
         with training(tiny_gpt, tmp_path, options=options, **numbers, **config) as (model, engine, optimizer):
             for step in range(4):
                 gpt_step(model, optimizer, step, accumulate=options.get("accumulation_steps", 1))
-            whole = engine.placement.homes[STATES][0] == "device"
+            whole = engine.placement.homes[STATES][0] == DEVICE
             total = len(engine.registry.spans)
             margin, may_stay = engine.device_budget, {engine.registry.chunks[index].span.index for index in engine.placement.may_stay}
             if not whole and margin.promoted:  # gradients that wait, and have no place elsewhere, came first
@@ -111,7 +111,7 @@ def test_odd_models_have_the_bits_of_plain_pytorch(name, dtype, update, tmp_path
     least, records = budgets(make, tmp_path, dtype=dtype)
     with training(make, tmp_path, dtype=dtype, update=update, device_memory=least + sum(records[: len(records) // 2 + 1])) as (model, engine, optimizer):
         train_both((model, optimizer), (reference_model, reference))
-        assert engine.device_budget.promoted or engine.placement.homes[STATES][0] == "device"
+        assert engine.device_budget.promoted or engine.placement.homes[STATES][0] == DEVICE
         assert_equals_reference(engine, model, reference_model, reference)
 
 
@@ -137,7 +137,7 @@ def test_gradients_that_wait_stay_on_the_device_where_host_memory_has_room_for_r
         config = {"host_memory": f"{host_kib}KiB", "device_memory": least + sum(records[:6]), "update": update}
         with training(tiny_gpt, tmp_path, options=options, **config) as (model, engine, optimizer):
             homes = engine.placement.homes
-            if "nvme" in (*homes[WEIGHTS], *homes[STATES]):
+            if NVME in (*homes[WEIGHTS], *homes[STATES]):
                 continue
             for step in range(2):
                 gpt_step(model, optimizer, step, num_micro)
@@ -166,7 +166,7 @@ def test_nothing_moves_to_nvme_where_device_and_host_together_hold_all(tmp_path)
         with training(tiny_gpt, tmp_path, host_memory=f"{host_kib}KiB", **config) as (model, engine, optimizer):
             placement = engine.placement
             stays = [index for index in range(len(engine.layout.chunks)) if index not in placement.visitors]
-            if {placement.homes[kind][index] for kind in (WEIGHTS, STATES) for index in stays} != {"host"}:
+            if {placement.homes[kind][index] for kind in (WEIGHTS, STATES) for index in stays} != {HOST}:
                 continue
             assert placement.nvme_nbytes > sum(records[:4])
             for step in range(2):
@@ -212,7 +212,7 @@ def test_what_nvme_has_no_room_for_lives_on_the_device_with_the_same_bits(number
                 gpt_step(model, optimizer, step, accumulate=options.get("accumulation_steps", 1))
             stats, placement = engine.stats(), engine.placement
             assert stats["peak_device_nbytes"] <= stats["device_budget_nbytes"]
-            return states_of(engine, model), placement.homes[STATES].count("device"), stats["num_chunks_on_device"], placement.nvme_nbytes
+            return states_of(engine, model), placement.homes[STATES].count(DEVICE), stats["num_chunks_on_device"], placement.nvme_nbytes
 
     least, records = budgets(tiny_gpt, tmp_path, options=options, **numbers)
     expected, *_ = run(weights="host", states="host")
@@ -252,7 +252,7 @@ def test_odd_models_that_live_on_the_device_in_part(name, dtype, update, small_d
         small_drive(engine.placement.nvme_nbytes * 2 // 3)
     with training(make, tmp_path, **on_nvme | {"device_memory": least + sum(records) - 4096}) as (model, engine, optimizer):
         train_both((model, optimizer), (reference_model, reference))
-        assert "device" in engine.placement.homes[STATES]
+        assert DEVICE in engine.placement.homes[STATES]
         assert_equals_reference(engine, model, reference_model, reference)
 
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_records_in_three_tiers_resumes_in_others(small_drive, t
     places = [crowded, {"weights": "host", "states": "host"}, crowded]
     for number, config in enumerate(places):
         with training(tiny_gpt, tmp_path / str(number), seed=number, **config) as (model, engine, optimizer):
-            assert ("device" in engine.placement.homes[STATES]) == (config is crowded)
+            assert (DEVICE in engine.placement.homes[STATES]) == (config is crowded)
             if number:
                 infinity.load(tmp_path / f"saved{number - 1}", model, optimizer)
             for step in range(2 * number, 2 * number + 2):
@@ -289,7 +289,7 @@ def test_what_lives_on_the_device_stays_there_when_inputs_grow(small_drive, gaug
         small_drive(engine.placement.nvme_nbytes * 3 // 4)
     gauge.capacity = config["device_memory"] + (16 << 10)
     with training(tiny_gpt, tmp_path, **config) as (model, engine, optimizer):
-        at_home = engine.placement.homes[STATES].count("device")
+        at_home = engine.placement.homes[STATES].count(DEVICE)
         found = train(model, engine, optimizer, sizes, gauge)
         visitors = sum(len(engine.registry.chunks_in(span)) for span, _ in engine.device_budget.promoted)
         assert engine.stats()["num_chunks_on_device"] == at_home + visitors
@@ -352,7 +352,7 @@ def test_updates_that_wait_for_no_drive_begin_by_step(home, tmp_path):
         chunks = [chunk for chunk in engine.registry.chunks if chunk.trainable and not chunk.on_device]
         announced = [chunk for chunk in chunks if chunk.update.is_announced]
         assert all(chunk.update.job is not None for chunk in chunks if chunk not in announced)
-        assert home in {engine.placement.homes[STATES][chunk.index] for chunk in chunks}
+        assert home in {engine.placement.homes[STATES][chunk.index].name for chunk in chunks}
         assert (not announced) if home == "host" else len(announced) > 2
 
 

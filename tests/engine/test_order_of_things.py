@@ -9,7 +9,7 @@ from helpers import NVME, training
 from torch import nn
 
 from infinity.plan.record import KINDS, STATES
-from infinity.tiers.records import Records
+from infinity.tiers.record_mover import RecordMover
 
 LAYERS = 6
 
@@ -37,7 +37,7 @@ def train(model, optimizer, num_steps, every=lambda step: 1):
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
     """(model, engine, optimizer), with a chunk a layer and all on NVMe, after three steps that updated in backward."""
-    monkeypatch.setattr(Records, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
+    monkeypatch.setattr(RecordMover, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
     with training(Stack, tmp_path, chunk_mib=1 / 16, host_memory="64MiB", device_memory="1MiB", **NVME) as made:
         model, engine, optimizer = made
         train(model, optimizer, 3)
@@ -48,7 +48,7 @@ def trained(tmp_path, monkeypatch):
 def test_what_an_update_asks_for_is_the_next_to_be_used(trained, monkeypatch):
     """It is counted as begun only afterwards: else its states, which it has just asked for, would look like the last to be used again."""
     model, engine, optimizer = trained
-    request, seen = Records.request, []
+    request, seen = RecordMover.request, []
 
     def spied(records, chunk, kind, *, pin=True, **options):
         if kind == STATES and pin:
@@ -56,7 +56,7 @@ def test_what_an_update_asks_for_is_the_next_to_be_used(trained, monkeypatch):
             seen.append((distance(chunk), min(map(distance, engine.registry.chunks))))
         return request(records, chunk, kind, pin=pin, **options)
 
-    monkeypatch.setattr(Records, "request", spied)
+    monkeypatch.setattr(RecordMover, "request", spied)
     train(model, optimizer, 2)
     assert len(seen) == 2 * LAYERS and all(mine == least for mine, least in seen)
 
@@ -77,8 +77,8 @@ def test_a_gather_of_what_stays_on_the_device_waits_for_what_was_queued_before(t
     """Such a shard is not copied there, but its update, by the compute stream, may still be under way."""
     queued = []
     with training(Stack, tmp_path, chunk_mib=1 / 16, weights="device", states="device") as (model, engine, optimizer):
-        copy = engine.weights._run_copy
-        monkeypatch.setattr(engine.weights, "_run_copy", lambda *given: queued.append(copy(*given[:3], "event of the compute stream")))
+        copy = engine.weights.lanes._run_copy
+        monkeypatch.setattr(engine.weights.lanes, "_run_copy", lambda *given: queued.append(copy(given[0], "event of the compute stream")))
         train(model, optimizer, 1)
     assert queued == ["event of the compute stream"] * LAYERS
 

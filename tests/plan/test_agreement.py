@@ -10,10 +10,11 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.sizing import Training, arrange
 from infinity.errors import BudgetError
+from infinity.formats.format import ADAM_MOMENTS, Format
 from infinity.plan.memory_needs import Budgets
 from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
 from infinity.plan.placement import share_device
-from infinity.plan.record import ADAM_MOMENTS, STATES, record_layout
+from infinity.plan.record import STATES, record_layout
 from infinity.plan.schedule import Read, ReadStates, plan
 
 
@@ -44,14 +45,16 @@ def test_ranks_have_the_same_room_on_the_device(block):
     for seed in range(100 * block, 100 * block + 100):
         choose = random.Random(seed)
         world = choose.choice([2, 3, 4])
-        specs = [ParameterSpec(f"p{index}", choose.randint(1, 20_000), "bf16", choose.random() < 0.9) for index in range(12)]
+        accumulates = choose.random() < 0.5
+        formats = {trainable: Format("bf16", trainable, accumulates=accumulates) for trainable in (False, True)}
+        specs = [ParameterSpec(f"p{index}", choose.randint(1, 20_000), formats[choose.random() < 0.9]) for index in range(12)]
         whole = layout(specs, chunk_numel=world * BLOCK_NUMEL * choose.choice([1, 4]), world=world)
         keep = choose.random() < 0.8
         options = {"weights": choose.choice(["auto", "nvme", "host"]), "states": choose.choice(["auto", "nvme", "host", "device"]), "keep": keep}
-        options |= {"deferred": choose.random() < 0.5, "gradient_itemsize": choose.choice([None, 4])}
+        options |= {"deferred": choose.random() < 0.5}
         options |= {"device_budget": choose.randint(200 << 10, 4 << 20), "host_budget": choose.randint(100 << 10, 4 << 20)}
         options |= {"held_nbytes": 80_000, "op_gradient_nbytes": 40_000, "buffers_nbytes": 40_000}
-        records = [[record_layout(chunk.shard_used(rank), "bf16", chunk.trainable) for chunk in whole.chunks] for rank in range(world)]
+        records = [[record_layout(chunk.shard_used(rank), chunk.format) for chunk in whole.chunks] for rank in range(world)]
         try:
             found = [place(whole, own, first=records[0], **options) for own in records]
         except BudgetError:
@@ -60,7 +63,7 @@ def test_ranks_have_the_same_room_on_the_device(block):
         num_that_differ += len({placement.host_nbytes for placement in found}) > 1
         on_device = {(p.device_nbytes, p.fixed_nbytes, p.least_nbytes, p.gradient_limit_nbytes, p.pinned, p.visitors) for p in found}
         assert len(on_device) == 1, seed
-        rest = {"room_nbytes": choose.randint(0, 2 << 20), "gradient_itemsize": options["gradient_itemsize"], "snapshots": ()}
+        rest = {"room_nbytes": choose.randint(0, 2 << 20), "snapshots": ()}
         promoted = [share_device(whole, own, placement.homes[STATES], **rest) for own, placement in zip(records, found)]
         assert promoted == promoted[:1] * world, seed
         num_promoted += bool(promoted[0])
@@ -76,6 +79,6 @@ def test_ranks_expect_the_same_records_on_the_device_where_one_needs_less_host_m
         found = [arrange(model, list(model.named_parameters()), config, budgets, how, (rank, 4)) for rank in range(4)]
         whole, records, placement = found[-1]
         assert all(other.visitors == placement.visitors for _, _, other in found)
-        options = {"weights": "auto", "states": "auto", "keep": True, "deferred": True, "gradient_itemsize": 4, "held_nbytes": 8192}
+        options = {"weights": "auto", "states": "auto", "keep": True, "deferred": True, "held_nbytes": 8192}
         options |= {"op_gradient_nbytes": 6000, "buffers_nbytes": 16_000, "device_budget": 300_000, "host_budget": host_nbytes}
         assert len(place(whole, records, **options).visitors) > len(place(whole, records, first=found[0][1], **options).visitors)

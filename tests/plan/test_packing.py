@@ -3,12 +3,13 @@ from collections import Counter
 
 import pytest
 
-from infinity.plan.packing import BLOCK_NUMEL, WEIGHT_NBYTES, Home, ParameterSpec, Piece, default_chunk_numel, layout
-from infinity.plan.record import FORMATS, record_layout
+from infinity.formats.format import DTYPE_NBYTES, TRAINABLE, Format
+from infinity.plan.packing import BLOCK_NUMEL, Home, ParameterSpec, Piece, default_chunk_numel, layout
+from infinity.plan.record import record_layout
 
 
 def specs_of(*numels, dtype="bf16", trainable=True):
-    return [ParameterSpec(f"p{i}", numel, dtype, trainable) for i, numel in enumerate(numels)]
+    return [ParameterSpec(f"p{i}", numel, Format(dtype, trainable)) for i, numel in enumerate(numels)]
 
 
 def gpt_specs(hidden, layers, vocab, seq, dtype="bf16"):
@@ -71,14 +72,14 @@ def test_a_span_takes_a_bounded_tail():
 
 def test_frozen_and_other_dtypes_have_chunks_of_their_own():
     specs = [
-        ParameterSpec("a", 3000, "bf16", False),
-        ParameterSpec("a.lora", 50, "bf16", True),
-        ParameterSpec("b", 1000, "bf16", False),
-        ParameterSpec("b.lora", 50, "bf16", True),
-        ParameterSpec("scale", 1024, "fp32", True),
+        ParameterSpec("a", 3000, Format("bf16", False)),
+        ParameterSpec("a.lora", 50, Format("bf16", True)),
+        ParameterSpec("b", 1000, Format("bf16", False)),
+        ParameterSpec("b.lora", 50, Format("bf16", True)),
+        ParameterSpec("scale", 1024, Format("fp32", True)),
     ]
     got = layout(specs, chunk_numel=4096, world=1)
-    assert [(s.dtype, s.trainable, s.params) for s in got.spans] == [
+    assert [(s.format.compute, s.trainable, s.params) for s in got.spans] == [
         ("bf16", False, (0, 2)),
         ("bf16", True, (1, 3)),
         ("fp32", True, (4,)),
@@ -87,7 +88,7 @@ def test_frozen_and_other_dtypes_have_chunks_of_their_own():
 
 
 def named(**numels):
-    return [ParameterSpec(name.replace("_", "."), numel, "bf16", True) for name, numel in numels.items()]
+    return [ParameterSpec(name.replace("_", "."), numel, Format("bf16", True)) for name, numel in numels.items()]
 
 
 def spans_by_name(specs, chunk_numel):
@@ -198,7 +199,7 @@ def test_padding_at_hidden_4096_is_at_most_a_thousandth(world, chunk_mib, vocab)
 @pytest.mark.parametrize("hidden", [1024, 4096])
 def test_records_waste_at_most_a_hundredth(hidden):
     got = layout(gpt_specs(hidden, 4, 32000, 1024), chunk_numel=default_chunk_numel(8, 2), world=2)
-    stored = sum(record_layout(c.shard_used(r), "bf16", True).nbytes for c in got.chunks for r in range(2))
+    stored = sum(record_layout(c.shard_used(r), Format("bf16", True)).nbytes for c in got.chunks for r in range(2))
     assert 12 * got.num_parameters <= stored <= 1.01 * 12 * got.num_parameters
 
 
@@ -214,8 +215,8 @@ def random_specs(rng, chunk_numel):
         lambda: rng.randint(chunk_numel, 6 * chunk_numel),
         lambda: rng.randint(1, 6) * chunk_numel,
     ]
-    classes = [("bf16", True)] * 4 + [("bf16", False), ("fp32", True)]
-    return [ParameterSpec(f"p{i}", rng.choice(sizes)(), *rng.choice(classes)) for i in range(rng.randint(1, 30))]
+    formats = [Format("bf16")] * 4 + [Format("bf16", trainable=False), Format("fp32"), Format("fp8_e4m3", trainable=False)]
+    return [ParameterSpec(f"p{i}", rng.choice(sizes)(), rng.choice(formats)) for i in range(rng.randint(1, 30))]
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -234,13 +235,13 @@ def test_random_layouts_keep_every_promise(seed):
         for index in span.chunks:
             chunk = got.chunks[index]
             assert (chunk.index, chunk.span, chunk.offset) == (index, span.index, offset)
-            assert (chunk.dtype, chunk.trainable) == (span.dtype, span.trainable)
+            assert chunk.format == span.format
             assert 0 < chunk.used <= chunk.numel <= chunk_numel and chunk.numel % unit == 0
             assert chunk.numel - chunk.used < unit + BLOCK_NUMEL
             offset += chunk.numel
         assert offset == span.numel
         assert len({got.chunks[index].numel for index in span.chunks[:-1]}) <= 1
-        assert {(specs[p].dtype, specs[p].trainable) for p in span.params} == {(span.dtype, span.trainable)}
+        assert {specs[p].format for p in span.params} == {span.format}
         largest = max(specs[p].numel for p in span.params)
         assert len(span.chunks) <= -(-largest // chunk_numel) + (largest > chunk_numel)
         assert list(span.params) == sorted(span.params)
@@ -281,7 +282,7 @@ def test_random_layouts_keep_every_promise(seed):
     # Alignment, and no block of a norm is cut by a shard.
     for param, spec in enumerate(specs):
         offset = got.homes[param].offset
-        assert offset * WEIGHT_NBYTES[spec.dtype] % 128 == 0
+        assert offset * spec.format.itemsize % 128 == 0
         span = got.spans[got.homes[param].span]
         shard_of = {}
         for index in span.chunks:
@@ -331,7 +332,7 @@ def test_a_tail_is_bounded(seed):
 
 
 def test_a_trainable_bf16_record_has_four_aligned_segments():
-    record = record_layout(5000, "bf16", True)
+    record = record_layout(5000, Format("bf16", True))
     assert [segment.name for segment in record.segments] == ["weight", "residual", "momentum", "variance"]
     assert record.offsets == (0, 12288, 24576, 45056)
     assert (record.weight_nbytes, record.states_offset, record.states_nbytes, record.nbytes) == (12288, 12288, 53248, 65536)
@@ -339,24 +340,24 @@ def test_a_trainable_bf16_record_has_four_aligned_segments():
 
 
 def test_a_trainable_fp32_record_has_no_residual():
-    record = record_layout(1024, "fp32", True)
+    record = record_layout(1024, Format("fp32", True))
     assert [segment.name for segment in record.segments] == ["weight", "momentum", "variance"]
     assert (record.offsets, record.nbytes) == ((0, 4096, 8192), 12288)
     with pytest.raises(KeyError):
         record.offset_of("residual")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", TRAINABLE)
 def test_a_frozen_record_is_its_weight(format):
-    record = record_layout(4096, format, False)
+    record = record_layout(4096, Format(format, False))
     assert len(record.segments) == 1
-    assert record.nbytes == record.weight_nbytes == 4096 * WEIGHT_NBYTES[format]
+    assert record.nbytes == record.weight_nbytes == 4096 * DTYPE_NBYTES[format]
     assert record.states_nbytes == 0
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", TRAINABLE)
 def test_an_empty_shard_has_an_empty_record(format):
-    record = record_layout(0, format, True)
+    record = record_layout(0, Format(format, True))
     assert (record.nbytes, record.weight_nbytes, record.states_nbytes) == (0, 0, 0)
 
 
@@ -373,5 +374,5 @@ def test_an_empty_shard_has_an_empty_record(format):
     ],
 )
 def test_bytes_a_parameter(format, moments, moments_dtype, nbytes):
-    assert record_layout(2**20, format, True, moments, moments_dtype).nbytes == nbytes * 2**20
-    assert record_layout(2**20, format, False, moments, moments_dtype).nbytes == WEIGHT_NBYTES[format] * 2**20
+    assert record_layout(2**20, Format(format, True, moments, moments_dtype)).nbytes == nbytes * 2**20
+    assert record_layout(2**20, Format(format, False, moments, moments_dtype)).nbytes == DTYPE_NBYTES[format] * 2**20

@@ -10,6 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import BudgetError
+from infinity.formats.format import Format
 from infinity.plan import chunk_size, host_memory
 from infinity.plan import placement as planner
 from infinity.plan.chunk_size import chunk_numels
@@ -17,22 +18,22 @@ from infinity.plan.host_memory import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_W
 from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
 from infinity.plan.placement import share_device
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
+from infinity.plan.tiers import DEVICE, HOST, NVME
 
 # Eight chunks of one parameter of 4096 elements each: a bf16 weight is 8 KiB, the states are 40 KiB, a gradient is 8 KiB.
 NUM, WEIGHT, STATE, GRADIENT = 8, 8 << 10, 40 << 10, 8 << 10
 AMPLE = 1 << 30
 
 
-def placed(*, num=NUM, world=1, dtype="bf16", frozen=(), **changes):
-    specs = [ParameterSpec(f"p{i}", 4096, dtype, i not in frozen) for i in range(num)]
+def placed(*, num=NUM, world=1, dtype="bf16", frozen=(), accumulates=False, **changes):
+    specs = [ParameterSpec(f"p{i}", 4096, Format(dtype, i not in frozen, accumulates=accumulates)) for i in range(num)]
     whole = layout(specs, chunk_numel=4096, world=world)
-    records = [record_layout(chunk.shard_used(0), dtype, chunk.trainable) for chunk in whole.chunks]
+    records = [record_layout(chunk.shard_used(0), chunk.format) for chunk in whole.chunks]
     options = {
         "weights": "auto",
         "states": "auto",
         "keep": True,
         "deferred": False,
-        "gradient_itemsize": None,
         "device_budget": AMPLE,
         "host_budget": AMPLE,
         "held_nbytes": 2 * WEIGHT,
@@ -58,13 +59,13 @@ def few_slots(monkeypatch):
 
 def test_what_fits_on_the_device_lives_there_and_needs_no_host_memory():
     found = placed()
-    assert found.homes[WEIGHTS] == found.homes[STATES] == ("device",) * NUM
+    assert found.homes[WEIGHTS] == found.homes[STATES] == (DEVICE,) * NUM
     assert (found.pinned, found.host_nbytes, found.nvme_nbytes) == (True, 0, 0)
 
 
 def test_on_a_small_device_all_goes_to_an_ample_host():
     found = placed(device_budget=100 << 10)
-    assert found.homes[WEIGHTS] == found.homes[STATES] == ("host",) * NUM
+    assert found.homes[WEIGHTS] == found.homes[STATES] == (HOST,) * NUM
     assert found.nvme_nbytes == 0
 
 
@@ -78,9 +79,9 @@ def test_host_memory_left_over_keeps_weights_before_states_and_last_chunks_first
     homes = []
     for spare in (0, WEIGHT, 3 * WEIGHT, 6 * WEIGHT, 6 * WEIGHT + STATE, 6 * WEIGHT + 3 * STATE, 6 * WEIGHT + 6 * STATE - 1, 6 * WEIGHT + 6 * STATE):
         found = placed(device_budget=100 << 10, host_budget=full + spare)
-        homes.append((found.homes[WEIGHTS].count("host"), found.homes[STATES].count("host")))
-        assert found.homes[WEIGHTS] == ("nvme",) * found.homes[WEIGHTS].count("nvme") + ("host",) * found.homes[WEIGHTS].count("host")
-        assert found.homes[STATES] == ("nvme",) * found.homes[STATES].count("nvme") + ("host",) * found.homes[STATES].count("host")
+        homes.append((found.homes[WEIGHTS].count(HOST), found.homes[STATES].count(HOST)))
+        assert found.homes[WEIGHTS] == (NVME,) * found.homes[WEIGHTS].count(NVME) + (HOST,) * found.homes[WEIGHTS].count(HOST)
+        assert found.homes[STATES] == (NVME,) * found.homes[STATES].count(NVME) + (HOST,) * found.homes[STATES].count(HOST)
         assert found.host_nbytes <= full + spare
     assert homes == [(0, 0), (1, 0), (3, 0), (8, 0), (8, 1), (8, 3), (8, 5), (8, 8)]
 
@@ -94,7 +95,7 @@ def test_host_memory_that_could_hold_more_is_not_left_over(num, deferred):
         left = host - found.host_nbytes
         assert left >= 0
         for kind, nbytes in ((WEIGHTS, WEIGHT), (STATES, STATE), (GRADIENTS, GRADIENT)):
-            assert left < nbytes or found.homes[kind].count("nvme") == 0, (host, kind)
+            assert left < nbytes or found.homes[kind].count(NVME) == 0, (host, kind)
 
 
 def test_a_model_whose_chunks_all_have_slots_needs_no_drive():
@@ -106,19 +107,19 @@ def test_a_model_whose_chunks_all_have_slots_needs_no_drive():
 
 def test_residency_none_keeps_nothing():
     found = placed(device_budget=100 << 10, keep=False)
-    assert found.homes[WEIGHTS] == found.homes[STATES] == ("nvme",) * NUM
+    assert found.homes[WEIGHTS] == found.homes[STATES] == (NVME,) * NUM
     assert found.nvme_nbytes == NUM * (WEIGHT + STATE + GRADIENT)
 
 
 @pytest.mark.parametrize(
     "weights, states, expected",
     [
-        ("host", "nvme", ("host", "nvme", False)),
-        ("nvme", "host", ("nvme", "host", False)),
-        ("host", "host", ("host", "host", False)),
-        ("device", "nvme", ("nvme", "nvme", True)),  # the record keeps its weights beside the states
-        ("device", "host", ("host", "host", True)),
-        ("device", "device", ("device", "device", True)),
+        ("host", "nvme", (HOST, NVME, False)),
+        ("nvme", "host", (NVME, HOST, False)),
+        ("host", "host", (HOST, HOST, False)),
+        ("device", "nvme", (NVME, NVME, True)),  # the record keeps its weights beside the states
+        ("device", "host", (HOST, HOST, True)),
+        ("device", "device", (DEVICE, DEVICE, True)),
     ],
 )
 def test_what_is_asked_for_is_done(weights, states, expected):
@@ -155,15 +156,15 @@ def test_the_least_host_memory_is_the_fewest_slots():
 def test_gradients_that_wait_for_the_step_stay_in_host_memory_where_they_fit():
     fewest = MIN_WEIGHT_SLOTS * WEIGHT + MIN_STATE_SLOTS * STATE + MIN_GRADIENT_SLOTS * GRADIENT
     options = {"device_budget": 100 << 10, "deferred": True, "keep": False}
-    for itemsize, gradient in ((None, GRADIENT), (4, 2 * GRADIENT)):  # as they are, and accumulated in fp32
+    for accumulates, gradient in ((False, GRADIENT), (True, 2 * GRADIENT)):  # as they are, and accumulated in fp32
         least = fewest + 2 * (gradient - GRADIENT)
-        found = placed(host_budget=least + NUM * gradient, gradient_itemsize=itemsize, **options)
-        assert found.homes[GRADIENTS] == ("host",) * NUM and not found.slots[GRADIENTS]
-        found = placed(host_budget=least, gradient_itemsize=itemsize, **options)
-        assert found.homes[GRADIENTS] == ("nvme",) * NUM and found.slots[GRADIENTS] == 2
+        found = placed(host_budget=least + NUM * gradient, accumulates=accumulates, **options)
+        assert found.homes[GRADIENTS] == (HOST,) * NUM and not found.slots[GRADIENTS]
+        found = placed(host_budget=least, accumulates=accumulates, **options)
+        assert found.homes[GRADIENTS] == (NVME,) * NUM and found.slots[GRADIENTS] == 2
         assert found.nvme_nbytes == NUM * (WEIGHT + STATE + gradient)
         with pytest.raises(BudgetError, match=f"needs {least} bytes"):
-            placed(host_budget=least - 1, gradient_itemsize=itemsize, **options)
+            placed(host_budget=least - 1, accumulates=accumulates, **options)
 
 
 def test_a_quarter_of_the_updates_in_backward_that_move_their_records_may_wait_with_a_gradient_in_a_slot():
@@ -173,7 +174,7 @@ def test_a_quarter_of_the_updates_in_backward_that_move_their_records_may_wait_w
     assert placed(**slots, frozen=range(32)).slots[GRADIENTS] == 8
     assert placed(**slots, frozen=range(64)).slots[GRADIENTS] == 0
     half = placed(num=64, device_budget=16 * WEIGHT, host_budget=64 * (WEIGHT + STATE // 2) + 64 * WEIGHT + 12 * STATE)
-    assert host_memory.GRADIENT_SLOTS <= half.slots[GRADIENTS] < 16 and "nvme" in half.homes[STATES]
+    assert host_memory.GRADIENT_SLOTS <= half.slots[GRADIENTS] < 16 and NVME in half.homes[STATES]
 
 
 def test_the_least_device_memory_is_the_largest_op_and_its_gradient():
@@ -186,8 +187,8 @@ def test_the_least_device_memory_is_the_largest_op_and_its_gradient():
 
 def test_auto_leaves_the_device_where_gradients_would_not_fit():
     whole = NUM * (WEIGHT + STATE + GRADIENT) + WEIGHT
-    assert placed(device_budget=whole).homes[STATES] == ("device",) * NUM
-    assert placed(device_budget=whole - 1).homes[STATES] == ("host",) * NUM
+    assert placed(device_budget=whole).homes[STATES] == (DEVICE,) * NUM
+    assert placed(device_budget=whole - 1).homes[STATES] == (HOST,) * NUM
 
 
 def test_weights_on_the_device_need_room_for_all_of_them():
@@ -200,7 +201,7 @@ def test_weights_on_the_device_need_room_for_all_of_them():
 def test_states_on_the_device_need_room_for_everything():
     with pytest.raises(BudgetError, match="states='device' needs .* Raise device_memory or choose states='host'") as error:
         placed(states="device", device_budget=100 << 10)
-    assert placed(states="device", device_budget=needed(error)).homes[STATES] == ("device",) * NUM
+    assert placed(states="device", device_budget=needed(error)).homes[STATES] == (DEVICE,) * NUM
 
 
 @pytest.mark.parametrize("weights, states", [*itertools.product(("auto", "host", "nvme"), repeat=2)])
@@ -219,21 +220,21 @@ def test_every_budget_from_the_least_on_is_kept(weights, states, deferred):
 @pytest.mark.parametrize("states", ["auto", "device"])
 def test_what_is_on_the_device_is_decided_alike_on_all_ranks(states):
     """The second rank's shards hold less: what it could just hold, the first could not."""
-    specs = [ParameterSpec(f"p{i}", 5000, "bf16", True) for i in range(NUM)]
+    specs = [ParameterSpec(f"p{i}", 5000, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=8192, world=2)
-    options = {"weights": "auto", "states": states, "keep": True, "deferred": False, "gradient_itemsize": None}
+    options = {"weights": "auto", "states": states, "keep": True, "deferred": False}
     options |= {"host_budget": AMPLE, "held_nbytes": 2 * WEIGHT, "op_gradient_nbytes": WEIGHT}
     outcomes = set()
     for budget in range(100 << 10, 700 << 10, 4096):
         found = []
         for rank in range(2):
-            records = [record_layout(chunk.shard_used(rank), "bf16", True) for chunk in whole.chunks]
+            records = [record_layout(chunk.shard_used(rank), Format("bf16", True)) for chunk in whole.chunks]
             try:
                 placement = place(whole, records, device_budget=budget, **options)
                 found.append((placement.pinned, placement.fixed_nbytes, placement.homes[STATES][0]))
             except BudgetError as error:
                 found.append(str(error))
-            found[-1] = (found[-1], share_device(whole, records, ["host"] * NUM, room_nbytes=budget, gradient_itemsize=None)[0])
+            found[-1] = (found[-1], share_device(whole, records, [HOST] * NUM, room_nbytes=budget)[0])
         assert found[0] == found[1], budget
         outcomes.add(str(found[0][0])[:5])
     assert len(outcomes) == 2  # both kinds were seen
@@ -247,15 +248,15 @@ def crowded(nvme_budget, *, device_budget, host_budget=400 << 10, **changes):
 def test_what_neither_host_nor_nvme_holds_lives_on_the_device(deferred, monkeypatch):
     monkeypatch.setattr(planner, "UNDER_WAY_NBYTES", 0)
     ample = crowded(None, device_budget=400 << 10, deferred=deferred)
-    assert "device" not in ample.homes[STATES] and ample.nvme_nbytes > STATE
+    assert DEVICE not in ample.homes[STATES] and ample.nvme_nbytes > STATE
     counts = []
     for nvme_budget in range(ample.nvme_nbytes, -1, -4096):
         found = crowded(nvme_budget, device_budget=400 << 10, deferred=deferred)
-        count = found.homes[STATES].count("device")
+        count = found.homes[STATES].count(DEVICE)
         counts.append(count)
         assert found.nvme_nbytes <= nvme_budget and found.host_nbytes <= 400 << 10
         for kind in (WEIGHTS, STATES, GRADIENTS):
-            assert [home == "device" for home in found.homes[kind]] == [True] * count + [False] * (NUM - count)
+            assert [home == DEVICE for home in found.homes[kind]] == [True] * count + [False] * (NUM - count)
         taken = count * (WEIGHT + STATE + GRADIENT)
         slack = (400 << 10) - (2 * WEIGHT + WEIGHT) - taken
         assert found.least_nbytes == 2 * WEIGHT + WEIGHT + taken + min(WEIGHT, slack // 3) <= 400 << 10
@@ -268,29 +269,29 @@ def test_as_many_as_have_room_live_on_the_device(few_slots):
     least = 3 * WEIGHT
     for count in range(4):
         found = crowded(0, device_budget=least + count * (WEIGHT + STATE + GRADIENT) + 4096, host_budget=200 << 10)
-        assert found.homes[STATES].count("device") == count
+        assert found.homes[STATES].count(DEVICE) == count
         assert found.nvme_nbytes > 0  # the swap refuses it, and names the bytes that are missing
 
 
 @pytest.mark.parametrize("changes", [{"weights": "nvme"}, {"states": "nvme"}, {"states": "host"}, {"weights": "host"}, {"keep": False}], ids=str)
 def test_nothing_is_crowded_out_of_a_place_that_was_asked_for(changes):
     found = crowded(0, device_budget=400 << 10, host_budget=1 << 20, **changes)
-    assert "device" not in found.homes[STATES] + found.homes[WEIGHTS]
+    assert DEVICE not in found.homes[STATES] + found.homes[WEIGHTS]
 
 
 @pytest.mark.parametrize("world, numel", [(2, 5000), (3, 7000), (4, 9000)])
 def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(world, numel):
     """Smaller shards may need more: then slots take what else would be homes in host memory."""
-    specs = [ParameterSpec(f"p{i}", numel, "bf16", True) for i in range(NUM)]
+    specs = [ParameterSpec(f"p{i}", numel, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=world * BLOCK_NUMEL, world=world)
-    options = {"weights": "auto", "states": "auto", "keep": True, "deferred": False, "gradient_itemsize": None}
+    options = {"weights": "auto", "states": "auto", "keep": True, "deferred": False}
     options |= {"host_budget": 100 << 10, "device_budget": 500 << 10, "held_nbytes": 2 * WEIGHT, "op_gradient_nbytes": WEIGHT}
     options["buffers_nbytes"] = WEIGHT + 2 * world * BLOCK_NUMEL * 2
     counts, differ = set(), False
     for nvme_budget in range(0, 600 << 10, 4096):
 
         def placed_on(rank, **least):
-            records = [record_layout(chunk.shard_used(rank), "bf16", True) for chunk in whole.chunks]
+            records = [record_layout(chunk.shard_used(rank), Format("bf16", True)) for chunk in whole.chunks]
             return place(whole, records, nvme_budget=nvme_budget, **options, **least)
 
         found, agreed = [placed_on(rank) for rank in range(world)], 0
@@ -300,7 +301,7 @@ def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(worl
             found = [placed_on(rank, least_crowded_out=agreed) for rank in range(world)]
         for placement in found:
             assert (placement.fixed_nbytes, placement.least_nbytes) == (found[0].fixed_nbytes, found[0].least_nbytes)
-            on_device = [home == "device" for home in placement.homes[STATES]]
+            on_device = [home == DEVICE for home in placement.homes[STATES]]
             assert sum(on_device[span.chunks[0]] for span in whole.spans) == agreed
             assert placement.nvme_nbytes <= nvme_budget or placement.least_nbytes + WEIGHT + 5 * STATE > 500 << 10
         counts.add(agreed)
@@ -316,7 +317,7 @@ def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(few_
     for host in range(150 << 10, 600 << 10, 4096):
         found = placed(device_budget=THREE_VISIT, host_budget=host)
         assert found.visitors == {0, 1, 2}
-        by_kind = {kind: [home == "host" for home in found.homes[kind]] for kind in (WEIGHTS, STATES)}
+        by_kind = {kind: [home == HOST for home in found.homes[kind]] for kind in (WEIGHTS, STATES)}
         seen |= {(sum(here[3:]), sum(here[:3])) for here in by_kind.values()}
         assert all(by_kind[WEIGHTS][3:]) or not any(by_kind[STATES])
         assert all(by_kind[STATES][3:]) or sum(by_kind[WEIGHTS][:3]) * WEIGHT < STATE and not any(by_kind[STATES][:3])
@@ -344,7 +345,7 @@ def test_gradients_that_wait_come_before_homes_of_visitors_and_these_before_thei
     host_kib, num_visit, weights, states, gradients, few_slots
 ):
     found = placed(device_budget=THREE_VISIT, host_budget=host_kib << 10, deferred=True)
-    homes = ["".join(home[0] for home in found.homes[kind]) for kind in (WEIGHTS, STATES, GRADIENTS)]
+    homes = ["".join(home.name[0] for home in found.homes[kind]) for kind in (WEIGHTS, STATES, GRADIENTS)]
     assert (found.visitors, homes) == (set(range(num_visit)), [weights, states, gradients])
     assert found.may_stay == {index for index, home in enumerate(gradients) if home == "n"}
 
@@ -380,30 +381,30 @@ def test_gradients_that_do_not_wait_leave_room_to_records_where_all_of_these_fit
         by_hand = placed(device_budget=device, host_budget=host, weights="host", states="host") if host >= whole + 2 * GRADIENT else None
         homes = [home for kind in (WEIGHTS, STATES) for home in found.homes[kind]]
         if by_hand is not None:
-            assert "nvme" not in homes and found.homes == by_hand.homes
+            assert NVME not in homes and found.homes == by_hand.homes
         elif host < whole:
-            assert "nvme" in homes
-        seen.add((homes.count("nvme") > 0, found.homes[GRADIENTS].count("host")))
+            assert NVME in homes
+        seen.add((homes.count(NVME) > 0, found.homes[GRADIENTS].count(HOST)))
     assert {(True, 5), (False, 0), (False, NUM)} <= seen, seen
 
 
 def test_records_that_live_on_the_device_come_before_those_that_visit_it():
-    specs = [ParameterSpec(f"p{i}", 4096, "bf16", True) for i in range(NUM)]
+    specs = [ParameterSpec(f"p{i}", 4096, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=4096, world=1)
-    records = [record_layout(chunk.shard_used(0), "bf16", True) for chunk in whole.chunks]
-    options = {"gradient_itemsize": None, "snapshots": ()}
+    records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
+    options = {"snapshots": ()}
     for count in range(NUM):
         room = NUM * WEIGHT + count * (STATE + GRADIENT)
-        every, _ = share_device(whole, records, ["nvme"] * NUM, room_nbytes=room, **options)
+        every, _ = share_device(whole, records, [NVME] * NUM, room_nbytes=room, **options)
         assert every == [(index, STATE + GRADIENT) for index in range(count)]
-        assert share_device(whole, records, ["device"] * 3 + ["nvme"] * 5, room_nbytes=room, **options) == (every[3:], [])
+        assert share_device(whole, records, [DEVICE] * 3 + [NVME] * 5, room_nbytes=room, **options) == (every[3:], [])
 
 
 def test_gradients_that_stay_on_the_device_leave_their_room_to_records_that_live_there():
-    specs = [ParameterSpec(f"p{i}", 4096, "bf16", True) for i in range(NUM)]
+    specs = [ParameterSpec(f"p{i}", 4096, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=4096, world=1)
-    records = [record_layout(chunk.shard_used(0), "bf16", True) for chunk in whole.chunks]
-    homes, options = ["device"] * 3 + ["nvme"] * 5, {"gradient_itemsize": None, "may_stay": range(NUM)}
+    records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
+    homes, options = [DEVICE] * 3 + [NVME] * 5, {"may_stay": range(NUM)}
     at_home = NUM * WEIGHT + 3 * (STATE + GRADIENT)
     for count in range(6):
         found = share_device(whole, records, homes, room_nbytes=at_home + count * GRADIENT, **options)
@@ -429,21 +430,22 @@ LARGE = {3.2: blocks(28, 3072, 8192, 1024, 64_000), 8.03: blocks(32, 4096, 14_33
 def settled(size, accumulation_steps, device, once_measured, host, nvme):
     """Budgets in GB, that of the device when it is planned and once activations are known. Billions of parameters that the host updates,
     gigabytes that a step reads and writes on NVMe then, those of records whose homes are there."""
-    specs = [ParameterSpec(f"p{i}", numel, "bf16", True) for i, numel in enumerate(LARGE[size])]
+    format = Format("bf16", accumulates=accumulation_steps > 1)
+    specs = [ParameterSpec(f"p{i}", numel, format) for i, numel in enumerate(LARGE[size])]
     whole = layout(specs, chunk_numel=11 << 20, world=1)
-    records = [record_layout(chunk.shard_used(0), "bf16", True) for chunk in whole.chunks]
-    itemsize, most = 4 if accumulation_steps > 1 else None, 2 * max(LARGE[size])
-    options = {"weights": "auto", "states": "auto", "keep": True, "deferred": True, "gradient_itemsize": itemsize}
+    records = [record_layout(chunk.shard_used(0), chunk.format) for chunk in whole.chunks]
+    most = 2 * max(LARGE[size])
+    options = {"weights": "auto", "states": "auto", "keep": True, "deferred": True}
     options |= {"host_budget": host * GB, "nvme_budget": nvme * GB, "held_nbytes": 2 * most, "op_gradient_nbytes": most}
     found = place(whole, records, device_budget=device * GB, **options)
     assert found.host_nbytes <= host * GB and found.nvme_nbytes <= nvme * GB
     room = max(once_measured * GB, found.least_nbytes) - found.gradient_limit_nbytes
-    spans = share_device(whole, records, found.homes[STATES], room_nbytes=room, gradient_itemsize=itemsize, may_stay=found.may_stay)
+    spans = share_device(whole, records, found.homes[STATES], room_nbytes=room, may_stay=found.may_stay)
     visiting, staying = ({index for span, _ in those for index in whole.spans[span].chunks} for those in spans)
-    updated = [i for i in range(len(records)) if i not in visiting and found.homes[STATES][i] != "device"]
+    updated = [i for i in range(len(records)) if i not in visiting and found.homes[STATES][i] != DEVICE]
 
     def on_nvme(kind, chunks):
-        return sum(found.sizes[kind][index] for index in chunks if found.homes[kind][index] == "nvme")
+        return sum(found.sizes[kind][index] for index in chunks if found.homes[kind][index] == NVME)
 
     waiting = on_nvme(GRADIENTS, [index for index in updated if index not in staying])
     waiting = max(0, waiting - found.slots[GRADIENTS] * max(found.in_slots[GRADIENTS]))
@@ -567,7 +569,7 @@ def test_the_engine_holds_what_was_planned(tmp_path, mode, update, accumulation_
         assert placement.host_nbytes <= config.host_memory
         assert placement.host_nbytes <= stats["host_arena_nbytes"] <= 1.02 * placement.host_nbytes + 4096 * 4
         assert stats["peak_device_nbytes"] <= config.device_memory
-        if placement.homes[STATES][0] == "device":
+        if placement.homes[STATES][0] == DEVICE:
             spans = sum(span.nbytes for span in engine.registry.spans)
             assert stats["peak_device_nbytes"] >= spans + sum(placement.sizes[STATES]) + sum(c.record.numel for c in engine.registry.chunks) * 2
         assert (engine.swap is None) == (placement.nvme_nbytes == 0)

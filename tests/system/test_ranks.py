@@ -32,7 +32,7 @@ import infinity
 from aio_ext import _aio
 from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
-from infinity.tiers.records import Records
+from infinity.tiers.record_mover import RecordMover
 from infinity.tiers.updates import Updater
 
 ROOT = Path(__file__).parents[2]
@@ -242,7 +242,7 @@ def train_crowded(folder, drive_nbytes, **changes):
 
     place = planner.place
     with mock.patch("infinity.engine.build.room_nbytes", lambda paths: drive_nbytes), mock.patch("infinity.plan.placement.place", placed):
-        return train(folder, **changes) | {"at_home": homes[-1].homes["states"].count("device")}
+        return train(folder, **changes) | {"at_home": len([home for home in homes[-1].homes["states"] if home.is_device])}
 
 
 def train_split(folder, every, **changes):
@@ -255,7 +255,7 @@ def train_split(folder, every, **changes):
 
     put_off_ = Updater.put_off
     crowded = lambda records, kind: next(asked) % every[dist.get_rank()] == 0
-    with mock.patch.object(Records, "is_crowded", crowded), mock.patch.object(Updater, "put_off", noted):
+    with mock.patch.object(RecordMover, "is_crowded", crowded), mock.patch.object(Updater, "put_off", noted):
         return train(folder, **changes) | {"put_off": put_off}
 
 
@@ -957,7 +957,7 @@ def fail_at(engine, stage):
     if stage in ("nc", "cn"):
         _aio._inject("read" if stage == "nc" else "write", 2, -1, -errno.EIO)
     elif stage == "cg":
-        engine.weights._finish_copy = engine.weights._run_copy = fail
+        engine.weights.lanes._finish_copy = engine.weights.lanes._run_copy = fail
     elif stage == "gg":
         engine.ranks.gather = fail
     elif stage == "reduce":

@@ -15,8 +15,9 @@ from torch import nn
 import infinity
 from aio_ext import _aio
 from infinity.engine.sizing import may_compress
+from infinity.formats.format import Format, Segment
 from infinity.plan import compression
-from infinity.plan.record import STATES, WEIGHTS, Segment, record_layout
+from infinity.plan.record import STATES, WEIGHTS, record_layout
 from infinity.system.lanes import Lane
 from infinity.tiers import _huffman
 
@@ -27,7 +28,7 @@ def linears(depth, width):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
 
 
-BF16, FP32, INT16 = Segment("weight", "bf16", 2), Segment("momentum", "fp32", 4), Segment("residual", "int16", 2)
+BF16, FP32, INT16 = Segment("weight", "bf16"), Segment("momentum", "fp32"), Segment("residual", "int16")
 
 
 def compressed(data, itemsize):
@@ -474,7 +475,7 @@ def test_on_a_gpu_training_has_the_same_bits(tmp_path):
 
 
 def test_segments_of_a_kind():
-    record = record_layout(5000, "bf16", True)
+    record = record_layout(5000, Format("bf16", True))
     assert [(s.name, offset, nbytes) for s, offset, nbytes in record.of(WEIGHTS)] == [("weight", 0, 12288)]
     assert [(s.name, offset, nbytes) for s, offset, nbytes in record.of(STATES)] == [
         ("residual", 0, 12288),
@@ -487,7 +488,7 @@ def test_segments_of_a_kind():
 @pytest.mark.parametrize("numel, expected", [(0, 0), (1, 32 << 10), (8192, 256 << 10), (1 << 19, 16 * MIB), (1 << 24, 16 * MIB)])
 def test_memory_for_buffers(numel, expected):
     """Eight of the largest segment of floats, or of 2 MiB."""
-    assert compression.buffers_nbytes([record_layout(numel, "bf16", True), record_layout(numel // 2, "bf16", True)]) == expected
+    assert compression.buffers_nbytes([record_layout(numel, Format("bf16", True)), record_layout(numel // 2, Format("bf16", True))]) == expected
 
 
 @pytest.mark.parametrize(

@@ -25,15 +25,16 @@ def trained(tmp_path):
     with training(stack, tmp_path, chunk_mib=1 / 16, host_memory="64MiB", **NVME) as (model, engine, optimizer):
         assert [len(span.chunks) for span in engine.layout.spans] == [1] * LAYERS
         reads = collections.Counter()
-        begin_read = engine.records._begin_read
+        grant = engine.records._grant
 
         def counted(request):
-            entry = begin_read(request)
-            if entry is not None and request.kind == WEIGHTS:
+            was_there = engine.records.caches[request.kind].find(request.chunk) is not None
+            granted = grant(request)
+            if granted and not was_there and request.kind == WEIGHTS:
                 reads[request.chunk.index] += 1
-            return entry
+            return granted
 
-        engine.records._begin_read = counted
+        engine.records._grant = counted
 
         def steps(count):
             before = reads.copy()

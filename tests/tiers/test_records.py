@@ -21,7 +21,7 @@ from infinity.system.arena import Arena, Slots
 from infinity.system.events import Events
 from infinity.system.failure import FirstFailure
 from infinity.system.swap import Swap
-from infinity.tiers.records import Lease, Records, Request
+from infinity.tiers.record_mover import Lease, RecordMover, Request
 
 NBYTES = 4096
 SECONDS = 20  # after which something is taken to hang
@@ -58,7 +58,7 @@ class Bench:
             for kind, value in ((WEIGHTS, chunk.index), (STATES, 100 + chunk.index)):
                 buffer.tensor(torch.uint8, 0, NBYTES).fill_(value)
                 self.swap.write(chunk.extents[kind], buffer.buffer).wait()
-        self.records = Records(self.swap, caches, self.lock, self.events, FirstFailure(), keep=keep)
+        self.records = RecordMover(self.swap, caches, self.lock, self.events, FirstFailure(), keep=keep)
 
     def request(self, index, kind=WEIGHTS, **options):
         return self.records.request(self.chunks[index], kind, **options)
@@ -412,13 +412,13 @@ def test_a_slot_that_an_interrupted_read_may_still_write_to_is_nobodys(bench, mo
         b.unpin(index, entry)
 
 
-@pytest.mark.parametrize("where", ["finish", "_try"])
+@pytest.mark.parametrize("where", ["finish", "_grant"])
 def test_an_interrupted_request_leaves_others_their_copy(bench, monkeypatch, where):
     b = bench()
     held = b.granted(b.request(3))
     held.memory.buffer[0] = 77
     Lease(b.records, b.chunks[3], {WEIGHTS: held}).begin_change()
-    monkeypatch.setattr(*((Request, "finish") if where == "finish" else (b.records, "_try")), lambda thing: interrupt())
+    monkeypatch.setattr(*((Request, "finish") if where == "finish" else (b.records, "_grant")), lambda thing: interrupt())
     for pin in (True, False):
         with pytest.raises(KeyboardInterrupt):
             b.request(3, pin=pin)

@@ -15,19 +15,21 @@ from torch import nn
 
 import infinity
 from aio_ext import _aio
+from infinity.formats.format import Format
 from infinity.optim.adam import Dither
 from infinity.optim.rules import AdamRule, LionRule, SGDRule
 from infinity.plan import chunk_size, compression
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.late_moments import BLOCK_NBYTES, MOST_LATE, pool_for
+from infinity.plan.tiers import HOST, in_storage
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
-from infinity.tiers.records import Records
-from infinity.tiers.late_moments import CatchUp, GradientPool, LateUpdate, late_gradient
+from infinity.tiers.record_mover import RecordMover
+from infinity.tiers.late_moments import CatchUp, LateUpdate, GradientPool, late_gradient
 
 MIB = 1 << 20
 NUMEL = 500_000
-RECORD = record_layout(NUMEL, "bf16", True)
+RECORD = record_layout(NUMEL, Format("bf16", True))
 COMPRESSED = NVME | {"dtype": "bf16", "compression": "on", "chunk_mib": 0.5, "host_memory": "24MiB"}
 POOLED = COMPRESSED | {"host_memory": "64MiB"}  # with room for gradients
 
@@ -342,7 +344,7 @@ def gradients_of(model, step, unused):
 )
 def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments, num_late, written_of_states, monkeypatch):
     """Each step the same number of bytes."""
-    monkeypatch.setattr(Records, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
+    monkeypatch.setattr(RecordMover, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
     config = COMPRESSED | {"host_memory": host_memory, "moments": moments}
     with training(lambda: linears(9, 512), tmp_path, **config) as (model, engine, optimizer):
         assert engine.placement.num_late == num_late
@@ -545,9 +547,9 @@ def test_room_for_gradients_is_counted_in_slots_and_on_nvme_or_in_memory():
         assert late.in_slots[WEIGHTS] == late.sizes[WEIGHTS] and late.in_slots[GRADIENTS] == late.sizes[GRADIENTS]
         assert late.on_nvme == (late.sizes if late.pool_nbytes else late.in_slots)
         taken = late.compression_nbytes + sum(late.slots[kind] * max(late.in_slots[kind]) for kind in late.slots if late.slots[kind])
-        resident = sum(n for kind in late.homes for n, home in zip(late.sizes[kind], late.homes[kind]) if home == "host")
+        resident = sum(n for kind in late.homes for n, home in zip(late.sizes[kind], late.homes[kind]) if home == HOST)
         assert late.host_nbytes == taken + resident + late.pool_nbytes <= host_budget
-        assert late.nvme_nbytes == sum(n for kind in late.homes for n, home in zip(late.on_nvme[kind], late.homes[kind]) if home == "nvme")
+        assert late.nvme_nbytes == sum(n for kind in late.homes for n, home in zip(late.on_nvme[kind], late.homes[kind]) if home.is_storage)
 
 
 def test_what_is_left_of_memory_is_for_gradients_of_late_moments_last():
@@ -555,10 +557,10 @@ def test_what_is_left_of_memory_is_for_gradients_of_late_moments_last():
     model, chunks = linears(6, 512), {"chunk_mib": 0.5}
     free = chunks | {"weights": "auto", "states": "auto", "residency": "auto", "device_budget": 4 * MIB}
     found = {"ample": placed(model, host_budget=128 * MIB, **free), "short": placed(model, host_budget=48 * MIB, **free)}
-    assert set(found["ample"].homes[STATES]) == {"host"} and not found["ample"].pool_nbytes
-    assert found["short"].homes[STATES].count("host") and not found["short"].pool_nbytes
+    assert set(found["ample"].homes[STATES]) == {HOST} and not found["ample"].pool_nbytes
+    assert found["short"].homes[STATES].count(HOST) and not found["short"].pool_nbytes
     states = placed(model, host_budget=64 * MIB, residency="auto", **chunks)
-    assert states.pool_nbytes and set(states.homes[STATES]) == {"nvme"} and "host" in states.homes[GRADIENTS]
+    assert states.pool_nbytes and len(in_storage(states.homes[STATES])) == len(states.homes[STATES]) and HOST in states.homes[GRADIENTS]
 
 
 @pytest.mark.few(4)
@@ -570,7 +572,7 @@ def test_where_nothing_is_coded_gradients_of_late_moments_come_before_states(hos
     options |= {"compresses": False, "host_budget": host_mib * MIB}
 
     def away(found):
-        return [nbytes for home, nbytes in zip(found.homes[STATES], found.sizes[STATES]) if home == "nvme"]
+        return [nbytes for home, nbytes in zip(found.homes[STATES], found.sizes[STATES]) if home.is_storage]
 
     found, whole = (placed(model, compression=compression, **options) for compression in ("auto", "off"))
     assert found.host_nbytes <= host_mib * MIB and (found.num_late > 0) == is_late and not whole.num_late
@@ -581,7 +583,7 @@ def test_where_nothing_is_coded_gradients_of_late_moments_come_before_states(hos
         needed = (1.1 * sum(blocks) / 2 + max(blocks)) * found.num_late
         assert found.pool_nbytes / BLOCK_NBYTES == pytest.approx(needed, abs=1)
     bf16 = placed(model, moments="bf16", **options | {"host_budget": 160 * MIB})
-    assert "nvme" in bf16.homes[STATES] and not bf16.pool_nbytes  # a gradient saves no more than states
+    assert in_storage(bf16.homes[STATES]) and not bf16.pool_nbytes  # a gradient saves no more than states
 
 
 @pytest.mark.parametrize("host_budget", [16 * MIB, 17 * MIB, 21 * MIB])
@@ -590,7 +592,7 @@ def test_the_choice_of_a_chunk_counts_what_late_moments_do_not_move(host_budget)
     model = linears(6, 512)
     config = infinity.Config(device="cpu", **COMPRESSED | {"residency": "auto", "weights": "auto", "states": "auto"})
     layout, records, found = arranged(model, config, device_budget=4 * MIB, host_budget=host_budget, can_advance=True, compresses=True)
-    on_nvme = {kind: [index for index, home in enumerate(found.homes[kind]) if home == "nvme"] for kind in (WEIGHTS, STATES)}
+    on_nvme = {kind: [index for index, home in enumerate(found.homes[kind]) if home.is_storage] for kind in (WEIGHTS, STATES)}
     weights, states = (sum(found.sizes[kind][index] for index in on_nvme[kind]) for kind in (WEIGHTS, STATES))
     moved = 3 * weights
     for index in on_nvme[STATES]:

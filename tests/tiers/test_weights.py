@@ -8,6 +8,7 @@ from helpers import NVME, training
 from torch import nn
 
 from infinity.plan.record import WEIGHTS
+from infinity.tiers.fetch_lanes import ChunkFetch
 from infinity.tiers.weights import Weights
 
 
@@ -32,11 +33,11 @@ def test_a_copy_that_fails_behind_its_job_ends_the_step(tmp_path, monkeypatch):
     with training(lambda: nn.Linear(64, 64), tmp_path, **NVME) as (model, engine, optimizer):
         monkeypatch.setattr("torch.cuda.Stream", LostStream)
         monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)
-        weights = Weights(engine.values, engine.course, engine.weights.gg, None, torch.device("cuda"), engine.events)
+        weights = Weights(engine.values, engine.course, engine.weights.lanes.gg, None, torch.device("cuda"), engine.events)
         chunk = engine.registry.chunks[0]
         engine.tier.allocate(chunk.span)
-        weights._run_copy(chunk, engine.records.request(chunk, WEIGHTS), None, None)
-        for lane in (weights.settler, weights.cg):
+        weights.lanes._run_copy(ChunkFetch(chunk, engine.records.request(chunk, WEIGHTS), None), None)
+        for lane in (weights.lanes.settler, weights.lanes.cg):
             lane.close()
         with pytest.raises(RuntimeError, match="the device is lost"):
             model(torch.ones(2, 64))

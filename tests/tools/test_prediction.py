@@ -10,6 +10,7 @@ import infinity
 from infinity import Config
 from infinity.errors import BudgetError
 from infinity.model.gpt import GPT
+from infinity.plan.tiers import DEVICE
 from infinity.tools.predict.machine import DriveRates, Machine
 from infinity.tools.predict.prediction import predict
 from infinity.tools.predict.workload import workload
@@ -89,7 +90,7 @@ def test_bytes_and_memory_are_those_of_a_real_run(tmp_path, settings, checkpoint
     assert dataclasses.replace(prediction.placement, fixed_nbytes=0) == dataclasses.replace(placement, fixed_nbytes=0)
     predicted, num = prediction.simulation.nbytes, layout.num_parameters
     # An engine that waits for its drive finds weights on their way there, which it need not read again; how many, is a matter of pace.
-    spans = range(len(layout.spans)) if placement.homes["states"][0] == "device" else prediction.spans_on_device
+    spans = range(len(layout.spans)) if placement.homes["states"][0] == DEVICE else prediction.spans_on_device
     on_device = sum(layout.chunks[index].used for span in spans for index in layout.spans[span].chunks)
     assert predicted["nc"] == pytest.approx(nbytes["nc"], abs=2.5 * num)
     assert predicted["cn"] == pytest.approx(nbytes["cn"], abs=1.5 * num)
@@ -120,7 +121,7 @@ def test_what_does_not_fit_says_what_is_short():
 def test_a_model_that_fits_stays_on_the_device():
     model, load = gpt_on_meta(dtype=torch.bfloat16)
     prediction = predict(model, load, GPU, Config())
-    assert prediction.placement.homes["states"] == ("device",) * len(prediction.layout.chunks)
+    assert prediction.placement.homes["states"] == (DEVICE,) * len(prediction.layout.chunks)
     assert prediction.bottleneck == "compute"
     assert sum(prediction.simulation.nbytes.values()) == 0
 
@@ -130,7 +131,7 @@ def test_records_go_to_what_the_device_has_left():
     machine = dataclasses.replace(GPU, device_memory=int(1.1 * load.saved_nbytes) + (6 << 20))
     prediction = predict(model, load, machine, Config(chunk_mib=0.125))
     assert 0 < len(prediction.spans_on_device) < len(prediction.layout.spans)
-    assert prediction.memory["device"].needed <= machine.device_memory
+    assert prediction.memory[DEVICE].needed <= machine.device_memory
 
 
 def test_compute_hides_transfers_from_the_tokens_that_it_names():

@@ -5,10 +5,12 @@ import pytest
 from helpers import place
 
 from infinity.errors import BudgetError, ConfigError
+from infinity.formats.format import Format
 from infinity.plan.packing import ParameterSpec, layout
-from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, WEIGHTS, record_layout
+from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.schedule import Use
 from infinity.plan.slots import HostCache
+from infinity.plan.tiers import NVME
 from infinity.tools.predict.links import LINKS, UPDATE_NBYTES
 from infinity.tools.predict.machine import DriveRates, Machine
 from infinity.tools.predict.rank import Step
@@ -38,9 +40,9 @@ MACHINE = Machine(
 
 def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="backward", keep=True, device=1 << 30, host=1 << 30, numel=NUMEL, accumulates=False, **tiers):
     """`num` layers of one chunk each, forward and backward of so many seconds."""
-    specs = [ParameterSpec(f"p{i}", numel, "fp32", True) for i in range(num)]
+    specs = [ParameterSpec(f"p{i}", numel, Format("fp32", accumulates=accumulates)) for i in range(num)]
     layout_ = layout(specs, chunk_numel=numel, world=world)
-    records = [record_layout(chunk.shard_used(0), "fp32", True, ADAM_MOMENTS) for chunk in layout_.chunks]
+    records = [record_layout(chunk.shard_used(0), chunk.format) for chunk in layout_.chunks]
     deferred = update == "deferred"
     placement = place(
         layout_,
@@ -49,7 +51,6 @@ def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="back
         states=tiers.get("states", "host"),
         keep=keep,
         deferred=deferred or accumulates,
-        gradient_itemsize=4 if accumulates else None,
         device_budget=device,
         host_budget=host,
         held_nbytes=4 * numel,
@@ -213,7 +214,7 @@ def test_more_host_memory_never_reads_more():
 
 def test_gradients_that_wait_without_room_go_to_nvme_and_back():
     *_, placement, found = play(num=40, weights="nvme", states="nvme", update="deferred", keep=False, host=16 * 8 * NUMEL)
-    assert placement.homes[GRADIENTS].count("nvme") > 30
+    assert placement.homes[GRADIENTS].count(NVME) > 30
     assert found.nbytes["cn"] > 12 * 40 * NUMEL * 1.1
 
 

@@ -36,19 +36,21 @@ class InitialValues:
 
 
 class ParameterValues:
-    """named: the parameters, in order. dtype: the dtype of the computation. first: values before the start."""
+    """named: the parameters, in order. first: values before the start."""
 
-    def __init__(self, lifecycle: Lifecycle, ranks: Ranks, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype, first: InitialValues):
-        self._lifecycle, self._ranks, self._named, self._dtype, self._first = lifecycle, ranks, named, dtype, first
+    def __init__(self, lifecycle: Lifecycle, ranks: Ranks, named: list[tuple[str, nn.Parameter]], first: InitialValues):
+        self._lifecycle, self._ranks, self._named, self._first = lifecycle, ranks, named, first
         self._initial = first.value
         self._indices = {id(param): index for index, (_, param) in enumerate(named)}
         self._loaded: dict[int, torch.Tensor] = {}  # values that were read or written before the start, by index
+        self._dtypes: list[torch.dtype] = []
 
-    def renew(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        """Take another list of parameters, before the start. Parameters may have new names and places.
+    def renew(self, named: list[tuple[str, nn.Parameter]], dtypes: list[torch.dtype]) -> None:
+        """Take another list of parameters, with their dtypes, before the start. Parameters may have new names and places.
 
         Raises UsageError for a new parameter that was computed from placeholders.
         """
+        self._dtypes = dtypes
         before, initial, loaded, own = self._indices, self._initial, self._loaded, InitialValues().value
         self._named, self._indices = named, {id(param): index for index, (_, param) in enumerate(named)}
         if self._indices == before:
@@ -105,15 +107,15 @@ class ParameterValues:
 
     @uninterrupted
     def read_weight(self, param: torch.Tensor) -> torch.Tensor:
-        """A copy of a parameter's whole value, on the CPU, in the dtype of the computation. Every rank must call this method."""
+        """A copy of a parameter's whole value, on the CPU, in its dtype on the device. Every rank must call this method."""
         self._lifecycle.check_access("state_dict()")
         index = self._indices[id(param)]
         if not self._lifecycle.has_started:
             if index not in self._loaded:
                 if is_here(param):
-                    return param.detach().to("cpu", self._dtype, copy=True)
+                    return param.detach().to("cpu", self._dtypes[index], copy=True)
                 self._loaded[index] = self._initial(index, param).cpu()
-            return self._loaded[index].to(self._dtype, copy=True).reshape(param.shape)
+            return self._loaded[index].to(self._dtypes[index], copy=True).reshape(param.shape)
         if self.is_held(param):
             return param.detach().to("cpu", copy=True)
         self.cycle.refuse_half_updated("state_dict()")
@@ -146,7 +148,7 @@ class ParameterValues:
             raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
         self.values.write_weight(state, value)
         for chunk in self.registry.chunks_of(state):
-            if chunk.weights_home != "device" and not chunk.on_device:
+            if not chunk.weights_home.is_device and not chunk.on_device:
                 self.cycle.due.make_stale(chunk)
         note_change(state)
 

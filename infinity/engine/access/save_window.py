@@ -13,6 +13,7 @@ import torch
 from infinity.errors import UsageError
 from infinity.plan.placement import Placement
 from infinity.plan.record import STATES, WEIGHTS
+from infinity.plan.tiers import in_storage
 from infinity.system.interrupts import Shield
 from infinity.system.interrupts import shielded as run_shielded
 
@@ -76,7 +77,7 @@ def shielded(device: torch.device, work: Callable[[Shield], object]) -> object:
 
 def num_records_in_memory(placement: Placement, most: int) -> int:
     """How many chunks' records may be asked for before one is given back, up to `most`."""
-    kinds = [kind for kind in (WEIGHTS, STATES) if "nvme" in placement.homes[kind]]
+    kinds = [kind for kind in (WEIGHTS, STATES) if in_storage(placement.homes[kind])]
     return max(1, min([most, *(placement.slots[kind] for kind in kinds)]))
 
 

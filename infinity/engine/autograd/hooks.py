@@ -67,7 +67,11 @@ class Hooks(NotCopied):
         if phase == RECOMPUTE and calls.backward.leaf not in (None, op):
             calls.backward.release_until_next()  # a recomputed region has room for one leaf
         scales = self._scales(op, outermost)
-        calls.begin(Frame(module, op, outermost=outermost, scales=scales), phase)
+        frame = Frame(module, op, outermost=outermost, scales=scales)
+        calls.begin(frame, phase)
+        if op.spans:
+            calls.acquire((phase, op.index), op.spans)
+        calls.begun(frame, phase)
         return map_tensors((args, kwargs), self._unscaled) if scales else None
 
     def _next_phase(self, module: nn.Module) -> str:

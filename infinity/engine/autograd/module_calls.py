@@ -86,18 +86,25 @@ class Calls:
         return self._parts.activations
 
     def acquire(self, key: Hashable, spans: Sequence[SpanState]) -> None:
-        """An op begins: hold its spans, once they are on the device."""
+        """An op begins: hold its spans, issue the plan's actions before the next op, and bring the op's own spans to the device."""
         self.weights.drain_dropped()
         self.device_budget.note_op(key)
+        self.weights.hold_all(spans)
         if self.segment_spans is not None and all(span.index in self.segment_spans for span in spans):
-            self.weights.hold_all(spans)  # the plan counts one use for all micro-batches
-            return
-        self.follower.acquire(key, spans, record=self.recording)
-        if self.segment_spans is not None:
+            return  # the plan counts one use for all micro-batches
+        try:
+            if self.follower.advance(key, spans, record=self.recording):
+                self.follower.issue()
             for span in spans:
-                if span.index not in self.segment_spans:
-                    self.segment_spans[span.index] = span
-                    self.weights.hold(span)
+                self.weights.bring(span)
+            self.follower.catch_up()
+        except BaseException:
+            self.weights.release_all(spans)
+            raise
+        for span in spans if self.segment_spans is not None else ():
+            if span.index not in self.segment_spans:
+                self.segment_spans[span.index] = span
+                self.weights.hold(span)
 
     # Called by hooks.
 
@@ -108,21 +115,24 @@ class Calls:
         self.release_escaped()
 
     def begin(self, frame: Frame, phase: str) -> None:
-        """A call begins: bring the spans of its op, and hold them until the call ends."""
+        """A call begins. The caller acquires the op's spans next, and then calls `begun`."""
         op = frame.op
         if phase == RECOMPUTE:
             self.refuse_updated(op.name, "called", op.spans)
         self.frames.append(frame)
         if self.timeline is not None:
             self.timeline.end()
+        if op.spans and phase == FORWARD and self.recording:
+            with DisableTorchFunctionSubclass():
+                for state in op.params:
+                    state.touched += state.param.requires_grad
+            if self.touched is not None:
+                self.touched.update(op.params)
+
+    def begun(self, frame: Frame, phase: str) -> None:
+        """The op's spans are on the device; the call holds them until it ends."""
+        op = frame.op
         if op.spans:
-            if phase == FORWARD and self.recording:
-                with DisableTorchFunctionSubclass():
-                    for state in op.params:
-                        state.touched += state.param.requires_grad
-                if self.touched is not None:
-                    self.touched.update(op.params)
-            self.acquire((phase, op.index), op.spans)
             frame.spans.extend(op.spans)
             frame.hold(op.params)
         if self.timeline is not None:

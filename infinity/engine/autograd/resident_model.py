@@ -28,7 +28,7 @@ def _stays(cycle: Cycle) -> bool:
         and all(chunk.on_device for chunk in registry.chunks)
         and not any(state.written_in_forward for state in registry.params)
         and cycle.calls.activations is None
-        and cycle.config.dtype != "fp16"  # scales the outermost module, also when it is recomputed
+        and not any(chunk.chunk.format.needs_loss_scale for chunk in registry.chunks)  # the outermost module is scaled, also when recomputed
         and cycle.events.timeline is None
     )
 

@@ -35,6 +35,7 @@ from infinity.engine.layerwise.rng_streams import RngState, rng_streams
 from infinity.engine.steps.refusals import refuse_loss
 from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import owner_of
+from infinity.plan.tiers import DEVICE, choice_of, leaves_device
 from infinity.sizes import format_bytes
 from infinity.system import interrupts
 
@@ -169,8 +170,8 @@ def _add_remedy(error: torch.OutOfMemoryError, engine, step: LayerwiseStep) -> N
 def _make_room(engine, step: LayerwiseStep) -> None:
     """The device had no room for a step: the next one keeps fewer micro-batches, or moves their inputs away."""
     limits = engine.cycle.layerwise_limits
-    if step.is_away or engine.config.activations == "device":
-        limits.note_full(step.at_once, kept_there=engine.config.activations in ("auto", "device"))
+    if step.is_away or choice_of(engine.config.activations) == DEVICE:
+        limits.note_full(step.at_once, kept_there=not leaves_device(engine.config.activations))
     else:
         activations = engine.activations or engine.parts.keep_activations()
         limits.note_away(step.num, format_bytes(activations.store.heap.budget_nbytes))

@@ -40,6 +40,7 @@ from infinity.engine.layerwise.segments import MIN_GROUP_NBYTES, blocks_of, grou
 from infinity.engine.layerwise.state_conflicts import AttributeConflicts, BufferConflicts
 from infinity.engine.steps.refusals import beside
 from infinity.errors import UsageError
+from infinity.plan.tiers import leaves_device
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.device_sums import DeviceSums
 from infinity.tiers.parameter_state import ParameterState
@@ -57,7 +58,7 @@ class LayerwiseStep:
         self.thread_state = TorchThreadState(engine.device)
         self._divide_blocks()
         is_away = self.is_cut and self.limits.is_away(num)  # uncut, it runs as the ordinary loop, whose activations stay
-        self.is_away = engine.config.activations in ("host", "nvme") or is_away  # the block inputs
+        self.is_away = leaves_device(engine.config.activations) or is_away  # the block inputs
         self.buffers = BufferSnapshot(model, self.blocks)
         checks = bool(self.blocks) and self.limits.is_unchecked(model, is_cut=self.is_cut)
         self.attributes = AttributeConflicts(model) if checks else None
@@ -73,7 +74,7 @@ class LayerwiseStep:
     def _divide_blocks(self) -> None:
         """blocks: those whose calls are intercepted. groups: runs of blocks that are one segment. lead: position of the first group."""
         self.blocks = [] if self.limits.whole else blocks_of(self.model)
-        chunk_nbytes = max(chunk.chunk.numel * chunk.span.dtype.itemsize for chunk in self.engine.registry.chunks)
+        chunk_nbytes = max(chunk.chunk.nbytes for chunk in self.engine.registry.chunks)
         full = self.at_once == 1 < self.num
         self.groups = [[None, *self.blocks]] if full else groups_of(self.blocks, min(chunk_nbytes, MIN_GROUP_NBYTES), self.limits)
         self.lead = int(bool(self.groups) and self.groups[0][0] is not None)

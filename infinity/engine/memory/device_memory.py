@@ -59,7 +59,7 @@ class DeviceBudget:
         self.op_nbytes: dict[Hashable, int] = {}  # most bytes that each op has allocated, by key
         self.promoted: list[tuple[SpanState, int]] = []  # spans with records on the device, and bytes
         self.staying: dict[int, int] = {}  # spans with gradients that wait on the device -> bytes
-        self.movable = set(placement.homes[STATES]) != {"device"}  # otherwise no record has another home
+        self.movable = not all(home.is_device for home in placement.homes[STATES])  # otherwise no record has another home
         self.budget_nbytes = placement.least_nbytes if self.movable and gauge is not None else placement.device_nbytes
         self._measured: dict[bool, list[Shapes]] = {True: [], False: []}  # inputs that fit; by whether the pass builds a graph
         self._growing: list[tuple[bool, Shapes]] = []  # new inputs of the current step
@@ -195,17 +195,12 @@ class DeviceBudget:
             [chunk.record for chunk in self.registry.chunks],
             self.placement.homes[STATES],
             room_nbytes=budget - self.placement.gradient_limit_nbytes if self.holds_records and self.movable else 0,
-            gradient_itemsize=self._gradient_itemsize,
             snapshots={span.index for span in self.registry.spans if self.values.keeps_snapshot(span)},
             may_stay=self.placement.may_stay,
         )
 
-    @property
-    def _gradient_itemsize(self) -> int | None:
-        return 4 if self.gradients.accumulate else None
-
     def _gradient_nbytes(self, span: int) -> int:
-        return sum(gradient_nbytes(chunk.chunk, chunk.chunk.shard_used(0), self._gradient_itemsize) for chunk in self._may_stay(span))
+        return sum(gradient_nbytes(chunk.chunk, chunk.chunk.shard_used(0)) for chunk in self._may_stay(span))
 
     def _room(self, activation_nbytes: float) -> float:
         """Device bytes for the engine beside activations of this size."""

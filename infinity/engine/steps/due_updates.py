@@ -189,7 +189,7 @@ class Due:
 
     def read_states(self, chunk: ChunkState) -> None:
         """The plan says that its update comes soon."""
-        if chunk.states_home == "nvme" and chunk.trainable and not (chunk.update.is_early or chunk.update.is_announced):
+        if chunk.states_home.is_storage and chunk.trainable and not (chunk.update.is_early or chunk.update.is_announced):
             if self.records.is_crowded(STATES):
                 self.behind.add(chunk)
             else:

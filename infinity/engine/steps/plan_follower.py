@@ -1,7 +1,7 @@
-"""Following the plan: as ops begin, issues what the plan has between them, and makes a plan of what a step's ops were.
+"""The plan of a step: made from the trace of an earlier step, and issued as ops begin.
 
-Knows the course of a step, and who moves weights and gradients. Must not know how that is done, modules, autograd or optimizers. The
-training thread calls it. See [Note: who waits for whom] in weights.py and [Note: steps that differ] in route_position.py.
+Knows the route of a step, and the parts that move weights and gradients. Must not know how these move bytes, modules, autograd or
+optimizers. The training thread calls it. See [Note: who waits for whom] in weights.py and [Note: steps that differ] in route_position.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from infinity.plan.slots import farthest_first
 from infinity.tiers.span_state import Presence, SpanState
 from infinity.tiers.weights import Weights
 
-_LOOK_AHEAD = 64  # uses that are searched for what to fetch after a jump
+_LOOK_AHEAD = 64  # uses after a jump in which `catch_up` looks for spans
 
 
 class Follower:
-    """Acquires spans for ops. keep: leave on the device what has room there; slots_ahead, states_ahead: how far to read ahead."""
+    """Issues the actions of a plan. keep: spans stay on the device while there is room. slots_ahead: slots of weights that are read into ahead;
+    states_ahead: chunks whose states are read ahead."""
 
     def __init__(
         self,
@@ -44,100 +45,32 @@ class Follower:
         self._pointer = 0  # in the route's actions
         self._jumped = False
 
-    def acquire(self, key: Hashable, spans: Sequence[SpanState], *, record: bool) -> None:
-        """Hold spans, make them whole on the device and let their parameters point there; issue what comes next."""
-        self.weights.drain_dropped()
-        self.weights.hold_all(spans)
-        try:
-            if record:
-                self.course.trace.append(Use(key, tuple([s.index for s in spans]), frozenset(self.weights.held)))
-            self._follow(key)
-            for span in spans:
-                self.weights.bring(span)
-            if self._jumped:
-                self._jumped = False
-                self._catch_up()
-        except BaseException:
-            self.weights.release_all(spans)
-            raise
+    def advance(self, key: Hashable, spans: Sequence[SpanState], *, record: bool) -> bool:
+        """An op begins that needs these spans: find its place on the route. Returns whether `issue` has actions to issue there.
 
-    def begin_step(self) -> None:
-        """A step begins: whatever is left on the device goes, and the first fetches are issued."""
-        self.weights.drain_dropped()
-        self.weights.evict_idle()
-        self._pointer, self._jumped = 0, False
-        self.course.begin_step()
-        if self.course.routes:
-            self._issue()
-
-    def read_so_far_ahead(self, num_uses: int) -> None:
-        """From the next plan on, read this far ahead, however much memory has room; so distances are compared."""
-        self.read_ahead, self.slots_ahead = num_uses, 0
-        self.forget()
-
-    def forget(self) -> None:
-        """Do without a plan until the next one is made."""
-        self.course.forget()
-
-    def adopt(self, reductions: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]], *, anew: bool = False) -> None:
-        """Make the plan of the trace recorded since the last call, unless it is the one in force. anew: budgets have changed."""
-        course = self.course
-        trace, course.trace = course.trace, []
-        if not trace:
-            return
-        if self.ranks.world > 1:
-            digest = zlib.crc32(repr((trace, reductions, updates)).encode())
-            if not self.ranks.agree(digest):
-                course.forget()
-                return
-            anew = any(self.ranks.most([anew]))
-        if anew:
-            course.forget()
-        route = next((route for route in course.routes if route.uses == trace), None)
-        if route is None or len(reductions) > route.num_completions:
-            actions = self._plan(trace, reductions, updates)
-            if route is None:
-                route = Route(trace, actions, updates)
-            else:
-                route.become(actions, updates)  # more is known now of when gradients are complete
-            route.num_completions = len(reductions)
-            self.num_plans += 1
-        course.take(route)
-
-    def _follow(self, key: Hashable) -> None:
+        record: the op's use belongs to the trace of this step. A step that has left its route reduces gradients without a plan, and evicts
+        all spans that no op holds unless `keep` is set.
+        """
         course, before = self.course, self.course.route
+        if record:
+            course.trace.append(Use(key, tuple([s.index for s in spans]), frozenset(self.weights.held)))
         position = course.advance(key)
         if course.off_plan:
             self.due.reduce_unplanned()
         if position is None:
             course.off_plan = True
             if not self.keep:
-                for index in farthest_first(self.weights.evictable(), course.next_use):
-                    if (span := self.registry.spans[index]).presence is Presence.HOME:
-                        self.weights.evict(span)
-            return
+                self._evict_idle()
+            return False
         run = course.route.runs[position]
         if self._pointer != run or course.route is not before:
             course.off_plan = self._jumped = True
             self._pointer = run
         self._pointer += 1
-        self._issue()
+        return True
 
-    def _catch_up(self) -> None:
-        """Fetch, after a jump, what the plan counts as fetched when an op begins."""
-        start = self.course.route.cursor.position + 1
-        coming = [index for use in self.course.route.uses[start : start + _LOOK_AHEAD] for index in use.spans]
-        away = [index for index in dict.fromkeys(coming) if self.registry.spans[index].presence is Presence.AWAY]
-        for distance, index in enumerate(schedule.within(away, self.read_ahead, self.slots_ahead, self._slots_of(away))):
-            span = self.registry.spans[index]
-            self.weights.read(span)
-            if distance < 2:
-                self.weights.copy(span, needed=False)
-            if distance < 1:
-                self.weights.gather(span)
-
-    def _issue(self) -> None:
-        """Issue the plan's actions up to the next Run."""
+    def issue(self) -> None:
+        """Issue the plan's actions up to the next op."""
         spans, chunks = self.registry.spans, self.registry.chunks
         actions = self.course.route.actions
         while self._pointer < len(actions):
@@ -158,6 +91,70 @@ class Follower:
                     self.due.reduce(chunks[index])
             self._pointer += 1
 
+    def catch_up(self) -> None:
+        """If the step has jumped to another place of a plan, fetch the spans that the plan counts as fetched when this op begins."""
+        if not self._jumped:
+            return
+        self._jumped = False
+        start = self.course.route.cursor.position + 1
+        coming = [index for use in self.course.route.uses[start : start + _LOOK_AHEAD] for index in use.spans]
+        away = [index for index in dict.fromkeys(coming) if self.registry.spans[index].presence is Presence.AWAY]
+        for distance, index in enumerate(schedule.within(away, self.read_ahead, self.slots_ahead, self._slots_of(away))):
+            span = self.registry.spans[index]
+            self.weights.read(span)
+            if distance < 2:
+                self.weights.copy(span, needed=False)
+            if distance < 1:
+                self.weights.gather(span)
+
+    def begin_step(self) -> None:
+        """A step begins: evict all spans that no op holds, and issue the first fetches."""
+        self.weights.drain_dropped()
+        self.weights.evict_idle()
+        self._pointer, self._jumped = 0, False
+        self.course.begin_step()
+        if self.course.routes:
+            self.issue()
+
+    def read_so_far_ahead(self, num_uses: int) -> None:
+        """From the next plan on, read so many uses ahead, whatever room memory has. Benchmarks compare distances with it."""
+        self.read_ahead, self.slots_ahead = num_uses, 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Do without a plan until the next one is made."""
+        self.course.forget()
+
+    def adopt(self, reductions: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]], *, anew: bool = False) -> None:
+        """Make the plan of the trace that was recorded since the last call, unless that plan is in force. anew: budgets have changed."""
+        course = self.course
+        trace, course.trace = course.trace, []
+        if not trace:
+            return
+        if self.ranks.world > 1:
+            digest = zlib.crc32(repr((trace, reductions, updates)).encode())
+            if not self.ranks.agree(digest):
+                course.forget()
+                return
+            anew = any(self.ranks.most([anew]))
+        if anew:
+            course.forget()
+        route = next((route for route in course.routes if route.uses == trace), None)
+        if route is None or len(reductions) > route.num_completions:
+            actions = self._plan(trace, reductions, updates)
+            if route is None:
+                route = Route(trace, actions, updates)
+            else:
+                route.become(actions, updates)  # this step has shown more about when gradients are complete
+            route.num_completions = len(reductions)
+            self.num_plans += 1
+        course.take(route)
+
+    def _evict_idle(self) -> None:
+        for index in farthest_first(self.weights.evictable(), self.course.next_use):
+            if (span := self.registry.spans[index]).presence is Presence.HOME:
+                self.weights.evict(span)
+
     def _plan(self, trace: list[Use], reductions, updates) -> list[schedule.Action]:
         pinned = {span.index for span in self.registry.spans if span.pinned}
         return schedule.plan(
@@ -175,6 +172,6 @@ class Follower:
         )
 
     def _slots_of(self, spans: Iterable[int]) -> dict[int, int]:
-        """How many slots the weights of each of these take."""
+        """By span, the number of slots that its weights take."""
         chunks_in = self.registry.chunks_in
-        return {span: sum(c.weights_home == "nvme" for c in chunks_in(self.registry.spans[span])) for span in spans}
+        return {span: sum(c.weights_home.is_storage for c in chunks_in(self.registry.spans[span])) for span in spans}

@@ -127,7 +127,7 @@ class Cycle:
             pass
         self._check_open()
         interrupts.guard()
-        refuse_modes(self.weights.device.type, self.config.dtype)
+        refuse_modes(self.weights.device.type, self.registry.layout.main_dtype)
         self.raise_failure()
         self.end_interrupted()
         self.refuse_half_updated("a forward pass")

@@ -18,6 +18,7 @@ import infinity
 from infinity.checkpoints.reader import Checkpoint
 from infinity.config import Config
 from infinity.model.gpt import GPT, Batches
+from infinity.plan.tiers import DEVICE, NVME
 from infinity.sizes import format_bytes
 from infinity.tools.doctor.findings import Finding, absent, attention, ok
 
@@ -60,7 +61,7 @@ class _SelfTest:
 
     def train(self, stack: contextlib.ExitStack) -> Finding:
         """With every state on NVMe. The engine closes with the stack."""
-        self.model, self.optimizer = self._build(nvme=self.folders, weights="nvme", states="nvme", residency="none", **BUDGETS)
+        self.model, self.optimizer = self._build(nvme=self.folders, weights=NVME.name, states=NVME.name, residency="none", **BUDGETS)
         engine = stack.enter_context(infinity.engine_of(self.model))
         start = time.monotonic()
         while len(self.losses) < self.most_steps and (not self.losses or self._share() < _TRAINING_SHARE):
@@ -101,7 +102,7 @@ class _SelfTest:
         if left_out := self._left_out("same bits"):
             return left_out
         self.say("self-test: the same without NVMe")
-        model, optimizer = self._build(weights="device", states="device")
+        model, optimizer = self._build(weights=DEVICE.name, states=DEVICE.name)
         with infinity.engine_of(model) as engine:
             losses = self._steps(model, optimizer, 0, len(self.losses))
             weights = model.state_dict()

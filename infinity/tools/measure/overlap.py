@@ -21,7 +21,7 @@ made, nor how an error ends the process. Over 400 lines because each stage is al
 # [Note: balanced stages]
 # Where links are far from equal, hiding the small ones proves little. --balance, on the CPU, lengthens every job to one length, longer
 # than any takes of itself: its bytes move, then it sleeps. It never sleeps before its input is there. The result tells of order, threads
-# and waits, not of bandwidth. Lane.on_job will not do for this, which runs before a copy waits for its read, nor Records.on_read, which
+# and waits, not of bandwidth. Lane.on_job will not do for this, which runs before a copy waits for its read, nor RecordMover.on_read, which
 # runs under the lock that the other stages need: a read is lengthened at the swap, copies and gathers by `Events.before_end`.
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from infinity.output import check_file, check_plot, give, pyplot, table
 from infinity.plan.packing import default_chunk_numel
 from infinity.plan.host_memory import WEIGHT_SLOTS
 from infinity.plan.record import WEIGHTS
+from infinity.plan.tiers import NVME
 from infinity.sizes import format_bytes
 from infinity.system.capacity import host_free_nbytes
 from infinity.system.events import COMPUTE, now
@@ -141,8 +142,8 @@ class Bench:
             nvme=arguments.nvme or DEFAULT_NVME,
             device=str(device),
             dtype="bf16",
-            weights="nvme",
-            states="nvme",
+            weights=NVME.name,
+            states=NVME.name,
             residency="none",
             compression="off",  # bytes are read and compared where they lie
             chunk_mib=chunk_mib,
@@ -235,7 +236,7 @@ class Bench:
                 part.copy.wait()
         if self.world > 1:
             with self._timed(seconds, "gg"):
-                for job in [weights.gather_again(part) for part in self._in_turn(parts)]:
+                for job in [weights.lanes.gather(part) for part in self._in_turn(parts)]:
                     job.wait()
         for span in last:
             weights.settle(span)
@@ -274,7 +275,7 @@ class Bench:
         if self.balance:
             self.pace.seconds = self.compute_ms / 1e3
             self.engine.events.before_end = self.pace.end_of
-            self.swap = self.engine.records.swap = PacedSwap(self.engine.records.swap, self.pace)
+            self.swap = self.engine.records.storage = PacedSwap(self.engine.records.storage, self.pace)
         else:
             products = Products(self.device)
             products.count = round((self.compute_ms / 1e3 - medians[COMPUTE]) / products.seconds_of_one())

@@ -32,6 +32,7 @@ from infinity import config_files
 from infinity.config import Config
 from infinity.errors import BudgetError, ConfigError, SwapError
 from infinity.output import check_file, give, table, write_json, write_text
+from infinity.plan.tiers import NVME
 from infinity.sizes import format_bytes
 from infinity.system import drives, swap_paths
 from infinity.system.drives import Drive
@@ -367,7 +368,7 @@ def tokens_that_hide(machine: Machine) -> str:
     subject = planning.gpt(**_GPT, batch=batch, dtype=dtype)
     load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=True)
     try:
-        found = predict(subject.model, load, machine, Config(weights="nvme", states="nvme", residency="none", dtype=dtype))
+        found = predict(subject.model, load, machine, Config(weights=NVME.name, states=NVME.name, residency="none", dtype=dtype))
     except ConfigError as error:  # a figure that did not repeat
         return f"not known: {error}"
     except BudgetError as error:

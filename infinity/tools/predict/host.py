@@ -1,4 +1,4 @@
-"""Records between NVMe and host memory, played: what tiers/records.py does, by the policy of plan/slots.py, on a virtual clock.
+"""Records between NVMe and host memory, played: what tiers/record_mover.py does, by the policy of plan/slots.py, on a virtual clock.
 
 Knows slots, links and sizes. Must not know ops, or when anything is due.
 """
@@ -44,7 +44,7 @@ class _Slots:
 
 
 class PlayedRecords:
-    """As Records. next_uses: distances, by kind. An entry's source is the flag of its read. compresses: what is on NVMe takes fewer bytes.
+    """As RecordMover. next_uses: distances, by kind. An entry's source is the flag of its read. compresses: what is on NVMe takes fewer bytes.
 
     A chunk has `index`, `record`, `homes` by kind, and `weights_wanted`: its host copy is worth a slot."""
 
@@ -64,7 +64,7 @@ class PlayedRecords:
         self.caches = {kind: HostCache(kind, _Slots(placement.slots[kind]), next_uses[kind]) for kind in KINDS}
         for chunk in chunks:
             for kind in KINDS:
-                if chunk.homes[kind] == "host":
+                if chunk.homes[kind].is_host:
                     self.caches[kind].add_resident(chunk, None)
         self.changed = Flag()  # raised when something changes that somebody may wait for, and then another one
         self._waiting = Requests()

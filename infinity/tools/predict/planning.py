@@ -25,11 +25,12 @@ from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.model.gpt import GPT
 from infinity.model.tiling import tile_limits, tile_to_fit
 from infinity.output import check_file, check_plot, give, pyplot, table
-from infinity.plan.packing import WEIGHT_NBYTES
-from infinity.plan.record import ADAM_MOMENTS, record_layout
+from infinity.plan.record import record_layout
 from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS
 from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.formats.format import DTYPE_NBYTES, Format
+from infinity.plan.tiers import DEVICE, HOST, NVME
 from infinity.tools.predict import formulas
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.prediction import Prediction, arrangement, auto_device_nbytes, predict
@@ -224,7 +225,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
         block = formulas.activation_working_nbytes(batch=batch, seq=seq, hidden=hidden, heads=0)
         checkpoints = formulas.checkpoint_nbytes(batch=batch, seq=seq, hidden=hidden, layers=layers)
         saved = layers * block if arguments.keep_activations else checkpoints + block
-        saved = saved * WEIGHT_NBYTES[config.dtype] // 2 + batch * seq * arguments.vocab * 8  # logits, in 16 bits and fp32, and their gradient
+        saved = saved * DTYPE_NBYTES[config.dtype] // 2 + batch * seq * arguments.vocab * 8  # logits, in 16 bits and fp32, and their gradient
         chunk_mib = max(16.0 * machine.world, num / COARSE_CHUNKS / 2**19)
         coarse = dataclasses.replace(config, chunk_mib=min(chunk_mib, machine.device_memory / COARSEST_SHARE / 2**20))
         try:
@@ -248,7 +249,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
 
 def require_place(num_parameters: int, machine: Machine, config: Config) -> None:
     """Raise BudgetError for a model whose records alone are more than all memory and all drives hold, however they are laid out."""
-    needed = record_layout(num_parameters, config.dtype, True, ADAM_MOMENTS, config.moments).nbytes
+    needed = record_layout(num_parameters, Format(config.dtype, moments_dtype=config.moments)).nbytes
     if machine.drives and not machine.total("capacity"):
         return
     there = machine.nodes * (machine.total("capacity") + machine.host_memory + machine.devices * machine.device_memory)
@@ -261,7 +262,7 @@ def require_place(num_parameters: int, machine: Machine, config: Config) -> None
 def cut_to_fit(model: nn.Module, machine: Machine, config: Config) -> None:
     """Tile what the engine would tile. Raises TooManyTensors."""
     budget = auto_device_nbytes(machine) if config.device_memory == "auto" else config.device_memory
-    itemsize = WEIGHT_NBYTES[config.dtype]
+    itemsize = DTYPE_NBYTES[config.dtype]
     above, tile = tile_limits(config.tile_above, budget)
     weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))] if tile else []
     rows = [weight.shape for weight in weights if weight.numel() * itemsize > above]
@@ -386,10 +387,10 @@ def _report(prediction: Prediction, largest: Largest | None) -> dict:
         "fits": True,
         "num_parameters": prediction.layout.num_parameters,
         "num_chunks": len(prediction.layout.chunks),
-        "chunk_bytes": max(span.numel for span in prediction.layout.chunks) * TORCH_DTYPES[prediction.layout.spans[0].dtype].itemsize,
+        "chunk_bytes": max(chunk.nbytes for chunk in prediction.layout.chunks),
         "world": machine.world,
         "compresses_nvme": prediction.compresses_nvme,
-        "memory": {tier: dataclasses.asdict(need) for tier, need in prediction.memory.items()},
+        "memory": {tier.name: dataclasses.asdict(need) for tier, need in prediction.memory.items()},
         "links": {
             link: {
                 "bytes_per_step": simulation.nbytes[link],
@@ -414,11 +415,11 @@ def _report(prediction: Prediction, largest: Largest | None) -> dict:
 def _text(subject: Subject, prediction: Prediction, report: dict, largest: Largest | None) -> str:
     machine, links = prediction.machine, report["links"]
 
-    names = {"device": "a device", "host": "a node's host, pinned", "nvme": "a node's drives"}
+    names = {DEVICE: "a device", HOST: "a node's host, pinned", NVME: "a node's drives"}
     if machine.device == "cpu":
-        names |= {"device": "of it, a device", "host": "a node's memory"}
+        names |= {DEVICE: "of it, a device", HOST: "a node's memory"}
     memory = []
-    for tier in ("host", "device", "nvme") if machine.device == "cpu" else names:
+    for tier in (HOST, DEVICE, NVME) if machine.device == "cpu" else names:
         need = prediction.memory[tier]
         there = "not known" if need.there is None else format_bytes(need.there) if need.there else "-"
         memory.append([names[tier], format_bytes(need.needed), there])

@@ -16,12 +16,14 @@ from infinity.config import Config
 from infinity.engine.memory.device_memory import SLACK
 from infinity.engine.sizing import DEVICE_SHARES, HOST_SHARES, Training, arrange, expected_device_nbytes, may_compress
 from infinity.errors import BudgetError, ConfigError
+from infinity.formats.format import ADAM_MOMENTS
 from infinity.plan import compression
 from infinity.plan import placement as planner
 from infinity.plan.memory_needs import Budgets
-from infinity.plan.packing import WEIGHT_NBYTES, Layout
+from infinity.plan.packing import Layout
 from infinity.plan.placement import Placement
-from infinity.plan.record import ADAM_MOMENTS, GRADIENTS, STATES, Record
+from infinity.plan.record import GRADIENTS, STATES, Record
+from infinity.plan.tiers import DEVICE, HOST, NVME, Tier, choice_of, leaves_device
 from infinity.sizes import format_bytes
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.rank import Step
@@ -62,7 +64,7 @@ class Prediction:
         return self.workload.step_flops / (self.machine.device_tflops * 1e12)
 
     @property
-    def memory(self) -> dict[str, Need]:
+    def memory(self) -> dict[Tier, Need]:
         """What each tier must hold, and holds."""
         return memory(self.placement, self.simulation.peak_device_nbytes, self.workload.saved_nbytes, self.machine)
 
@@ -122,29 +124,29 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
     return prediction
 
 
-def memory(placement: Placement, device_nbytes: int, saved_nbytes: int, machine: Machine) -> dict[str, Need]:
+def memory(placement: Placement, device_nbytes: int, saved_nbytes: int, machine: Machine) -> dict[Tier, Need]:
     """What a device, and the host and the drives of a node must hold, and hold. device_nbytes, saved_nbytes: of the engine on a device, and
     of activations. Where the device is the node's processors, its part and activations are in the node's memory, too."""
     on_device, in_host, saved = device_nbytes + saved_nbytes, placement.host_nbytes, 0
     if machine.device == "cpu":
         on_device, in_host, saved = device_nbytes, in_host + on_device, saved_nbytes * machine.devices
     return {
-        "device": Need(on_device, machine.device_memory, on_device - device_nbytes),
-        "host": Need(in_host * machine.devices, machine.host_memory, saved),
-        "nvme": Need(placement.nvme_nbytes * machine.devices, (machine.total("capacity") or None) if machine.drives else 0),
+        DEVICE: Need(on_device, machine.device_memory, on_device - device_nbytes),
+        HOST: Need(in_host * machine.devices, machine.host_memory, saved),
+        NVME: Need(placement.nvme_nbytes * machine.devices, (machine.total("capacity") or None) if machine.drives else 0),
     }
 
 
-def require(tier: str, need: Need) -> None:
+def require(tier: Tier, need: Need) -> None:
     """Raise BudgetError for what does not fit."""
     if need.there is None or need.needed <= need.there:
         return
     if not need.there:
         raise BudgetError(f"{tier}: {format_bytes(need.needed)} a node need a drive, and the machine has none")
     field, where, remedy = {
-        "device": ("device_memory", "a device has", "lower the batch, the sequence or device_memory"),
-        "host": ("host_memory", "the machine has", "lower the batch, the sequence, host_memory or device_memory"),
-        "nvme": ("nvme", "a node's drives have", "raise host_memory or device_memory"),
+        DEVICE: ("device_memory", "a device has", "lower the batch, the sequence or device_memory"),
+        HOST: ("host_memory", "the machine has", "lower the batch, the sequence, host_memory or device_memory"),
+        NVME: (NVME.name, "a node's drives have", "raise host_memory or device_memory"),
     }[tier]
     of_them = f", of them {format_bytes(need.activations)} for activations" if need.activations else ""
     raise BudgetError(f"{field}: {format_bytes(need.needed)} are needed{of_them}, and {where} {format_bytes(need.there)}: {remedy}")
@@ -161,7 +163,7 @@ def arrangement(
 ) -> tuple[Layout, list[Record], Placement, tuple[int, ...]]:
     """Layout, records of a rank, their placement, and the spans whose records are on the device. Raises BudgetError, and
     ConfigError for activations that leave the device, which are not played."""
-    if config.activations in ("host", "nvme"):
+    if leaves_device(config.activations):
         raise ConfigError(f"activations={config.activations!r}: predictions keep them on the device; leave it out")
     share = machine.devices
     host = machine.host_memory // share
@@ -196,22 +198,22 @@ def arrangement(
         compresses=_compresses(config, machine, sum(param.numel() for _, param in named) // machine.nodes),
     )
     least = memory(placement, placement.least_nbytes, workload.saved_nbytes, machine)
-    for tier in ("host", "nvme"):  # the device's budget is within what it has
+    for tier in (HOST, NVME):  # the device's budget is within its memory
         require(tier, least[tier])
     homes = placement.homes[STATES]
-    on_device = tuple(span.index for span in layout.spans if homes[span.chunks[0]] == "device")
-    nbytes_of = [span.numel * WEIGHT_NBYTES[span.dtype] for span in layout.spans]
-    if set(homes) != {"device"}:  # as DeviceBudget.redivide, after the first step
+    on_device = tuple(span.index for span in layout.spans if homes[span.chunks[0]].is_device)
+    nbytes_of = [span.nbytes for span in layout.spans]
+    if not all(home.is_device for home in homes):  # as DeviceBudget.redivide, after the first step
         placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
-        if planner.records_may_visit(weights=config.weights, states=config.states, keep=config.residency == "auto"):
+        if planner.records_may_visit(weights=choice_of(config.weights), states=choice_of(config.states), keep=config.residency == "auto"):
             room = placement.device_nbytes - placement.gradient_limit_nbytes
             visiting, staying = planner.share_device(
-                layout, records, homes, room_nbytes=room, gradient_itemsize=None, may_stay=placement.may_stay
+                layout, records, homes, room_nbytes=room, may_stay=placement.may_stay
             )
             on_device += tuple(span for span, _ in visiting)
             taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in visiting) + sum(n for _, n in staying)
             stay = placement.may_stay & {index for span, _ in staying for index in layout.spans[span].chunks}
-            gradients = tuple("host" if index in stay else home for index, home in enumerate(placement.homes[GRADIENTS]))  # nor on NVMe
+            gradients = tuple(HOST if index in stay else home for index, home in enumerate(placement.homes[GRADIENTS]))  # nor on NVMe
             homes = placement.homes | {GRADIENTS: gradients}
             placement = dataclasses.replace(placement, homes=homes, fixed_nbytes=placement.fixed_nbytes + taken)
     return layout, records, placement, on_device

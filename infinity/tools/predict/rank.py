@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from infinity.plan import schedule, slots
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
-from infinity.plan.packing import WEIGHT_NBYTES, Layout
+from infinity.plan.packing import Layout
 from infinity.plan.placement import Placement, look_ahead
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.route import Route, to_gradient
 from infinity.plan.schedule import Moment, Use
+from infinity.plan.tiers import DEVICE, Tier, in_storage
 from infinity.tools.predict.clock import Clock, Flag, PlayedLane
 from infinity.tools.predict.host import PlayedRecords, PlayedRequest
 from infinity.tools.predict.links import LINKS, Links
@@ -36,7 +37,7 @@ class Step:
 class PlayedChunk:
     """As ChunkState, of what is played."""
 
-    def __init__(self, index: int, span: PlayedSpan, record: Record, homes: dict[str, str], trainable: bool, nbytes: int, num_params: int):
+    def __init__(self, index: int, span: PlayedSpan, record: Record, homes: dict[str, Tier], trainable: bool, nbytes: int, num_params: int):
         self.index = index
         self.span = span
         self.record = record
@@ -71,16 +72,14 @@ class Rank:
         self, layout: Layout, records, placement: Placement, step: Step, links: Links, on_device: frozenset[int], compresses: bool
     ):
         self.layout, self.placement, self.step, self.links = layout, placement, step, links
-        itemsize = WEIGHT_NBYTES[layout.spans[0].dtype]
-        self.itemsize = itemsize
-        self.spans = [PlayedSpan(span.index, span.numel * itemsize) for span in layout.spans]
+        self.spans = [PlayedSpan(span.index, span.nbytes) for span in layout.spans]
         self.chunks: list[PlayedChunk] = []
         for chunk, record in zip(layout.chunks, records):
             homes = {kind: placement.homes[kind][chunk.index] for kind in KINDS}
             if chunk.span in on_device:
-                homes = dict.fromkeys(KINDS, "device")
+                homes = dict.fromkeys(KINDS, DEVICE)
             span, params = self.spans[chunk.span], {piece.param for piece in chunk.pieces}
-            made = PlayedChunk(chunk.index, span, record, homes, chunk.trainable, chunk.numel * itemsize, len(params))
+            made = PlayedChunk(chunk.index, span, record, homes, chunk.trainable, chunk.nbytes, len(params))
             self.chunks.append(made)
             span.chunks.append(made)
         for span in self.spans:
@@ -98,12 +97,12 @@ class Rank:
         self.records = PlayedRecords(self.clock, links, placement, self.chunks, next_uses, keep=step.keep, compresses=compresses)
 
     def moment(self, chunk: PlayedChunk) -> Moment:
-        on_device, in_memory = chunk.homes[STATES] == "device", "nvme" not in chunk.homes.values()
+        on_device, in_memory = chunk.homes[STATES].is_device, not in_storage(chunk.homes.values())
         return schedule.moment(deferred=self.step.deferred, on_device=on_device, in_memory=in_memory)
 
     def may_wait(self, chunk: PlayedChunk) -> bool:
         """As Due._may_wait."""
-        return chunk.homes[GRADIENTS] != "nvme" or self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
+        return not chunk.homes[GRADIENTS].is_storage or self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
 
     def begin_step(self) -> None:
         self.route.cursor.restart()
@@ -150,7 +149,7 @@ class Rank:
             nbytes={span.index: 0 if span.pinned else span.nbytes for span in self.spans},
             budget=self.budget,
             slots_ahead=slots_ahead,
-            slots_of={span.index: sum(chunk.homes[WEIGHTS] == "nvme" for chunk in span.chunks) for span in self.spans},
+            slots_of={span.index: sum(chunk.homes[WEIGHTS].is_storage for chunk in span.chunks) for span in self.spans},
             keep=self.step.keep,
             reductions=completed if self.layout.world > 1 else (),
             updates=early,
@@ -213,11 +212,11 @@ class Updates:
         chunk.gradient_number = self._num_arrivals
         if self.rank.layout.world > 1:
             return
-        if chunk.homes[STATES] == "device":
+        if chunk.homes[STATES].is_device:
             chunk.gradient = Flag(True)
             return
         piece = next(piece for piece in self.rank.layout.chunks[chunk.index].pieces if piece.param == param)
-        nbytes = piece.numel * self.rank.itemsize
+        nbytes = piece.numel * self.rank.layout.chunks[chunk.index].format.itemsize
         self.under_way += nbytes
         chunk.gradient = self.gc.push(self._run_collect(chunk, nbytes, nbytes, Flag(True)))
 
@@ -233,7 +232,7 @@ class Updates:
 
     def _run_collect(self, chunk: PlayedChunk, nbytes: int, leaving: int, before: Flag):
         yield before
-        if chunk.homes[STATES] != "device":
+        if not chunk.homes[STATES].is_device:
             take = self.records.obtain if chunk.has_gradient else self.records.fresh
             entry = yield from take(chunk, GRADIENTS)
             yield from self.records.begin_update({GRADIENTS: entry})
@@ -271,7 +270,7 @@ class Updates:
         states = self.records.request(chunk, STATES, urgent=True)
         gradient, copied = chunk.gradient, chunk.copied
         there = (gradient, weights.granted, states.granted, copied)
-        gradient_stays = chunk.homes[GRADIENTS] != "nvme"
+        gradient_stays = not chunk.homes[GRADIENTS].is_storage
         if gradient.raised:
             self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
         self._users.append(gradient)
@@ -317,10 +316,10 @@ class Updates:
                 self.reduce(chunk)
             chunk.reduced = False
         self.update_waiting()
-        numel = sum(chunk.record.numel for chunk in rank.chunks if chunk.trainable and chunk.homes[STATES] == "device")
+        numel = sum(chunk.record.numel for chunk in rank.chunks if chunk.trainable and chunk.homes[STATES].is_device)
         if numel:
             yield ("compute", numel / (self.links.machine.device_update_gparams * 1e9), "update", 0)
-        left = [chunk for chunk in rank.chunks if chunk.homes[STATES] != "device" and chunk.received and not chunk.updated]
+        left = [chunk for chunk in rank.chunks if not chunk.homes[STATES].is_device and chunk.received and not chunk.updated]
         if not self.step.deferred:  # some parameter had no gradient
             left.sort(key=lambda chunk: chunk.gradient_number)
         for chunk in left:
@@ -356,7 +355,7 @@ class Weights:
                     yield from self.evict(spans[index])
                 case schedule.ReadStates(index):
                     chunk = chunks[index]
-                    if chunk.homes[STATES] == "nvme" and chunk.trainable and not chunk.updated and not chunk.pending:
+                    if chunk.homes[STATES].is_storage and chunk.trainable and not chunk.updated and not chunk.pending:
                         if self.records.caches[STATES].is_crowded():
                             chunk.behind = True
                         else:
@@ -387,7 +386,7 @@ class Weights:
         if span.presence != "away":
             return
         for chunk in span.chunks:
-            if chunk.homes[WEIGHTS] == "device":
+            if chunk.homes[WEIGHTS].is_device:
                 continue
             chunk.weights_expected = True
             if chunk.pending:
@@ -408,7 +407,7 @@ class Weights:
                 self.updates.begin(chunk)
             self.updates.hurry(chunk)
             chunk.request = None
-            if chunk.homes[WEIGHTS] != "device":
+            if not chunk.homes[WEIGHTS].is_device:
                 chunk.request = self.records.request(chunk, WEIGHTS, urgent=needed)
             chunk.weights_expected = self.route.wants_weights(chunk.index, span.index, in_backward=in_backward)
             chunk.gathered = Flag(True)

@@ -1,19 +1,19 @@
-"""Records on their way between NVMe and host memory: the nc and cn links.
+"""Moves records between storage and host memory: the nc and cn links.
 
-A request asks for a chunk's weights, states or gradient in host memory and is granted when a slot is there; the reader
-picks, by the policy of plan/slots.py, the first that can be granted, so what waits for one kind of slot never holds up the others.
+A request asks for the weights, the states or the gradient of a chunk in host memory. The mover grants the request when a slot is free.
+The reader thread picks the next request by the policy of plan/slots.py: a request that waits for one kind of slot never blocks another kind.
 Must not know the device, plans or arithmetic.
 """
 
 # [Note: order of reads and writes]
-# An update pins its entry from before it computes until its write is over, and an entry leaves host memory only when it
-# is clean. So whoever asks for a chunk with an update under way is given that very entry and waits for the update;
-# whoever finds no entry reads what a completed write left. (aio_ext keeps overlapping reads and writes in order, too, but not those that
-# compression.py has not yet given to it.)
+# An update pins its entry before it computes, and unpins the entry when the write is over. An entry leaves host memory only when it is clean.
+# So a request for a chunk with an update under way gets the entry of that update, and waits for the update. A request that finds no entry
+# reads the bytes of a completed write. (aio_ext also keeps overlapping reads and writes in order, but compression.py submits writes late.)
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -32,12 +32,12 @@ from infinity.tiers.chunk_state import ChunkState
 
 
 class Request(Job):
-    """A wish for one kind of segments of a chunk in host memory. Its result is the entry, pinned for the asker."""
+    """A request for one kind of segments of a chunk in host memory. Its result is the entry, pinned for the requester if `pin` is set."""
 
     __slots__ = ("_writer", "chunk", "kind", "number", "pin")
 
     def __init__(self, chunk: ChunkState, kind: str, pin: bool, writer: Lane):
-        """writer: what it writes makes room."""
+        """writer: the lane whose writes free slots."""
         super().__init__(None)
         self.chunk = chunk
         self.kind = kind
@@ -57,18 +57,18 @@ class Request(Job):
 
 
 class Lease:
-    """Copies of a chunk in host memory, by kind, pinned for whoever has them, until they are written or given back."""
+    """Host copies of a chunk, by kind. They stay pinned for the holder until they are written or given back."""
 
     __slots__ = ("chunk", "entries", "records")
 
-    def __init__(self, records: Records, chunk: ChunkState, entries: dict[str, Entry]):
+    def __init__(self, records: RecordMover, chunk: ChunkState, entries: dict[str, Entry]):
         self.records = records
         self.chunk = chunk
         self.entries = entries
 
     @property
     def shard(self) -> dict[str, torch.Tensor]:
-        """The record's segments in them, by name, 1-D [shard_used]; none in a gradient."""
+        """The record's segments in these copies, by name, 1-D [shard_used]; a gradient has none."""
         return {
             name: segment
             for kind, entry in self.entries.items()
@@ -76,7 +76,7 @@ class Lease:
         }
 
     def begin_change(self) -> bool:
-        """The chunk's gradient, or all of its record, is about to change. Returns whether the copies were clean."""
+        """The holder changes the chunk's gradient, or all of its record, next. Returns whether the copies were clean."""
         if WEIGHTS in self.entries:
             self.chunk.begin_change(self)
         records, clean = self.records, True
@@ -93,8 +93,8 @@ class Lease:
         return clean
 
     def write_back(self, catch_up: Callable[[memoryview], None] | None = None) -> None:
-        """Send dirty copies to NVMe, and give them back once they are there; resident ones stay. catch_up: moments may be late there, see
-        `Compressor.write`."""
+        """Write dirty copies to storage, and give each back when its write is over. A resident copy stays. catch_up: the moments may be late
+        there, see `Compressor.write`."""
         records, chunk, started = self.records, self.chunk, []
         try:
             for kind, entry in self.entries.items():
@@ -105,37 +105,37 @@ class Lease:
                         continue
                     entry.become(HostState.WRITING)
                 how = {"catch_up": catch_up} if catch_up is not None and kind == STATES else {}
-                transfer = records.swap.write(*records._place(chunk, kind, entry), what=records._name(chunk, kind), **how)
+                transfer = records.storage.write(*records._place(chunk, kind, entry), what=records._name(chunk, kind), **how)
                 started.append((kind, entry, transfer, now()))
             if started:
-                records._writer.push(lambda: records._finish_writes(chunk, started))
-        except BaseException as error:  # an interrupt, too: else who wants such an entry would wait for a write that nobody ends
+                records._writer.push(functools.partial(records._finish_writes, chunk, started))
+        except BaseException as error:  # also an interrupt: other threads would wait forever for the end of such a write
             records.failure.note(error)
             raise
 
     def give_back(self) -> None:
-        """As they are."""
+        """Unpin the copies as they are."""
         for kind, entry in self.entries.items():
             self.records.unpin(self.chunk, kind, entry)
 
 
 def segments(record: Record, kind: str, view: Callable[[torch.dtype, int, int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A copy's, by name, 1-D [shard_used]. view: makes a tensor of its memory, from a dtype, an offset in bytes and a number of
-    elements."""
+    """Segments of one copy, by name, 1-D [shard_used]. view: makes a tensor of the copy's memory from a dtype, an offset in bytes and a number
+    of elements."""
     return {segment.name: view(TORCH_DTYPES[segment.dtype], offset, record.numel) for segment, offset, _ in record.of(kind)}
 
 
 def _room(chunk: ChunkState, kind: str) -> str:
-    """What who has no slot waits for."""
+    """A phrase for reports: the thing that a request without a slot waits for."""
     return f"room in host memory for the {kind} of {chunk.title}"
 
 
-class Records:
-    """Moves records between the swap and host memory. `keep` leaves clean copies in their slots until these are needed."""
+class RecordMover:
+    """Moves records between storage and host memory. keep: clean copies stay in their slots until another chunk needs the slot."""
 
     def __init__(
         self,
-        swap,
+        storage,
         caches: dict[str, HostCache],
         lock: Monitor,
         events: Events,
@@ -144,14 +144,14 @@ class Records:
         keep: bool,
         who: str = "",
     ):
-        self.swap = swap  # or what compresses for it; None if nothing lives on NVMe
+        self.storage = storage  # the storage, or the compressor in front of it; None if no record has its home in storage
         self.caches = caches
         self.lock = lock
         self.events = events
         self.keep = keep
-        self.who = who  # begins the text of errors, such as "rank 1 of 2, "
-        self.on_read = None  # runs before each read, in the reader; tests inject delays here
-        self.failure = failure  # a write or an update was lost, its slots with it: who waits for one must learn of it
+        self.who = who  # the first words of an error, such as "rank 1 of 2, "
+        self.on_read = None  # runs before each read, in the reader thread; tests inject delays here
+        self.failure = failure  # of a write or an update, whose slots are lost: threads that wait for a slot look here
         failure.wakes(lock)
         self._waiting = Requests()
         self._closing = False
@@ -161,15 +161,17 @@ class Records:
         self._reader.start()
 
     def request(self, chunk: ChunkState, kind: str, *, urgent: bool = False, pin: bool = True) -> Request:
-        """Ask for a copy. `pin=False` reads ahead: the copy may be taken back while unused."""
+        """Ask for a copy. pin=False reads ahead: another chunk may take the slot before anybody uses the copy.
+
+        The read begins here if a slot is free and no other request waits; else in the reader thread.
+        """
         with self.lock:
             request = Request(chunk, kind, pin, self._writer)
             self._waiting.ask(request, urgent=urgent)
             entry = self.caches[kind].find(chunk)
             try:
-                if entry is not None and entry.resident:  # takes nobody's slot
-                    self._grant(request)
-                elif self._waiting or self.on_read is not None or not self._try(request):
+                may_grant = (entry is not None and entry.resident) or not (self._waiting or self.on_read)  # a resident copy needs no slot
+                if not may_grant or not self._grant(request):
                     self._waiting.put(request)
                     self.lock.notify_all()
             except BaseException:
@@ -178,7 +180,7 @@ class Records:
         return request
 
     def hurry(self, request: Request) -> None:
-        """Somebody waits for it: let it, and what was asked for of its kind before it, pass whatever is read ahead."""
+        """A thread waits for the request: let it, and earlier requests of its kind, pass all reads ahead."""
         with self.lock:
             self._waiting.hurry(request)
             self.lock.notify_all()
@@ -187,13 +189,13 @@ class Records:
             source.promote()
 
     def hurry_all(self) -> None:
-        """The training thread waits for updates: let all that was asked for, in its order, pass what is read ahead."""
+        """The training thread waits for updates: let all requests of today pass reads ahead, in the order of asking."""
         with self.lock:
             self._waiting.hurry_all()
             self.lock.notify_all()
 
     def settle(self, entry: Entry) -> None:
-        """Wait until the entry's bytes are there."""
+        """Wait until the read of the entry is over."""
         source = entry.source
         if source is not None:
             source.wait()
@@ -204,9 +206,11 @@ class Records:
 
     @contextlib.contextmanager
     def lease(self, chunk: ChunkState, *kinds: str, write: bool = False, fresh: bool = False):
-        """Copies, by default of all of the record, pinned and with their bytes there inside the block. fresh: their bytes are of no use.
+        """Copies of these kinds, by default of the whole record, pinned and read inside the block. fresh: nothing is read, the block fills
+        them.
 
-        write: the block changes them. What it leaves goes to NVMe, also when it raises; a gradient, when its slot is wanted.
+        write: the block changes the copies. They are written to storage after the block, also when the block raises. A gradient is written
+        when its slot is wanted.
         """
         kinds = kinds or ((WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,))
         lease = Lease(self, chunk, {kind: self.fresh(chunk, kind) for kind in kinds}) if fresh else self.obtain(chunk, kinds)
@@ -223,7 +227,7 @@ class Records:
                 lease.give_back()
 
     def fresh(self, chunk: ChunkState, kind: str) -> Entry:
-        """A pinned, clean entry to be filled by the caller; nothing is read."""
+        """A pinned, clean entry for the caller to fill. Nothing is read."""
         cache = self.caches[kind]
         with self.lock:
             while True:
@@ -242,7 +246,7 @@ class Records:
         return entry
 
     def obtain(self, chunk: ChunkState, kinds: Iterable[str]) -> Lease:
-        """Copies of several kinds. Asked for at once: two who ask for the same kinds are granted them in one order."""
+        """Copies of several kinds. One lock covers all requests, so two threads that ask for the same kinds get them in one order."""
         requests: list[Request] = []
         try:
             with self.lock:
@@ -251,21 +255,21 @@ class Records:
             for request in requests:
                 self.hurry(request)
             return self.granted(requests)
-        except BaseException:  # after an interrupt others go on
+        except BaseException:  # after an interrupt, other threads go on
             for request in requests:
                 self._withdraw(request)
             raise
 
     def granted(self, requests: Sequence[Request]) -> Lease:
-        """What was asked for of one chunk, once its bytes are there. It stays pinned, if that was asked, until it is written or given
-        back."""
+        """Wait for requests of one chunk, and for their reads. Copies that were requested with `pin` stay pinned until they are written or
+        given back."""
         entries = {request.kind: request.wait() for request in requests}
         for entry in entries.values():
             self.settle(entry)
         return Lease(self, requests[0].chunk, entries)
 
     def _withdraw(self, request: Request) -> None:
-        """Nobody waits for a request any more, nor, if it is pinned, for what it was granted."""
+        """The requester waits no longer: drop the request, or unpin the copy that it was granted."""
         with self.lock:
             if request.pin and request.result is not None:
                 self.unpin(request.chunk, request.kind, request.result)
@@ -274,14 +278,14 @@ class Records:
                 self.lock.notify_all()
 
     def clean_ahead(self, kind: str) -> None:
-        """Have a dirty copy written before its slot is wanted, if none can be had otherwise."""
+        """Write a dirty copy before its slot is wanted, if no other slot can be had."""
         with self.lock:
             cache = self.caches[kind]
             if cache.farthest(HostState.CLEAN) is None and not cache.frees_soon():
                 self._make_clean(kind)
 
     def discard(self, chunk: ChunkState, kind: str) -> None:
-        """The copy's value is of no use any more, nor is what NVMe holds of it."""
+        """The copy has no use any more, in host memory or in storage."""
         with self.lock:
             entry = self.caches[kind].find(chunk)
             if entry is not None and entry.state is HostState.DIRTY:
@@ -296,14 +300,14 @@ class Records:
             self.lock.notify_all()
 
     def drop(self, chunk: ChunkState, kind: str) -> None:
-        """Give up a copy that is not needed after all, unless it is kept anyway."""
+        """Free the slot of a copy that no op needs, unless the policy keeps the copy."""
         with self.lock:
             entry = self.caches[kind].find(chunk)
             if entry is not None and not self._keeps(chunk, kind) and self.caches[kind].drop(entry):
                 self.lock.notify_all()
 
     def notify_readers(self) -> None:
-        """Whether a slot frees itself has changed."""
+        """The answer of `HostCache.frees_soon` has changed: wake threads that wait for a slot."""
         with self.lock:
             self.lock.notify_all()
 
@@ -312,11 +316,11 @@ class Records:
             return self.caches[kind].is_crowded()
 
     def slots_in_use(self) -> dict[str, int]:
-        """Of each kind that has slots."""
+        """By kind, for the kinds that have slots."""
         return {kind: cache.slots.count - cache.slots.num_free for kind, cache in self.caches.items() if cache.slots is not None}
 
     def flush(self) -> None:
-        """Wait until every write that was begun is over."""
+        """Wait until all writes that have begun are over."""
         self._writer.drain()
         self.failure.check()
 
@@ -332,12 +336,12 @@ class Records:
         return keeps(kind, keep=self.keep, weights_wanted=chunk.keep_weights)
 
     def _place(self, chunk: ChunkState, kind: str, entry: Entry):
-        """The extent of an entry that borrows a slot, and its bytes; what has none is resident."""
+        """The extent of an entry that borrows a slot, and the bytes of the slot that belong to it."""
         extent = chunk.extents[kind]
         return extent, entry.memory.buffer[: extent.nbytes]
 
     def _make_clean(self, kind: str) -> None:
-        """No slot of the kind can be had: write the dirty copy that is used last, unless one is becoming free anyway."""
+        """No slot of the kind can be had: write the dirty copy with the farthest next use, unless another slot becomes free soon."""
         if (entry := self.caches[kind].to_write()) is not None:
             entry.pin()
             Lease(self, entry.chunk, {kind: entry}).write_back()
@@ -352,7 +356,7 @@ class Records:
                 self._forget_late(chunk, kind)
 
     def _forget_late(self, chunk: ChunkState, kind: str) -> None:
-        """A record that has moved to the device leaves nothing behind. A write of it that is under way comes here again when it ends."""
+        """A record that has moved to the device needs no redo log. A write that is still under way calls this again at its end."""
         if kind == STATES and chunk.on_device and chunk.redo is not None:
             chunk.redo.forget()
 
@@ -360,44 +364,47 @@ class Records:
         return f"{self.who}chunk {chunk.index} ({kind}): "
 
     def _grant(self, request: Request) -> bool:
-        """Give the request its entry if one is there or a slot can be had. Called with the lock held."""
-        entry = self.caches[request.kind].find(request.chunk) or self._begin_read(request)
+        """Give the request an entry: the one of its chunk, else one in a slot, whose read begins here. Called with the lock held.
+
+        Returns False where no slot can be had yet. An error is the requester's; an interrupt is the caller's.
+        """
+        chunk, kind, cache = request.chunk, request.kind, self.caches[request.kind]
+        entry = cache.find(chunk)
         if entry is None:
-            return False
+            urgent = self._waiting.is_urgent(request)
+            try:
+                entry = cache.claim(chunk, urgent=urgent)
+                if entry is None:
+                    if request.pin:
+                        self._make_clean(kind)
+                    return False
+                if self.on_read is not None:
+                    self.on_read()
+                start, (extent, buffer) = now(), self._place(chunk, kind, entry)
+                priority = aio_ext.DEMAND if urgent else aio_ext.PREFETCH
+                entry.source = self.storage.read(extent, buffer, priority=priority, what=self._name(chunk, kind))
+                self._settler.push(functools.partial(self._note_read, entry, (chunk.index, kind), start))
+            except BaseException as error:
+                self._forget_read(cache, chunk, error)
+                if not isinstance(error, Exception):
+                    raise
+                request.refuse(error)
+                return True
         if request.pin:
             entry.pin()
-        request.result = entry  # right behind: an interrupt finds both or none, and `_withdraw` takes both back
+        request.result = entry  # right before `finish`: an interrupt finds both or none, and `_withdraw` takes both back
         request.finish()
         return True
 
-    def _begin_read(self, request: Request) -> Entry | None:
-        """Into a slot, if one can be had; what fails leaves no entry."""
-        cache, chunk = self.caches[request.kind], request.chunk
-        try:
-            entry = cache.claim(chunk, urgent=self._waiting.is_urgent(request))
-            if entry is not None:
-                self._submit(request, entry)
-            elif request.pin:
-                self._make_clean(request.kind)
-            return entry
-        except BaseException as error:
-            entry = cache.entries.pop(chunk.index, None)
-            if entry is not None and isinstance(error, Exception):
-                entry.memory.release()  # after an interrupt a read may be on its way there that nobody knows of: it stays lost
-            raise
+    def _forget_read(self, cache: HostCache, chunk: ChunkState, error: BaseException) -> None:
+        """A read could not begin: leave no entry."""
+        entry = cache.entries.pop(chunk.index, None)
+        if entry is not None and isinstance(error, Exception):
+            entry.memory.release()  # after an interrupt a read that nobody knows of may still fill the slot: the slot stays lost
 
-    def _submit(self, request: Request, entry: Entry) -> None:
-        if self.on_read is not None:
-            self.on_read()
-        extent, buffer = self._place(request.chunk, request.kind, entry)
-        start = now()
-        priority = aio_ext.DEMAND if self._waiting.is_urgent(request) else aio_ext.PREFETCH
-        entry.source = self.swap.read(extent, buffer, priority=priority, what=self._name(request.chunk, request.kind))
-        what = (request.chunk.index, request.kind)
-        self._settler.push(lambda: self._note_read(entry, entry.source, what, start))
-
-    def _note_read(self, entry: Entry, transfer, what, start: float) -> None:
-        transfer.wait()  # what it raises is noted: nobody may have asked for it yet, and its slot is lost
+    def _note_read(self, entry: Entry, what: tuple[int, str], start: float) -> None:
+        transfer = entry.source
+        transfer.wait()  # the lane notes an error: perhaps no thread has asked for the copy yet, and the slot is lost
         self.events.moved("nc", what, transfer.nbytes, start, now())
         with self.lock:
             if entry.state is HostState.READING:
@@ -407,7 +414,7 @@ class Records:
     def _read_loop(self) -> None:
         with self.lock:
             while True:
-                if self._waiting.take_next(self._try_unless_failed) is not None:
+                if self._waiting.take_next(self._grant_unless_failed) is not None:
                     continue
                 if self._closing:
                     for request in self._waiting:
@@ -415,16 +422,8 @@ class Records:
                     return
                 self.lock.wait()
 
-    def _try_unless_failed(self, request: Request) -> bool:
+    def _grant_unless_failed(self, request: Request) -> bool:
         if self.failure.error is None:
-            return self._try(request)
+            return self._grant(request)
         request.refuse(self.failure.error)
         return True
-
-    def _try(self, request: Request) -> bool:
-        """As `_grant`, but an error goes to who waits for the request; an interrupt does not, it is the caller's."""
-        try:
-            return self._grant(request)
-        except Exception as error:
-            request.refuse(error)
-            return True

@@ -1,0 +1,67 @@
+"""Which compute dtype each parameter of a model has in an engine.
+
+Knows torch's dtypes and the parameters of a model. Must not know configurations, chunks or tiers.
+"""
+
+# [Note: dtypes of a model]
+# A model whose parameters all have one dtype computes in the dtype of the configuration. A program that gives parameters different dtypes
+# has a reason: an fp32 router, fp32 norms, fp32 adapters over a bf16 base, an fp8 base. So in such a model each parameter keeps its dtype,
+# and the dtype of the configuration is not used.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.formats.format import FROZEN, TRAINABLE, Format
+
+_NAMES = {TORCH_DTYPES[name]: name for name in (*TRAINABLE, *FROZEN)}
+
+
+@dataclass(frozen=True)
+class ParameterDtypes:
+    """The compute dtypes of the parameters of one model; see [Note: dtypes of a model].
+
+    names: the dtype of each parameter, in order. main: the dtype that most elements have. needs_loss_scale: some gradients may underflow.
+    """
+
+    names: tuple[str, ...]
+    main: str
+    needs_loss_scale: bool
+
+    @classmethod
+    def of(cls, named: Sequence[tuple[str, torch.Tensor]], default: str) -> ParameterDtypes:
+        """named: names and floating-point parameters. default: "bf16", "fp16" or "fp32".
+
+        Raises ConfigError for a dtype that the engine cannot store, and for a trainable parameter of a dtype that no optimizer can update.
+        """
+        keeps_own = len({param.dtype for _, param in named}) > 1
+        names = tuple(_own_dtype(name, param) if keeps_own else default for name, param in named)
+        totals: Counter[str] = Counter()
+        for name, (_, param) in zip(names, named):
+            totals[name] += param.numel()
+        main = max(totals, key=totals.__getitem__, default=default)
+        scales = any(Format(name, param.requires_grad).needs_loss_scale for name, (_, param) in zip(names, named))
+        return cls(names, main, scales)
+
+    @property
+    def of_torch(self) -> list[torch.dtype]:
+        """The compute dtype of each parameter as torch has it."""
+        return [TORCH_DTYPES[name] for name in self.names]
+
+
+def _own_dtype(name: str, param: torch.Tensor) -> str:
+    """The dtype that a parameter has, by the engine's name."""
+    dtype, allowed = _NAMES.get(param.dtype), TRAINABLE if param.requires_grad else (*TRAINABLE, *FROZEN)
+    if dtype in allowed:
+        return dtype
+    raise ConfigError(
+        f"{name} is {'trainable' if param.requires_grad else 'frozen'} and of {param.dtype}, in a model whose parameters have different "
+        f"dtypes and keep them. Expected one of {', '.join(str(TORCH_DTYPES[known]) for known in allowed)}. Cast it before "
+        f"infinity.offload(model, config)."
+    )

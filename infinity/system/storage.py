@@ -1,0 +1,99 @@
+"""Storage: the interface between the engine and whatever keeps the bytes of a storage tier, and the place where a program hands in its own.
+
+Knows extents and transfers. Must not know chunks, tensors or tiers. `Swap` in swap.py is the engine's own storage, over direct I/O.
+
+# [Note: what storage promises]
+# - The engine calls `allocate` for every extent, then `reserve` once, then `read` and `write` from several threads. `extend` comes later, for
+#   saved activations.
+# - `read` and `write` return at once. The buffer belongs to the transfer until `wait` has returned or raised.
+# - A read that overlaps an earlier write returns the bytes of that write.
+# - A transfer that fails raises SwapError, an OSError with errno, text and path, in each call of `wait`. The text begins with `what`, which
+#   names the rank, the chunk and the kind.
+# - Storage answers for its bytes: a read whose bytes are not those that were written fails with EIO.
+# - After `close` nothing of the run is left in the directories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import aio_ext
+from infinity.system.swap import Swap
+
+
+class Extent(Protocol):
+    """A range of storage. nbytes: its size in bytes, a multiple of 4096."""
+
+    nbytes: int
+
+
+class Transfer(Protocol):
+    """A read or a write under way. nbytes: its size in bytes."""
+
+    nbytes: int
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, with or without an error."""
+
+    def wait(self) -> object:
+        """Return once it is over. Raises SwapError, in each call, if it failed."""
+
+    def promote(self, priority: int = aio_ext.DEMAND) -> None:
+        """A thread waits for it: let it pass transfers of lower priority. Storage may ignore this."""
+
+    def in_words(self) -> str:
+        """A phrase for reports about threads that wait, such as "a read of 16.0 MiB from NVMe"."""
+
+
+class Storage(Protocol):
+    """Storage of one rank, see [Note: what storage promises].
+
+    read_nbytes, write_nbytes: bytes of all reads and writes so far. nbytes_per_s: measured rate of both together, 0 without a measurement.
+    """
+
+    read_nbytes: int
+    write_nbytes: int
+    nbytes_per_s: float
+
+    def allocate(self, nbytes: int) -> Extent:
+        """Plan a range of at least nbytes; nothing is written yet."""
+
+    def reserve(self) -> None:
+        """Make room for all extents. Raises SwapError before anything is written if there is none."""
+
+    def extend(self, nbytes: int) -> Extent:
+        """Make one more range, after `reserve`. Raises SwapError if there is no room."""
+
+    def read(self, extent: Extent, buffer: memoryview, *, offset: int = 0, priority: int = aio_ext.PREFETCH, what: str = "") -> Transfer:
+        """Fill a buffer from an extent. The offset and the buffer's size in bytes are multiples of 4096."""
+
+    def write(self, extent: Extent, buffer: memoryview, *, offset: int = 0, priority: int = aio_ext.WRITE, what: str = "") -> Transfer:
+        """Write a buffer to an extent."""
+
+    def path_of(self, extent: Extent) -> Path:
+        """The file to name in errors about an extent."""
+
+    def close(self) -> None:
+        """Finish all transfers and remove everything. Idempotent."""
+
+
+_make: Callable[..., Storage] = Swap
+
+
+def use_storage(make: Callable[..., Storage]) -> Callable[..., Storage]:
+    """Let engines of this process that start later keep their storage tier in make(...). Returns the function that was in use before.
+
+    make(paths, *, rank, world, run, expected_nbytes, checksums) -> Storage, with the arguments of `Swap`: paths are the directories of the
+    configuration.
+    """
+    global _make
+    before, _make = _make, make
+    return before
+
+
+def make_storage(paths, **options) -> Storage:
+    """The storage of one rank in these directories."""
+    return _make(paths, **options)

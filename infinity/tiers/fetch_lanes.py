@@ -1,0 +1,155 @@
+"""The lanes of a fetch: cg copies a chunk's shard from host memory to its span, gg gathers the shards of all ranks there.
+
+Knows host copies, spans, streams and events of CUDA. Must not know plans or holds, or which span is fetched next: weights.py issues the jobs.
+See [Note: who waits for whom] in weights.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from infinity.plan.record import WEIGHTS
+from infinity.plan.slots import Entry
+from infinity.system.events import Events, now
+from infinity.system.lanes import Job, Lane
+from infinity.system.ranks import Ranks
+from infinity.system.waits import waits
+from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.record_mover import RecordMover, Request
+
+
+class ChunkFetch:
+    """The fetch of one chunk: the request for its host copy, None if the shard is on the device; an update that the copy waits for; the copy to
+    the device; the all-gather, None on one rank."""
+
+    __slots__ = ("chunk", "copy", "gather", "request", "update")
+
+    def __init__(self, chunk: ChunkState, request: Request | None, update: Job | None):
+        self.chunk = chunk
+        self.request = request
+        self.update = update
+        self.copy: Job | None = None
+        self.gather: Job | None = None
+
+
+class FetchLanes:
+    """Runs the jobs of fetches, in the order of `copy` and `gather`. gather_lane, gather_stream: of collectives, in one order with those of
+    gradients."""
+
+    def __init__(self, records: RecordMover, ranks: Ranks, gather_lane: Lane, gather_stream, device: torch.device, events: Events):
+        self.records, self.ranks, self.events, self.device = records, ranks, events, device
+        self.gg, self.gather_stream = gather_lane, gather_stream
+        self.cg = Lane("cg", records.failure, "the copy to the device")
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            self.copy_stream = torch.cuda.Stream(device)
+            self.settler = Lane("cg-settle", records.failure)
+
+    def close(self) -> None:
+        self.cg.close()
+        self.gg.close()
+        if self.cuda:
+            self.settler.close()
+            self.gather_stream.synchronize()  # the memory of the spans is freed next
+
+    def allocated(self) -> torch.cuda.Event | None:
+        """An event on the compute stream, behind the allocation of a span; None on the CPU."""
+        return torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+
+    def copy(self, fetch: ChunkFetch, ready: torch.cuda.Event | None) -> None:
+        """Copy the shard to its span. ready: the event behind the allocation of the span."""
+        fetch.copy = fetch.chunk.copy_job = self.cg.push(functools.partial(self._run_copy, fetch, ready), fetch.chunk.title)
+
+    def gather(self, fetch: ChunkFetch, order: tuple[int, int, int] | None = None) -> Job:
+        """Exchange the shards of the chunk, on all ranks. order: of this collective, which all ranks compare; None if the plan gives it."""
+        return self.gg.push(functools.partial(self._run_gather, fetch, order), fetch.chunk.title)
+
+    def wait(self, fetch: ChunkFetch) -> None:
+        """Wait for the copy and the gather of a chunk. Each wait is charged to its link. On CUDA the compute stream waits for the bytes."""
+        if not fetch.copy.done:
+            with waits(f"the weights of {fetch.chunk.title}"):
+                self._wait_for_copy(fetch)
+        else:
+            fetch.copy.wait()
+        if fetch.gather is not None:
+            self.events.wait("gg", fetch.gather, fetch.chunk.index)
+        if self.cuda:
+            event = (fetch.gather or fetch.copy).result
+            if event is not None:
+                since = self.events.device_mark()
+                torch.cuda.current_stream(self.device).wait_event(event)
+                self.events.device_waited("gg" if fetch.gather else "cg", fetch.chunk.index, since)
+
+    def _wait_for_copy(self, fetch: ChunkFetch) -> None:
+        if fetch.update is not None:
+            self.events.wait("update", fetch.update, fetch.chunk.index)
+        if fetch.request is not None:
+            self.events.wait("nc", fetch.request, fetch.chunk.index)
+            source = fetch.request.result.source
+            if source is not None and not source.done:
+                self.events.wait("nc", source, fetch.chunk.index)
+        self.events.wait("cg", fetch.copy, fetch.chunk.index)
+
+    # Jobs.
+
+    def _run_copy(self, fetch: ChunkFetch, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Copy one shard to its span, after the read or the update that it waits for. Returns the event of the copy on CUDA."""
+        chunk, request, update, entry = fetch.chunk, fetch.request, fetch.update, None
+        if request is not None:
+            if not request.done:  # other jobs wait for this lane, and only the training thread uses copies that were read ahead
+                self.records.hurry(request)
+            entry = request.wait()
+            self.records.settle(entry)
+        if update is not None:
+            update.wait()
+        if entry is None:
+            return ready  # the compute stream wrote the shard in place: the gather waits for this event
+        start = now()
+        shard = chunk.span.flat[chunk.chunk.shard_in_span(self.ranks.rank)]
+        source = entry.memory.tensor(shard.dtype, 0, shard.numel())
+        nbytes = shard.nbytes
+        if not self.cuda:
+            # Not copy_: it would use torch's threads, which the training thread needs.
+            ctypes.memmove(shard.data_ptr(), source.data_ptr(), nbytes)
+            self.events.moved("cg", chunk.index, nbytes, start, now())
+            self.records.unpin(chunk, WEIGHTS, entry)
+            return None
+        with torch.cuda.stream(self.copy_stream):
+            self.copy_stream.wait_event(ready)
+            first = self.events.device_mark()
+            shard.copy_(source, non_blocking=True)
+            marks = first, self.events.device_mark()
+            event = self.copy_stream.record_event()
+        self.settler.push(functools.partial(self._finish_copy, chunk, entry, event, nbytes, start, marks), chunk.title)
+        return event
+
+    def _finish_copy(self, chunk: ChunkState, entry: Entry, event: torch.cuda.Event, nbytes: int, start: float, marks) -> None:
+        """Give the slot back once the device has read it."""
+        event.synchronize()
+        self.events.moved("cg", chunk.index, nbytes, start, now(), marks)
+        self.records.unpin(chunk, WEIGHTS, entry)
+
+    def _run_gather(self, fetch: ChunkFetch, order: tuple[int, int, int] | None) -> torch.cuda.Event | None:
+        """Gather the chunk, after its copy. Returns the event of the gather on CUDA."""
+        event = fetch.copy.wait()
+        if order is not None:
+            self.ranks.require_order(f"the next gather, of {fetch.chunk.title}", *order)
+        start = now()
+        chunk = fetch.chunk.chunk
+        whole = fetch.chunk.span.flat[chunk.offset : chunk.offset + chunk.numel]
+        done = marks = None
+        if self.cuda:
+            with torch.cuda.stream(self.gather_stream):
+                if event is not None:
+                    self.gather_stream.wait_event(event)
+                first = self.events.device_mark()
+                self.ranks.gather(whole, fetch.chunk.title)
+                marks = first, self.events.device_mark()
+                done = self.gather_stream.record_event()
+        else:
+            self.ranks.gather(whole, fetch.chunk.title)
+        self.events.moved("gg", chunk.index, whole.numel() * whole.element_size(), start, now(), marks)
+        return done

@@ -1,0 +1,65 @@
+"""Storage that a program hands in: the example of a tier of ordinary files trains with the bits of the engine's own swap."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from infinity.system.storage import Storage, make_storage, use_storage
+from infinity.system.swap import Swap
+
+PATH = Path(__file__).parent.parent.parent / "examples" / "extend" / "pread_tier.py"
+METHODS = [name for name, member in vars(Storage).items() if callable(member) and not name.startswith("_")]
+
+
+@pytest.fixture
+def example():
+    spec = importlib.util.spec_from_file_location("pread_tier", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def in_use(example):
+    """The example's storage, in use until the test ends."""
+    before = use_storage(example.FileStorage)
+    yield example.FileStorage
+    use_storage(before)
+
+
+CONFIGS = {"plain": {}, "compressed": {"dtype": "bf16", "compression": "on"}, "activations": {"activations": "nvme"}}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_tier_of_files_trains_with_the_same_bits(config, example, tmp_path):
+    found = []
+    for make in (Swap, example.FileStorage):
+        before = use_storage(make)
+        try:
+            found.append(example.train(tmp_path, **config))
+        finally:
+            use_storage(before)
+        assert not list(tmp_path.iterdir())
+    (losses, weights, moved), (expected_losses, expected_weights, expected) = found
+    assert losses == expected_losses and all(map(torch.equal, weights, expected_weights))
+    assert moved["nvme_write_nbytes"] > 0 < expected["nvme_write_nbytes"] and moved["nvme_read_nbytes"] > 0
+
+
+def test_an_error_of_the_storage_reaches_the_program(example, in_use, tmp_path, monkeypatch):
+    monkeypatch.setattr(example.os, "preadv", lambda *arguments: 0)
+    with pytest.raises(infinity.SwapError, match=r"chunk \d+ \(weights\): short read, 0 of \d+ bytes") as caught:
+        example.train(tmp_path)
+    assert Path(caught.value.filename).name.endswith(".bin") and not list(tmp_path.iterdir())
+
+
+def test_the_engine_uses_its_own_swap_by_default(tmp_path):
+    with make_storage([tmp_path]) as storage:
+        assert type(storage) is Swap
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_interface_is_what_both_storages_have(name, example):
+    assert callable(getattr(Swap, name)) and callable(getattr(example.FileStorage, name))
