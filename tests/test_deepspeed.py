@@ -8,7 +8,7 @@ import torch
 
 import infinity
 from infinity.config import Config
-from infinity.integrations.deepspeed import _UNMATCHED, _UNNEEDED, convert
+from infinity.integrations.deepspeed import convert
 from infinity.errors import ConfigError
 
 STAGE_3 = {"zero_optimization": {"stage": 3}}
