@@ -9,7 +9,7 @@ the construction, the engine asks for each parameter's initial value and lays ou
 # `.data` and deepcopy. There are three kinds of parameters:
 # - Initialised by a known function: the values are not drawn, but noted ([Note: values drawn later] in infinity/model/deferred_init.py). The
 #   parameter is away at once, and its values are drawn directly for its record.
-# - Mapped from a file, as by from_pretrained of transformers: it stays there. The kernel begins to read the file when its first parameter is seen.
+# - Mapped from a file, as by from_pretrained of transformers: stays there. The kernel reads the file from the first parameter on.
 # - All others: the newest stay in memory. If they exceed the window of their memory, the oldest go to a scratch file, to which each rank
 #   writes its 1/world slice.
 #

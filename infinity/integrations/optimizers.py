@@ -30,9 +30,10 @@ def counterpart(kind: type[torch.optim.Optimizer], options: dict) -> tuple[type[
 
 
 def convert(optimizer: torch.optim.Optimizer, **options) -> infinity.Elementwise:
-    """Turn an unused optimizer of torch, over parameters of an engine, into its counterpart. Schedulers keep working: it is the same object.
+    """Turn an unused optimizer of torch, over parameters of an engine, into its counterpart. The object stays the same, for its schedulers.
 
-    options: of `infinity.Elementwise`. An optimizer of infinity is returned unchanged. Raises ConfigError if it has no counterpart or has states.
+    options: of `infinity.Elementwise`. An optimizer of infinity is returned unchanged. Raises ConfigError if the optimizer has no
+    counterpart, or has states.
     """
     if isinstance(optimizer, infinity.Elementwise):
         return optimizer
@@ -40,7 +41,9 @@ def convert(optimizer: torch.optim.Optimizer, **options) -> infinity.Elementwise
     for group in optimizer.param_groups:
         counterpart(type(optimizer), group)  # a group may have options without counterpart
     if optimizer.state:
-        raise infinity.ConfigError(f"{type(optimizer).__name__} has states already. Pass the optimizer and its model to the trainer before the first step")
+        raise infinity.ConfigError(
+            f"{type(optimizer).__name__} has states already. Pass the optimizer and its model to the trainer before the first step"
+        )
     unknown = optimizer.defaults.keys() - defaults.keys()
     groups = [{name: value for name, value in group.items() if name not in unknown} for group in optimizer.param_groups]
     is_watched = vars(optimizer).pop("step", None) is not None

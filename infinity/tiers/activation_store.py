@@ -1,11 +1,11 @@
-"""Host memory and NVMe for saved activations: who gets memory, what is written, read and thrown away.
+"""Host memory and NVMe for saved activations: allocation, writes, reads and release.
 
 Knows saved storages, a heap of host memory and a swap. Must not know tensors, autograd, or how bytes reach the device.
 """
 
 # [Note: host memory of activations]
-# An area goes to another storage once the last transfer from or to it is over. The storages that were saved first are needed last, so
-# they are written to NVMe first. Memory that was read ahead is given up if an earlier read needs it.
+# An area goes to another storage once the last transfer of the area is over. The storages that were saved first are needed last, so
+# they are written to NVMe first. Memory that was read ahead is given up if an earlier read needs memory.
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ActivationStore:
         self.extents = ExtentPool(swap)
         self.writer = Lane("activations-cn", failure)
         self.storages: dict[int, SavedStorage] = {}  # by number, wherever their bytes are
-        self._changed = Monitor()  # guards what the writer changes: states, memory and the counts
+        self._changed = Monitor()  # guards fields that the writer changes: states, memory and the counts
         self._cooling: deque = deque()  # (transfer, memory that is free when the transfer is over)
         self._num_writing = self._num_written = self._num_reads = 0
 
@@ -143,12 +143,12 @@ class ActivationStore:
             raise error
 
     def want(self, stored: SavedStorage) -> bool:
-        """Keep the storage's memory even if it is being written. Returns whether it is being written."""
+        """Keep the storage's memory also during a write. Returns whether a write is running."""
         with self._changed:
             return stored.want()
 
     def await_write(self, stored: SavedStorage) -> None:
-        """Keep the storage's memory if it is being written, and wait for the write."""
+        """Keep the storage's memory, and wait for a running write."""
         with self._changed:
             if stored.want():
                 with waits(f"the write of activation {stored.number}", self.writer.ident):
@@ -168,11 +168,11 @@ class ActivationStore:
         stored.become(StorageState.HOST)
 
     def _give_up_last(self) -> bool:
-        """Give up the memory of the storage that was read ahead last: it is still on NVMe. Returns whether there is one."""
+        """Give up the memory of the storage that was read ahead last: NVMe still has the bytes. Returns whether there is one."""
         reading = (stored for stored in self.storages.values() if stored.state is StorageState.READING)
         last = max(reading, key=lambda stored: stored.read_number, default=None)
         if last is not None:
-            with contextlib.suppress(SwapError):  # it may never be needed
+            with contextlib.suppress(SwapError):  # the bytes may never be needed
                 last.read.wait()
             last.become(StorageState.NVME)
             self.heap.give_back(last.take_memory())

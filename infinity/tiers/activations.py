@@ -1,4 +1,4 @@
-"""Saved activations away from the device: to host memory during forward, past its budget to NVMe, and back before backward needs them.
+"""Saved activations away from the device: to host memory during forward, past the budget to NVMe, and back before backward needs them.
 
 Knows storages on the device, a store of host memory and NVMe, and parts of a graph by key. Must not know modules, autograd's graph or
 weights: the saved-tensor hooks call this file, in the training thread.
@@ -6,8 +6,8 @@ weights: the saved-tensor hooks call this file, in the training thread.
 
 # [Note: what is moved]
 # The unit is a storage, which plain PyTorch keeps alive as a whole. Views of one storage are moved once, whatever their shapes and strides,
-# and are views of one storage again when it is back. Three kinds of tensors stay on the device: small ones, a small part of a storage
-# (it may be a slice of a data set), and model buffers, which stay on the device anyway.
+# and are views of one storage again afterwards. Three kinds of tensors stay on the device: small ones, small parts of a storage
+# (they may be slices of a data set), and model buffers, which stay on the device anyway.
 #
 # Backward fetches storages in reverse order, and reads ahead as far as host memory allows. If parts of the graph go backward in another
 # order, such as micro-batches that pass a layer together, the caller names the part that it saves and the parts that follow (graph_parts.py).

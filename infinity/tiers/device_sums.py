@@ -114,9 +114,9 @@ class DeviceSums:
             if memory is not None:
                 self.tier.book(-memory.nbytes)
 
-    def _free_room(self, most_nbytes: int | None = None) -> None:
-        """Give back the room of sums that have left. Wait for sums that are leaving until at most `most_nbytes` are taken."""
-        while self._leaving and ((self.ranks.world == 1 and self._leaving[0][0].done) or (most_nbytes is not None and self._nbytes > most_nbytes)):
+    def _free_room(self, most: int | None = None) -> None:
+        """Give back the room of sums that have left. Wait for sums that are leaving until at most `most` bytes are taken."""
+        while self._leaving and ((self.ranks.world == 1 and self._leaving[0][0].done) or (most is not None and self._nbytes > most)):
             job, room_nbytes, nbytes = self._leaving.popleft()
             try:
                 job.wait()

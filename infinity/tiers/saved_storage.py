@@ -1,4 +1,4 @@
-"""One storage whose bytes autograd needs until backward, its states, and the saved tensors that are views of it.
+"""One storage whose bytes autograd needs until backward: states, transfers, and the saved tensors that are views.
 
 Knows storages, version counters and transfers. Must not know budgets, queues, or which storage moves next.
 """
@@ -10,10 +10,10 @@ Knows storages, version counters and transfers. Must not know budgets, queues, o
 #                                         write  v | read
 #                                WRITING --> NVME --> READING
 #
-# A storage stays in DEVICE until its own number of bytes was saved after it, because the newest storage is needed first. With on_demand it
+# A storage of n bytes stays in DEVICE until n more bytes were saved, because the newest storage is needed first. With on_demand, a storage
 # also stays until host memory has room, while smaller storages leave. At most NUM_LEAVING storages are LEAVING at a time. DEVICE and LEAVING
-# hold a reference to the original. Before the engine lets go of it, the compute stream waits for the copy. So memory that is allocated in
-# its place is written after it was read. HOME is a new storage, which lives until the last saved tensor of it is dropped.
+# hold a reference to the original. Before the engine drops the reference, the compute stream waits for the copy. So new data
+# overwrite the memory after the copy has read the old data. HOME is a new storage, which lives until the last saved tensor is dropped.
 # While the program keeps the original alive, nothing is copied back: the original is used. A tensor of no bytes that shares the version
 # counter tells whether the original was changed.
 
@@ -48,10 +48,10 @@ _MOVES = {
     (StorageState.HOST, StorageState.HOME),
     (StorageState.HOST, StorageState.WRITING),
     (StorageState.WRITING, StorageState.NVME),
-    (StorageState.WRITING, StorageState.HOST),  # it is wanted again, or the write failed
+    (StorageState.WRITING, StorageState.HOST),  # wanted again, or the write failed
     (StorageState.NVME, StorageState.READING),
     (StorageState.READING, StorageState.HOST),
-    (StorageState.READING, StorageState.NVME),  # another storage needs its memory first
+    (StorageState.READING, StorageState.NVME),  # another storage needs the memory first
 }
 
 
@@ -101,8 +101,8 @@ class SavedStorage:
         self.read_number = 0  # in order of reading
         self.home: torch.UntypedStorage | None = None
         self.needs: set[TensorNeed] = set()
-        self.wanted = False  # again, while it is being written
-        self.was_cut = False  # resized before it left the device
+        self.wanted = False  # again, during a write
+        self.was_cut = False  # resized before the copy
         self.watch = tensor.detach()
         self.watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._original = storage._weak_ref()
@@ -115,7 +115,7 @@ class SavedStorage:
             return self.watch._version != version
 
     def original(self) -> torch.UntypedStorage | None:
-        """The storage that was saved, if it is still alive and whole."""
+        """The storage that was saved, if still alive and whole."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._original)
         return storage if storage is not None and storage.nbytes() >= self.nbytes else None
 
@@ -129,7 +129,7 @@ class SavedStorage:
         self.wanted = False
 
     def want(self) -> bool:
-        """Keep its host memory even if it is being written. Returns whether it is being written."""
+        """Keep the host memory, also during a write. Returns whether a write is running."""
         self.wanted = True
         return self.state is StorageState.WRITING
 
@@ -159,7 +159,7 @@ class SavedStorage:
 
 
 class TensorNeed(Need):
-    """A saved tensor's need of its storage."""
+    """A saved tensor's need of a storage."""
 
     __slots__ = ("stored",)
 

@@ -93,7 +93,8 @@ class LayerwiseStep:
     def run(self, works: list[Callable], streams: list[RngState]) -> list[torch.Tensor]:
         """Run all forward and backward passes. works: the forward passes. streams: their random numbers, changed to the last states."""
         calls, num_together = self.engine.calls, self.at_once if self.is_cut else self.num
-        micro_batches = [MicroBatch(self, work, number % num_together, own) for number, (work, own) in enumerate(zip(works, streams, strict=True))]
+        pairs = enumerate(zip(works, streams, strict=True))
+        micro_batches = [MicroBatch(self, work, number % num_together, rng) for number, (work, rng) in pairs]
         self._first_two = micro_batches[:2]
         if num_together > 1:
             self.sums = DeviceSums(self.engine.gradients, self.engine.weights)

@@ -8,13 +8,13 @@ Knows blocks, graphs and saved tensors. Must not know other micro-batches, group
 # earlier segment, which goes backward later. `_examine_graph` looks for this after each forward pass. All segments from the one that made
 # the tensor to the one that uses it are joined from then on.
 # A tensor that is changed in place has another value when a block runs again in backward. A model that changes inputs of blocks so runs
-# as in the ordinary loop. In both cases the values of the forward pass are right. So on several ranks it goes on to its end, where ranks
-# exchange what they found.
+# as in the ordinary loop. In both cases the values of the forward pass are right. So on several ranks the pass goes on to the end, where ranks
+# exchange their findings.
 # Other micro-batches find the attributes that a module sets during a forward pass. If an attribute differs for each micro-batch,
-# micro-batches run as in the ordinary loop. The same holds for a buffer that several segments write. The first step looks for both. It
-# does not find a buffer that one segment writes and others read.
+# micro-batches run as in the ordinary loop. The same holds for a buffer that several segments write. The first step looks for both. The
+# search does not find a buffer that one segment writes and others read.
 # A parameter that several segments use gets its gradient in parts, and hooks of the program must not see parts.
-# A step that finds one of these begins anew, with the same random numbers and with the buffers as they were. Later steps know it (limits.py).
+# A step that finds one of these begins anew, with the same random numbers and the old buffers. Later steps know the limit (limits.py).
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from infinity.tiers.saved_storage import SavedTensor
 
 
 class MicroBatch:
-    """step: the `LayerwiseStep` it belongs to. number: its place in the round."""
+    """step: the `LayerwiseStep` of the micro-batch. number: the place in the round."""
 
     def __init__(self, step, work: Callable[[], torch.Tensor], number: int, rng: RngState):
         self.step, self.number, self.rng = step, number, rng
@@ -77,7 +77,7 @@ class MicroBatch:
             self._examine_graph()
 
     def stop(self) -> None:
-        """End the forward pass wherever it is, and drop graph and gradients."""
+        """End the forward pass at any point, and drop graph and gradients."""
         before = self.step.engine.calls.swap(self._call_state)
         self.thread.stop()
         self.step.engine.calls.swap(before)
@@ -162,10 +162,10 @@ class MicroBatch:
         self._inputs = [each for each in self._inputs if each[0]() is not None]
         for tensor, version, name in self._inputs:
             if tensor()._version != version and not self.step.limits.found_whole:
-                self.step.limits.note(f"an input of {name} is changed in place behind it, but {name} runs again in backward and needs the input")
+                self.step.limits.note(f"an input of {name} is changed in place behind it, but {name} runs again in backward")
 
     def backward(self, position: int) -> None:
-        """Run the backward pass of the segment at this position, if it is the last one left."""
+        """Run the backward pass of the segment at this position, if that segment is the last one left."""
         if position != self.position:
             return
         segments = self.cutter.segments
@@ -179,7 +179,7 @@ class MicroBatch:
             torch.autograd.backward(*zip(*roots))
 
     def withhold(self, state: ParameterState, gradient: torch.Tensor) -> bool:
-        """Keep a parameter's gradient if an earlier segment will add to it. Returns whether it is kept."""
+        """Keep a parameter's gradient if an earlier segment will add to the gradient. Returns whether the gradient is kept."""
         if self.first_use.get(state, self._backward_position) >= self._backward_position:
             return False
         saved = None
@@ -195,7 +195,7 @@ class MicroBatch:
 
 
 def _is_checkpointed(block: nn.Module) -> bool:
-    """Whether the program checkpoints the block: other hooks for saved tensors are active, or the block does it itself."""
+    """Whether the program checkpoints the block: other hooks for saved tensors are active, or the block does so by itself."""
     hooks = _top_saved_tensors_default_hooks(True)
     by_caller = hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), SavedTensors)
     return by_caller or getattr(block, "gradient_checkpointing", False) is True

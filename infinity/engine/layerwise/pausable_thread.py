@@ -1,12 +1,12 @@
-"""A function that runs in a thread of its own, pauses, and is resumed by the thread that waits for it.
+"""A function that runs in a thread of its own, pauses, and is resumed by the thread that waits for the result.
 
 Knows threads, torch's state of a thread, and checkpoints that an error leaves open. Must not know models, graphs or engines.
 """
 
 # [Note: who runs]
 # Only one of the two threads runs at a time. The caller of `resume` waits until the other thread pauses or ends. So running threads share
-# nothing, and a function keeps its stack while others run. The end of a step ends all its threads: a paused thread is told to give up,
-# and raises where it waits. No thread is left behind.
+# nothing, and a function keeps its stack while others run. The end of a step ends all threads: a paused thread is told to give up,
+# and raises at the pause. No thread is left behind.
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PausableThread:
         return result
 
     def stop(self) -> None:
-        """End the work wherever it is."""
+        """End the work at any point."""
         self._gives_up = True
         while not self.is_over and self._thread.ident is not None:
             with contextlib.suppress(BaseException):  # the caller has an error of its own to raise
@@ -117,7 +117,7 @@ class PausableThread:
 def _close_checkpoints(error: BaseException) -> None:
     """Close the checkpoints that the error has left, in this thread. Closing removes hooks that a checkpoint has put into its thread.
 
-    Up to torch 2.12 a checkpoint is closed when its frame is freed, which may happen in another thread. There it would remove wrong hooks.
+    Up to torch 2.12 a checkpoint is closed when the frame is freed, perhaps in another thread. That would remove hooks of the other thread.
     """
     traceback = error.__traceback__
     while traceback is not None:
