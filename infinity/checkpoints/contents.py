@@ -30,8 +30,8 @@ def parameters_of(engine: Engine) -> tuple[list[Parameter], dict[str, str]]:
     for state in engine.registry.params:
         place = places.get(state.param)
         whole = Whole(place.name, place.shape, place.begin) if place is not None else None
-        dtype = engine.layout.specs[state.index].format.compute
-        own_dtype = dtype if dtype != engine.layout.main_dtype else None
+        dtype = engine.layout.specs[state.index].format.name
+        own_dtype = dtype if dtype != engine.layout.main_storage else None
         found.append(Parameter(state.name, tuple(state.shape), state.trainable, state.group, whole=whole, dtype=own_dtype))
         names[id(state.param)] = state.name
     everything = engine.model.named_parameters(remove_duplicate=False)
@@ -44,7 +44,7 @@ def draft(engine: Engine, **rest) -> Manifest:
     parameters, aliases = parameters_of(engine)
     return Manifest(
         world=engine.ranks.world,
-        dtype=engine.layout.main_dtype,
+        dtype=engine.layout.main_storage,
         moments_dtype=engine.config.moments,
         moments=engine.moments,
         seed=engine.config.seed if engine.updater.seed is None else engine.updater.seed,

@@ -21,7 +21,6 @@ from infinity.checkpoints.safetensors_writer import MAX_FILE_NBYTES, plan_files,
 from infinity.checkpoints.writer import Tensors, Writer
 from infinity.config import LARGEST_CHUNK_MIB, LEAST_CHUNK_MIB, checked_path
 from infinity.errors import CheckpointError, ConfigError
-from infinity.optim.adam import masters
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.plan.packing import ParameterSpec, default_chunk_numel, layout
 from infinity.system.arena import Arena
@@ -56,7 +55,7 @@ def export(
             wholes.setdefault(parameter.canonical.name, []).append(index)
         parameters = checkpoint.manifest.parameters
         firsts = {name: parameters[tiles[0]] for name, tiles in wholes.items()}
-        dtypes = {name: TORCH_DTYPES[dtype or checkpoint.manifest.dtype_of(first)] for name, first in firsts.items()}
+        dtypes = {name: TORCH_DTYPES[dtype or checkpoint.manifest.format_of(first).compute] for name, first in firsts.items()}
         specs = [TensorSpec(name, dtypes[name], first.canonical.shape) for name, first in firsts.items()]
         buffers = checkpoint.buffers()
         entries = {name: checkpoint.manifest.tensors[index] for name, index in buffers.items()}
@@ -175,7 +174,8 @@ def _values(checkpoint: Checkpoint, tiles: list[int], dtype: torch.dtype) -> Ite
 
 def _tile(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     for _, found in checkpoint.values(index, 0, checkpoint.manifest.parameters[index].numel):
-        yield masters(found).to(dtype) if dtype is not found["weight"].dtype else found["weight"]
+        weights = found.codec.weights(found)
+        yield found.masters().to(dtype) if dtype is not weights.dtype else weights
 
 
 def _place_in(whole: torch.Tensor, tile: Parameter) -> torch.Tensor:

@@ -237,7 +237,7 @@ class _LoadDcp:
                 tensor.read(begin, sizes, values[at : at + numel].view(sizes))
                 at += numel
             if kind is None:
-                self.engine.values.put(shard, where, values)
+                shard.part(where.start, where.stop).put(values)
             else:
                 shard[kind][where].copy_(values)
 

@@ -33,7 +33,6 @@ from infinity.engine.access import save_window as pause
 from infinity.engine.engine import Engine
 from infinity.engine.engines import engine_of
 from infinity.errors import CheckpointError
-from infinity.optim.adam import masters
 from infinity.plan.packing import Piece
 from infinity.tiers.chunk_state import ChunkState
 
@@ -140,13 +139,13 @@ class _Planner(dcp.DefaultSavePlanner):
         if self._written is not None:
             self._written.untyped_storage().resize_(0)  # see [Note: one record at a time]
         self._written = torch.empty(source.sizes, dtype=torch.float32, device="cpu")
-        part = {name: tensor[source.start : source.start + self._written.numel()] for name, tensor in self._shard.items()}
-        value = part[source.kind] if source.kind is not None else masters(part)
+        part = self._shard.part(source.start, source.start + self._written.numel())
+        value = part[source.kind] if source.kind is not None else part.masters()
         return self._written.copy_(value.view(source.sizes))
 
     def _open_record(self, chunk: ChunkState) -> None:
         self._close_record()
-        weight_only = self.moments is None and not {s.name for s in chunk.record.segments} & {"residual", "master"}
+        weight_only = self.moments is None and not chunk.record.format.has_master
         self._shard = self._record.enter_context(self.engine.values.shard(chunk, weight_only=weight_only))
         self._chunk = chunk
 

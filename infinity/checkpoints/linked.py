@@ -91,7 +91,7 @@ def is_whole(chunk: ChunkState, crcs: tuple[int, ...], writer: Writer, areas: Ar
     """Whether a record of a linked file has its sums still, and zero behind each segment. Raises what `Areas.area` does."""
     record = chunk.record
     for segment, offset, expected in zip(record.segments, record.offsets, crcs):
-        nbytes, crc = record.numel * segment.itemsize, 0
+        nbytes, crc = segment.nbytes(record.numel), 0
         for begin in range(0, nbytes, areas.nbytes):
             count = min(areas.nbytes, nbytes - begin)
             with areas.area() as (region, _):

@@ -33,6 +33,7 @@ from infinity.engine.engine import Engine
 from infinity.engine.engines import engine_of
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.optimizers import follow_references_by
+from infinity.optim.shard import Shard
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.sizes import listed
 from infinity.system.interrupts import Shield
@@ -202,8 +203,8 @@ class _Load:
             self._wrong.append(f"{which} was saved with dtype={there}, this is {here!r}: export it to safetensors and load these")
 
     def dtype_of(self, parameter: Parameter) -> str:
-        """The compute dtype of a parameter of the engine."""
-        return parameter.dtype or self.engine.layout.main_dtype
+        """The storage of a parameter of the engine, by name."""
+        return parameter.dtype or self.engine.layout.main_storage
 
     def _match_optimizer(self) -> None:
         engine, manifest = self.engine, self.manifest
@@ -346,10 +347,12 @@ class _Load:
                         pass
                 into.finish()
 
-    def _put_together(self, chunk: ChunkState, shard: dict[str, torch.Tensor]) -> None:
+    def _put_together(self, chunk: ChunkState, shard: Shard) -> None:
         """Fill the segments of a shard, which are zero, from whatever records hold its pieces."""
         if not self.with_states:
-            shard = {name: segment for name, segment in shard.items() if name in ("weight", "residual", "master")}
+            storage = shard.format.storage
+            kept = {segment.name for segment in (*storage.weight, *storage.master)}
+            shard = Shard(shard.format, {name: segment for name, segment in shard.items() if name in kept})
         for piece in chunk.pieces:
             at = piece.start
             for param, start, numel in self._locate(piece.param, piece.param_start, piece.numel):

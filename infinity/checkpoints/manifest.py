@@ -202,7 +202,7 @@ class Manifest:
         return record_layout(chunk.shard_used(rank), chunk.format)
 
     def dtype_of(self, parameter: Parameter) -> str:
-        """The compute dtype of one of its parameters."""
+        """The storage of one of its parameters, by name: for most storages the dtype on the device."""
         return parameter.dtype or self.dtype
 
     def format_of(self, parameter: Parameter) -> Format:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import sys
 from array import array
 
 import numpy as np
@@ -47,10 +48,9 @@ from infinity.checkpoints.manifest import (
     Whole,
 )
 from infinity.errors import CheckpointError
-from infinity.formats.format import FROZEN, TRAINABLE, Format
+from infinity.formats.format import STORAGES, Format, trainable_names
 from infinity.plan.packing import BLOCK_NUMEL, Chunk, Piece
 
-_STORED_DTYPES = (*TRAINABLE, *FROZEN)
 _ENTRIES_NBYTES = 56 << 20  # of memory, for everything that is listed
 _VALUES_NBYTES = 8 << 20  # for what the program gave
 _DIGEST_NBYTES = len(',"sha256":""}\n') + 64  # at the end
@@ -96,7 +96,7 @@ class _Checked:
         self._check_format()
         folder, step = self._folder(), self._value("step")
         self.world = as_number(self._value("world"), "world", 1, LARGEST_WORLD)
-        self.dtype = as_choice(self._value("dtype"), "dtype", _STORED_DTYPES)
+        self.dtype = as_choice(self._value("dtype"), "dtype", STORAGES)
         self.moments_dtype = as_choice(self._value("moments_dtype"), "moments_dtype", MOMENTS_DTYPES)
         self.moments = self._moments()
         seed = as_number(self._value("seed"), "seed", 0, (1 << 64) - 1)
@@ -194,12 +194,12 @@ class _Checked:
 
     def _own_dtype(self, entry: dict, name: str, trainable: bool) -> str | None:
         """The dtype of a parameter, where it is not the manifest's; one string for equal ones."""
-        dtype = as_choice(entry["dtype"], f"dtype of {short(name)}", _STORED_DTYPES) if "dtype" in entry else None
+        dtype = as_choice(entry["dtype"], f"dtype of {short(name)}", STORAGES) if "dtype" in entry else None
         if dtype is not None and self.version == ONE_DTYPE:
             raise CheckpointError(f"parameter {short(name)} has a dtype of its own, which format version {ONE_DTYPE} does not have")
-        if trainable and (dtype or self.dtype) not in TRAINABLE:
-            raise CheckpointError(f"parameter {short(name)} is trainable and of {dtype or self.dtype}, expected one of {', '.join(TRAINABLE)}")
-        return None if dtype in (None, self.dtype) else _STORED_DTYPES[_STORED_DTYPES.index(dtype)]
+        if trainable and (dtype or self.dtype) not in trainable_names():
+            raise CheckpointError(f"parameter {short(name)} is trainable and of {dtype or self.dtype}, expected one of {', '.join(trainable_names())}")
+        return None if dtype in (None, self.dtype) else sys.intern(dtype)
 
     def _format(self, param: int) -> Format:
         """The format of a parameter; one object for equal ones."""
@@ -339,12 +339,12 @@ class _Checked:
     def _check_places(self, chunks, places) -> None:
         """Records lie inside their files, and not on one another."""
         held: list[array] = [array("Q") for _ in self.files]  # (offset, bytes, chunk) one behind the other
-        sizes = {id(format): [segment.itemsize for segment in format.segments] for format in self._formats.values()}
+        segments = {id(format): format.segments for format in self._formats.values()}
         for chunk, row in zip(chunks, places):
             own = enumerate(zip(row.table["file"].tolist(), row.table["offset"].tolist()))
             for rank, (file, offset) in own:
                 used = chunk.shard_used(rank)
-                nbytes = sum([-(-used * size // ALIGNMENT) * ALIGNMENT for size in sizes[id(chunk.format)]])
+                nbytes = sum([-(-segment.nbytes(used) // ALIGNMENT) * ALIGNMENT for segment in segments[id(chunk.format)]])
                 if file >= len(held):
                     raise CheckpointError(f"chunk {chunk.index}: a record lies in file {file} of {len(held)}")
                 if nbytes > self.files[file].nbytes or offset > self.files[file].nbytes - nbytes:

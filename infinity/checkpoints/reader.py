@@ -22,6 +22,7 @@ from infinity.checkpoints.encoding import decode
 from infinity.checkpoints.files import QUEUE, Progress, failed, open_direct, read_manifest
 from infinity.checkpoints.manifest import ALIGNMENT, TENSOR_DTYPES, TENSORS_NAME
 from infinity.errors import NO_DESCRIPTORS, CheckpointError
+from infinity.optim.shard import Shard
 from infinity.plan.record import Record
 from infinity.sizes import format_bytes
 from infinity.system.arena import Arena, Region
@@ -116,7 +117,7 @@ class Checkpoint:
         for segment, crc in zip(record.segments, place.crcs):
             if segment.name not in segments:
                 continue
-            whole, nbytes = segments[segment.name], record.numel * segment.itemsize
+            whole, nbytes = segments[segment.name], segment.nbytes(record.numel)
             if aio_ext.crc32c(whole[:nbytes]) != crc:
                 wrong = "its checksum is not that of the manifest"
             elif not is_zero(whole[nbytes:]):
@@ -129,7 +130,7 @@ class Checkpoint:
                 f"({', '.join(names[:2])}{', ...' if len(names) > 2 else ''}), {segment.name}, is damaged: {wrong}; use another checkpoint"
             )
 
-    def record(self, chunk: int, rank: int) -> dict[str, torch.Tensor]:
+    def record(self, chunk: int, rank: int) -> Shard:
         """The segments of a record by name, checked, 1-D, on the CPU; valid until three others were asked for."""
         key, layout = (chunk, rank), self.manifest.record(chunk, rank)
         region = self._cached.pop(key, None)
@@ -141,7 +142,7 @@ class Checkpoint:
         self._cached[key] = region
         return segment_tensors(layout, region)
 
-    def values(self, param: int, start: int, numel: int) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    def values(self, param: int, start: int, numel: int) -> Iterator[tuple[int, Shard]]:
         """The segments of elements [start, start + numel) of a parameter, in parts: (number of elements, segments by name)."""
         end = start + numel
         for param_start, chunk, at, count in self._pieces_of(param):
@@ -151,19 +152,22 @@ class Checkpoint:
                 inside = at + first - param_start
                 rank, begin = divmod(inside, shard_numel)
                 part = min(last - first, shard_numel - begin)
-                yield part, {name: tensor[begin : begin + part] for name, tensor in self.record(chunk, rank).items()}
+                yield part, self.record(chunk, rank).part(begin, begin + part)
                 first += part
 
-    def copy(self, shard: dict[str, torch.Tensor], at: int, param: int, start: int, numel: int) -> None:
+    def copy(self, shard: Shard, at: int, param: int, start: int, numel: int) -> None:
         """Fill elements [at, at + numel) of a shard's segments with elements [start, start + numel) of a parameter.
 
-        Segments that the checkpoint has not are left as they are, but a master is the weight then.
+        The formats have one storage. Segments that the checkpoint does not have are left as they are; so a parameter that was frozen there
+        has the weight as its master.
         """
         for count, found in self.values(param, start, numel):
-            for name, segment in shard.items():
-                source = found.get(name, found["weight"] if name == "master" else None)
-                if source is not None:
-                    segment[at : at + count].copy_(source)
+            into = shard.part(at, at + count)
+            if into.format.trainable and not found.format.trainable:
+                into.put(found.codec.weights(found))
+            else:
+                for name in into.keys() & found.keys():
+                    into[name].copy_(found[name])
             at += count
 
     def buffers(self) -> dict[str, int]:
@@ -299,7 +303,7 @@ class Checkpoint:
 def segment_bytes(record: Record, buffer: memoryview) -> dict[str, memoryview]:
     """A record's segments by name, without their padding, in memory that holds all of it."""
     return {
-        segment.name: buffer[offset : offset + record.numel * segment.itemsize]
+        segment.name: buffer[offset : offset + segment.nbytes(record.numel)]
         for segment, offset in zip(record.segments, record.offsets)
     }
 
@@ -318,9 +322,8 @@ def padded_segments(record: Record, buffer: memoryview, begin: int = 0) -> dict[
     }
 
 
-def segment_tensors(record: Record, region: Region) -> dict[str, torch.Tensor]:
-    """A record's segments by name, 1-D, in memory that holds all of it."""
-    return {
-        segment.name: region.tensor(TORCH_DTYPES[segment.dtype], offset, record.numel)
-        for segment, offset in zip(record.segments, record.offsets)
-    }
+def segment_tensors(record: Record, region: Region) -> Shard:
+    """The segments of a record in memory that holds all of it."""
+    pairs = zip(record.segments, record.offsets)
+    found = {segment.name: region.tensor(TORCH_DTYPES[segment.dtype], offset, segment.count(record.numel)) for segment, offset in pairs}
+    return Shard(record.format, found)

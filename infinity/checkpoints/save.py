@@ -219,7 +219,7 @@ class Saving:
         chunks, kept = engine.registry.chunks, self._writer.linked
         unread = to_read(linked, files)
         self._total_nbytes = sum(file.nbytes for index, file in enumerate(files) if index not in kept)
-        largest = max((chunk.record.numel * s.itemsize for chunk in chunks for s in chunk.record.segments), default=0)
+        largest = max((s.nbytes(chunk.record.numel) for chunk in chunks for s in chunk.record.segments), default=0)
         pin = engine.device.type == "cuda" and any(chunk.on_device for chunk in chunks)
         self._areas = Areas(self.path, host_nbytes=host_nbytes, largest_nbytes=largest, pin=pin)
         self._unread = {file: linked[file] for file in unread if file in kept}
@@ -279,7 +279,7 @@ class Saving:
         state = self._engine.updater.device_state(chunk) if chunk.on_device else lease.shard
         crcs = []
         for segment, offset in zip(record.segments, record.offsets):
-            nbytes, crc = record.numel * segment.itemsize, 0
+            nbytes, crc = segment.nbytes(record.numel), 0
             for begin in range(0, nbytes, self._areas.nbytes):
                 count = min(self._areas.nbytes, nbytes - begin)
                 crc = self._copy_part(chunk, state[segment.name], offset, begin, count, crc)

@@ -217,7 +217,8 @@ def _step(engine) -> Step:
         device_nbytes=max(placement.device_nbytes, expected_device_nbytes(config, engine.device.type, placement.device_nbytes)),
         deferred=engine.updater.deferred,
         keep=keep,
-        may_visit=planner.records_may_visit(weights=choice_of(config.weights), states=choice_of(config.states), keep=keep),
+        may_visit=not engine.layout.is_coded
+        and planner.records_may_visit(weights=choice_of(config.weights), states=choice_of(config.states), keep=keep),
         compresses=engine.compressor is not None and engine.compressor.codes,
     )
 

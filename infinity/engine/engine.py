@@ -32,7 +32,7 @@ from infinity.engine.steps.step_cycle import Cycle
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.errors import ConfigError, UsageError
 from infinity.formats.assignment import ParameterDtypes
-from infinity.formats.format import DTYPE_NBYTES
+from infinity.formats.format import DTYPE_NBYTES, STORAGES
 from infinity.model.buffers import refuse_unmixed
 from infinity.model.compiled import find_compiled, watch_wrappers
 from infinity.model.leaf_modules import note_region
@@ -258,7 +258,8 @@ class Engine(NotCopied):
             before.be_replaced(optimizer.made_at)
         self.cycle.optimizer, self.cycle.scaler = optimizer, scaler
         config = self.config
-        if planner.records_may_visit(weights=choice_of(config.weights), states=choice_of(config.states), keep=config.residency == "auto"):
+        keeps, choices = config.residency == "auto", {"weights": choice_of(config.weights), "states": choice_of(config.states)}
+        if not self.layout.is_coded and planner.records_may_visit(**choices, keep=keeps):
             self.device_budget.hold_records()
         groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         for state in self.registry.params:
@@ -437,7 +438,7 @@ def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tup
     budget = config.device_memory
     if config.tile_above == budget == "auto":
         budget, _ = budgets(config, device_of(config.device), ranks)
-    return tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=DTYPE_NBYTES[config.dtype])
+    return tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=DTYPE_NBYTES[STORAGES[config.dtype].compute])
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.mapped import MappedFiles
 from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES
-from infinity.plan.tiers import choice_of, leaves_device
+from infinity.plan.tiers import DEVICE, choice_of, leaves_device
 
 ACTIVATION_SHARE = 1 / 4  # of host memory, at least, where they live there
 HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
@@ -138,7 +138,11 @@ class _Cuts:
         self.specs = _specs(named, config, training)
         self.num_parameters = sum(spec.numel for spec in self.specs)
         self.written = written_in_forward(model, named)
+        is_coded = any(spec.format.is_coded for spec in self.specs)
+        if is_coded and any(choice_of(choice) == DEVICE for choice in (config.weights, config.states)):
+            raise ConfigError("weights='device' or states='device' with a coded dtype: coded weights live in host memory or on NVMe")
         self.needs = Needs(
+            on_device=not is_coded,
             weights=choice_of(config.weights),
             states=choice_of(config.states),
             keep=config.residency == "auto",

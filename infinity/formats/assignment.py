@@ -5,7 +5,7 @@ Knows torch's dtypes and the parameters of a model. Must not know configurations
 
 # [Note: dtypes of a model]
 # A model whose parameters all have one dtype computes in the dtype of the configuration. A program that gives parameters different dtypes
-# has a reason: an fp32 router, fp32 norms, fp32 adapters over a bf16 base, an fp8 base. So in such a model each parameter keeps its dtype,
+# has a reason: an fp32 router, fp32 norms, fp32 adapters over a bf16 base, an fp8 base. So in such a model no parameter changes its dtype,
 # and the dtype of the configuration is not used.
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.formats.format import FROZEN, TRAINABLE, Format
+from infinity.formats.format import STORAGES, Format, trainable_names
 
-_NAMES = {TORCH_DTYPES[name]: name for name in (*TRAINABLE, *FROZEN)}
+_NAMES = {TORCH_DTYPES[storage.compute]: name for name, storage in STORAGES.items()}
 
 
 @dataclass(frozen=True)
 class ParameterDtypes:
     """The compute dtypes of the parameters of one model; see [Note: dtypes of a model].
 
-    names: the dtype of each parameter, in order. main: the dtype that most elements have. needs_loss_scale: some gradients may underflow.
+    names: the storage of each parameter, in order. main: the storage that most elements have. needs_loss_scale: some gradients may underflow.
     """
 
     names: tuple[str, ...]
@@ -51,17 +51,17 @@ class ParameterDtypes:
 
     @property
     def of_torch(self) -> list[torch.dtype]:
-        """The compute dtype of each parameter as torch has it."""
-        return [TORCH_DTYPES[name] for name in self.names]
+        """The compute dtype of each parameter, as a dtype of torch."""
+        return [TORCH_DTYPES[STORAGES[name].compute] for name in self.names]
 
 
 def _own_dtype(name: str, param: torch.Tensor) -> str:
-    """The dtype that a parameter has, by the engine's name."""
-    dtype, allowed = _NAMES.get(param.dtype), TRAINABLE if param.requires_grad else (*TRAINABLE, *FROZEN)
+    """The storage of a parameter in a model of several dtypes."""
+    dtype, allowed = _NAMES.get(param.dtype), trainable_names() if param.requires_grad else tuple(_NAMES.values())
     if dtype in allowed:
         return dtype
     raise ConfigError(
         f"{name} is {'trainable' if param.requires_grad else 'frozen'} and of {param.dtype}, in a model whose parameters have different "
-        f"dtypes and keep them. Expected one of {', '.join(str(TORCH_DTYPES[known]) for known in allowed)}. Cast it before "
+        f"dtypes and keep them. Expected one of {', '.join(str(dtype) for dtype, known in _NAMES.items() if known in allowed)}. Cast it before "
         f"infinity.offload(model, config)."
     )

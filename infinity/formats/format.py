@@ -1,19 +1,22 @@
-"""How one parameter is stored, computed with and trained: the value that decides the bytes of its record and of its gradient.
+"""How one parameter is stored, computed with and trained: the value that decides the bytes of a record and of a gradient.
 
 Knows names and sizes of dtypes. Must not know torch, chunks, tiers or ranks.
 """
 
 # [Note: formats]
-# A format is made once for each parameter, from the parameter's dtype and the optimizer's rule. Parameters of one format are packed
+# A format is made once for each parameter, from the dtype of the parameter and the rule of the optimizer. Parameters of one format are packed
 # together, so every chunk has one format. All other modules ask the format; none compares a dtype.
 #
-#   compute dtype  segments of a trainable record          bytes an element, without moments
-#   bf16           weight bf16, residual int16             4
-#   fp16           weight fp16, master fp32                6
-#   fp32           weight fp32                             4
-#   fp8            (frozen only) weight                    1
+# A storage says how the weight lies in a record. infinity/optim/shard.py has the arithmetic of each storage, by the same name.
 #
-# A bf16 weight and its residual are one fp32 master: `fp32 bits = (weight bits << 16) + residual`.
+#   name       computes in   segments of the weight      rest of the fp32 master
+#   bf16       bf16          weight bf16                 residual int16
+#   fp16       fp16          weight fp16                 master fp32
+#   fp32       fp32          weight fp32                 -
+#   fp8_e4m3   fp8           weight fp8, frozen only     -
+#
+# Moments follow behind. A frozen parameter has only the segments of the weight. A bf16 weight and its residual are one fp32 master:
+# `fp32 bits = (weight bits << 16) + residual`.
 
 from __future__ import annotations
 
@@ -23,43 +26,82 @@ from dataclasses import dataclass
 DTYPE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes of an element, by dtype."""
 
-TRAINABLE = ("bf16", "fp16", "fp32")
-"""Compute dtypes of parameters that an optimizer can update."""
-
-FROZEN = ("fp8_e4m3", "fp8_e5m2")
-"""Compute dtypes of parameters that must be frozen."""
-
 ADAM_MOMENTS = ("momentum", "variance")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One stored value of every element of a record."""
+    """One kind of values in a record: one value for each element, or for each `block` elements."""
 
     name: str
     dtype: str
+    block: int = 1
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes of a value."""
         return DTYPE_NBYTES[self.dtype]
 
+    def count(self, numel: int) -> int:
+        """Values of so many elements."""
+        return -(-numel // self.block)
 
-_MASTERS = {"bf16": (Segment("residual", "int16"),), "fp16": (Segment("master", "fp32"),)}
-MASTERS = tuple(segment.name for segments in _MASTERS.values() for segment in segments)
-"""Names of the segments that hold the part of the fp32 master which the weight does not hold."""
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the values of so many elements."""
+        return self.count(numel) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a weight is stored: the segments that a forward pass reads, and the rest of the fp32 master of a trained weight.
+
+    compute: the dtype on the device. trains: an optimizer can update such weights.
+    """
+
+    compute: str
+    weight: tuple[Segment, ...]
+    master: tuple[Segment, ...] = ()
+    trains: bool = True
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the device needs other bytes than the record has."""
+        return self.weight != (Segment("weight", self.compute),)
+
+    @property
+    def block(self) -> int:
+        """Elements that are stored together; parameters begin at a multiple of this number."""
+        return max(segment.block for segment in (*self.weight, *self.master))
+
+
+def _plain(dtype: str, *master: Segment, trains: bool = True) -> Storage:
+    return Storage(dtype, (Segment("weight", dtype),), master, trains)
+
+
+STORAGES = {
+    "bf16": _plain("bf16", Segment("residual", "int16")),
+    "fp16": _plain("fp16", Segment("master", "fp32")),
+    "fp32": _plain("fp32"),
+    "fp8_e4m3": _plain("fp8_e4m3", trains=False),
+    "fp8_e5m2": _plain("fp8_e5m2", trains=False),
+}
+"""All storages by name. A name is a value of `Config.dtype` if the storage trains."""
+
+
+def trainable_names() -> tuple[str, ...]:
+    """Names of the storages whose weights an optimizer can update."""
+    return tuple(name for name, storage in STORAGES.items() if storage.trains)
 
 
 @dataclass(frozen=True)
 class Format:
     """The format of a parameter, and of the chunks that hold the parameter. See [Note: formats].
 
-    compute: the dtype on the device, a key of DTYPE_NBYTES. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" with
-    stochastic rounding; only bf16 parameters have bf16 moments. accumulates: gradients of several backward passes add up, in fp32.
-    A frozen parameter has no moments and no gradient.
+    name: of the storage. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" with stochastic rounding; only
+    parameters in the storage "bf16" have bf16 moments. accumulates: gradients of several backward passes add up, in fp32.
     """
 
-    compute: str
+    name: str
     trainable: bool = True
     moments: tuple[str, ...] = ADAM_MOMENTS
     moments_dtype: str = "fp32"
@@ -69,37 +111,58 @@ class Format:
         if not self.trainable:
             object.__setattr__(self, "moments", ())
             object.__setattr__(self, "accumulates", False)
-        if not self.moments or self.compute != "bf16":
+        if not self.moments or self.name != "bf16":
             object.__setattr__(self, "moments_dtype", "fp32")
 
     @functools.cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        """The segments of a record, in the order in which they lie: weight, the rest of the master, moments."""
-        weight = Segment("weight", self.compute)
-        if not self.trainable:
-            return (weight,)
+    def storage(self) -> Storage:
+        return STORAGES[self.name]
+
+    @functools.cached_property
+    def compute(self) -> str:
+        """The dtype on the device, of the weight and of a gradient that has just been made."""
+        return self.storage.compute
+
+    @functools.cached_property
+    def weight_segments(self) -> tuple[Segment, ...]:
+        """The segments that a forward pass reads."""
+        return self.storage.weight
+
+    @functools.cached_property
+    def state_segments(self) -> tuple[Segment, ...]:
+        """The segments that only an update needs: the rest of the master, and the moments."""
         moments = tuple(Segment(name, self.moments_dtype) for name in self.moments)
-        return (weight, *_MASTERS.get(self.compute, ()), *moments)
+        return (*self.storage.master, *moments) if self.trainable else ()
+
+    @functools.cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments of a record, in the order in which they lie."""
+        return self.weight_segments + self.state_segments
+
+    @functools.cached_property
+    def is_coded(self) -> bool:
+        """Whether the device needs other bytes of the weight than the record has. A coded weight has no home on the device."""
+        return self.storage.is_coded
 
     @functools.cached_property
     def itemsize(self) -> int:
-        """Bytes of an element on the device, of the weight and of a gradient that has just been made."""
+        """Bytes of an element on the device."""
         return DTYPE_NBYTES[self.compute]
 
     @property
     def gradient(self) -> str:
-        """The dtype in which a gradient waits for its update."""
+        """The dtype in which a gradient waits for the update."""
         return "fp32" if self.accumulates else self.compute
 
     @functools.cached_property
     def gradient_itemsize(self) -> int:
-        """Bytes of an element of a gradient that waits for its update; 0 for a frozen parameter."""
+        """Bytes of an element of a gradient that waits for the update; 0 for a frozen parameter."""
         return DTYPE_NBYTES[self.gradient] if self.trainable else 0
 
-    @property
+    @functools.cached_property
     def has_master(self) -> bool:
         """Whether the record holds more bits of the weight than the device does."""
-        return self.trainable and self.compute in _MASTERS
+        return self.trainable and bool(self.storage.master)
 
     @property
     def rounds_moments(self) -> bool:
@@ -114,7 +177,7 @@ class Format:
     @property
     def may_be_late(self) -> bool:
         """Whether a gradient can wait beside late moments: [Note: late moments] in tiers/late_moments.py. Such gradients are bf16."""
-        return self.trainable and self.gradient == "bf16"
+        return self.trainable and self.gradient == "bf16" and not self.is_coded
 
     def __str__(self) -> str:
-        return self.compute if self.trainable else f"frozen {self.compute}"
+        return self.name if self.trainable else f"frozen {self.name}"

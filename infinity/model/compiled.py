@@ -88,7 +88,7 @@ def find_wrappers(model: nn.Module) -> list[OptimizedModule]:
 
 
 def find_compiled(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of the model that are compiled."""
+    """The compiled modules of the model."""
     yield from (wrapper._orig_mod for wrapper in find_wrappers(model))
     for module in model.modules():
         if module._compiled_call_impl is not None or (not is_wrapper(module) and has_compiled_forward(module)):

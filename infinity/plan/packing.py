@@ -166,15 +166,22 @@ class Layout:
     @functools.cached_property
     def dtypes(self) -> dict[str, int]:
         """Parameters (elements) by compute dtype, the most frequent dtype first."""
-        totals: dict[str, int] = {}
-        for spec in self.specs:
-            totals[spec.format.compute] = totals.get(spec.format.compute, 0) + spec.numel
-        return dict(sorted(totals.items(), key=lambda pair: -pair[1]))
+        return _most_first((spec.format.compute, spec.numel) for spec in self.specs)
 
     @functools.cached_property
     def main_dtype(self) -> str:
         """The compute dtype that most parameters have."""
         return next(iter(self.dtypes))
+
+    @functools.cached_property
+    def main_storage(self) -> str:
+        """The name of the storage that most parameters have."""
+        return next(iter(_most_first((spec.format.name, spec.numel) for spec in self.specs)))
+
+    @functools.cached_property
+    def is_coded(self) -> bool:
+        """Whether some weight is coded, and has no home on the device."""
+        return any(span.format.is_coded for span in self.spans)
 
     @functools.cached_property
     def num_allocated(self) -> int:
@@ -196,6 +203,14 @@ class Layout:
             f"Layout({len(self.specs)} parameters, {self.num_parameters} elements, "
             f"{len(self.chunks)} chunks in {len(self.spans)} spans, world {self.world})"
         )
+
+
+def _most_first(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Sums by key, the largest sum first."""
+    totals: dict[str, int] = {}
+    for key, number in pairs:
+        totals[key] = totals.get(key, 0) + number
+    return dict(sorted(totals.items(), key=lambda pair: -pair[1]))
 
 
 def default_chunk_numel(chunk_mib: float | None, world: int) -> int:
@@ -321,7 +336,7 @@ def _end(used, specs):
 
 def _place(used, spec):
     """The first offset from `used` on at which the parameter may start."""
-    aligned = round_up(used, ALIGNMENT_NBYTES // spec.format.itemsize)
+    aligned = round_up(used, max(ALIGNMENT_NBYTES // spec.format.itemsize, spec.format.storage.block))
     border = round_up(used, BLOCK_NUMEL)
     return aligned if aligned + spec.numel <= border else border
 

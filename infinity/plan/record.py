@@ -23,8 +23,7 @@ LATE_GRADIENT = Segment("gradient", "bf16")
 class Record:
     """Byte layout of one shard's record, the same in every tier. Segments start on 4096-byte borders.
 
-    `numel` elements a segment; the weight is first, so [0, weight_nbytes) is what a forward pass reads and
-    [states_offset, nbytes) are the optimizer's states.
+    `numel` elements. A forward pass reads [0, weight_nbytes); the states are [states_offset, nbytes).
     """
 
     numel: int
@@ -38,8 +37,9 @@ class Record:
 
     @property
     def weight_nbytes(self) -> int:
-        """The weight segment with its padding."""
-        return self.offsets[1] if len(self.offsets) > 1 else self.nbytes
+        """The segments that a forward pass reads, with their padding."""
+        num = len(self.format.weight_segments)
+        return self.offsets[num] if len(self.offsets) > num else self.nbytes
 
     @property
     def states_offset(self) -> int:
@@ -60,10 +60,11 @@ class Record:
         with what lies behind them where moments may be late."""
         ends = (*self.offsets[1:], self.nbytes)
         found = [(segment, offset, end - offset) for segment, offset, end in zip(self.segments, self.offsets, ends)]
+        num = len(self.format.weight_segments)
         if kind == STATES:
-            states = [(segment, offset - self.states_offset, nbytes) for segment, offset, nbytes in found[1:]]
+            states = [(segment, offset - self.states_offset, nbytes) for segment, offset, nbytes in found[num:]]
             return [*states, self.late_gradient] if late else states
-        return found[:1] if kind == WEIGHTS else []
+        return found[:num] if kind == WEIGHTS else []
 
     def offset_of(self, name: str) -> int:
         """Byte offset of the named segment. Raises KeyError if the record has none."""
@@ -79,5 +80,5 @@ def record_layout(shard_used: int, format: Format) -> Record:
     offsets, nbytes = [], 0
     for segment in format.segments:
         offsets.append(nbytes)
-        nbytes += round_up(shard_used * segment.itemsize, SEGMENT_ALIGNMENT_NBYTES)
+        nbytes += round_up(segment.nbytes(shard_used), SEGMENT_ALIGNMENT_NBYTES)
     return Record(shard_used, format, tuple(offsets), nbytes)

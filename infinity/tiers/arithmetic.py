@@ -16,6 +16,7 @@ import torch
 
 from infinity.optim.adam import Dither, NormAccumulator
 from infinity.optim.rules import Rule
+from infinity.optim.shard import Shard
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.parameter_state import ParameterState
 
@@ -39,7 +40,7 @@ class Hyper:
 def update(
     chunk: ChunkState,
     params: list[ParameterState],
-    state: dict[str, torch.Tensor],
+    state: Shard,
     gradient: torch.Tensor,
     hyper: Hyper,
     *,
@@ -49,7 +50,7 @@ def update(
     """Update a shard in place. state: its segments; gradient: 1-D [shard_used], bf16, fp16 or fp32. threads, seed: as of `Updater`."""
     computed = Computed(runs(chunk, params, merge=seed is None), hyper, params, seed)
     for part, scalars, dither in computed.parts():
-        shard = {name: segment[part] for name, segment in state.items()}
+        shard = state.part(part.start, part.stop)
         hyper.rule.apply(shard, gradient[part], scalars, hyper.grad_scale, dither=dither, threads=threads)
     return computed
 

@@ -11,14 +11,15 @@ import functools
 
 import torch
 
-from infinity.plan.record import WEIGHTS
+from infinity.optim.shard import Shard
+from infinity.plan.record import WEIGHTS, Record
 from infinity.plan.slots import Entry
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.system.ranks import Ranks
 from infinity.system.waits import waits
 from infinity.tiers.chunk_state import ChunkState
-from infinity.tiers.record_mover import RecordMover, Request
+from infinity.tiers.record_mover import RecordMover, Request, segments
 
 
 class ChunkFetch:
@@ -108,19 +109,25 @@ class FetchLanes:
         if entry is None:
             return ready  # the compute stream wrote the shard in place: the gather waits for this event
         start = now()
-        shard = chunk.span.flat[chunk.chunk.shard_in_span(self.ranks.rank)]
-        source = entry.memory.tensor(shard.dtype, 0, shard.numel())
-        nbytes = shard.nbytes
+        shard, format = chunk.span.flat[chunk.chunk.shard_in_span(self.ranks.rank)], chunk.record.format
+        nbytes = chunk.record.weight_nbytes if format.is_coded else shard.nbytes
+        source = entry.memory.tensor(torch.uint8, 0, nbytes)
         if not self.cuda:
             # Not copy_: it would use torch's threads, which the training thread needs.
-            ctypes.memmove(shard.data_ptr(), source.data_ptr(), nbytes)
+            if format.is_coded:
+                decode(chunk.record, source, shard)
+            else:
+                ctypes.memmove(shard.data_ptr(), source.data_ptr(), nbytes)
             self.events.moved("cg", chunk.index, nbytes, start, now())
             self.records.unpin(chunk, WEIGHTS, entry)
             return None
         with torch.cuda.stream(self.copy_stream):
             self.copy_stream.wait_event(ready)
             first = self.events.device_mark()
-            shard.copy_(source, non_blocking=True)
+            if format.is_coded:
+                decode(chunk.record, source.to(self.device, non_blocking=True), shard)
+            else:
+                shard.view(torch.uint8).copy_(source, non_blocking=True)
             marks = first, self.events.device_mark()
             event = self.copy_stream.record_event()
         self.settler.push(functools.partial(self._finish_copy, chunk, entry, event, nbytes, start, marks), chunk.title)
@@ -153,3 +160,10 @@ class FetchLanes:
             self.ranks.gather(whole, fetch.chunk.title)
         self.events.moved("gg", chunk.index, whole.numel() * whole.element_size(), start, now(), marks)
         return done
+
+
+def decode(record: Record, source: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode a coded weight. source: uint8 [weight_nbytes], as stored. out: [shard_used], the shard in its span, on the same device."""
+    found = segments(record, WEIGHTS, lambda dtype, offset, count: source[offset : offset + count * dtype.itemsize].view(dtype))
+    shard = Shard(record.format, found)
+    shard.codec.decode(shard, out)

@@ -21,6 +21,7 @@ import torch
 
 import aio_ext
 from infinity.errors import UsageError
+from infinity.optim.shard import Shard
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, Record
 from infinity.plan.slots import Entry, HostCache, HostState, Requests, keeps
 from infinity.system.events import Events, now
@@ -67,13 +68,12 @@ class Lease:
         self.entries = entries
 
     @property
-    def shard(self) -> dict[str, torch.Tensor]:
-        """The record's segments in these copies, by name, 1-D [shard_used]; a gradient has none."""
-        return {
-            name: segment
-            for kind, entry in self.entries.items()
-            for name, segment in segments(self.chunk.record, kind, entry.memory.tensor).items()
-        }
+    def shard(self) -> Shard:
+        """The segments of the record in these copies; a gradient has none."""
+        record, found = self.chunk.record, {}
+        for kind, entry in self.entries.items():
+            found |= segments(record, kind, entry.memory.tensor)
+        return Shard(record.format, found)
 
     def begin_change(self) -> bool:
         """The holder changes the chunk's gradient, or all of its record, next. Returns whether the copies were clean."""
@@ -120,9 +120,9 @@ class Lease:
 
 
 def segments(record: Record, kind: str, view: Callable[[torch.dtype, int, int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Segments of one copy, by name, 1-D [shard_used]. view: makes a tensor of the copy's memory from a dtype, an offset in bytes and a number
-    of elements."""
-    return {segment.name: view(TORCH_DTYPES[segment.dtype], offset, record.numel) for segment, offset, _ in record.of(kind)}
+    """Segments of one copy, by name, 1-D. view: makes a tensor of the copy's memory from a dtype, an offset in bytes and a number of values."""
+    found = record.of(kind)
+    return {segment.name: view(TORCH_DTYPES[segment.dtype], offset, segment.count(record.numel)) for segment, offset, _ in found}
 
 
 def _room(chunk: ChunkState, kind: str) -> str:

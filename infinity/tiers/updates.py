@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from infinity.optim.shard import Shard
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
 from infinity.plan.schedule import Moment, may_pass, moment
 from infinity.plan.tiers import in_storage
@@ -195,8 +196,10 @@ class Updater:
             chunk.after_update(chunk, lease)
         lease.write_back(catch_up)
 
-    def device_state(self, chunk: ChunkState) -> dict[str, torch.Tensor]:
-        return {"weight": chunk.span.flat[chunk.chunk.shard_in_span(self.rank)], **chunk.device_states}
+    def device_state(self, chunk: ChunkState) -> Shard:
+        """The record of a chunk that lives on the device."""
+        segments = {"weight": chunk.span.flat[chunk.chunk.shard_in_span(self.rank)], **chunk.device_states}
+        return Shard(chunk.record.format, segments)
 
     def take_snapshot(self, chunk: ChunkState) -> None:
         """Remember the shard's weights on the device, where that is asked for."""
@@ -204,10 +207,11 @@ class Updater:
             here = chunk.chunk.shard_in_span(self.rank)
             chunk.span.snapshot[here] = chunk.span.flat[here]
 
-    def _compute(self, chunk: ChunkState, state: dict[str, torch.Tensor], gradient: torch.Tensor, hyper: Hyper) -> Computed:
+    def _compute(self, chunk: ChunkState, state: Shard, gradient: torch.Tensor, hyper: Hyper) -> Computed:
         start, on_device = now(), gradient.is_cuda
         first = self.events.device_mark() if on_device else None
-        computed = update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=self.seed if chunk.chunk.format.rounds_moments else None)
+        seed = self.seed if chunk.record.format.rounds_moments else None
+        computed = update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=seed)
         marks = (first, self.events.device_mark()) if on_device else None
         self.events.moved("update", chunk.index, chunk.record.nbytes, start, now(), marks)
         return computed

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity.optim.adam import masters, split_master
+from infinity.formats.format import Segment
+from infinity.optim.adam import split_master
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
@@ -41,20 +42,27 @@ class Values:
         self.ranks = ranks
 
     def read(self, state: ParameterState, *, weight_only: bool = False) -> dict[str, torch.Tensor]:
-        """The parameter's segments by name, whole, in its shape, on the CPU, as they are stored."""
+        """The parameter's segments by name, whole, on the CPU, as they are stored: in its shape where each element has a value.
+
+        weight_only: one entry "weight", as the device has it.
+        """
         found: dict[str, list[torch.Tensor]] = {}
         for chunk in self.registry.chunks_of(state):
             self.updater.finish(chunk)
             self.keep_written(chunk.span)
             piece = chunk.whole_pieces[state.index]
             with self.shard(chunk, weight_only=weight_only) as shard:
-                for segment in chunk.record.segments[: 1 if weight_only else None]:
-                    dtype = TORCH_DTYPES[segment.dtype]
-                    part = torch.zeros(chunk.chunk.shard_numel, dtype=dtype, device="cpu")
-                    part[: chunk.record.numel] = shard[segment.name]
+                if weight_only and not chunk.on_device:
+                    shard = {"weight": shard.codec.weights(shard)}
+                for segment in chunk.record.segments if not weight_only else (Segment("weight", chunk.record.format.compute),):
+                    dtype, block = TORCH_DTYPES[segment.dtype], segment.block
+                    part = torch.zeros(segment.count(chunk.chunk.shard_numel), dtype=dtype, device="cpu")
+                    part[: segment.count(chunk.record.numel)] = shard[segment.name]
                     whole = self.ranks.all_gather_slices(part.view(torch.uint8)).view(dtype)
-                    found.setdefault(segment.name, []).append(whole[piece.start : piece.start + piece.numel].clone())
-        return {name: torch.cat(parts).reshape(state.shape) for name, parts in found.items()}
+                    mine = whole[piece.start // block : -(-(piece.start + piece.numel) // block)]
+                    found.setdefault(segment.name, []).append(mine.clone())
+        values = {name: torch.cat(parts) for name, parts in found.items()}
+        return {name: value.reshape(state.shape) if value.numel() == state.numel else value for name, value in values.items()}
 
     @torch.no_grad()
     def write_weight(self, state: ParameterState, value: torch.Tensor) -> None:
@@ -69,12 +77,13 @@ class Values:
                 for piece in chunk.pieces:
                     if piece.param == state.index:
                         part = value[piece.param_start : piece.param_start + piece.numel]
-                        here = {name: tensor[piece.start : piece.start + piece.numel] for name, tensor in shard.items()}
-                        if part.dtype is here["weight"].dtype:
-                            same = here["weight"].cpu().view(torch.uint8) == part.contiguous().view(torch.uint8)
-                            same = same.view(piece.numel, -1).all(1)
-                            part = torch.where(same, masters({name: tensor.cpu() for name, tensor in here.items()}), part.float())
-                        self.put(shard, slice(piece.start, piece.start + piece.numel), part)
+                        there = shard.part(piece.start, piece.start + piece.numel)
+                        on_cpu = there.cpu()
+                        weights = on_cpu.codec.weights(on_cpu)
+                        if part.dtype is weights.dtype:
+                            same = as_integers(weights) == as_integers(part.contiguous())
+                            part = torch.where(same, on_cpu.masters(), part.float())
+                        there.put(part)
             self.updater.take_snapshot(chunk)
             if chunk.on_device and self.ranks.world > 1:
                 piece = chunk.whole_pieces[state.index]
@@ -111,15 +120,9 @@ class Values:
                 if before_here is None and chunk.on_device:
                     changed = self._parts_of(chunk, written)
                 else:
-                    old = before_here[here] if before_here is not None else shard["weight"].to(new.device)
+                    old = before_here[here] if before_here is not None else shard.codec.weights(shard).to(new.device)
                     changed = as_integers(new) != as_integers(old)
-                if shard["weight"].data_ptr() != new.data_ptr():
-                    shard["weight"].copy_(new)
-                if "residual" in shard:
-                    shard["residual"].masked_fill_(changed.to(shard["residual"].device), 0)
-                if "master" in shard:
-                    changed = changed.to(shard["master"].device)
-                    shard["master"].copy_(torch.where(changed, shard["weight"].float(), shard["master"]))
+                shard.codec.adopt(shard, new, changed)
             self.updater.take_snapshot(chunk)
 
     def _parts_of(self, chunk: ChunkState, params: Sequence[ParameterState]) -> torch.Tensor:
@@ -147,8 +150,8 @@ class Values:
                 self._place_states(chunk, torch.empty(chunk.record.states_nbytes, dtype=torch.uint8, device=span.flat.device))
             with self.filled(chunk, is_first=True) as shard:
                 for piece in chunk.pieces:
-                    part = slice(piece.start, piece.start + piece.numel)
-                    self.put(shard, part, values[piece.param][piece.param_start : piece.param_start + piece.numel])
+                    value = values[piece.param][piece.param_start : piece.param_start + piece.numel]
+                    shard.part(piece.start, piece.start + piece.numel).put(value)
         if chunk.on_device:
             self.make_snapshot(span)
         del values
@@ -168,27 +171,12 @@ class Values:
             self.updater.take_snapshot(chunk)
             return
         with self.records.lease(chunk, write=True, fresh=True) as lease:
-            shard = lease.shard
+            shard, format = lease.shard, chunk.record.format
+            kinds = {segment.name: WEIGHTS if segment in format.weight_segments else STATES for segment in format.segments}
             for name, tensor in shard.items():
-                if not (is_first and lease.entries[WEIGHTS if name == "weight" else STATES].resident):
+                if not (is_first and lease.entries[kinds[name]].resident):
                     tensor.zero_()
             yield shard
-
-    @staticmethod
-    def put(shard: dict[str, torch.Tensor], part: slice, value: torch.Tensor) -> None:
-        """Values, on any device, become weights, in part of a shard, with their residuals or masters."""
-        if "residual" not in shard or value.dtype is shard["weight"].dtype:
-            for name in ("weight", "master") if "master" in shard else ("weight",):
-                shard[name][part].copy_(value)
-            if "residual" in shard:
-                shard["residual"][part].zero_()
-            return
-        there = shard["weight"][part], shard["residual"][part]
-        out = there if value.device == there[0].device else tuple(torch.empty_like(tensor, device=value.device) for tensor in there)
-        split_master(value.float().contiguous(), out=out)
-        if out is not there:
-            for tensor, new in zip(there, out):
-                tensor.copy_(new)
 
     def to_device(self, chunk: ChunkState) -> None:
         """Move a record to the device, where its weights are; its home keeps its place, and no value. No update of it is under way."""
@@ -240,7 +228,7 @@ class Values:
             if change:
                 chunk.begin_change()
             state = self.updater.device_state(chunk)
-            yield {name: tensor if change else tensor.cpu() for name, tensor in state.items()}
+            yield state if change else state.cpu()
             return
         with self.records.lease(chunk, *((WEIGHTS,) if weight_only else ()), write=change) as lease:
             yield lease.shard

@@ -450,5 +450,5 @@ def test_a_hook_behind_the_accumulation_finds_that_the_gradient_has_left(view, t
         accumulates = like.grad_fn.next_functions[0][0]
         accumulates.register_hook(lambda *_: found.append(param.grad))
         loss(model, 0).backward()
-        with pytest.raises(UsageError, match="gradients leave param.grad"):
+        with pytest.raises(UsageError, match="the engine moves each gradient from param.grad"):
             found[0].norm(p=1)

@@ -7,7 +7,9 @@ from models import gpt_step, tiny_gpt
 
 import infinity
 from infinity.optim.adam import Dither, split_master
+from infinity.formats.format import Format
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule
+from infinity.optim.shard import Shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,7 +29,8 @@ def shard(rule, dtype, moments_dtype, numel):
     weight, residual = split_master(master)
     made = {"bf16": {"weight": weight, "residual": residual}, "fp16": {"weight": master.half(), "master": master}}
     made["fp32"] = {"weight": master}
-    return made[dtype] | {name: torch.rand(numel, generator=generator).to(moments_dtype) for name in rule.moments}
+    moments = {name: torch.rand(numel, generator=generator).to(moments_dtype) for name in rule.moments}
+    return Shard(Format(dtype, moments=rule.moments), made[dtype] | moments)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -44,7 +47,7 @@ def test_a_shard_has_the_same_bits_however_it_is_cut(name, dtype, moments):
         for segments, borders in ((whole, [0, numel]), (cut, [0, 1024, 5 * 1024, 70 * 1024, numel])):
             for begin, end in zip(borders, borders[1:]):
                 dither = Dither.of(0, "w", step, begin) if moments == "bf16" else None
-                part = {name: segment[begin:end] for name, segment in segments.items()}
+                part = segments.part(begin, end)
                 rule.apply(part, grad[begin:end], scalars, 0.5, dither=dither)
     for segment in whole:
         assert_same_bits(cut[segment], whole[segment], segment)
@@ -179,7 +182,7 @@ def test_any_other_error_in_a_rule_names_it_and_what_it_was_given(member, tmp_pa
         raise IndexError("too far")
 
     rule = type("Wrong", (Rule,), {member: fail})()
-    refused(rule, rf"Wrong.{member} failed with hyper-parameters lr=0.01, of fp32 tensors .*: IndexError: too far. Mend", tmp_path)
+    refused(rule, rf"Wrong.{member} failed with hyper-parameters lr=0.01, of fp32 tensors .*: IndexError: too far. Correct", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_each_moment_draws_bits_of_its_own():
 
 
 def test_momentum_of_a_group_is_that_of_torch_optim_or_refused(tmp_path):
-    refused_message = "momentum=0.9: the records were made without one"
+    refused_message = "momentum=0.9: the records were made without momentum"
     model = tiny_gpt()
     with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu")), pytest.raises(infinity.ConfigError, match=refused_message):
         infinity.SGD([{"params": model.parameters(), "momentum": 0.9}], lr=0.1)

@@ -18,6 +18,7 @@ from aio_ext import _aio
 from infinity.formats.format import Format
 from infinity.optim.adam import Dither
 from infinity.optim.rules import AdamRule, LionRule, SGDRule
+from infinity.optim.shard import Shard
 from infinity.plan import chunk_size, compression
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.late_moments import BLOCK_NBYTES, MOST_LATE, pool_for
@@ -60,7 +61,7 @@ def test_moments_advance_to_the_bits_of_an_update(master, dtype, grad_scale):
     weights = {"weight": normal(len(grad), torch.bfloat16, 3), "residual": torch.zeros(len(grad), dtype=torch.int16)}
     if master == "fp32":
         weights = {"weight": normal(len(grad), torch.float32, 3)}
-    rule.apply(weights | whole, grad, rule.scalars(group, 7), grad_scale, dither=dither)
+    rule.apply(Shard(Format("fp32" if master == "fp32" else "bf16"), weights | whole), grad, rule.scalars(group, 7), grad_scale, dither=dither)
     rule.advance(moments, grad, rule.scalars(group, 7), grad_scale, dither=dither)
     for name in moments:
         assert_same_bits(moments[name], whole[name], name)

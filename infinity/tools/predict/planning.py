@@ -29,7 +29,7 @@ from infinity.plan.record import record_layout
 from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.formats.format import DTYPE_NBYTES, Format
+from infinity.formats.format import DTYPE_NBYTES, STORAGES, Format
 from infinity.plan.tiers import DEVICE, HOST, NVME
 from infinity.tools.predict import formulas
 from infinity.tools.predict.machine import Machine
@@ -225,7 +225,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
         block = formulas.activation_working_nbytes(batch=batch, seq=seq, hidden=hidden, heads=0)
         checkpoints = formulas.checkpoint_nbytes(batch=batch, seq=seq, hidden=hidden, layers=layers)
         saved = layers * block if arguments.keep_activations else checkpoints + block
-        saved = saved * DTYPE_NBYTES[config.dtype] // 2 + batch * seq * arguments.vocab * 8  # logits, in 16 bits and fp32, and their gradient
+        saved = saved * DTYPE_NBYTES[STORAGES[config.dtype].compute] // 2 + batch * seq * arguments.vocab * 8  # logits, in 16 bits and fp32, and their gradient
         chunk_mib = max(16.0 * machine.world, num / COARSE_CHUNKS / 2**19)
         coarse = dataclasses.replace(config, chunk_mib=min(chunk_mib, machine.device_memory / COARSEST_SHARE / 2**20))
         try:
@@ -262,7 +262,7 @@ def require_place(num_parameters: int, machine: Machine, config: Config) -> None
 def cut_to_fit(model: nn.Module, machine: Machine, config: Config) -> None:
     """Tile what the engine would tile. Raises TooManyTensors."""
     budget = auto_device_nbytes(machine) if config.device_memory == "auto" else config.device_memory
-    itemsize = DTYPE_NBYTES[config.dtype]
+    itemsize = DTYPE_NBYTES[STORAGES[config.dtype].compute]
     above, tile = tile_limits(config.tile_above, budget)
     weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))] if tile else []
     rows = [weight.shape for weight in weights if weight.numel() * itemsize > above]

@@ -1,0 +1,149 @@
+"""A shard: the segments of some elements of a record, and how the fp32 master of a weight lies in them.
+
+Knows formats and flat tensors. Must not know chunks, ranks, tiers or the engine.
+"""
+
+# [Note: codecs]
+# Each storage of infinity/formats/format.py has a codec of the same name here. A codec has five operations:
+#
+#   masters  segments -> fp32 values                     before an update, for exports
+#   store    fp32 values -> segments                     after an update
+#   put      values of any dtype -> segments             first values, loaded values
+#   adopt    the program has changed weights in place    the rest of the master follows
+#   decode   segments -> weight on the device            each copy to the device, of a coded storage only
+#
+# The bits of `masters` after `store` are those that were stored. That is what makes an update independent of the tier.
+
+from __future__ import annotations
+
+import torch
+
+from infinity.config import CHOICES
+from infinity.formats.format import STORAGES, Format, Storage
+from infinity.optim.adam import join_master, split_master
+
+
+class Shard(dict):
+    """Segments by name, 1-D, on one device. Not every segment of the format need be there."""
+
+    __slots__ = ("format",)
+
+    def __init__(self, format: Format, segments: dict[str, torch.Tensor]):
+        super().__init__(segments)
+        self.format = format
+
+    @property
+    def codec(self) -> Codec:
+        return codec_of(self.format)
+
+    def part(self, begin: int, end: int) -> Shard:
+        """The segments of elements [begin, end). begin is a multiple of the storage's block."""
+        if self.format.storage.block == 1:
+            return Shard(self.format, {name: segment[begin:end] for name, segment in self.items()})
+        blocks = {segment.name: segment.block for segment in self.format.segments}
+        return Shard(self.format, {name: segment[begin // blocks[name] : -(-end // blocks[name])] for name, segment in self.items()})
+
+    def cpu(self) -> Shard:
+        return Shard(self.format, {name: segment.cpu() for name, segment in self.items()})
+
+    def masters(self, threads: int = 0) -> torch.Tensor:
+        """fp32 [numel]: the values. It may be a segment itself. threads: of the host; 0 is one for each CPU."""
+        return self.codec.masters(self, threads)
+
+    def put(self, values: torch.Tensor) -> None:
+        """Values in any dtype, on any device, become the weights and their masters."""
+        self.codec.put(self, values)
+
+
+class Codec:
+    """The weight is the value: fp32, and whatever is frozen."""
+
+    def masters(self, shard: Shard, threads: int) -> torch.Tensor:
+        return shard["weight"].float()
+
+    def store(self, shard: Shard, values: torch.Tensor) -> None:
+        """values: fp32, as `masters` gave them, and changed in place."""
+        if shard["weight"] is not values:
+            shard["weight"].copy_(values)
+
+    def put(self, shard: Shard, values: torch.Tensor) -> None:
+        shard["weight"].copy_(values)
+
+    def adopt(self, shard: Shard, new: torch.Tensor, changed: torch.Tensor) -> None:
+        """new: weights as the device has them, of which `changed`, a mask, are the program's."""
+        if shard["weight"].data_ptr() != new.data_ptr():
+            shard["weight"].copy_(new)
+
+    def weights(self, shard: Shard) -> torch.Tensor:
+        """The weights as the device has them, in its dtype."""
+        return shard["weight"]
+
+    def decode(self, shard: Shard, out: torch.Tensor) -> None:
+        """Weight segments -> weights on the device, 1-D in its dtype. Both are on one device."""
+        out.copy_(self.weights(shard))
+
+
+class SplitCodec(Codec):
+    """A bf16 weight and an int16 residual are one fp32 master. [Note: weight and residual] in _adam.c."""
+
+    def masters(self, shard, threads):
+        return join_master(shard["weight"].contiguous(), shard["residual"].contiguous(), threads=threads)
+
+    def store(self, shard, values):
+        split_master(values, out=(shard["weight"], shard["residual"]), threads=1)
+
+    def put(self, shard, values):
+        weight, residual = there = shard["weight"], shard["residual"]
+        if values.dtype is weight.dtype:
+            weight.copy_(values)
+            residual.zero_()
+            return
+        out = there if values.device == weight.device else tuple(torch.empty_like(tensor, device=values.device) for tensor in there)
+        split_master(values.float().contiguous(), out=out)
+        if out is not there:
+            for tensor, new in zip(there, out):
+                tensor.copy_(new)
+
+    def adopt(self, shard, new, changed):
+        super().adopt(shard, new, changed)
+        shard["residual"].masked_fill_(changed.to(shard["residual"].device), 0)
+
+
+class MasterCodec(Codec):
+    """A whole fp32 master beside the weight that is rounded from it."""
+
+    def masters(self, shard, threads):
+        return shard["master"]
+
+    def store(self, shard, values):
+        shard["weight"].copy_(values)
+
+    def put(self, shard, values):
+        shard["master"].copy_(values)
+        shard["weight"].copy_(values)
+
+    def adopt(self, shard, new, changed):
+        super().adopt(shard, new, changed)
+        master = shard["master"]
+        master.copy_(torch.where(changed.to(master.device), shard["weight"].to(master.device).float(), master))
+
+
+FROZEN = Codec()
+CODECS = {"bf16": SplitCodec(), "fp16": MasterCodec(), "fp32": Codec()}
+"""Codecs of the storages that train, and of all coded storages, by name."""
+
+
+def codec_of(format: Format) -> Codec:
+    return CODECS[format.name] if format.trainable or format.is_coded else FROZEN
+
+
+def register(name: str, storage: Storage, codec: Codec) -> None:
+    """Make a storage known by a new name, so that `infinity.Config(dtype=name)` stores the weights of a model in it.
+
+    Every process registers the same storages, before it makes an engine or reads a checkpoint. Raises ValueError for a name that is taken.
+    """
+    if name in STORAGES:
+        raise ValueError(f"a storage {name!r} exists already")
+    STORAGES[name], CODECS[name] = storage, codec
+    if storage.trains:
+        CHOICES["dtype"] = (*CHOICES["dtype"], name)

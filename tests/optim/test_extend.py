@@ -1,0 +1,135 @@
+"""Formats and optimizers that a program adds, as examples/extend/ adds them."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import NVME, assert_same_states, states_of, training
+from torch import nn
+
+import infinity
+from infinity.formats.format import STORAGES
+from infinity.model.gpt import GPT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FOLDER = Path(__file__).parent.parent.parent / "examples" / "extend"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+RMSPROP, SCALED = example("rmsprop"), example("block_scaled_format")
+DTYPE = "int16_block128"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    if DTYPE not in STORAGES:
+        SCALED.register_format()
+
+
+def step(model, optimizer, number):
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(number))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def gpt():
+    return GPT(hidden=64, layers=3, heads=4, vocab=64, seq=16)
+
+
+def test_rmsprop_is_that_of_torch(tmp_path):
+    torch.manual_seed(0)
+    plain = gpt()
+    theirs = torch.optim.RMSprop(plain.parameters(), lr=1e-3)
+    expected = [step(plain, theirs, number) for number in range(5)]
+    with training(gpt, tmp_path, optimizer=RMSPROP.RMSprop, options={"lr": 1e-3}, **NVME) as (model, engine, ours):
+        assert [step(model, ours, number) for number in range(5)] == pytest.approx(expected, rel=1e-5)
+        for name, param in plain.named_parameters():
+            state = engine.read_state(model.get_parameter(name))
+            torch.testing.assert_close(state["weight"], param.detach(), rtol=1e-3, atol=1e-4)  # where gradients are noise, so is their sign
+            torch.testing.assert_close(state["square_avg"], theirs.state[param]["square_avg"], rtol=1e-4, atol=1e-9)
+
+
+def test_rmsprop_refuses_what_its_rule_refuses(tmp_path):
+    with pytest.raises(infinity.ConfigError, match="alpha=-1"):
+        with training(gpt, tmp_path, optimizer=RMSPROP.RMSprop, options={"alpha": -1}):
+            pass
+
+
+PLACES = {"host": {"weights": "host", "states": "host", "residency": "none"}, "nvme": NVME, "auto": {}, "coded": NVME | {"compression": "on"}}
+
+
+@pytest.mark.parametrize("update", ["backward", "deferred"])
+def test_a_coded_format_has_the_same_bits_in_every_tier(update, tmp_path):
+    found = {}
+    for place, options in PLACES.items():
+        with training(gpt, tmp_path / place, dtype=DTYPE, update=update, options={"lr": 1e-3}, **options) as (model, engine, ours):
+            losses = [step(model, ours, number) for number in range(4)]
+            found[place] = losses, states_of(engine, model)
+            assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    for place, (losses, states) in found.items():
+        assert losses == found["host"][0], place
+        assert_same_states(states, found["host"][1], place)
+
+
+def test_a_coded_format_trains_as_bf16_does(tmp_path):
+    losses = {}
+    for dtype in ("bf16", DTYPE):
+        with training(gpt, tmp_path / dtype, dtype=dtype, options={"lr": 3e-3}, **NVME) as (model, engine, ours):
+            losses[dtype] = [step(model, ours, 0) for _ in range(12)]
+            if dtype == DTYPE:
+                weights = sum(chunk.record.weight_nbytes for chunk in engine.registry.chunks)
+                numel = sum(chunk.record.numel for chunk in engine.registry.chunks)
+                assert weights <= numel * (2 + 4 / 128) + 8192 * len(engine.registry.chunks)
+    assert losses[DTYPE][-1] < losses[DTYPE][0] / 2
+    assert losses[DTYPE] == pytest.approx(losses["bf16"], rel=0.03)
+
+
+def test_a_coded_format_is_saved_loaded_and_exported(tmp_path):
+    options = {"dtype": DTYPE, "options": {"lr": 1e-3}}
+    with training(gpt, tmp_path / "a", **options, **NVME) as (model, engine, ours):
+        for number in range(2):
+            step(model, ours, number)
+        infinity.save(tmp_path / "checkpoint", model, ours)
+        weights = model.state_dict()
+        step(model, ours, 2)
+        expected = states_of(engine, model)
+    with training(gpt, tmp_path / "b", seed=1, chunk_mib=1 / 64, **options) as (model, engine, ours):
+        infinity.load(tmp_path / "checkpoint", model, ours)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, weights[name]), name
+        step(model, ours, 2)
+        assert_same_states(states_of(engine, model), expected)
+
+
+def test_values_that_the_program_writes_are_coded(tmp_path):
+    make = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with training(make, tmp_path, dtype=DTYPE, **NVME) as (model, engine, _):
+        value = torch.randn(64, 64, generator=torch.Generator().manual_seed(5))
+        with torch.no_grad(), infinity.gathered(model[0].weight):
+            model[0].weight.copy_(value)
+        got = model.state_dict()["0.weight"]
+        assert (got.float() - value.bfloat16().float()).abs().max() < 1e-3 + value.abs().max() / 100
+        model.load_state_dict(model.state_dict() | {"1.weight": value})
+        assert torch.equal(engine.read_state(model[1].weight)["master"], value)
+
+
+def test_a_coded_format_has_no_home_on_the_device(tmp_path):
+    with pytest.raises(infinity.ConfigError, match="coded weights live in host memory or on NVMe"):
+        with training(gpt, tmp_path, dtype=DTYPE, weights="device", states="device"):
+            pass
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="exists already"):
+        SCALED.register_format()
