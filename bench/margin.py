@@ -51,7 +51,7 @@ def main() -> int:
         engine, median = infinity.engine_of(model), statistics.median(seconds[name])
         print(
             f"{name:>8}: {spread(seconds[name])} s, {base / median:.2f}x host; "
-            f"{len(engine.margin.promoted)} of {len(engine.registry.spans)} spans' records on the device, peak "
+            f"{len(engine.device_budget.promoted)} of {len(engine.registry.spans)} spans' records on the device, peak "
             f"{engine.stats()['peak_device_nbytes'] / 2**30:.2f} GiB; losses differ by {worst[name]:.1e}"
         )
     if options.json:

@@ -156,7 +156,7 @@ def describe(model: nn.Module) -> Description:
     Raises ConfigError for a model in no engine, UsageError before the engine has started or after its end.
     """
     engine = engine_of(model)
-    engine.gate.check_open()
+    engine.lifecycle.check_open()
     if not engine.has_started:
         raise UsageError("infinity.describe: the engine has not started. Create the optimizer first: the plan depends on it.")
     return description_of(engine)

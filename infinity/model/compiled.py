@@ -1,22 +1,21 @@
-"""Finds modules that torch.compile runs as one, and hooks the calls of these modules.
+"""Modules that torch.compile compiles as one, and the interception of their calls.
 
-Knows modules and torch.compile. Must not know engines, or the purpose of a hook.
+Knows modules and torch.compile. Must not know engines, or the hooks that run around a call.
 """
 
 # [Note: compiled regions]
-# A compiled module, the region, cannot stop inside to wait for a parameter, and an engine's hook inside would break the graph. A compiled
-# module is therefore one op, like an infinity.leaf. All parameters below are on the device before the call and until the end of the call.
-# The modules inside have no hooks. The region's own hooks, which fetch, must not be compiled either. They are at the region's *door*, which
-# uncompiled code calls.
+# A region is code that is compiled as one graph. It cannot pause for a fetch, and a hook inside would break the graph. So a compiled module is
+# one op, like an infinity.leaf: all parameters below it are held during the call, and the modules inside have no hooks. The hooks of the
+# compiled module itself fetch weights, so they must not be compiled either. They run at the entry of the region, which is not compiled:
 #
-#     torch.compile(module)                             the wrapper that this returns. The module keeps hooks for callers that
-#                                                       bypass the door; traced, or behind the open door, they do nothing
-#     module.compile()                                  a Door, in the place of the function that torch calls instead of `_call_impl`
-#     module.forward = torch.compile(module.forward)    the module, whose hooks torch calls before `forward`
+#     torch.compile(module)                             the wrapper. The module keeps hooks for callers that bypass the wrapper. They do
+#                                                       nothing while the module is traced, or after the wrapper's hook has run
+#     module.compile()                                  a CompiledCall, which replaces the compiled function that torch would call
+#     module.forward = torch.compile(module.forward)    the module. Torch calls its hooks before `forward`
 #
-# A module may be compiled at any time. Earlier compilations are found at the engine's start, and planned. Afterwards a wrapper is noticed
-# when it is created, and becomes a door at the first call. `compile` is an attribute of each module that is an op, and `forward` is checked
-# when the op begins.
+# A module may be compiled at any time. At the start, the engine looks for compiled modules and plans them. Afterwards it sees a new wrapper
+# when the wrapper is made, and hooks it at its first call. Each module that is an op has its own `compile` attribute. A compiled `forward` is
+# seen when the op begins.
 
 from __future__ import annotations
 
@@ -30,9 +29,10 @@ from torch._dynamo.eval_frame import DisableContext, OptimizedModule
 from torch.nn.modules.module import register_module_module_registration_hook
 
 
-class Door:
-    """The callable that torch calls in the place of a module with `compile()`. The door calls before(door, args, kwargs), the compiled
-    function, and after(door, args, output), like hooks.
+class CompiledCall:
+    """Replaces the compiled function of a module on which `compile()` was called.
+
+    Calls before(self, args, kwargs), the compiled function, and after(self, args, output), with the conventions of module hooks.
     """
 
     def __init__(self, module: nn.Module, before: Callable, after: Callable):
@@ -40,7 +40,7 @@ class Door:
         self.before, self.after = before, after
         module._compiled_call_impl = self._call_impl
 
-    def _call_impl(self, *args, **kwargs):  # torch's own name, by which an active call is recognised
+    def _call_impl(self, *args, **kwargs):  # live_calls looks for torch's own name
         output = None
         try:
             changed = self.before(self, args, kwargs)
@@ -51,27 +51,27 @@ class Door:
         return output if changed is None else changed
 
     def remove(self) -> None:
-        if door_of(self.module) is self:
+        if compiled_call_of(self.module) is self:
             self.module._compiled_call_impl = self.compiled
 
 
-def door_of(module: nn.Module) -> Door | None:
-    door = getattr(module._compiled_call_impl, "__self__", None)
-    return door if isinstance(door, Door) else None
+def compiled_call_of(module: nn.Module) -> CompiledCall | None:
+    call = getattr(module._compiled_call_impl, "__self__", None)
+    return call if isinstance(call, CompiledCall) else None
 
 
-def behind(module: nn.Module | Door) -> nn.Module:
-    """The module behind a door or wrapper; any other module is returned."""
-    return module.module if isinstance(module, Door) else module._orig_mod if is_wrapper(module) else module
+def module_of(module: nn.Module | CompiledCall) -> nn.Module:
+    """The module itself, of a CompiledCall or a wrapper the compiled module."""
+    return module.module if isinstance(module, CompiledCall) else module._orig_mod if is_wrapper(module) else module
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether a module is torch.compile's wrapper of another module."""
+    """Whether torch.compile has made it from a module."""
     return isinstance(module, OptimizedModule)
 
 
 def compiles(wrapper: OptimizedModule) -> bool:
-    """Whether a wrapper compiles; torch.compiler.disable makes wrappers, too."""
+    """Whether the wrapper compiles. torch.compiler.disable makes wrappers, too."""
     return not isinstance(wrapper.dynamo_ctx, DisableContext)
 
 
@@ -81,7 +81,7 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 
 def find_wrappers(model: nn.Module) -> list[OptimizedModule]:
-    """torch.compile's wrappers of the model or of modules in the model."""
+    """The wrappers that torch.compile has made from the model or its modules."""
     _note_early_wrappers()
     modules = set(model.modules())
     return [wrapper for wrapper in list(_wrappers) if wrapper._modules.get("_orig_mod") in modules and compiles(wrapper)]
@@ -101,12 +101,12 @@ _wrappers: weakref.WeakSet[OptimizedModule] = weakref.WeakSet()
 
 @functools.cache
 def _note_early_wrappers() -> None:
-    """Register wrappers from before the import of this module. Only the garbage collector knows them, which takes a tenth of a second."""
+    """Find the wrappers made before this module was imported. Only the garbage collector knows them. Takes a tenth of a second."""
     _wrappers.update(thing for thing in gc.get_objects() if type(thing) is OptimizedModule)
 
 
 def watch_wrappers(noticed: Callable[[nn.Module, OptimizedModule], None]) -> None:
-    """From now on, call noticed(module, wrapper) for each new wrapper, before the end of its construction."""
+    """From now on, call noticed(module, wrapper) for each new wrapper, in its constructor."""
     if noticed not in _noticed:
         _noticed.append(noticed)
 

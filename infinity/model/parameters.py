@@ -134,7 +134,7 @@ class Managed:
         with DisableTorchFunctionSubclass():
             found = get_grad(self)
         if found is None and torch._C._current_graph_task_id() != -1 and is_open(engine := owner_of(self)):
-            return engine.answers.departed_gradient(self)
+            return engine.parameter_values.departed_gradient(self)
         return found
 
     @grad.setter
@@ -171,7 +171,7 @@ class Held(Managed):
             self.__class__ = _made_from[type(self)]
             set_data(self, value)
         elif value is not self:
-            engine.answers.take(self, value)
+            engine.parameter_values.take(self, value)
 
     def set_(self, *source) -> nn.Parameter:
         with torch.no_grad():
@@ -284,8 +284,8 @@ def ask(func, args: tuple, kwargs: dict):
     engine = owner_of((absent or params)[0])
     if is_open(engine) and not absent:
         params = [param for param in params if owner_of(param) is engine]
-        if engine.answers.may_compute(params):
-            return engine.answers.compute(params, func, args, kwargs)
+        if engine.parameter_values.may_compute(params):
+            return engine.parameter_values.compute(params, func, args, kwargs)
     if func is torch.Tensor.detach:
         return absent[0] if absent else Absent(params[0])
     if func in _VIEWS_LIKE and params and args[0] is args[1]:
@@ -293,7 +293,7 @@ def ask(func, args: tuple, kwargs: dict):
     if func is torch.Tensor.data_ptr:  # used to distinguish parameters
         with DisableTorchFunctionSubclass():
             return func(*args)
-    name = engine.answers.name_of((absent or params)[0]) if engine is not None else "a parameter"
+    name = engine.parameter_values.name_of((absent or params)[0]) if engine is not None else "a parameter"
     if not is_open(engine):
         raise UsageError(
             f"the engine is closed and {name} is only a placeholder; read values before close(), or give the model values with "
@@ -323,7 +323,7 @@ def _look_at(args: tuple, kwargs: dict):
     params = [tensor for tensor in _tensors((args, kwargs.values())) if isinstance(tensor, Unheld)]
     with contextlib.ExitStack() as looks:
         for engine in {id(engine): engine for param in params if is_open(engine := owner_of(param))}.values():
-            looks.enter_context(engine.answers.look_at_gradients())
+            looks.enter_context(engine.parameter_values.look_at_gradients())
         yield
 
 

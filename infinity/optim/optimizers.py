@@ -151,7 +151,7 @@ class Elementwise(torch.optim.Optimizer):
         checkpoint, wait = self._saved
         wait()
         params = [param for group in self.param_groups for param in group["params"]]
-        state = {index: {"step": self._engine.answers.num_updates(param)} for index, param in enumerate(params) if self._engine.manages(param)}
+        state = {index: {"step": self._engine.parameter_values.num_updates(param)} for index, param in enumerate(params) if self._engine.manages(param)}
         return found | {"state": state, REFERENCE: dict(checkpoint)}
 
     def load_state_dict(self, state_dict):

@@ -57,7 +57,7 @@ def share_out(candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out:
     sharing.require_least()
     sharing.settle_gradients()
     sharing.grow_slots()
-    sharing.let_gradients_wait()
+    sharing.add_gradient_slots()
     sharing.keep_copies()
     return sharing.found()
 
@@ -135,7 +135,7 @@ class _Sharing:
             self.counts = wanted
         self.left = self.budget - self.host_nbytes(self.counts)
 
-    def let_gradients_wait(self) -> None:
+    def add_gradient_slots(self) -> None:
         """Add slots for gradients of put-off updates, for records without a home in memory."""
         sizes, order = self.sizes, self.order()
         updated = [index for index in self._stays() if sizes[GRADIENTS][index]]

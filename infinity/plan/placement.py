@@ -10,7 +10,7 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 #
 # The rest of host memory keeps copies, in this order. Weights save three bytes of NVMe traffic per byte: read forward, read backward,
 # written. Gradients that wait for step() save two: written, read. States also save two. Homes of records that will visit the device
-# ([Note: the device margin] in device_memory.py) come after all others, because visitors seldom move. Gradients of visitors lie on the
+# ([Note: the device budget] in device_memory.py) come after all others, because visitors seldom move. Gradients of visitors lie on the
 # device and come last. If all of these homes fit, they come before gradients that do not wait. Larger inputs, which send visitors home,
 # then need nothing of NVMe. Waiting gradients without a place stay on the device until their update begins, if the device has room.
 #
@@ -260,7 +260,7 @@ def look_ahead(placement: Placement) -> tuple[int, int]:
 
 
 def records_may_visit(*, weights: Tier | None, states: Tier | None, keep: bool) -> bool:
-    """Whether records may leave their homes and visit the device: [Note: the device margin] in device_memory.py. Arguments: see `Needs`."""
+    """Whether records may leave their homes and visit the device: [Note: the device budget] in device_memory.py. Arguments: see `Needs`."""
     return keep and states is None and weights in (None, DEVICE)
 
 

@@ -27,7 +27,7 @@ from infinity.plan.record import GRADIENTS
 from infinity.system.events import now
 from infinity.system.lanes import Job, Lane, Monitor
 from infinity.tiers.bytes_in_flight import BytesInFlight
-from infinity.tiers.gradient_parts import Adder
+from infinity.tiers.gradient_adder import GradientAdder
 from infinity.tiers.gradient_reduction import ReduceScatter
 from infinity.tiers.gradient_state import DeviceShard
 from infinity.tiers.record_mover import Lease, RecordMover
@@ -81,7 +81,7 @@ class Gradients:
         self.failure = records.failure  # shared with the gc lane: without a failed transfer's bytes, no update may run
         self.gc = Lane("gc", self.failure, "the copy to host memory of the gradient")
         self.cuda = self.device.type == "cuda"
-        self.adder = Adder(self.device, self.events, staging=staging, accumulate=accumulate)
+        self.adder = GradientAdder(self.device, self.events, staging=staging, accumulate=accumulate)
         self.in_flight = BytesInFlight(limit_nbytes, self.tier, self.gc, self.events, self.failure)
         self._num_arrivals = 0
         self._lock = Monitor()

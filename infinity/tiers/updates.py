@@ -175,7 +175,7 @@ class Updater:
         finally:
             with self.records.lock:
                 self._users.remove(gradient_job)
-            self.records.look_again()
+            self.records.notify_readers()
 
     def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:
         gradient_job.wait()

@@ -84,7 +84,7 @@ def finish_reading(reader: SnapshotReader | None) -> BaseException | None:
 
 
 def _enter(engine, optimizer, what: str) -> None:
-    engine.gate.enter(what)
+    engine.lifecycle.check_access(what)
     if optimizer is not None and optimizer is not engine.optimizer:
         raise UsageError(f"{what}: the optimizer is not that of this model")
     engine.start()

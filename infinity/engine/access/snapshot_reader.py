@@ -59,7 +59,7 @@ class SnapshotReader:
 
     def hurry(self) -> None:
         """A thread waits for the reader. Only the thread that trains can begin announced updates."""
-        if not self.over.is_set() and not self._engine.gate.trains_elsewhere:
+        if not self.over.is_set() and not self._engine.lifecycle.trains_elsewhere:
             self.pass_step()
 
     def tell(self) -> None:

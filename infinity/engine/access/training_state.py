@@ -201,7 +201,7 @@ class TrainingState:
 
     def give_weight(self, param: nn.Parameter, value) -> None:
         """Give a parameter a value: anything whose slices are 1-D tensors on the CPU."""
-        self._engine.answers.give(param, value)
+        self._engine.parameter_values.give(param, value)
 
     def free_memory(self) -> None:
         """Give memory that was freed back to the system."""

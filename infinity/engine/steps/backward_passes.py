@@ -170,7 +170,7 @@ class BackwardPasses:
         self.updates.begin_ready()
         self.cycle.advice.pass_done()
         if self.state.num_backwards < self.num_passes:
-            self.cycle.margin.pass_done()
+            self.cycle.device_budget.pass_done()
 
     @uninterrupted
     def abandon(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.memory.advice import Advice
+from infinity.engine.memory.advice import LayerwiseAdvice
 from infinity.engine.build import Assembly
 from infinity.engine.autograd.module_calls import Calls
 from infinity.engine.steps.backward_passes import BackwardPasses
@@ -32,10 +32,10 @@ from infinity.engine.steps.refusals import FAILED, HALF_LOADED, WEIGHTS_OF_TWO_S
 from infinity.engine.steps.skipped_steps import skip
 from infinity.engine.steps.step_state import BETWEEN, LAYERWISE, Damage, StepKind, StepState
 from infinity.engine.refused_wrappers import refuse_optimizers
-from infinity.engine.memory.device_memory import Margin
+from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.engine.autograd.trees import tensors_in
-from infinity.engine.layerwise.not_cut import Uncut
+from infinity.engine.layerwise.limits import LayerwiseLimits
 from infinity.errors import UsageError
 from infinity.model.parameters import owner_of
 from infinity.optim.loss_scale import Scaler
@@ -57,8 +57,8 @@ class StepCycle:
     turn: the lock under which another thread saves or loads. state: phase of the step. backward: backward passes.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, margin: Margin, turn: contextlib.AbstractContextManager):
-        self.config, self.ranks, self.events, self.margin, self.turn = config, ranks, events, margin, turn
+    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, margin: DeviceBudget, turn: contextlib.AbstractContextManager):
+        self.config, self.ranks, self.events, self.device_budget, self.turn = config, ranks, events, margin, turn
         self.registry, self.records, self.weights, self.course = parts.registry, parts.records, parts.weights, parts.course
         self.gradients, self.updater = parts.gradients, parts.updater
         self.optimizer = None
@@ -80,7 +80,7 @@ class StepCycle:
         self.expected = ExpectedGradients(self.registry.params)
         self.completed = CompletedGradients(self.course, self.updater, self.registry, ranks)
         who = f"{ranks.name}, " if ranks.world > 1 else ""
-        self.pace, self.advice, self.uncut = Pace(events, who), Advice(events, who), Uncut(who)
+        self.pace, self.advice, self.layerwise_limits = Pace(events, who), LayerwiseAdvice(events, who), LayerwiseLimits(who)
         self.backward = BackwardPasses(self)
 
     def attach(self, optimizer, scaler: Scaler | None) -> None:
@@ -137,7 +137,7 @@ class StepCycle:
             self.calls.activations.keep_on_device(model.buffers())
         num_together = self.backward.micro_batches.num_together
         shapes = (*(tuple(tensor.shape) for tensor in tensors_in(inputs)), *([(num_together,)] if num_together > 1 else []))
-        self.margin.begin_forward(shapes, self.calls.recording)
+        self.device_budget.begin_forward(shapes, self.calls.recording)
 
     def _count_forward(self) -> None:
         trains = torch.is_grad_enabled() and any(state.param.requires_grad for state in self._trainable)
@@ -155,7 +155,7 @@ class StepCycle:
         """A forward pass that no step() will end; see [Note: backward passes that only pass through]."""
         self.calls.recording = True
         if self.forward.begin_open() and self.course.trace:
-            self.follower.adopt((), (), anew=self.optimizer is None and self.margin.settle(by_step=False))
+            self.follower.adopt((), (), anew=self.optimizer is None and self.device_budget.redivide(by_step=False))
             self.follower.begin_step()
 
     def begin_step_of(self, kind: StepKind) -> None:
@@ -245,7 +245,7 @@ class StepCycle:
 
     def end_step(self) -> None:
         completed = self.completed.for_plan(self.backward.num_passes)
-        self.follower.adopt(*completed, anew=self.margin.settle(by_step=True))
+        self.follower.adopt(*completed, anew=self.device_budget.redivide(by_step=True))
         self.state.end_step()
         self._forget_passes()
         self.param_grads.end_step()

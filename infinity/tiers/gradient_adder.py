@@ -13,7 +13,7 @@ from infinity.optim.adam import accumulate_
 from infinity.system.events import Events
 
 
-class Adder:
+class GradientAdder:
     """staging: pinned memory with room for the largest part, for gradients that are added in host memory; None on the CPU.
 
     accumulate: add in fp32.
