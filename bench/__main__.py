@@ -4,8 +4,8 @@
     python -m bench peers --steps 6
     python -m bench all [--quick]
 
-Each runs in a process of its own and takes the options that follow its name; `--quick` gives all of them small sizes, which
-show that they run, not what they measure. Files that begin with an underscore are no benches.
+Each bench runs in its own process and takes the options after its name. `--quick` gives all benches small sizes, to check that they run;
+the numbers then have no meaning. Files that begin with an underscore are no benches.
 """
 
 import ast
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def benches() -> dict[str, str]:
-    """What each bench says of itself in its first line, by name."""
+    """The first line of each bench's docstring, by name."""
     paths = sorted(path for path in FOLDER.glob("*.py") if not path.name.startswith("_"))
     return {path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0] for path in paths}
 

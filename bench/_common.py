@@ -1,6 +1,6 @@
-"""What benches share: options, how they end, medians with their spread, a training step, and ranks of their own.
+"""Code shared by benches: options, exit status, medians with their spread, a training step, and processes for ranks.
 
-Knows arguments, numbers, the loop of a step, what a drive gives, and torchrun. Must not know what is compared.
+Knows arguments, numbers, the loop of a step, a drive's rates, and torchrun. Must not know the compared engines.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from infinity.system import drives
 from infinity.system.swap import MEASURE_FROM_NBYTES, Swap
 from infinity.tools.measure.tuning import probe_in
 
-_REPORTS = "INFINITY_BENCH_REPORTS"  # names the directory in which ranks leave theirs
+_REPORTS = "INFINITY_BENCH_REPORTS"  # names the directory of the ranks' reports
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options, with --json and --plot added: what cannot be written or drawn ends it before anything is measured."""
+    """Parse the options, with --json and --plot added. A file that cannot be written or drawn ends the bench before any measurement."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
     options = parser.parse_args()
@@ -43,7 +43,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A type of options: whole numbers from that one on."""
+    """A type of options: whole numbers from `least` on."""
 
     def number(text: str) -> int:
         try:
@@ -61,12 +61,12 @@ positive = at_least(1)
 
 
 def positives(text: str) -> list[int]:
-    """A type of options: `positive`, with commas between them."""
+    """A type of options: positive numbers separated by commas."""
     return [positive(each) for each in text.split(",")]
 
 
 def positive_float(text: str) -> float:
-    """A type of options."""
+    """A type of options: positive numbers."""
     try:
         value = float(text)
     except ValueError:
@@ -85,14 +85,14 @@ def nbytes_of(text: str) -> int:
 
 
 def directory(text: str) -> str:
-    """A type of options: one that is there."""
+    """A type of options: an existing directory."""
     if not os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"there is no directory {text}; create it or name another")
     return text
 
 
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
-    """Run it, and end with its status; what the user or the system got wrong is one line and status 2, as in `infinity`."""
+    """Run main and end with its status. Errors of the user or the system are one line and status 2, as in `infinity`."""
     try:
         sys.exit(main())
     except (ConfigError, UsageError) as error:
@@ -104,7 +104,7 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
 
 
 def given(options: argparse.Namespace) -> dict:
-    """The options as JSON takes them, without those that name files."""
+    """The options for JSON, without the names of files."""
     return {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
 
 
@@ -113,13 +113,13 @@ def spread(values: Sequence[float], digits: int = 4) -> str:
 
 
 def error_bars(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """From the medians down to the least and up to the greatest, as matplotlib takes them."""
+    """Distances from the medians to the least and the greatest, for matplotlib."""
     medians = [statistics.median(each) for each in values]
     return [[m - min(v) for m, v in zip(medians, values)], [max(v) - m for m, v in zip(medians, values)]]
 
 
 def bars(path: Path, seconds: dict[str, Sequence[float]], title: str) -> None:
-    """Draw the median step of each, with its least and its greatest."""
+    """Draw the median step of each engine, with the least and the greatest."""
     pyplot = output.pyplot()
     figure, axes = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
     medians = [statistics.median(each) for each in seconds.values()]
@@ -135,28 +135,28 @@ def add_tolerance(parser: argparse.ArgumentParser) -> None:
 
 
 def apart(values: Sequence[float], others: Sequence[float]) -> float:
-    """By how much of the first they differ, at most; infinite where one is no number."""
+    """The largest relative difference; infinite if a value is no number."""
     pairs = list(zip(values, others, strict=True))
     return max(abs(a - b) / abs(a) if a and math.isfinite(a) and math.isfinite(b) else math.inf for a, b in pairs)
 
 
 def agree(options: argparse.Namespace, worst: float, what: str = "losses") -> bool:
-    """Whether what is so far apart is so within --tolerance; says both."""
+    """Whether a difference is within --tolerance. Prints both."""
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = 0.002 if options.dtype == "fp32" else 0.02
     print(f"{what} differ by {worst:.1e} at most; up to {tolerance:g} is allowed", flush=True)
-    return worst <= tolerance  # False of NaN
+    return worst <= tolerance  # False for NaN
 
 
 def synchronize(device: str) -> None:
-    """Wait until it is done with what it was given."""
+    """Wait until the device has finished all queued work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def step(options: argparse.Namespace, model, optimizer, number: int) -> tuple[float, float]:
-    """(seconds, loss) of one step with the tokens of that number, until the device is done with it."""
+    """(seconds, loss) of one step with the tokens of this number, until the device has finished."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, options.vocab, (options.batch, options.seq + 1), generator=generator).to(options.device)
     start = time.perf_counter()
@@ -170,12 +170,12 @@ def step(options: argparse.Namespace, model, optimizer, number: int) -> tuple[fl
 
 
 def drive_rates(path: Path, num_rounds: int) -> dict[str, float]:
-    """Bytes a second that the drive of a directory gives to each of drives.MIXES, medians, with the settings of an engine there."""
+    """Bytes a second of a directory's drive for each of drives.MIXES: medians, with an engine's settings."""
     folder = os.open(path, os.O_RDONLY)
     try:
         drive = drives.load(folder)
         if drive is None:
-            Swap([path], expected_nbytes=MEASURE_FROM_NBYTES).close()  # measures them, as an engine would
+            Swap([path], expected_nbytes=MEASURE_FROM_NBYTES).close()  # measures the drives, as an engine would
             drive = drives.load(folder) or drives.Drive()
     finally:
         os.close(folder)
@@ -185,7 +185,7 @@ def drive_rates(path: Path, num_rounds: int) -> dict[str, float]:
 
 
 class RunError(RuntimeError):
-    """Ranks failed; says why in one line. so_far: what each had left by `leave_so_far`, or nothing if one had not."""
+    """Ranks failed; the text is one line. so_far: each rank's report by `leave_so_far`, or nothing if a rank has none."""
 
     def __init__(self, reason: str, so_far: Sequence[dict] = ()):
         super().__init__(reason)
@@ -193,7 +193,7 @@ class RunError(RuntimeError):
 
 
 class RunEnded(SystemExit):
-    """Whoever started the bench has ended it. so_far: as of `RunError`."""
+    """The bench was ended from outside. so_far: as in `RunError`."""
 
     def __init__(self, code: object, so_far: Sequence[dict]):
         super().__init__(code)
@@ -203,8 +203,8 @@ class RunEnded(SystemExit):
 def on_ranks(
     script: str, arguments: Sequence[str], num_ranks: int, timeout: float, told: Callable[[dict], None] = lambda report: None
 ) -> list[dict]:
-    """What each rank of a script left with `leave`, started by torchrun on so many ranks of this host; seconds of time. Whatever rank 0
-    leaves by `leave_so_far` is told within a second.
+    """Run a script on ranks of this host with torchrun. Returns each rank's report by `leave`. timeout: seconds. Reports of rank 0 by
+    `leave_so_far` are passed on within a second.
 
     Raises RunError.
     """
@@ -239,7 +239,7 @@ def on_ranks(
 
 
 def _follow(process: subprocess.Popen, so_far: Path, timeout: float, told: Callable[[dict], None]) -> str:
-    """What a process says until it ends, while its reports are told. Raises TimeoutExpired."""
+    """The output of a process until its end, while its reports are passed on. Raises TimeoutExpired."""
     end, last = time.monotonic() + timeout, None
     while True:
         try:
@@ -256,13 +256,13 @@ def _follow(process: subprocess.Popen, so_far: Path, timeout: float, told: Calla
 
 
 def _left(folder: str, kind: str) -> dict[str, dict]:
-    """What ranks have left there, the oldest first. Where a disk is full, that is an empty file."""
+    """The ranks' reports, the oldest first. On a full disk a report is an empty file."""
     paths = sorted(Path(folder).glob(f"{kind}*"), key=lambda path: path.stat().st_mtime_ns)
     return {path.name: json.loads(path.read_text() or '{"error": "the disk had no room for a report"}') for path in paths}
 
 
 def leave(work: Callable[[], dict]) -> None:
-    """In a rank: do the work, and leave its result, or the first line of its error, to `on_ranks`."""
+    """In a rank: do the work, and report the result, or the first line of the error, to `on_ranks`."""
     path = Path(os.environ[_REPORTS], f"rank{os.environ['RANK']}")
     try:
         report = work()
@@ -274,7 +274,7 @@ def leave(work: Callable[[], dict]) -> None:
 
 
 def leave_so_far(report: dict) -> None:
-    """In a rank: leave what is known until now, for the case that it does not come to its end."""
+    """In a rank: report intermediate results, for a run that does not reach the end."""
     path = Path(os.environ[_REPORTS], f"so-far{os.environ['RANK']}")
     aside = path.with_name(f".{path.name}")
     aside.write_text(json.dumps(report))

@@ -1,6 +1,6 @@
-"""Engines made ready to train a model: this one, FSDP2, DeepSpeed, and plain PyTorch with fp32 masters.
+"""Prepares engines to train a model: infinity, FSDP2, DeepSpeed, and plain PyTorch with fp32 masters.
 
-Knows how each is told what to do, and what a step of it is. Must not know which model it is, what is measured, or how that is shown.
+Knows how to configure each engine, and the calls of a step. Must not know the model, the measurements, or their display.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from torch import nn
 import infinity
 from infinity.system import drives
 
-ABSENT = ("deepspeed is not installed", "runs on one rank only")  # of engines that cannot run, which is no failure
+ABSENT = ("deepspeed is not installed", "runs on one rank only")  # reasons of engines that cannot run, which is no failure
 TRAFFIC = ("NVMe read", "written", "to device", "from it")  # bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, and how."""
+    """The training job of a run."""
 
     make: Callable[[], nn.Module]
-    """The model on the device, (inputs, targets) -> loss, with the weights that every engine begins with."""
+    """The model on the device, (inputs, targets) -> loss, with the same initial weights for every engine."""
 
     blocks: Callable[[nn.Module], Iterable[nn.Module]]
-    """What of it is fetched as one by FSDP2."""
+    """The modules that FSDP2 fetches as one."""
 
     device: torch.device
     dtype: str  # bf16 or fp32
-    place: str  # where states live: nvme, host, device; for infinity its config says so
+    place: str  # tier of the states: nvme, host, device; for infinity the config decides
     nvme: str
     micro_batch: int
     hyper: Mapping[str, object]  # of AdamW
@@ -50,24 +50,24 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """A step is `micro` for each micro-batch, or `micros` for all at once where that is there, then `update`."""
+    """A step is `micro` for each micro-batch, or `micros` for all at once if it exists, then `update`."""
 
-    micro: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # inputs, targets -> loss; backward, too
+    micro: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # inputs, targets -> loss, backward included
     update: Callable[[], None]
-    moved: Callable[[], tuple]  # bytes so far of each of TRAFFIC, None where it is not known
+    moved: Callable[[], tuple]  # bytes so far of each of TRAFFIC, None if unknown
     close: Callable[[], None] = lambda: None
     micros: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], list[torch.Tensor]] | None = None
-    remarks: Callable[[], list[str]] = list  # what a reader of its times should know
-    save_trace: Callable[[], None] = lambda: None  # so far, where it was asked for
+    remarks: Callable[[], list[str]] = list  # remarks for readers of the times
+    save_trace: Callable[[], None] = lambda: None  # saves the trace so far, if one is recorded
 
     def passes(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        """All of a step, forward and backward. Returns the losses."""
+        """Run all forward and backward passes of a step. Returns the losses."""
         return [self.micro(*batch) for batch in batches] if self.micros is None else self.micros(batches)
 
 
 @contextlib.contextmanager
 def folder_on(nvme: str, name: str) -> Iterator[str]:
-    """A directory of its own for one run, with the drive's settings, if there are any in that one."""
+    """A separate directory for one run, with the drive's settings if `nvme` has any."""
     with tempfile.TemporaryDirectory(dir=nvme, prefix=f"{name}-") as folder:
         if (tuned := Path(nvme, drives.CACHE_NAME)).exists():
             shutil.copy(tuned, folder)
@@ -85,7 +85,7 @@ def check_can_run(engine: str, ranks: int, device: str) -> None:
 
 
 def join(engine: str, kind: str, backend: str | None) -> torch.device:
-    """The device of this rank, which is in the process group from now on, if there is a backend."""
+    """The device of this rank. Joins the process group if there is a backend."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -99,18 +99,18 @@ def join(engine: str, kind: str, backend: str | None) -> torch.device:
 
 
 def kernel_io() -> tuple[int, int]:
-    """Bytes that this process has had read and written so far."""
+    """Bytes read and written for this process so far."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
 def host_peak_nbytes() -> int:
-    """The most of host memory that was resident for this process."""
+    """The most resident host memory of this process."""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 
 
 def version_of(engine: str) -> str:
-    """Beside its name; "" for what comes with PyTorch, and for this package."""
+    """The version for display; "" for PyTorch's own engines, and for this package."""
     return importlib.metadata.version("deepspeed") if engine == "deepspeed" else ""
 
 
@@ -218,10 +218,10 @@ def _deepspeed(job: Job) -> Trainer:
         "aio": {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
         "optimizer": {"type": "AdamW", "params": dict(job.hyper)},
         "bf16": {"enabled": job.dtype == "bf16"},
-        "gradient_clipping": job.clip or 0.0,  # by default it clips
+        "gradient_clipping": job.clip or 0.0,  # DeepSpeed clips by default
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
-    for name, buffer in engine.module.named_buffers():  # such as frequencies of positions, which it has rounded to bf16
+    for name, buffer in engine.module.named_buffers():  # such as position frequencies, which DeepSpeed has rounded to bf16
         buffer.data = buffers[name].to(buffer.device)
 
     def micro(x, y):
@@ -235,7 +235,7 @@ def _deepspeed(job: Job) -> Trainer:
 
 
 def _read_ahead_once() -> None:
-    """Have DeepSpeed read a weight into one buffer where its list of what comes next names it more often."""
+    """Let DeepSpeed read a weight into one buffer if its prefetch list names the weight several times."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
 
     swap_in = Swapper.swap_in
@@ -273,7 +273,7 @@ def _plain(job: Job) -> Trainer:
 
 
 def _micro(job: Job, model: nn.Module):
-    """Forward and backward of a micro-batch, whose loss counts by its share of the step."""
+    """Forward and backward of a micro-batch, whose loss has its share of the step's weight."""
 
     def micro(x, y):
         loss = model(x, y)

@@ -1,6 +1,6 @@
-"""Models of transformers by name, with random weights, as (tokens, the next ones) -> loss; their sizes.
+"""Models of transformers by name, with random weights, as (tokens, next tokens) -> loss; and their sizes.
 
-Knows dimensions and the loss. Must not know engines, or how fast anything is.
+Knows dimensions and the loss. Must not know engines, or speeds.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import infinity
 from infinity.errors import UsageError
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-SHAPES = {  # the values of NAMES, and whether the head is the embedding
+SHAPES = {  # values by NAMES, and whether the head is the embedding
     "tiny": ("Llama", (64, 128, 2, 4, 2, 256), False),
     "1b": ("Llama", (2048, 8192, 16, 32, 8, 128256), True),
     "3b": ("Llama", (3072, 8192, 28, 24, 8, 128256), True),
@@ -28,7 +28,7 @@ SHAPES = {  # the values of NAMES, and whether the head is the embedding
 class Size:
     num_parameters: int
     flops_a_token: int
-    """Of the model, forward and backward: 6 a parameter without embeddings and with the head, and causal attention."""
+    """Floating-point operations of forward and backward: 6 per parameter, without embeddings and with the head, and causal attention."""
 
 
 def size_of(name: str, sequence: int) -> Size:
@@ -44,7 +44,7 @@ def vocab_of(name: str) -> int:
 
 
 def make(name: str, sequence: int, loss_tokens: int, device: torch.device) -> nn.Module:
-    """In bf16 on the device, each time with the same weights."""
+    """The model in bf16 on the device, each time with the same weights."""
     torch.manual_seed(0)
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -56,7 +56,7 @@ def make(name: str, sequence: int, loss_tokens: int, device: torch.device) -> nn
 
 
 class Causal(nn.Module):
-    """Tokens [B, S], the next ones [B, S] -> loss, of which no more than loss_tokens have logits at a time; 0: all."""
+    """(tokens [B, S], next tokens [B, S]) -> loss. Logits exist for at most loss_tokens at a time; 0: for all."""
 
     def __init__(self, name: str, sequence: int, loss_tokens: int = 0):
         super().__init__()
@@ -69,7 +69,7 @@ class Causal(nn.Module):
         config = getattr(transformers, f"{family}Config")(**dict(zip(NAMES, values)), **told, attn_implementation="sdpa")
         self.model = getattr(transformers, f"{family}ForCausalLM")(config)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming it
+            warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming this name
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.loss_tokens = loss_tokens
 

@@ -1,12 +1,11 @@
-"""What it costs to keep checkpointed activations in host memory or on NVMe, by hidden size (figure 6e of ZeRO-Infinity, section 8).
+"""The cost of checkpointed activations in host memory or on NVMe, by hidden size (figure 6e of ZeRO-Infinity, section 8).
 
     python bench/activations.py [--device cuda] [--hidden 2048,4096,8192] [--layers 3] [--batch 8] [--rounds 5]
                                 [--json FILE] [--plot FILE]
 
-The same GPT, every block checkpointed, with its saved inputs on the device, in host memory, and on NVMe; engines take turns in
-blocks of steps, of which the first is not counted. Losses must agree with those of `device` within --tolerance, or the exit
-status is 1; sums in embeddings have no fixed order on CUDA. The peak is the allocator's, of a step, above what was allocated
-before it.
+The bench trains one GPT, every block checkpointed, with the saved inputs on the device, in host memory, and on NVMe. Engines take turns
+in blocks of steps; the first step of a block is not counted. Losses must agree with those of `device` within --tolerance, or the exit
+status is 1. Sums in embeddings have no fixed order on CUDA. The peak is the allocator's, of a step, above the memory allocated before.
 """
 
 import argparse
@@ -87,7 +86,7 @@ def engine(model):
 
 
 def training(options, hidden: int, folder: str, place: str):
-    """(model, optimizer) of an engine of its own, all with the same first weights."""
+    """(model, optimizer) of a new engine, all with the same initial weights."""
     torch.manual_seed(0)
     path = tempfile.mkdtemp(dir=folder)
     config = {"device": options.device, "dtype": options.dtype, "host_memory": options.host_memory, "swap_dirs": path}

@@ -1,12 +1,12 @@
-"""aio_ext against fio's libaio engine, and how long a demand read waits behind queued writes.
+"""aio_ext against fio's libaio engine, and the wait of a demand read behind queued writes.
 
     python bench/aio.py [--nvme DIR] [--rounds 9] [--seconds 1.5] [--depth 8] [--json FILE]
 
-Both move the same written file past the page cache from huge pages: requests of one block each, same block size, same number
-of blocks in the kernel, the same amount of memory, same mix. Once alternating, where a drive that others use as well gives now
-more, now less to either; and once at the same time, where it gives both the same, so that whoever is slower at asking again gets
-less. Demand reads are timed with the settings that the engine measures on a path. fio needs huge pages of its own
-(`sysctl vm.nr_hugepages=64`); without fio, ours run alone.
+Both engines move the same written file with direct I/O and huge pages. Requests have one block each. Block size, number of blocks in the
+kernel, memory and mix are equal. The first comparison alternates. Other users of the drive may then slow either engine. The second
+comparison runs both at the same time. The drive then serves both equally, and the engine that asks again later gets less. Demand reads
+are timed with the settings that the engine measures on a path. fio needs its own huge pages (`sysctl vm.nr_hugepages=64`). Without fio,
+only aio_ext runs.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from infinity.system import drives
 from infinity.system.arena import Arena
 
 MIB = 1 << 20
-REQUEST_NBYTES = 16 * MIB  # of the writes that a demand read comes behind: a chunk's segment, so to speak
+REQUEST_NBYTES = 16 * MIB  # size of the writes before a demand read, like a chunk's segment
 NUM_SLOTS = 8
 
 
@@ -44,7 +44,7 @@ def main():
     parser.add_argument("--depth", type=positive, default=8, help="blocks in the kernel")
     parser.add_argument("--json")
     options = parser.parse_args()
-    if options.gigabytes * 1e9 < (least := (256 * MIB // REQUEST_NBYTES + 8) * REQUEST_NBYTES):  # writes, and reads behind them
+    if options.gigabytes * 1e9 < (least := (256 * MIB // REQUEST_NBYTES + 8) * REQUEST_NBYTES):  # the writes, and reads behind them
         parser.error(f"--gigabytes {options.gigabytes:g}: expected {least / 1e9:.3f} or more")
     Path(options.nvme).mkdir(parents=True, exist_ok=True)
     fio = fio_command()
@@ -113,10 +113,10 @@ class Bench:
         self.arena.close()
 
     def throughput(self, queue, mix: str, seconds: float, demand_every: float = 0.0) -> tuple[float, float]:
-        """(GB/s, cores that the I/O thread and this one used). With `demand_every`, a 1 MiB demand read so often beside it.
+        """(GB/s, cores used by the I/O thread and this thread). demand_every: seconds between 1 MiB demand reads beside the load.
 
-        Twice as many requests as blocks in the kernel, which complete in any order while the oldest is waited for; two share a
-        buffer, for nobody looks at the bytes.
+        Requests are twice the blocks in the kernel. They complete in any order while the oldest is awaited. Two requests share a buffer,
+        because the bytes are not read.
         """
         block_nbytes, before = queue.block_nbytes, queue.stats()
         depth = queue.inflight_nbytes // block_nbytes
@@ -141,7 +141,7 @@ class Bench:
         return moved / (now - start) / 1e9, cpu / (now - start)
 
     def beside_fio(self, fio: str, path: str, mix: str, alike: dict, options) -> tuple[float, float]:
-        """(GB/s, GB/s of fio) of both at once: ours from when fio warms up, which it does for a second, until it is about to end."""
+        """(GB/s, GB/s of fio) of both at once. aio_ext runs from fio's warm-up, which takes a second, until shortly before fio's end."""
         with ThreadPoolExecutor(1) as pool, aio_ext.Queue(**alike) as queue:
             theirs = pool.submit(fio_gbps, fio, path, mix, options, ramp_seconds=1)
             self.throughput(queue, mix, 1.2)
@@ -160,7 +160,7 @@ class Bench:
                         queue.write(self.fd, self.buffers[1 + i % (NUM_SLOTS - 1)], i * REQUEST_NBYTES) for i in range(load)
                     ]
                     if load:
-                        time.sleep(0.005)  # the kernel has its share
+                        time.sleep(0.005)  # until the kernel has its share
                     offset = (load + number % 8) * REQUEST_NBYTES
                     start = time.perf_counter()
                     queue.read(self.fd, self.buffers[0][:MIB], offset, priority=aio_ext.DEMAND).wait()
@@ -176,7 +176,7 @@ class Bench:
 
 
 def fio_command() -> str | None:
-    """The path of fio, if it is there and has huge pages to work with."""
+    """The path of fio, if fio is installed and has huge pages."""
     fio = shutil.which("fio")
     free = next((int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("HugePages_Free")), 0)
     if fio is None:

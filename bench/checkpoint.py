@@ -1,14 +1,13 @@
-"""How fast a checkpoint is saved and loaded, of what the drive gives; and what saving costs the steps that go on meanwhile.
+"""The speed of saving and loading a checkpoint, relative to the drive, and the cost of a save for the steps beside it.
 
     python bench/checkpoint.py [--directory DIR] [--hidden 1024] [--layers 12] [--rounds 5] [--batch 8] [--part speed|steps] [--json FILE]
 
-speed: one training state of 12 bytes a parameter, with its records in host memory and on NVMe, beside torch.save and
-torch.distributed.checkpoint. Everything takes turns in one run, with the ceiling: as many bytes written to new files through aio_ext
-with O_DIRECT, fsync included, or read back; where records are on NVMe, both at once. What goes through the page cache is fsynced when
-it is written, and dropped before it is read.
-steps: blocks of steps in which a checkpoint is saved with wait=False in the first, with 64 MiB of host memory for it and with as much as
-it has, blocks in which it is waited for, and blocks without, in turn. The cost is what a block with a checkpoint takes more, over the
-steps that the checkpoint spans.
+speed: one training state of 12 bytes a parameter, with records in host memory and on NVMe, compared with torch.save and
+torch.distributed.checkpoint. All take turns in one run with the ceiling: as many bytes written to new files through aio_ext with
+O_DIRECT, fsync included, or read back. With records on NVMe, the ceiling does both at once. Page-cache writes end with fsync, and the
+page cache is dropped before reads. steps: three kinds of blocks of steps take turns. In the first kind, the first step saves a
+checkpoint with wait=False, with 64 MiB of host memory or with the checkpoint's size. The second kind waits for the checkpoint. The third
+has none. The cost is the extra time of a block with a checkpoint, relative to the steps that the checkpoint spans.
 """
 
 import argparse
@@ -113,13 +112,13 @@ def training(options, folder: Path, home: str):
 
 
 def peer_state(num_parameters: int) -> dict[str, torch.Tensor]:
-    """As many bytes as an fp32 model with AdamW's moments has, in tensors of 4 M elements."""
+    """As many bytes as an fp32 model with AdamW's moments, in tensors of 4 M elements."""
     count = -(-num_parameters // (4 << 20))
     return {f"{kind}.{i}": torch.randn(4 << 20) for kind in ("weight", "exp_avg", "exp_avg_sq") for i in range(count)}
 
 
 def raw(path: Path, nbytes: int, home: str, op: str) -> None:
-    """The drive alone: a new file of nbytes, or reading it; with records on NVMe as many bytes the other way at the same time."""
+    """The drive alone: write or read a new file of nbytes. With records on NVMe, move as many bytes the other way at the same time."""
     arena = Arena()
     region = arena.region(8 * _REQUEST_NBYTES)
     buffers = [region.buffer[i * _REQUEST_NBYTES : (i + 1) * _REQUEST_NBYTES] for i in range(8)]

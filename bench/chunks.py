@@ -1,10 +1,11 @@
-"""How good the chosen chunk size is: a step at each of a grid of sizes and at the one that the engine chooses, for three models.
+"""The quality of the chosen chunk size: a step at each of a grid of sizes and at the engine's choice, for three models.
 
     python bench/chunks.py [--models gpt,narrow,mlp] [--place nvme] [--fraction 0.3] [--device cpu] [--dtype fp32]
                            [--sizes 0.5,1,2,4,8] [--rounds 3] [--nvme DIR] [--json FILE]
 
-Sizes are MiB of 16-bit weights; places are nvme (all there, nothing resident), mixed (whatever the engine makes of that host memory) and host. Every round builds each engine anew, in turn, and back again in the next round. Prints the median, least and
-greatest step, and how far the chosen size is from the best of the grid.
+Sizes are MiB of 16-bit weights. Places are nvme (all there, nothing resident), mixed (the engine's default with this host memory) and
+host. Every round builds each engine anew, in turn, and in reverse order in the next round. The bench prints the median, least and
+greatest step, and the ratio of the chosen size to the best of the grid.
 """
 
 import argparse
@@ -29,7 +30,7 @@ PLACES = {
 
 
 def models(scale):
-    """By name, (constructor, its inputs for a step)."""
+    """By name, (constructor, inputs of a step)."""
 
     def gpt(hidden, layers, heads, vocab, seq, batch):
         def inputs():
@@ -90,7 +91,7 @@ def measure(options, name):
 
 
 def run(options, name, size):
-    """(seconds of the steps but the first two, a description) of an engine with this chunk size."""
+    """(seconds of the steps after the first two, a description) of an engine with this chunk size."""
     make, inputs = models(options.scale)[name]
     with torch.device("meta"):
         num_parameters = sum(param.numel() for param in make().parameters())

@@ -1,30 +1,30 @@
-"""The real job: models of transformers, trained with clipping at the tokens a step that people use, by this engine and its peers.
+"""Fine-tuning of transformers' models with clipping, at usual tokens a step: this engine and its peers.
 
     python bench/finetune.py [--model 3b] [--engines infinity,fsdp2,deepspeed,plain] [--micro-batch 4] [--accumulation 1]
                              [--sequence 4096] [--clip 1.0] [--curve 8k,16k,32k,64k] [--rounds 2] [--steps 6] [--limit 300] [--ranks 1]
                              [--optimizer-state-tier nvme] [--device-memory 8GiB] [--host-memory 24GiB] [--compile] [--json FILE] [--plot FILE]
 
-Shapes, with random weights: 1b and 3b are Llama 3.2's, 8b is Llama 3.1's, qwen7b Qwen2.5-7B's; 14b is a Llama with the dimensions of
-Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of them for keys, 152,064 tokens), 14.77 B parameters. All train in bf16 with
-AdamW on fp32 masters and non-reentrant checkpointing of each layer; the loss is `infinity.linear_cross_entropy` of --loss-tokens at a time,
-or with 0 what the model computes of all its logits at once. With --compile each layer is compiled, whatever the engine. infinity has its
-default configuration but for what it is told here, and the model is built in `infinity.init`; by-layer is the same with
-`infinity.accumulate` instead of a loop over micro-batches. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory, DeepSpeed on NVMe with
---param-tier nvme --optimizer-state-tier nvme, plain PyTorch on the device.
+Models have random weights: 1b and 3b have the shapes of Llama 3.2, 8b of Llama 3.1, qwen7b of Qwen2.5-7B. 14b is a Llama with the
+dimensions of Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of them for keys, 152,064 tokens), 14.77 B parameters. All
+train in bf16 with AdamW on fp32 masters and non-reentrant checkpointing of each layer. The loss is `infinity.linear_cross_entropy` of
+--loss-tokens at a time; with 0 the model computes the loss from all logits at once. With --compile each layer is compiled, for every
+engine. infinity has the default configuration except for the options given, and the model is built in `infinity.init`. by-layer is
+infinity with `infinity.accumulate` instead of a loop over micro-batches. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory.
+DeepSpeed uses NVMe with --weights nvme --states nvme. Plain PyTorch has everything on the device.
 
-Tokens a step are micro-batch x accumulation x sequence, of a rank; --curve takes a list of them ("16k" is 16,384), with micro-batches of up
-to --micro-batch sequences. Each round runs each engine at each of them in turn, in processes of its own. Times are those of the steps
-after the second. A run ends after --limit seconds, its start included; one that fails or is ended is a line that says why, beside the
-steps that it made. An engine that failed is not tried again with as many tokens, and not at all where by what it took of host memory for
-3.2 B (19 bytes a parameter for FSDP2, 24 for DeepSpeed) there is too little: such a run can take the machine with it. Files are
-written after every run.
+Tokens a step are micro-batch x accumulation x sequence, per rank. --curve takes a list of tokens a step ("16k" is 16,384), with
+micro-batches of up to --micro-batch sequences. Each round runs each engine with each number of tokens in turn, in separate processes.
+Times are those of the steps after the second. A run ends after --limit seconds, the start included. A run that fails or is ended is
+shown as a line with the reason, beside the finished steps. An engine that failed is not tried again with as many tokens. An engine is
+not tried at all if host memory is too small, because such a run can stop the machine. The need was measured with 3.2 B: 19 bytes a
+parameter for FSDP2, 24 for DeepSpeed. Files are written after every run.
 
-Model TFLOP/s of a device: 6 a parameter and token, without embeddings and with the head, and causal attention; what is computed again is
-not counted. MFU: of the bf16 product of 8192^3 (on the CPU 1024^3), measured at the beginning of each run. "First step": from the
-first module's construction until that step was over. Peaks are those of the whole run: resident in host memory, summed over ranks;
-by the allocator on a device. Bytes are gigabytes a step, of all ranks: infinity's own counters; for the others the kernel's for NVMe, and
-for FSDP2 what its source copies. Tokens are random, some more frequent than others, so that losses fall. They must agree within --tolerance
-of the first engine's, or the exit status is 1.
+Model TFLOP/s of a device: 6 per parameter and token, without embeddings and with the head, and causal attention. Recomputation is not
+counted. MFU is relative to the bf16 product of 8192^3 (on the CPU 1024^3), measured at the beginning of each run. "First step" is the
+time from the first module's construction to the end of the first step. Peaks are those of the whole run: resident host memory, summed
+over ranks, and the allocator's memory on a device. Bytes are gigabytes a step, of all ranks: infinity's own counters; for the others the
+kernel's counters for NVMe, and for FSDP2 the copies in the source code. Tokens are random with unequal frequencies, so that losses fall.
+Losses must agree with the first engine's within --tolerance, or the exit status is 1.
 """
 
 import argparse
@@ -75,13 +75,13 @@ SETTINGS = (
 )
 OLD_NAMES = {new: old for old, new in CONFIG_FIELDS.items()}  # options of commands in RESULTS.md
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-HOST_NBYTES = {"fsdp2": 19, "deepspeed": 24}  # a parameter, measured with 3.2 B
+HOST_NBYTES = {"fsdp2": 19, "deepspeed": 24}  # bytes a parameter, measured with 3.2 B
 NUM_WARM = 2  # steps that are not counted
 TINY = {"model": "tiny", "sequence": 32, "micro_batch": 1, "accumulation": 1, "steps": 1}
 
 
 def tokens_of(text: str) -> list[int]:
-    """A type of options: numbers with commas between them, such as 8k,16k."""
+    """A type of options: numbers separated by commas, such as 8k,16k."""
     return [positive(part[:-1]) << 10 if part[-1:] in ("k", "K") else positive(part) for part in text.split(",")]
 
 
@@ -122,7 +122,7 @@ def main() -> int:
         cut(options, tokens)
     size = size_of(options.model, options.sequence)
     rows = {(tokens, engine): Row() for tokens in points for engine in engines}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was found is shown, and the run under way ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # results so far are shown, and the current run is ended
     try:
         for round_ in range(options.rounds):
             for (tokens, engine), row in rows.items():
@@ -138,7 +138,7 @@ def main() -> int:
 
 
 def cut(options, tokens: int) -> dict[str, int]:
-    """A step of so many tokens, in as few micro-batches as may be. Raises ConfigError if it is not of whole sequences."""
+    """A step of so many tokens, in the fewest micro-batches. Raises ConfigError if the tokens are not whole sequences."""
     if options.curve is None:
         return {"micro_batch": options.micro_batch, "accumulation": options.accumulation}
     num, rest = divmod(tokens, options.sequence)
@@ -150,14 +150,14 @@ def cut(options, tokens: int) -> dict[str, int]:
 
 @dataclasses.dataclass
 class Row:
-    """What was found of an engine at so many tokens a step."""
+    """The results of an engine with one number of tokens a step."""
 
     runs: list[dict] = dataclasses.field(default_factory=list)
-    reason: str | None = None  # why it failed, or was ended; its last run holds what it had done until then
+    reason: str | None = None  # why the last run failed or was ended; that run holds the results until then
 
     @property
     def settled(self) -> list[float]:
-        """Seconds of the steps that count."""
+        """Seconds of the counted steps."""
         return [each for run_ in self.runs for each in run_["seconds"][NUM_WARM:]]
 
     def __str__(self):
@@ -166,14 +166,14 @@ class Row:
 
 
 def few(values: list[float], digits: int) -> str:
-    """The first and the last of them."""
+    """The first and the last values."""
     texts = [f"{value:.{digits}f}" for value in values]
     return " ".join(texts if len(texts) <= 12 else [*texts[:4], "...", *texts[-8:]])
 
 
 def measure(options, row: Row, engine: str, tokens: int, round_: int, num_parameters: int) -> None:
-    """One run, put into the row."""
-    os.sync()  # what the last process left to the kernel to write is not charged to this one
+    """Add one run to the row."""
+    os.sync()  # pending writes of the previous process are not charged to this one
     ranks = []
     try:
         check_can_run(engine, options.ranks, options.device)
@@ -183,9 +183,9 @@ def measure(options, row: Row, engine: str, tokens: int, round_: int, num_parame
             raise RunError(f"not tried: it would take some {format_bytes(needed)} of host memory, and {format_bytes(free)} are free")
         with folder_on(options.nvme, "finetune") as folder:
             trace = options.trace and str(Path(options.trace, f"{options.model}-{tokens}-{round_}.json").resolve())
-            case = given(options) | cut(options, tokens) | {"engine": engine, "nvme": folder, "trace": trace}
+            case = given(options) | cut(options, tokens) | {"engine": engine, "swap_dirs": folder, "trace": trace}
             if engine == "deepspeed" and not round_ and tokens == (options.curve or [tokens])[0]:
-                on_ranks(__file__, ["--case", json.dumps(case | TINY)], options.ranks, options.limit)  # compiles its kernels
+                on_ranks(__file__, ["--case", json.dumps(case | TINY)], options.ranks, options.limit)  # compiles DeepSpeed's kernels
 
             def told(report):
                 steps = report["seconds"]
@@ -204,7 +204,7 @@ def measure(options, row: Row, engine: str, tokens: int, round_: int, num_parame
 
 
 def together(ranks: list[dict]) -> dict:
-    """What the ranks of a run report, as one."""
+    """The reports of a run's ranks, combined."""
     most = ("start_seconds", "first_seconds", "device_nbytes", "reserved_nbytes")
     return {
         "seconds": [max(each) for each in zip(*(rank["seconds"] for rank in ranks))],
@@ -218,7 +218,7 @@ def together(ranks: list[dict]) -> dict:
 
 
 def apart_by_row(rows: dict) -> dict:
-    """By how much losses differ from those of the first engine with as many tokens, of the steps that both made."""
+    """The largest differences of losses from the first engine's with as many tokens, over the steps that both made."""
     found, bases = {}, {}
     for (tokens, engine), row in rows.items():
         for run_ in row.runs:
@@ -229,7 +229,7 @@ def apart_by_row(rows: dict) -> dict:
 
 
 def product_flops(rows: dict) -> float:
-    """A second, of the bf16 product, the median of all runs."""
+    """FLOP/s of the bf16 product, the median of all runs."""
     return statistics.median(run_["product_flops"] for row in rows.values() for run_ in row.runs)
 
 
@@ -273,7 +273,7 @@ def title(options, size: Size, rows: dict) -> str:
 
 
 def write(options, size: Size, rows: dict) -> None:
-    """The files that were asked for, as far as there is something to put into them."""
+    """Write the requested files, as far as results exist."""
     if options.json:
         found = [{"tokens": tokens, "engine": engine} | dataclasses.asdict(row) for (tokens, engine), row in rows.items()]
         about = {"torch": torch.__version__, "title": title(options, size, rows), "options": given(options)}
@@ -310,21 +310,21 @@ def plot(options, size: Size, rows: dict) -> None:
 
 
 def run(options) -> dict:
-    """What is known after the last step, left after each."""
+    """The results after the last step. Intermediate results are reported after each step."""
     cuda = options.device == "cuda"
     backend = None if options.ranks == 1 and options.engine in (*OURS, "plain") else "nccl" if cuda else "gloo"
     if options.engine == "fsdp2" and cuda:
-        backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is summed there
+        backend = "cpu:gloo,cuda:nccl"  # sums the norm of gradients in host memory
     device = join(options.engine, options.device, backend)
     report = {"product_flops": measured_product(device), "seconds": [], "losses": []}
-    report["device"] = torch.cuda.get_device_name(device) if cuda else "CPU"  # asked here: it may take memory of the device
+    report["device"] = torch.cuda.get_device_name(device) if cuda else "CPU"  # read here, because the call may take device memory
     report["version"] = version_of(options.engine)
     start = time.perf_counter()
     trainer = make_ready(options.engine, job_of(options, device))
     synchronize(options.device)
     report["start_seconds"] = time.perf_counter() - start
     for number in range(options.steps):
-        if number <= NUM_WARM:  # the last of them counts
+        if number <= NUM_WARM:  # the last of these begins the count
             before = trainer.moved()
         batches = [tokens_at(options, number, index).to(device) for index in range(options.accumulation)]
         begin = time.perf_counter()
@@ -341,7 +341,7 @@ def run(options) -> dict:
         report["device_nbytes"] = torch.cuda.max_memory_allocated() if cuda else 0
         report["reserved_nbytes"] = torch.cuda.max_memory_reserved() if cuda else 0
         leave_so_far(report)
-        trainer.save_trace()  # a run that is ended at its limit leaves what it has
+        trainer.save_trace()  # a run that is ended at its limit leaves the trace so far
     trainer.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -353,7 +353,7 @@ def measured_product(device) -> float:
     n, repeats = (8192, 40) if device.type == "cuda" else (1024, 2)
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
-    for _ in range(6):  # the first warms it
+    for _ in range(6):  # the first one warms up
         synchronize(str(device))
         start = time.perf_counter()
         for _ in range(repeats):
@@ -367,7 +367,9 @@ def measured_product(device) -> float:
 
 
 def tokens_at(options, step: int, micro: int) -> torch.Tensor:
-    """[micro-batch, sequence + 1] of this rank on the CPU, the same for all engines; the fourth part of the vocabulary takes half of it."""
+    """[micro-batch, sequence + 1] tokens of this rank on the CPU, the same for all engines. A quarter of the vocabulary gets half of the
+    tokens.
+    """
     generator = torch.Generator().manual_seed((step << 32) + (micro << 8) + int(os.environ["RANK"]))
     drawn = torch.rand(options.micro_batch, options.sequence + 1, generator=generator, dtype=torch.float64)
     return (drawn.square() * vocab_of(options.model)).long()
@@ -381,8 +383,8 @@ def made(options, device):
 
 
 def place_of(engine: str, options) -> str:
-    """Where an engine has its states; this one's configuration says so itself."""
-    if engine == "deepspeed" and options.param_tier == options.optimizer_state_tier == "nvme":
+    """The place of an engine's states; for infinity the configuration decides."""
+    if engine == "deepspeed" and options.weights == options.states == "nvme":
         return "nvme"
     return {**dict.fromkeys(OURS, "auto"), "plain": "device"}.get(engine, "host")
 

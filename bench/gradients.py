@@ -3,12 +3,11 @@
     python bench/gradients.py [--device cuda] [--ranks 2,4] [--hidden 4096] [--layers 4] [--batch 1] [--rounds 5]
                               [--json FILE] [--plot FILE]
 
-Weights stay on the device, so that gradients are all that moves. `all` is this engine: a chunk's gradient is reduce-scattered,
-and each rank brings its slice to the host. With `owner`, it is reduced to rank 0, which brings the same bytes to the host alone.
-Both are the same engine on the same ranks, in turn; the learning rate is 0, so both have the same gradients, whose sums of
-squares as they arrived in host memory must agree within --tolerance, or the exit status is 1. A time is that from before backward()
-until the last byte is there, on all ranks; of the --steps of a round the median counts. On the CPU a link is a copy from memory to
-memory by one thread of the rank.
+Weights stay on the device, so only gradients move. `all` is this engine: a chunk's gradient is reduce-scattered, and each rank copies
+its slice to the host. With `owner`, the gradient is reduced to rank 0, which copies the same bytes to the host alone. Both use the same
+engine on the same ranks, in turn. The learning rate is 0, so both have the same gradients. The gradients' sums of squares in host memory
+must agree within --tolerance, or the exit status is 1. A time lasts from before backward() until the last byte is there, on all ranks;
+the median of the --steps of a round counts. On the CPU a link is a memory copy by one thread of the rank.
 """
 
 import argparse
@@ -82,7 +81,7 @@ def main() -> int:
 
 
 def measure(options) -> dict:
-    """In a rank: seconds of backward passes by way, a median a round, and how far the gradients' sums are apart."""
+    """In a rank: seconds of backward passes by way, a median a round, and the difference of the gradients' sums."""
     cuda = options.device == "cuda"
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -132,7 +131,7 @@ def measure(options) -> dict:
 
 
 def wait(engine, cuda: bool) -> None:
-    """Until all ranks are here, and their devices done."""
+    """Wait until all ranks are here and their devices have finished."""
     if cuda:
         torch.cuda.synchronize()
     engine.ranks.barrier()
@@ -147,13 +146,14 @@ def shards_squares(engine) -> float:
 
 
 class Owner:
-    """One rank's way for gradients, in place of the engine's: `reduce` for `Ranks.reduce_scatter`, `collect` for
-    `Gradients._collect_shard`. What goes to the host lies in the rank's shard, for its own slice, and beside it for the others'."""
+    """One rank moves all gradients: `reduce` replaces `Ranks.reduce_scatter`, `collect` replaces `Gradients._collect_shard`. In host
+    memory, the rank's own slice is in its shard, and the other slices are beside it.
+    """
 
     def __init__(self, engine):
         self.engine = engine
         self.is_owner = engine.ranks.rank == OWNER
-        self.others: dict[int, torch.Tensor] = {}  # by chunk, in host memory, [world - 1, shard_numel and a few more]
+        self.others: dict[int, torch.Tensor] = {}  # by chunk, in host memory, [world - 1, shard_numel and some more]
 
     def reduce(self, flat: torch.Tensor, what: str) -> torch.Tensor:
         dist.reduce(flat, OWNER, group=self.engine.ranks.data)
@@ -176,7 +176,7 @@ class Owner:
         chunk.gradient.received.update(params)
 
     def squares(self) -> float:
-        """Of all gradients, known to every rank."""
+        """Sum of squares of all gradients, known to every rank."""
         total = torch.zeros(1, dtype=torch.float64)
         if self.is_owner:
             for chunk in self.engine.registry.chunks:

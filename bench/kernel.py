@@ -1,11 +1,12 @@
 """Parameters per second of the update kernel, beside torch's fused fp32 AdamW on the same cores and the same kind of memory.
 
-Ours moves 26 bytes a parameter (bf16 split master, bf16 gradient), 18 with bf16 moments, torch's 28 (all fp32). Every round runs each variant once
-over the whole working set, one after another, so that a slow moment of the machine hits all; the ratio is taken within a round.
+The kernel moves 26 bytes a parameter (bf16 split master, bf16 gradient), 18 with bf16 moments. torch's kernel moves 28 (all fp32). Every
+round runs each variant once over the whole working set, so a slow moment of the machine affects all variants. The ratio is taken within
+a round.
 
     python bench/kernel.py                       # one core, then all cores
     python bench/kernel.py --cores 1 4 16 --json kernel.json
-    python bench/kernel.py --values stuck        # momenta that no gradient has come to for a thousand steps: denormals
+    python bench/kernel.py --values stuck        # momenta without a gradient for a thousand steps: denormals
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SPLIT = ((torch.bfloat16, "weight"), (torch.int16, "residual"), (torch.float32, 
 
 
 VALUES = {"ordinary": (1.0, 0.0, 0.0), "faint": (1e-18, 1e-3, 1e-6), "stuck": (0.0, 6e-45, 1e-6)}
-"""What gradients are multiplied by; the moments."""
+"""The factor of gradients; the moments."""
 
 
 class Chunks:
@@ -138,7 +139,7 @@ def main() -> None:
     rows = []
     print(f"{chunks.numel / 1e6:.0f} M parameters, {args.rounds} rounds, torch {torch.__version__}")
     print(f"{'cores':>5}  {'variant':<18}{'Mparam/s':>9}{'min - max':>15}{'GB/s':>7}{'ratio':>8}{'min - max':>14}")
-    for num_cores in sorted(args.cores):  # ascending: threads once made keep their cores
+    for num_cores in sorted(args.cores):  # ascending: existing threads keep their cores
         for row in measure(chunks, all_cores[:num_cores], args.isa, args.rounds):
             rows.append(row)
             print(

@@ -1,12 +1,11 @@
-"""What records in the device margin save: all updates on the host, and a share of the records on the device, in turn.
+"""The gain of records in the device margin: all updates on the host, against a share of the records on the device, in turn.
 
     python bench/margin.py [--device cuda] [--margins 8GiB,14GiB] [--hidden 4096] [--layers 4] [--rounds 3]
                            [--json FILE] [--plot FILE]
 
-Every record has its home in host memory. `host` is param_tier="host", optimizer_state_tier="host"; the others are given that much device memory,
-of which weights take what they need first. Engines take turns in blocks of steps, so that an update hides behind the next forward
-pass as it does in training; the first two steps of a block are not counted. Losses must agree with those of `host` within
---tolerance, or the exit status is 1.
+Every record has its home in host memory. `host` means param_tier="host", optimizer_state_tier="host". The other engines get the given device memory, and
+weights take their part first. Engines take turns in blocks of steps, so an update hides behind the next forward pass as in training. The
+first two steps of a block are not counted. Losses must agree with those of `host` within --tolerance, or the exit status is 1.
 """
 
 import argparse
@@ -52,7 +51,7 @@ def main() -> int:
         engine, median = infinity.engine_of(model), statistics.median(seconds[name])
         print(
             f"{name:>8}: {spread(seconds[name])} s, {base / median:.2f}x host; "
-            f"{len(engine.margin.promoted)} of {len(engine.registry.spans)} spans' records on the device, peak "
+            f"{len(engine.device_budget.promoted)} of {len(engine.registry.spans)} spans' records on the device, peak "
             f"{engine.stats()['peak_device_nbytes'] / 2**30:.2f} GiB; losses differ by {worst[name]:.1e}"
         )
     if options.json:
@@ -64,7 +63,7 @@ def main() -> int:
 
 
 def training(options, **config):
-    """(model, optimizer) of an engine of its own, all with the same first weights."""
+    """(model, optimizer) of a new engine, all with the same initial weights."""
     torch.manual_seed(0)
     config = {"device": options.device, "dtype": options.dtype, "host_memory": options.host_memory} | config
     with infinity.init(infinity.Config(**config)):

@@ -1,10 +1,10 @@
-"""Does training suffer from bf16 moments? A byte-level GPT on text, with fp32 and with bf16 moments, from the same seeds.
+"""The effect of bf16 moments on the loss: a byte-level GPT on text, with fp32 and with bf16 moments, from the same seeds.
 
     python bench/moments.py [--steps 500] [--seeds 3] [--device cuda] [--json FILE] [--plot FILE.png]
 
-Everything else is equal: weights, data and their order. A third run, fp32 moments from weights that are all 1e-6 larger,
-shows how far two runs drift apart without any other cause. Losses: of training, the mean of the last 50 steps, and of 20
-held-out batches. The plot (it needs matplotlib) shows the training losses, averaged over 20 steps.
+Weights, data and their order are equal. A third run has fp32 moments and weights that are all 1e-6 larger: its difference shows how far
+two runs separate without another cause. Losses are the mean of the last 50 training steps, and of 20 held-out batches. The plot (it
+needs matplotlib) shows the training losses, averaged over 20 steps.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def run(options, text, seed: int, moments: str, factor: float = 1.0) -> dict:
         config = infinity.Config(swap_dirs=swap, device=options.device, dtype="bf16", optimizer_state_dtype=moments, seed=seed)
         with infinity.init(config):
             model = GPT(options.hidden, options.layers, 4, 256, seq)
-            with torch.no_grad():  # here, where values are fp32: a bf16 weight would not move
+            with torch.no_grad():  # here, while values are fp32: a bf16 weight would not move
                 for param in model.parameters():
                     param.mul_(factor)
         optimizer = infinity.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)

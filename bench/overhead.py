@@ -1,10 +1,10 @@
-"""What the engine costs when everything stays on the device: the plain PyTorch loop beside it, in one process, in turn.
+"""The engine's overhead if everything stays on the device: compared with the plain PyTorch loop, in one process, in turn.
 
     python bench/overhead.py [--device cpu] [--hidden 512] [--layers 8] [--steps 12] [--json FILE] [--plot FILE]
 
-Same GPT, same fp32 or bf16 weights, same tokens; plain PyTorch updates with its fused AdamW. The engine's step ends when all of its
-updates are done, those that it would have left to the next step, too; the first two steps are not counted. Losses must agree
-within --tolerance, or the exit status is 1.
+GPT, fp32 or bf16 weights and tokens are the same; plain PyTorch uses fused AdamW. The engine's step ends when all of its updates are
+done, including updates that would run in the next step. The first two steps are not counted. Losses must agree within --tolerance, or
+the exit status is 1.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> int:
             optimizer.zero_grad()
             losses[name].append(loss.item())
             if name == "infinity":
-                infinity.engine_of(ours).flush()  # a deferred update is this engine's work: on its clock, not on the other's
+                infinity.engine_of(ours).flush()  # a deferred update is the engine's work and counts in the engine's time
             synchronize(options.device)
             seconds[name].append(time.perf_counter() - start)
     counted = {name: values[NUM_WARM:] for name, values in seconds.items()}

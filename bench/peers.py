@@ -1,34 +1,35 @@
-"""The same GPT trained by this engine, FSDP2 with CPU offload, DeepSpeed and plain PyTorch: a step's time, bytes and memory.
+"""One GPT trained by this engine, FSDP2 with CPU offload, DeepSpeed and plain PyTorch: a step's time, bytes and memory.
 
     python bench/peers.py [--engines infinity,fsdp2,deepspeed,plain] [--places nvme,host,device] [--ranks 1] [--device cuda]
                           [--hidden 4096] [--layers 4] [--batch 4] [--dtype bf16] [--no-checkpointing] [--rounds 2] [--steps 6]
                           [--host-memory 4GiB] [--device-memory 2GiB] [--moments bf16] [--residency weights] [--window 60GiB]
                           [--trace DIR] [--json FILE] [--plot FILE]
 
-Every state lives in one place: on NVMe, in host memory, or on the device. On NVMe infinity holds no more than is in use or on its way,
-and gradients of up to two updates that moments there still lack, for which it takes as much of --host-memory as helps; with --residency
-weights it keeps the weights in host memory, with auto all that the device, of which it takes --device-memory, and host memory hold. Each round runs each engine that can do that, in turn, in processes of
-its own: the same first weights (what bf16 holds exactly, where that is the dtype), tokens, AdamW, and checkpointing a block unless told not to; fp32 master
-weights where weights are bf16. Times are those of the steps after the second; "start" is from the first module's construction until the
-engine could train and its records were where they live. Losses, means over the ranks, must agree within --tolerance of the first
-engine's, or the exit status is 1. An engine that is missing or fails is a row that says why. With --trace, infinity records itself, which
-takes time, and the times of its transfers in each run are left there, for `infinity trace`.
+All states live in one place: on NVMe, in host memory, or on the device. On NVMe, infinity keeps only data in use or in transit, and
+gradients of up to two late updates in a useful part of --host-memory. With --residency weights, infinity keeps the weights in host
+memory. With --residency auto, infinity fills --device-memory and host memory. Each round runs each engine that can run, in turn, in
+separate processes. All have the same initial weights (exact in bf16, if that is the dtype), tokens and AdamW, and checkpoint each block
+by default. Masters are fp32 if weights are bf16. Times are those of the steps after the second. "start" is the time from the first
+module's construction until the engine can train and all records are in place. Losses, means over the ranks, must agree within
+--tolerance of the first engine's, or the exit status is 1. An engine that is missing or fails is a row with the reason. With --trace,
+infinity records a trace, which takes time, and leaves the times of transfers in each run there, for `infinity trace`.
 
-Beside infinity's steps on NVMe stands what the drive alone needs for the same bytes: what it reads, writes, and does of both, 14 to 12,
-is measured right before and after each of these runs, without an engine, with the settings that `infinity calibrate` left in --nvme. Where it
-left none, they are measured first and left there. No step is faster; one whose compute takes longer than the drive is slower.
+For infinity's steps on NVMe the bench also shows the time that the drive alone needs for the same bytes. The drive's rates for reads,
+writes, and both 14 to 12 are measured right before and after each of these runs, without an engine, with the settings that
+`infinity tune` left in --nvme. If there are none, they are measured first and left there. No step is faster than this time. A step whose
+compute takes longer is slower.
 
-Bytes a parameter and step, of all ranks together. NVMe: infinity's own counters, for the others those of the kernel for the
-process (/proc/self/io; the kernel's count for infinity is in the JSON, too). To and from the device: infinity's own counters; FSDP2's
-by arithmetic, from what its source copies: fp32 shards, twice those of blocks, once the others, and fp32 gradients; DeepSpeed
-does not tell, and what it keeps between uses varies. Memory: what files hold after the last step; the most that was resident in host
-memory from the first step on, summed over ranks; the allocator's peak on a device.
+Bytes are per parameter and step, of all ranks together. NVMe bytes are infinity's own counters, and for the others the kernel's counters
+for the process (/proc/self/io; the JSON has the kernel's counters for infinity, too). Bytes to and from the device are infinity's own
+counters. FSDP2's bytes follow from its source code: fp32 shards, twice for blocks, once for other modules, and fp32 gradients. DeepSpeed
+does not report them, and its cache between uses varies. Memory: the files' size after the last step; the peak resident host memory from
+the first step on, summed over ranks; the allocator's peak on a device.
 
-DeepSpeed does not clip gradients here, as it would by default. With everything on NVMe it has the settings without which it does not
-run, whose buffers hold all weights of a small model in host memory; and one of its functions is mended there: 0.19.8 stops where it
-lists a weight twice to be read ahead, as with checkpointing. Its kernels are compiled when they are first used, so a run of a tiny model
-that does not count goes before its first. One that is ended while it compiles leaves a file `lock` in ~/.cache/torch_extensions, for
-which all later ones wait: remove it.
+DeepSpeed does not clip gradients here, unlike by default. With everything on NVMe, DeepSpeed has the smallest settings that run; their
+buffers hold all weights of a small model in host memory. One DeepSpeed function is patched: version 0.19.8 stops if the prefetch list
+contains a weight twice, as with checkpointing. DeepSpeed compiles kernels at their first use, so a run of a tiny model goes before the
+first run and does not count. A run that is ended during compilation leaves a file `lock` in ~/.cache/torch_extensions, for which all
+later runs wait: remove this file.
 """
 
 import argparse
@@ -150,11 +151,11 @@ def main() -> int:
 
 
 def run_ranks(case: dict, place: str, engine: str) -> dict:
-    """One run of an engine: what its ranks report, put together."""
-    os.sync()  # what the last process left to the kernel to write is not charged to this one
+    """One run of an engine: the combined reports of its ranks."""
+    os.sync()  # pending writes of the previous process are not charged to this one
     check_can_run(engine, case["ranks"], case["device"])
     with folder_on(case["nvme"], "peers") as folder:
-        told = json.dumps(case | {"place": place, "engine": engine, "nvme": folder})
+        told = json.dumps(case | {"place": place, "engine": engine, "swap_dirs": folder})
         ranks = on_ranks(__file__, ["--case", told], case["ranks"], case["timeout"])
     return {
         "seconds": [max(times) for times in zip(*(rank["seconds"] for rank in ranks))],
@@ -171,7 +172,7 @@ def run_ranks(case: dict, place: str, engine: str) -> dict:
 
 
 def beside_the_drive(run_: dict) -> str | None:
-    """A line on a run of infinity with everything on NVMe; None if nothing moved."""
+    """A line about a run of infinity with everything on NVMe; None if nothing moved."""
     read, written = (run_["num_parameters"] * nbytes for nbytes in run_["traffic"][:2])
     if not read + written:
         return None
@@ -209,8 +210,8 @@ def show(options, rows: dict, failed: dict, worst: dict) -> None:
 
 
 def of_infinity(options) -> str:
-    """What it was told beside the usual."""
-    usual = {"host_memory": "auto", "device_memory": "auto", "moments": "fp32", "residency": "none", "trace": None}
+    """The options of infinity that differ from the defaults."""
+    usual = {"host_memory": "auto", "device_memory": "auto", "optimizer_state_dtype": "fp32", "residency": "none", "trace": None}
     told = [f"{name.replace('_', ' ')} {getattr(options, name)}" for name, value in usual.items() if getattr(options, name) != value]
     return f"; infinity: {', '.join(told)}" if told else ""
 
@@ -230,12 +231,12 @@ def run(options) -> dict:
     start_seconds = time.perf_counter() - start
     batches = Batches(None, vocab=options.vocab, batch=options.batch * world, seq=options.seq, seed=1, rank=rank, world=world)
     num = sum(param.numel() for param in made_on_meta(options).parameters())
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what built the model
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak after the model's construction
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds, losses = [], []
     for number in range(options.steps):
-        if number <= NUM_WARM:  # the last of them counts
+        if number <= NUM_WARM:  # the last of these begins the count
             before, io_before = trainer.moved(), kernel_io()
         x, y = (part.to(device) for part in batches(number))
         start = time.perf_counter()
@@ -266,7 +267,7 @@ def run(options) -> dict:
 
 
 def disk_nbytes(folder: str) -> int:
-    """What the files below a directory take on its drive."""
+    """Disk space of the files below a directory."""
     return sum(512 * path.stat().st_blocks for path in Path(folder).rglob("*") if path.is_file())
 
 
@@ -282,7 +283,7 @@ def made_on_meta(options) -> GPT:
 
 @torch.no_grad()
 def same_start(options) -> GPT:
-    """The model on the device, in fp32: the weights that every engine begins with."""
+    """The model on the device, in fp32, with the initial weights of every engine."""
     torch.manual_seed(0)
     with torch.device(options.device):
         model = make(options)

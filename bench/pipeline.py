@@ -1,10 +1,10 @@
-"""Read, update and write back a swap file of records, against what the drive moves without an engine.
+"""Reads, updates and writes back a swap file of records, compared with the drive's rate without an engine.
 
     python bench/pipeline.py [--nvme DIR] [--gigabytes 4] [--rounds 5] [--json FILE]
 
-Ceiling: aio_ext alone, from huge pages, on the very extents of the records, already written: the same bytes read and
-written with the same number of requests under way, best over block and in-flight sizes. Pipeline: one optimizer step in
-which every gradient is there at once, until the last byte is written. Rounds alternate; medians and spread are printed.
+Ceiling: aio_ext alone, from huge pages, on the extents of the records, which are already written. It reads and writes the same bytes
+with as many requests in flight; the best block and in-flight sizes count. Pipeline: one optimizer step in which all gradients are
+available at once, until the last byte is written. Rounds alternate. The bench prints medians and spread.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main():
         optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
         nbytes = engine.stats()["model_state_nbytes"]
         settings = [(block << 20, inflight << 20) for block in (1, 2) for inflight in (4, 8, 16)]
-        pipeline_seconds(engine, optimizer)  # first: until it is updated, a record's moments are not on the drive
+        pipeline_seconds(engine, optimizer)  # first: a record's moments are on the drive only after an update
         raw = {setting: [raw_seconds(engine, *setting)] for setting in settings}
         best = min(raw, key=lambda setting: raw[setting][0])
         ours, ceiling = [], []
@@ -81,7 +81,7 @@ def main():
 
 
 def pipeline_seconds(engine, optimizer) -> float:
-    """One step over all records; the gradients are bf16 ones."""
+    """Seconds of one step over all records, with bf16 gradients."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     gradient = torch.ones(params[0].shape, dtype=torch.bfloat16)
     start = time.perf_counter()
@@ -96,16 +96,16 @@ def pipeline_seconds(engine, optimizer) -> float:
 
 
 def _arrive(engine, params, gradient) -> None:
-    engine.cycle.num_forwards = 1  # as if one had used every parameter once
+    engine.cycle.forward.num_training = 1  # as if one forward pass had used every parameter once
     for state in engine.registry.params:
         state.touched = 1
-    engine.cycle.begin_backward()
+    engine.cycle.backward.begin()
     for param in params:
-        engine.cycle.gradient(engine.registry.find(param), gradient)
+        engine.cycle.backward.gradient(engine.registry.find(param), gradient)
 
 
 def raw_seconds(engine, block_nbytes: int, inflight_nbytes: int) -> float:
-    """Read every record and write it back, six under way, without an update. The bytes stay what they are."""
+    """Seconds to read every record and write it back, six in flight, without an update. The bytes do not change."""
     swap = engine.swap
     (directory,) = swap._directories
     chunks = engine.registry.chunks

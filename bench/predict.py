@@ -1,13 +1,13 @@
-"""Table T4: predicted against achieved step times, the simulator beside the engine, in many placements on the machine at hand.
+"""Predicted against achieved step times (table T4): the simulator beside the engine, in many placements on this machine.
 
     python bench/predict.py [--nvme DIR] [--samples 5] [--steps 3] [--only NAME...] [--json FILE] [--plot FILE]
 
-First `infinity calibrate` finds the settings of the drive and measures the machine. Then each configuration runs in two processes, the
-engine and plain PyTorch with the same model, that do some steps in turn. What a machine gives changes from second to second, so a sample
-is taken within a few of them: what the drive, copies and updates give without an engine; what plain PyTorch's compute takes; from these the
-step is predicted; then as many steps of the engine as asked for, after one that does not count. The error of a configuration is the median
-of its samples'. The bar: 10 % in the median of all configurations, 20 % at worst. Where it is missed the exit status is 1, but only if 8
-configurations or more ran: of fewer, a median says little.
+First `infinity tune` finds the settings of the drive and measures the machine. Then each configuration runs in two processes, the engine
+and plain PyTorch with the same model, which do some steps in turn. A machine's speed changes from second to second, so each sample takes
+only a few seconds. A sample measures drive, copies and updates without an engine, and plain PyTorch's compute. From these numbers the
+step is predicted. Then the engine makes the given number of steps, after one that does not count. The error of a configuration is the
+median over samples. The bar is 10 % in the median of all configurations, and 20 % at worst. A miss gives exit status 1, but only with 8
+configurations or more: a median of fewer has little meaning.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from infinity.tools.predict.prediction import predict
 from infinity.tools.predict.workload import workload
 
 WARM_UP_STEPS = 3
-MAX_SECONDS = 1800  # of one configuration; a run that takes longer hangs
+MAX_SECONDS = 1800  # per configuration; a longer run hangs
 MEDIAN_BAR, WORST_BAR = 0.1, 0.2
 LEAST_CONFIGURATIONS = 8  # for the bar to count
 
@@ -125,7 +125,7 @@ def run(options, machine: Machine, base: dict, settings: dict) -> dict:
 
 @contextlib.contextmanager
 def runner(told: dict):
-    """A process that trains. Gives a function: run so many steps, and return the seconds of one."""
+    """A process that trains. Returns a function: run so many steps, and return the seconds of one."""
     command = [sys.executable, __file__, "--runner", json.dumps(told)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
@@ -145,7 +145,7 @@ def runner(told: dict):
         finally:
             limit.cancel()
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()  # it ends
+                process.stdin.close()  # ends the process
             try:
                 process.wait(MAX_SECONDS / 10)
             except subprocess.TimeoutExpired:
@@ -153,7 +153,7 @@ def runner(told: dict):
 
 
 def serve(model: dict, checkpoint: bool, device: str, settings: dict | None) -> None:
-    """In a process of its own: train as many steps as each line of the input says, and print the seconds of one.
+    """In a separate process: read a number of steps from each input line, train, and print the seconds of one step.
 
     settings: of the engine; None for plain PyTorch, forward and backward only. One step that does not count goes first.
     """
@@ -187,7 +187,7 @@ def serve(model: dict, checkpoint: bool, device: str, settings: dict | None) -> 
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds = (time.perf_counter() - start) / int(line)
-            if settings:  # what a step leaves to the next is not to disturb what is measured meanwhile
+            if settings:  # deferred work must not disturb the next measurement
                 engine.updater.drain()
                 engine.records.flush()
             print(seconds, file=answers, flush=True)
@@ -198,7 +198,7 @@ def made(model: dict, checkpoint: bool) -> GPT:
 
 
 def measured(nvme: Path) -> Machine:
-    """This machine, by `infinity calibrate`; where that fails, it has said why, and its exit status is ours."""
+    """This machine, measured by `infinity tune`. If tune fails, its message and exit status are used."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "infinity.toml"
         done = subprocess.run([sys.executable, "-m", "infinity", "calibrate", str(nvme), "--output", str(output)])
@@ -208,7 +208,7 @@ def measured(nvme: Path) -> Machine:
 
 
 def calibrated(machine: Machine, nvme: Path) -> Machine:
-    """The same, with what its drive, copies and updates give at this moment."""
+    """The machine with the present rates of drive, copies and updates."""
     rates = _common.drive_rates(nvme, 3)
     device = torch.device(machine.device)
     copies = {}
@@ -216,7 +216,7 @@ def calibrated(machine: Machine, nvme: Path) -> Machine:
         if not copies or device.type == "cuda":
             with contextlib.closing(probes.Copies(device, 8 << 20, to_device=to_device)) as probe:
                 gbps = statistics.median(probes.rates(probe, 3)) / 1e9
-        copies[name] = gbps  # of memory to memory, both ways the same
+        copies[name] = gbps  # memory to memory, equal in both directions
     update = probes.update_rate(torch.device("cpu")) / 1e9
     return dataclasses.replace(
         machine,
@@ -228,7 +228,7 @@ def calibrated(machine: Machine, nvme: Path) -> Machine:
 
 
 def predicted(machine: Machine, model: dict, checkpoint: bool, settings: dict, compute_seconds: float) -> dict:
-    """What the simulator says."""
+    """The simulator's result."""
     subject = gpt(*(model[name] for name in ("hidden", "layers", "heads", "vocab", "seq", "batch")), settings["dtype"])
     load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=checkpoint)
     machine = dataclasses.replace(machine, device_tflops=load.step_flops / compute_seconds / 1e12)

@@ -1,12 +1,12 @@
-"""What fetching ahead of the ops is worth, by batch size (figure 6d of ZeRO-Infinity, section 8).
+"""The gain of fetching ahead of the ops, by batch size (figure 6d of ZeRO-Infinity, section 8).
 
     python bench/prefetch.py [--device cuda] [--place host] [--batches 1,2,4,8,16] [--hidden 4096] [--layers 4] [--rounds 3]
                              [--json FILE] [--plot FILE]
 
-One engine a batch size, with every state in `--place` and nothing resident, in two ways that take turns in blocks of steps, of
-which the first is not counted: `ahead` is the engine as it is; `on demand` has the same plan and the same evictions, but
-nothing of it is read, copied or gathered before the op that needs it asks for it. Gradients and updates overlap in both. The
-speed-up is the step on demand over the step ahead, of the medians of a round; their median, least and greatest are printed.
+One engine per batch size, with all states in `--place` and nothing resident. Two ways take turns in blocks of steps; the first step is
+not counted. `ahead` is the unchanged engine. `on demand` has the same plan and the same evictions, but reads, copies and gathers only
+when the op that needs the weights asks. Gradients and updates overlap in both ways. The speed-up is the step on demand over the step
+ahead, of the medians of a round. The bench prints median, least and greatest.
 """
 
 import argparse
@@ -82,19 +82,19 @@ def measure(options, batch: int, folder: str) -> dict:
 
 
 class Lookahead:
-    """Switches off, in an engine, what it issues before an op needs it."""
+    """Switches off, in an engine, all actions before an op needs them."""
 
     def __init__(self, engine):
         self.on = True
-        weights, due = engine.weights, engine.cycle.due
-        read, copy, read_states = weights.read, weights.copy, due.read_states
+        weights, updates = engine.weights, engine.cycle.updates
+        read, copy, read_states = weights.read, weights.copy, updates.read_states
         weights.read = lambda span: read(span) if self.on else None
         weights.copy = lambda span, *, needed: copy(span, needed=needed) if self.on or needed else None
-        due.read_states = lambda chunk: read_states(chunk) if self.on else None
+        updates.read_states = lambda chunk: read_states(chunk) if self.on else None
 
 
 def speed_ups(seconds: dict) -> list[float]:
-    """Of each round."""
+    """The speed-up of each round."""
     return [statistics.median(late) / statistics.median(ahead) for ahead, late in zip(seconds["ahead"], seconds["on demand"])]
 
 

@@ -1,9 +1,9 @@
-"""Simulated: a GPT of a trillion parameters on one node of eight GPUs and eight drives, and on up to 64 such nodes.
+"""Simulates a GPT of a trillion parameters on one node of eight GPUs and eight drives, and on up to 64 such nodes.
 
     python bench/scale.py [--params 1e12] [--machine h200x8] [--batches 2 4 8] [--nodes 1 2 ... 64] [--json FILE] [--plot FILE]
 
-Nothing runs but the simulator: the machine is a file, and each node has its own drives, so the bytes that a drive moves a step fall with
-the number of nodes while each device computes as much as before.
+Only the simulator runs. The machine is a file, and each node has its own drives. With more nodes, each drive moves fewer bytes a step,
+and each device computes as much as before.
 """
 
 import argparse

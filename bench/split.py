@@ -1,9 +1,9 @@
-"""Steps whose updates come in backward, put off in part, or follow step(), where drives and compute need about the same time.
+"""Steps with updates in backward, partly put off, or after step(), where drives and compute need about the same time.
 
     python bench/split.py [--nvme DIR] [--layers 64] [--hidden 1536] [--forward-ms 18] [--backward-ms 54] [--rounds 3] [--steps 6]
 
-A chain of layers, all of it on NVMe and nothing kept. What a layer computes is a time that it sleeps, so that a CPU plays a device that
-needs no core. Modes alternate; `backward` is what `split` does where drives are never found to be behind.
+A chain of layers, all on NVMe, with nothing resident. A layer sleeps instead of computing, so a CPU acts as a device that needs no core.
+Modes alternate. `backward` is `split` with drives that never count as too slow.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main():
 
 
 def measure(options, folder, mode) -> dict:
-    """Of a step: seconds, and bytes a parameter read and written."""
+    """Seconds of a step, and bytes read and written per parameter."""
     model = nn.Sequential(*(Timed(options) for _ in range(options.layers)))
     config = infinity.Config(
         swap_dirs=folder,

@@ -1,15 +1,15 @@
-"""The largest hidden size of a one-layer transformer that trains when device memory is in pieces, by tiling factor.
+"""The largest hidden size of a one-layer transformer that trains in fragmented device memory, by tiling factor.
 
     python bench/tiling.py [--device cuda] [--block-mib 64] [--factors 1,4,16,auto] [--json FILE] [--plot FILE]
 
-After figure 6b of ZeRO-Infinity (Rajbhandari et al. 2021, section 8). Before a model is built, all device memory is taken
-and given back in blocks of --block-mib between which 2 MiB stay taken, so that no allocation is larger than a block, however
-much is free. Then hidden sizes 512, 1024, ... each train two steps in a process of their own, until one is refused the memory
-or has a loss that is not finite. Any other failure ends the bench with status 1.
+After figure 6b of ZeRO-Infinity (Rajbhandari et al. 2021, section 8). Before a model is built, the bench takes all device memory and
+frees blocks of --block-mib. Between blocks 2 MiB stay taken, so no allocation can be larger than a block. Then hidden sizes 512, 1024,
+... each train two steps in a separate process, until an allocation fails or a loss is not finite. Any other failure ends the bench with
+status 1.
 
-A factor of 4 cuts each linear layer into 2 x 2 tiles, 16 into 4 x 4. `auto` is `Config(tile_above="auto")` with a
-device_memory of two blocks; the others may use what is free. Records live in host memory. On the CPU nothing is in pieces:
-there, a block is the engine's whole device_memory, which weights and their gradient share.
+A factor of 4 cuts each linear layer into 2 x 2 tiles, 16 into 4 x 4. `auto` is `Config(tile_above="auto")` with a device_memory of two
+blocks; the others may use all free memory. Records live in host memory. On the CPU memory is not fragmented: a block is the engine's
+whole device_memory there, which weights and their gradient share.
 """
 
 import argparse
@@ -29,8 +29,8 @@ import infinity
 from infinity import output
 
 SEPARATOR_NBYTES = 2 << 20
-SLACK_NBYTES = 24 << 20  # left to the driver, which loads kernels when they are first used
-SMALL_SEGMENTS = 64  # of 2 MiB, half of each free, for tensors of up to 1 MiB: the allocator has a pool of its own for these
+SLACK_NBYTES = 24 << 20  # for the driver, which loads kernels at their first use
+SMALL_SEGMENTS = 64  # of 2 MiB, half of each free, for tensors of up to 1 MiB: the allocator has a separate pool for these
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def tilings(text):
-    """A type of options: squares or `auto`, with commas between them."""
+    """A type of options: squares or `auto`, separated by commas."""
     for factor in text.split(","):
         if factor != "auto" and not (factor.isdecimal() and int(factor) and math.isqrt(int(factor)) ** 2 == int(factor)):
             raise argparse.ArgumentTypeError(f"expected auto or a square number, such as 4 for 2 x 2 tiles, got {factor!r}")
@@ -76,7 +76,7 @@ def tilings(text):
 
 
 def largest(options, factor):
-    """What the largest size that trains took, and why the next one does not."""
+    """The results of the largest size that trains, and why the next size does not train."""
     best, refusal, hidden = {}, None, options.least_hidden
     while hidden <= options.most_hidden:
         result = in_a_process(options, factor, hidden)
@@ -88,7 +88,7 @@ def largest(options, factor):
 
 
 def in_a_process(options, factor, hidden):
-    """What `train` reports there; whatever else it ends with ends the bench."""
+    """The result of `train` in a separate process; any other end of that process ends the bench."""
     told = {"device": options.device, "block-mib": options.block_mib, "tokens": options.tokens, "one": f"{factor}:{hidden}"}
     command = [sys.executable, os.path.abspath(__file__), *(f"--{name}={value}" for name, value in told.items())]
     try:
@@ -121,7 +121,7 @@ class Layer(nn.Module):
 
 
 def train(options, factor, hidden):
-    """Two steps of one size: sizes in bytes, or why it does not train."""
+    """Two steps of one size: sizes in bytes, or why this size does not train."""
     block = int(options.block_mib * 2**20)
     config = {"device": options.device, "param_tier": "host", "optimizer_state_tier": "host", "residency": "none"}
     side = 1 if factor == "auto" else math.isqrt(int(factor))
@@ -174,18 +174,18 @@ def steps(options, hidden, side, config):
 
 
 def fragment(block):
-    """Take all memory of the device but blocks of so many bytes; it stays taken while the result lives.
+    """Take all memory of the device except blocks of this size. The memory stays taken while the result lives.
 
-    All of it comes from one segment of the caching allocator, which it can neither give back, since some of it is in use,
-    nor enlarge, since the driver has none left. Had the blocks come from the driver one by one, the allocator would give free
-    ones back, and the driver would map their pages as one larger piece.
+    All memory comes from one segment of the caching allocator. The allocator can neither free the segment, because a part is in use, nor
+    enlarge it, because the driver has no memory left. With blocks directly from the driver, the allocator would return free ones, and
+    the driver would map their pages as one larger piece.
     """
     torch.cuda.empty_cache()
     small = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(2 * SMALL_SEGMENTS)][::2]
     free, _ = torch.cuda.mem_get_info()
     nbytes = (free - SLACK_NBYTES) // SEPARATOR_NBYTES * SEPARATOR_NBYTES
     everything = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    del everything  # the allocator keeps it, as one free block
+    del everything  # the allocator keeps the memory as one free block
     blocks, separators = [], []
     for _ in range(nbytes // (block + SEPARATOR_NBYTES)):
         blocks.append(torch.empty(block, dtype=torch.uint8, device="cuda"))
@@ -196,7 +196,7 @@ def fragment(block):
 
 
 def refuse_larger(block):
-    """Check that memory is in pieces: one byte more than a block is not to be had, a block is."""
+    """Check the fragmentation: an allocation of a block succeeds, and one byte more fails."""
     torch.empty(block, dtype=torch.uint8, device="cuda")
     try:
         torch.empty(block + 1, dtype=torch.uint8, device="cuda")

@@ -1,11 +1,11 @@
-"""The search of `infinity calibrate` against a full grid of settings: how fast is what each finds, and how long does each take.
+"""The search of `infinity tune` against a full grid of settings: the rate of each choice, and the time of each search.
 
     python bench/tune.py [--nvme DIR] [--rounds 3] [--pairs 41] [--json FILE] [--plot FILE]
 
-In each round both look for the fastest settings on the same written file: the search, and a grid that measures each of its points three
-times, in three passes, and takes the best median. What they found is then measured side by side, in alternation. The ratio is the search's
-rate over the grid's, in pairs: median, least and greatest, and between which values the median lies with a probability of 95 %.
-A control pairs the grid's choice with itself: what the drive's unrest alone makes of a ratio.
+In each round the search and a grid look for the fastest settings on the same written file. The grid measures each point three times, in
+three passes, and takes the best median. Both choices are then measured in alternation. The ratio is the search's rate over the grid's,
+in pairs. The bench prints median, least and greatest, and the interval of the median with a probability of 95 %. A control pairs the
+grid's choice with itself, which shows the drive's own variation.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def gridded(probe, points: list[Drive]) -> tuple[Drive, dict[Drive, float], floa
 
 
 def side_by_side(probe, drives: tuple[Drive, ...], number: int) -> list[float]:
-    """The rate of each; which is first depends on the number, for a drive may be slower or faster after something else."""
+    """The rate of each drive. The number decides which is first, because a drive's speed may depend on the previous measurement."""
     order = [(number + place) % len(drives) for place in range(len(drives))]
     rates = {place: probe.rate("mixed", drives[place]) for place in order}
     return [rates[place] for place in range(len(drives))]
@@ -95,14 +95,14 @@ def said(drive: Drive) -> str:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Within which the median lies with a probability of about 95 %: of its order statistics."""
+    """The interval of the median with a probability of about 95 %, from order statistics."""
     values, half = sorted(values), 0.98 * math.sqrt(len(values))
     middle = (len(values) - 1) / 2
     return values[max(0, math.floor(middle - half))], values[min(len(values) - 1, math.ceil(middle + half))]
 
 
 def plot(report: dict, path: Path) -> None:
-    """Each round: the grid's points by rate, and where both choices are, measured side by side."""
+    """Each round: the grid's points by rate, and both choices, measured in alternation."""
     plt = output.pyplot()
     figure, all_axes = plt.subplots(1, len(report["rounds"]), figsize=(5 * len(report["rounds"]), 4), layout="constrained", squeeze=False)
     for number, (axes, round_) in enumerate(zip(all_axes[0], report["rounds"]), start=1):

@@ -1,6 +1,6 @@
-"""What a build of these pages adds to them: files of the checkout that they link to, and the help of every command.
+"""Additions of a build of these pages: files of the checkout that the pages link to, and the help of every command.
 
-Knows where pages of the site lie, and the command line's parser. Must not know what a page says.
+Knows where pages of the site lie, and the command line's parser. Must not know the contents of a page.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""DPOTrainer of TRL, of a whole model beside its reference."""
+"""DPOTrainer of TRL: a whole model with a reference model."""
 
 import infinity
 from infinity.integrations.transformers import offloaded

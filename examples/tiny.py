@@ -1,6 +1,7 @@
-"""What the examples train on: a Llama of random weights and tokens of no meaning, so that they run anywhere, in seconds, without a download.
+"""The model and data of the examples: a Llama with random weights and random tokens. The examples run in seconds, without a download.
 
-In a program of yours these are from_pretrained, inside `with infinity.init(config):` where no memory holds the model, and your data.
+In your program, use from_pretrained and your data. If the model does not fit in memory, call from_pretrained inside
+`with infinity.init(config):`.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB, LENGTH = 64, 16
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # that an engine takes, too, where nothing else is said
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # also the engine's default device
 Row = dict[str, torch.Tensor]
 
 

@@ -102,9 +102,9 @@ def record(path, part, num_passed, failed, num_skipped, minutes):
     path.write_text(LONG_HEAD + "\n".join(rows[key] for key in sorted(rows, key=lambda key: int(key.split("/")[0]))) + "\n")
 
 
-LONG_HEAD = """# What the long tests found last
+LONG_HEAD = """# Results of the long tests
 
-Written by `make test-long`, a line a part (`make test-long PART=2/8`).
+`make test-long` adds one line per part (`make test-long PART=2/8`).
 
 | part | date | commit | passed | failed | skipped | minutes | failures |
 |---|---|---|---|---|---|---|---|

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,23 @@ def test_a_bench_says_what_it_is_and_takes_options(bench, name, monkeypatch, cap
         module.main()
     assert ended.value.code == 0
     assert first[:40] in capsys.readouterr().out
+
+
+def test_the_page_of_results_matches_its_tables(bench):
+    assert bench("_results").page() == (FOLDER / "RESULTS.md").read_text(), "run python bench/_results.py"
+
+
+def test_each_measurement_has_a_version_a_date_and_a_command(bench):
+    results = bench("_results")
+    topics = tomllib.loads((FOLDER / "results/topics.toml").read_text())["topics"]
+    assert sorted(topic["file"] for topic in topics) == sorted(path.name for path in FOLDER.glob("results/*.csv"))
+    for topic in topics:
+        header, *rows = results.read(topic["file"])
+        if topic["file"] != "machines.csv":
+            for row in (dict(zip(header, row, strict=True)) for row in rows):
+                assert re.fullmatch(r"[0-9a-f]{7}", row["version"]) and re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"]), row
+                assert row.get("command") or "command" in topic or topic["file"] == "experiments.csv", row
+                assert row.get("machine", "simulated"), row
 
 
 def test_the_entry_lists_exactly_the_benches():

@@ -8,7 +8,8 @@ import torch
 
 import infinity
 from infinity.config import Config
-from infinity.integrations.deepspeed import _UNMATCHED, _UNNEEDED, convert
+from infinity.integrations.deepspeed import convert
+from infinity.integrations.deepspeed_keys import UNMATCHED, UNNEEDED
 from infinity.errors import ConfigError
 
 STAGE_3 = {"zero_optimization": {"stage": 3}}
@@ -265,7 +266,7 @@ def test_every_key_of_any_configuration_is_in_exactly_one_list():
     draw = random.Random(0)
     names = "stage enabled device nvme_path params params.lr type betas check_grad_overflow zzz x.y.z loss_scale".split()
     tables = "fp16 bf16 bfloat16 optimizer optimizer.params zero_optimization.offload_param tensorboard what".split()
-    known = [rule + draw.choice(names) if rule.endswith(".") else rule for rule in (*_UNNEEDED, *_UNMATCHED)]
+    known = [rule + draw.choice(names) if rule.endswith(".") else rule for rule in (*UNNEEDED, *UNMATCHED)]
     known += [f"{table}.{name}" for table in tables for name in names]
     values = [True, False, 0, 1, 2.5, None, "auto", "nvme", "AdamW", [], [1, {}], {}]
     converted = 0

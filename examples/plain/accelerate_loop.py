@@ -1,4 +1,4 @@
-"""A loop with accelerate: accumulation with a short last window, clipping, a scheduler, and its states saved."""
+"""A loop with accelerate: accumulation with a short last window, clipping, a scheduler, and saved states."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""DPOTrainer of TRL, of a whole model beside its reference."""
+"""DPOTrainer of TRL: a whole model with a reference model."""
 
 from tiny import llama, preferences, tokenizer
 from trl import DPOConfig, DPOTrainer

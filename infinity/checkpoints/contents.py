@@ -1,6 +1,6 @@
-"""What a checkpoint of an engine holds beside records: names of parameters, loose tensors, values, generators.
+"""The content of a checkpoint beside records: names of parameters, loose tensors, values, and states of random number generators.
 
-Knows modules, and how a manifest calls things. Must not know bytes, files or steps.
+Knows modules, and the names that a manifest uses. Must not know bytes, files or steps.
 """
 
 from __future__ import annotations
@@ -17,56 +17,57 @@ from torch import nn
 
 from infinity.checkpoints.encoding import encode
 from infinity.checkpoints.manifest import Manifest, Parameter, Whole
-from infinity.engine.engine import Engine
+from infinity.engine.access.training_state import TrainingState
 from infinity.errors import CheckpointError
 from infinity.model import tiling
 
 _MT_WORDS = 624  # of a Mersenne twister
 
-def parameters_of(engine: Engine) -> tuple[list[Parameter], dict[str, str]]:
-    """The engine's parameters as a manifest has them, but for their steps, and the other names of tied ones (of tiled layers)."""
-    places = tiling.places(engine.model)
+
+def parameters_of(state: TrainingState) -> tuple[list[Parameter], dict[str, str]]:
+    """The parameters as a manifest has them, without their steps; and the other names of tied parameters and tied tiled layers."""
+    places = tiling.places(state.model)
     found, names = [], {}
-    for state in engine.registry.params:
-        place = places.get(state.param)
+    for info in state.parameters:
+        place = places.get(info.param)
         whole = Whole(place.name, place.shape, place.begin) if place is not None else None
-        dtype = engine.layout.specs[state.index].format.name
-        own_dtype = dtype if dtype != engine.layout.main_storage else None
-        found.append(Parameter(state.name, tuple(state.shape), state.trainable, state.group, whole=whole, dtype=own_dtype))
-        names[id(state.param)] = state.name
-    everything = engine.model.named_parameters(remove_duplicate=False)
+        dtype = state.layout.specs[info.index].format.name
+        own_dtype = dtype if dtype != state.layout.main_storage else None
+        found.append(Parameter(info.name, tuple(info.shape), info.trainable, info.group, whole=whole, dtype=own_dtype))
+        names[id(info.param)] = info.name
+    everything = state.model.named_parameters(remove_duplicate=False)
     aliases = {name: names[id(param)] for name, param in everything if id(param) in names and param not in places}
-    return found, {name: first for name, first in aliases.items() if name != first} | tiling.tied(engine.model)
+    return found, {name: first for name, first in aliases.items() if name != first} | tiling.tied(state.model)
 
 
-def draft(engine: Engine, **rest) -> Manifest:
-    """The manifest of a checkpoint of the engine, which has no files yet. rest: what a Manifest has of other things than the engine."""
-    parameters, aliases = parameters_of(engine)
+def draft(state: TrainingState, **rest) -> Manifest:
+    """The manifest of a checkpoint of this state, without files. rest: the fields of Manifest that do not come from the engine."""
+    parameters, aliases = parameters_of(state)
     return Manifest(
-        world=engine.ranks.world,
-        dtype=engine.layout.main_storage,
-        moments_dtype=engine.config.optimizer_state_dtype,
-        moments=engine.moments,
-        seed=engine.config.seed if engine.updater.seed is None else engine.updater.seed,
+        world=state.ranks.world,
+        dtype=state.layout.main_storage,
+        moments_dtype=state.config.optimizer_state_dtype,
+        moments=state.moments,
+        seed=state.config.seed if state.seed is None else state.seed,
         parameters=tuple(parameters),
         aliases=aliases,
-        chunks=engine.layout.chunks,
+        chunks=state.layout.chunks,
         **rest,
     )
 
 
-def loose_tensors(engine: Engine) -> dict[str, torch.Tensor]:
-    """What of a state_dict is in no record: persistent buffers, and parameters that are no floating-point numbers or empty."""
+def loose_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
+    """The tensors of a state_dict that are in no record: persistent buffers, and parameters that are empty or not floating-point."""
     found: dict[str, torch.Tensor] = {}
-    for prefix, module in engine.model.named_modules():
+    for prefix, module in state.model.named_modules():
         own = persistent_buffers(module)
-        own |= {name: param for name, param in dict.items(module._parameters) if param is not None and not engine.manages(param)}
+        own |= {name: param for name, param in dict.items(module._parameters) if param is not None and not state.manages(param)}
         found |= {f"{prefix}.{name}" if prefix else name: value for name, value in own.items()}
     return found
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The module's own ones that a state_dict has."""
+    """The buffers of this module, without its children, that a state_dict has."""
     left_out = module._non_persistent_buffers_set
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in left_out}
 
@@ -76,18 +77,18 @@ def with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if type(module).get_extra_state is not plain]
 
 
-def values_of(engine: Engine, put: Callable[[torch.Tensor], int], scheduler, extra) -> dict:
-    """What a manifest has of values that are in no record, as of now. put: of `encode`. Buffers are of rank 0, the rest of every rank."""
+def values_of(state: TrainingState, put: Callable[[torch.Tensor], int], scheduler, extra) -> dict:
+    """The values of a manifest that are in no record, as they are now. put: of `encode`. Buffers come from rank 0, the rest from every rank."""
 
     def put_own(tensor: torch.Tensor) -> int:
-        if engine.manages(tensor):
+        if state.manages(tensor):
             raise CheckpointError("a parameter of the model is only a placeholder outside of it; it is saved anyway")
         return put(tensor)
 
-    extra = encode(extra, put_own, "extra")  # first: its tensors' indices are those of other ranks, which have no buffers
-    loose = {} if engine.ranks.rank else loose_tensors(engine)
+    extra = encode(extra, put_own, "extra")  # first, so that its tensors have the same indices on ranks that have no buffers
+    loose = {} if state.ranks.rank else loose_tensors(state)
     buffers = {name: encode(value, put_own, f"buffer {name}") for name, value in loose.items()}
-    extra_state = {name: module.get_extra_state() for name, module in with_extra_state(engine.model)}
+    extra_state = {name: module.get_extra_state() for name, module in with_extra_state(state.model)}
     found = {
         "model": {"buffers": buffers, "extra_state": encode(extra_state, put_own, "extra state of the model")},
         "optimizer": None,
@@ -95,20 +96,19 @@ def values_of(engine: Engine, put: Callable[[torch.Tensor], int], scheduler, ext
         "scaler": None,
         "extra": extra,
     }
-    if engine.optimizer is not None:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-        groups = encode(groups, put_own, "a parameter group")
-        found["optimizer"] = {"rule": type(engine.optimizer.rule).__name__, "groups": groups}
-    if engine.cycle.scaler is not None:
-        found["scaler"] = {"scale": engine.cycle.scaler.scale, "num_clean": engine.cycle.scaler.num_clean}
+    if (optimizer := state.optimizer) is not None:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        found["optimizer"] = {"rule": type(optimizer.rule).__name__, "groups": encode(groups, put_own, "a parameter group")}
+    if (loss_scale := state.loss_scale) is not None:
+        found["scaler"] = dict(zip(("scale", "num_clean"), loss_scale))
     return found
 
 
 def digest_of(value, crcs: Sequence[int]) -> bytes:
-    """The same for the same encoded values. crcs: of its tensors, by index."""
+    """Equal for equal encoded values. crcs: the checksums of their tensors, by index."""
 
     def sums(value) -> list[int]:
-        """Of the tensors that it refers to, in order."""
+        """The checksums of the tensors that a value refers to, in order."""
         if isinstance(value, list):
             return [crc for item in value for crc in sums(item)]
         if not isinstance(value, dict):
@@ -120,7 +120,7 @@ def digest_of(value, crcs: Sequence[int]) -> bytes:
 
 
 def generators(device: torch.device) -> dict:
-    """The states of the random number generators of this process, in JSON."""
+    """The states of the random number generators of this process, encoded for JSON."""
     kind, keys, *rest = np.random.get_state()
     version, words, gauss = random.getstate()
     found = {
@@ -133,11 +133,14 @@ def generators(device: torch.device) -> dict:
 
 
 def checked_generators(found: object, device: torch.device) -> dict:
-    """States as `set_generators` takes them. Raises CheckpointError for what is none: native code reads and writes where they say."""
+    """The states in the form that `set_generators` takes.
+
+    Raises CheckpointError for an invalid state: native code would use its numbers as indices into memory.
+    """
     try:
         kind, keys, position, *gauss = found["numpy"]
         version, words, next_gauss = found["python"]
-        if not isinstance(words, bytes):  # as it was first written
+        if not isinstance(words, bytes):  # the form of the first version
             words = np.array(words, dtype=np.uint32).tobytes() if all(type(word) is int and 0 <= word < 1 << 32 for word in words) else b""
         *_, last = struct.unpack(f"<{_MT_WORDS + 1}I", words)
         cuda = found["cuda"] if device.type == "cuda" else None
@@ -165,7 +168,7 @@ def checked_generators(found: object, device: torch.device) -> dict:
 
 
 def set_generators(found: dict, device: torch.device) -> None:
-    """found: of `checked_generators`."""
+    """Set the generators of this process. found: the result of `checked_generators`."""
     torch.set_rng_state(torch.frombuffer(bytearray(found["torch"]), dtype=torch.uint8))
     if found["cuda"] is not None:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(found["cuda"]), dtype=torch.uint8), device)
@@ -174,8 +177,10 @@ def set_generators(found: dict, device: torch.device) -> None:
 
 
 def _is_torch_state(state: object) -> bool:
-    """Whether it is one of torch's generator on the CPU. It is told how many of its words are left and which is next, each checked by
-    torch for itself alone, and then draws: so many words behind the next one must be there."""
+    """Whether the state is valid for torch's generator on the CPU.
+
+    torch checks the number of words that are left and the index of the next word one by one. This also checks that they fit together.
+    """
     here = torch.get_rng_state().numpy().tobytes()
     if not isinstance(state, bytes) or len(state) != len(here):
         return False
@@ -186,6 +191,6 @@ def _is_torch_state(state: object) -> bool:
 
 
 def _is_cuda_state(state: object, device: torch.device) -> bool:
-    """Whether it is a seed and an offset, of which each draw takes a multiple of four."""
+    """Whether the state is a seed and an offset. Each draw advances the offset by a multiple of four."""
     here = torch.cuda.get_rng_state(device).numel()
     return isinstance(state, bytes) and len(state) == here == 16 and 0 <= struct.unpack_from("<q", state, 8)[0] and not state[8] % 4

@@ -16,7 +16,7 @@ import aio_ext
 from infinity.checkpoints.files import Directory, Progress, failed, lay_out_all
 from infinity.checkpoints.manifest import LARGEST_WORLD, TENSOR_DTYPES, Manifest, Parameter, RecordPlace
 from infinity.checkpoints.reader import Checkpoint, segment_bytes, segment_tensors
-from infinity.checkpoints.safetensors import TensorSpec
+from infinity.checkpoints.safetensors_format import TensorSpec
 from infinity.checkpoints.safetensors_writer import MAX_FILE_NBYTES, plan_files, write_files
 from infinity.checkpoints.writer import Tensors, Writer
 from infinity.config import LARGEST_CHUNK_MIB, LEAST_CHUNK_MIB, checked_path

@@ -1,8 +1,7 @@
-"""From torch.distributed.checkpoint: `infinity.load_dcp`, for what [Note: what is written] in dcp_names.py says.
+"""From torch.distributed.checkpoint: `infinity.load_dcp`, for the names of [Note: what is written] in dcp_names.py.
 
-Knows which boxes of a parameter make up a record, and checks all names and shapes before anything changes. Must not know how DCP lays
-out files. Records are filled one after another, and of each tensor that is being read one of the pieces in which it was saved stays in
-memory.
+Knows the boxes of a parameter in a record, and checks all names and shapes before any change. Must not know how DCP lays out files.
+Records are filled one after another. Of each tensor that is read, one of its saved pieces stays in memory.
 """
 
 from __future__ import annotations
@@ -24,30 +23,28 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from infinity.checkpoints.dcp_names import METADATA, Names, boxes, defaults_of_torch, moment_names, plain
 from infinity.checkpoints.files import failed
 from infinity.config import checked_path
-from infinity.engine.access import save_window as pause
-from infinity.engine.engine import Engine
-from infinity.engine.engines import engine_of
+from infinity.engine.access.training_state import TrainingState, training_state_of
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.rules import AdamRule
 from infinity.plan.packing import Piece
 from infinity.sizes import listed
 
-_OTHER_ARITHMETIC = ("amsgrad", "maximize", "decoupled_weight_decay")  # of torch.optim: what no rule here computes
+_OTHER_ARITHMETIC = ("amsgrad", "maximize", "decoupled_weight_decay")  # options of torch.optim that no rule here computes
 
 
 def load_dcp(
     path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, trust_pickle: bool = False
 ) -> None:
-    """Bring a model and its optimizer to the state of a torch.distributed.checkpoint, of any world size, FSDP2 or not.
+    """Bring a model and its optimizer to the state of a torch.distributed.checkpoint, of FSDP2 or not, from any number of ranks.
 
-    Reads what [Note: what is written] says, in any floating dtype, of one of the names of a tied parameter; other entries than
-    model.* and optim.* are left alone. Without an optimizer, moments begin anew; so do those of a parameter that has none there.
-    trust_pickle: must be True. DCP's own metadata are a pickle, which may run any code that whoever wrote it put there; nothing else
-    that this package reads is one. Call it on all ranks, which must see the same directory. Host memory: a record, and of each state of
-    one parameter a piece as it was saved (FSDP2: one rank's shard), of one twice.
+    Reads the entries of [Note: what is written], in any floating dtype; one name of a tied parameter is enough. Entries other than model.*
+    and optim.* are ignored. Without an optimizer, moments begin anew; so do the moments of a parameter that has none in the checkpoint.
+    trust_pickle must be True: the metadata of DCP are a pickle, and reading a pickle may run code that its writer put there. This package
+    reads no other pickle. Call it on all ranks, which must see the same directory. Host memory: one record, and one saved piece of each
+    state of one parameter (with FSDP2 one rank's shard), of one state twice.
 
-    Raises ConfigError without trust_pickle; CheckpointError naming all that is missing, unexpected or of another shape, and files that
-    are missing or cut, before anything changes; for what turns out to be damaged later, too, and then the model must be loaded again.
+    Raises ConfigError without trust_pickle; CheckpointError, before any change, with the names of all entries that are missing, unexpected
+    or of another shape, and of files that are missing or cut. If damage is found later, CheckpointError says so; load again then.
     """
     checked_path(path)
     if trust_pickle is not True:
@@ -55,17 +52,17 @@ def load_dcp(
             f"{path}: torch.distributed.checkpoint keeps its metadata in a pickle, and reading one may run any code that its writer put "
             f"there. If you trust who wrote it, say so: load_dcp(..., trust_pickle=True). infinity.load and load_safetensors run no code."
         )
-    engine = engine_of(model)
-    pause.ready_to_load(engine, optimizer)
-    loading = engine.ranks.together(lambda: _LoadDcp(engine, _Saved(Path(path)), with_states=optimizer is not None))
-    if len(set(engine.ranks.exchange(loading.saved.identity.encode()))) > 1:
+    state = training_state_of(model)
+    state.ready_to_load(optimizer)
+    loading = state.ranks.together(lambda: _LoadDcp(state, _Saved(Path(path)), with_states=optimizer is not None))
+    if len(set(state.ranks.exchange(loading.saved.identity.encode()))) > 1:
         raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")
-    with pause.loading(engine):
-        engine.ranks.together(loading.run)
+    with state.loading():
+        state.ranks.together(loading.run)
 
 
 class _Saved:
-    """A checkpoint open for reading. Raises CheckpointError for one that is missing, cut or damaged, SwapError for a failing disk."""
+    """A checkpoint open for reading. Raises CheckpointError if it is missing, cut or damaged, SwapError if the disk fails."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -91,7 +88,7 @@ class _Saved:
 
     @staticmethod
     def _look(path: Path, end: int) -> str:
-        """What is wrong with a file of which bytes up to `end` are needed."""
+        """Return the fault of a file whose bytes up to `end` are needed, or ""."""
         try:
             nbytes = path.stat().st_size
         except OSError as error:
@@ -103,7 +100,7 @@ class _Saved:
         return found if isinstance(found, dcp.TensorStorageMetadata) else None
 
     def small(self, names: Iterable[str]) -> dict[str, object]:
-        """Whole small tensors and objects, by name."""
+        """Read whole small tensors and objects, by name."""
         targets, items = {}, []
         for name in names:
             if (saved := self.tensor(name)) is None:
@@ -118,10 +115,10 @@ class _Saved:
         return found | {index.fqn: target for index, target in targets.items()}
 
     def piece(self, kind: str | None, name: str, chunk: dcp.ChunkStorageMetadata, dtype: torch.dtype) -> torch.Tensor:
-        """One of the pieces in which a tensor was saved; the last one of each kind of tensor stays in memory."""
+        """Read one saved piece of a tensor. The last piece of each kind of tensor stays in memory."""
         index = MetadataIndex(name, chunk.offsets)
         if kind not in self._cached or self._cached[kind][0] != index:
-            self._cached.pop(kind, None)  # first: there is room for one
+            self._cached.pop(kind, None)  # freed first: there is room for one piece
             target = torch.empty(chunk.sizes, dtype=dtype, device="cpu")
             self._read([_read_item(index, chunk)], {index: target})
             self._cached[kind] = index, target
@@ -140,7 +137,7 @@ class _Saved:
 
 
 class _Targets(dcp.DefaultLoadPlanner):
-    """Tells DCP's reader where tensors go, and keeps objects; these are numbers, strings and containers of them, or refused."""
+    """Tells DCP's reader where tensors go, and keeps objects. Objects other than numbers, strings and their containers are refused."""
 
     def __init__(self, targets: dict[MetadataIndex, torch.Tensor]):
         super().__init__()
@@ -160,7 +157,7 @@ def _read_item(index: MetadataIndex, chunk: dcp.ChunkStorageMetadata) -> dcp.Rea
 
 
 class _Tensor:
-    """A tensor of the checkpoint, read box by box. kind: of `_Saved.piece`."""
+    """A tensor of the checkpoint, which is read box by box. kind: of `_Saved.piece`."""
 
     def __init__(self, saved: _Saved, kind: str | None, name: str):
         self.saved, self.kind, self.name = saved, kind, name
@@ -170,7 +167,7 @@ class _Tensor:
         self._ends = list(accumulate(ends, max))
 
     def read(self, begin: tuple[int, ...], sizes: tuple[int, ...], into: torch.Tensor) -> None:
-        """Copy a box into a tensor of its sizes."""
+        """Copy a box into a tensor of the same sizes."""
         end = [a + b for a, b in zip(begin, sizes)]
         first = bisect_right(self._ends, begin[0]) if begin else 0
         last = bisect_left(self._begins, end[0]) if begin else 1
@@ -184,12 +181,13 @@ class _Tensor:
 
 
 class _LoadDcp:
-    """Filling an engine's records. Raises CheckpointError, before anything changes, if the checkpoint does not fit."""
+    """Fills the records of an engine. Raises CheckpointError, before any change, if the checkpoint does not fit."""
 
-    def __init__(self, engine: Engine, saved: _Saved, *, with_states: bool):
-        self.engine, self.saved = engine, saved
-        self.names = Names(engine)
-        self.moments = moment_names(engine.optimizer.rule) if with_states else {}
+    def __init__(self, state: TrainingState, saved: _Saved, *, with_states: bool):
+        self.state, self.saved = state, saved
+        self.names = Names(state)
+        self.moments = moment_names(state.optimizer.rule) if with_states else {}
+        self._shapes = [tuple(info.shape) for info in state.parameters]
         self._wrong: list[str] = []
         self._known: set[str] = set()
         self._tensors: dict[tuple[str, str | None], _Tensor] = {}  # by first name and moment; None: the weight
@@ -205,33 +203,32 @@ class _LoadDcp:
             raise CheckpointError(f"{saved.path} does not fit the model: {'; '.join(self._wrong)}")
 
     def run(self) -> None:
-        engine = self.engine
-        for chunk in engine.registry.chunks:
-            with engine.values.filled(chunk) as shard:
+        state = self.state
+        for chunk in state.chunks:
+            with state.filled(chunk.index) as shard:
                 for piece in chunk.pieces:
                     self._fill(shard, piece)
-        engine.records.flush()
+        state.finish_writes()
         for index, part in self.names.parts.items():
-            for chunk in engine.registry.chunks_of(engine.registry.params[index]):
-                chunk.steps[index] = self._steps.get(part.whole.names[0], 0)
+            state.set_num_updates(index, self._steps.get(part.whole.names[0], 0))
         with torch.no_grad():
             for name, value in self.names.loose.items():
                 found = torch.empty(value.shape, dtype=value.dtype, device="cpu")
                 _Tensor(self.saved, "loose", f"model.{name}").read((0,) * value.dim(), tuple(value.shape), found)
                 value.copy_(found)
-        for group, found in zip(engine.optimizer.param_groups if self._groups else (), self._groups):
+        for group, found in zip(state.optimizer.param_groups if self._groups else (), self._groups):
             group.update(found)
 
     def _fill(self, shard: dict[str, torch.Tensor], piece: Piece) -> None:
-        """The part of one parameter in a shard, whose segments are zero."""
-        part, state = self.names.parts[piece.param], self.engine.registry.params[piece.param]
+        """Fill the part of one parameter in a shard, whose segments are zero."""
+        part = self.names.parts[piece.param]
         where, values = slice(piece.start, piece.start + piece.numel), torch.empty(piece.numel, dtype=torch.float32, device="cpu")
         for kind in (None, *self.moments):
             tensor = self._tensors.get((part.whole.names[0], kind))
             if tensor is None:
                 continue
             at = 0
-            for offsets, sizes in boxes(tuple(state.shape), piece.param_start, piece.param_start + piece.numel):
+            for offsets, sizes in boxes(self._shapes[piece.param], piece.param_start, piece.param_start + piece.numel):
                 numel = math.prod(sizes)
                 begin = tuple(a + b for a, b in zip(part.begin, offsets))
                 tensor.read(begin, sizes, values[at : at + numel].view(sizes))
@@ -288,7 +285,7 @@ class _LoadDcp:
                 self._wrong.append(f"{whole.names[0]} is trained there and not here")
                 self._known.update(prefix + name for name in self._state_names)
                 continue
-            needed = [*self.moments.values(), *(["step"] if isinstance(self.engine.optimizer.rule, AdamRule) else [])]
+            needed = [*self.moments.values(), *(["step"] if isinstance(self.state.optimizer.rule, AdamRule) else [])]
             if missing := [prefix + name for name in needed if prefix + name not in entries]:
                 self._wrong.append(f"missing: {listed(missing)}")
             self._known.update(prefix + name for name in self._state_names)
@@ -296,7 +293,7 @@ class _LoadDcp:
                 if prefix + name in entries and self._fits(prefix + name, whole.shape):
                     self._tensors[whole.names[0], moment] = _Tensor(self.saved, moment, prefix + name)
             if prefix + "step" not in entries:
-                self._steps[whole.names[0]] = 1  # only the first one may count as such
+                self._steps[whole.names[0]] = 1  # not 0: a rule may treat the first update in another way
             elif self._fits(prefix + "step", ()):
                 steps[prefix + "step"] = whole.names[0]
         for name, step in self.saved.small(steps).items():
@@ -311,8 +308,8 @@ class _LoadDcp:
         return (*self.moments.values(), "step")
 
     def _match_groups(self) -> None:
-        """Parameters must be in the same groups; the hyper-parameters there become those here."""
-        optimizer = self.engine.optimizer
+        """Compare the parameter groups, and take the hyper-parameters of the checkpoint."""
+        optimizer = self.state.optimizer
         paths = {name: name.split(".", 3) for name in self.saved.entries if name.startswith("optim.param_groups.")}
         paths = {name: path for name, path in paths.items() if len(path) == 4 and path[2].isdigit() and "." not in path[3]}
         self._known.update(paths)
@@ -333,11 +330,11 @@ class _LoadDcp:
             for name in _OTHER_ARITHMETIC:
                 if name in defaults and found.get(name, defaults[name]) != defaults[name]:
                     self._wrong.append(f"parameter group {index} has {name}={found[name]!r} there, {type(optimizer).__name__} has not")
-            only_torch = defaults.keys() - optimizer.defaults.keys()
+            only_torch = defaults.keys() - group.keys()  # not optimizer.defaults: torch adds its own to it in load_state_dict
             found = {name: value for name, value in found.items() if name != "params" and name not in only_torch}
             found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             try:
-                wrong = optimizer.rule.check({name: found.get(name, group[name]) for name in optimizer.defaults})
+                wrong = optimizer.rule.check({name: found.get(name, group[name]) for name in optimizer.defaults if name in group})
             except (TypeError, ValueError) as error:
                 wrong = [str(error)]
             self._wrong += [f"parameter group {index}: {text}" for text in wrong]

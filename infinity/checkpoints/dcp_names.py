@@ -1,14 +1,15 @@
-"""What a torch.distributed.checkpoint calls each state of an engine, so that a run can move to FSDP2 and back.
+"""Names of an engine's states in a torch.distributed.checkpoint, so that a run can move to FSDP2 and back.
 
-Knows names, and which boxes of a parameter lie in a record. Must not know how DCP writes or reads them.
+Knows names, and the boxes of a parameter in a record. Must not know how DCP writes or reads.
 
 # [Note: what is written]
-# What `dcp.save({"model": model_state, "optim": optimizer_state})` with `get_state_dict(model, optimizer)` of an FSDP2 run writes:
-#   model.<name>                    fp32 (the masters of a bf16 or fp16 engine), under each name of a tied one; buffers as they are
-#   optim.state.<name>.<moment>     fp32; torch.optim's names: exp_avg and exp_avg_sq of AdamW and Adam, momentum_buffer of SGD. Of
-#   optim.state.<name>.step         Lion exp_avg, of other rules their own. Under the first name, also where no update has been
-#   optim.param_groups.<index>.*    hyper-parameters, those that only torch.optim has with its defaults; `params`: names
-# A tiled layer appears as the plain one.
+# An FSDP2 run writes the same by `dcp.save({"model": m, "optim": o})` with m, o = get_state_dict(model, optimizer):
+#   model.<name>                    weights in fp32 (masters if there are any), under each name of a tied parameter; buffers unchanged
+#   optim.state.<name>.<moment>     fp32, under the first name: exp_avg and exp_avg_sq of AdamW and Adam, momentum_buffer of SGD, exp_avg of
+#                                   Lion, and the rule's own names of other rules
+#   optim.state.<name>.step         under the first name, also before the first update
+#   optim.param_groups.<index>.*    hyper-parameters, with the defaults of those that only torch.optim has; `params`: names
+# A tiled layer appears as the plain layer.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ import torch
 from torch import nn
 
 from infinity.checkpoints.contents import persistent_buffers
-from infinity.engine.engine import Engine
+from infinity.engine.access.training_state import ParameterInfo, TrainingState
 from infinity.errors import CheckpointError
 from infinity.model import tiling
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule
-from infinity.tiers.parameter_state import ParameterState
 
 METADATA = ".metadata"  # the file that makes a directory such a checkpoint
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # first index and size in each dimension
@@ -33,32 +33,32 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # first index and size in each di
 
 @dataclass
 class WholeParameter:
-    """A parameter as the plain model has it, in one part or in tiles. names: as in its state_dict, the first one first."""
+    """A parameter of the plain model, which the engine has in one part or in tiles. names: in the order of the state_dict."""
 
     shape: tuple[int, ...]
     names: list[str] = field(default_factory=list)
-    parts: list[ParameterState] = field(default_factory=list)
+    parts: list[ParameterInfo] = field(default_factory=list)
 
     @property
     def is_updated(self) -> bool:
-        """Whether an optimizer has moments of it."""
+        """Whether an optimizer has moments of this parameter."""
         return self.parts[0].trainable and self.parts[0].group is not None
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Which part of a whole one the engine's parameter is."""
+    """The place of an engine's parameter in the whole parameter."""
 
     whole: WholeParameter
     begin: tuple[int, ...]
 
 
 class Names:
-    """The names of everything in an engine's model: `wholes`, `parts` by the engine's index, and `loose`, what is in no record."""
+    """Names in an engine's model: `wholes`, `parts` by the engine's index, and `loose` tensors, which are in no record."""
 
-    def __init__(self, engine: Engine):
-        model, places = engine.model, tiling.places(engine.model)
-        states = {id(state.param): state for state in engine.registry.params}
+    def __init__(self, state: TrainingState):
+        model, places = state.model, tiling.places(state.model)
+        infos = {id(info.param): info for info in state.parameters}
         self.parts: dict[int, Tile] = {}
         self.loose: dict[str, torch.Tensor] = {}
         by_name: dict[str, WholeParameter] = {}
@@ -67,35 +67,35 @@ class Names:
                 raise CheckpointError(f"{prefix or type(module).__name__} has extra state, which is not carried to or from DCP")
             dot = f"{prefix}." if prefix else ""
             for name, param in dict.items(module._parameters):
-                state, place = states.get(id(param)), places.get(param) if param is not None else None
-                if state is None:
+                info, place = infos.get(id(param)), places.get(param) if param is not None else None
+                if info is None:
                     if param is not None:
                         self.loose[dot + name] = param
                     continue
-                first, shape = (place.name, place.shape) if place is not None else (state.name, tuple(state.shape))
+                first, shape = (place.name, place.shape) if place is not None else (info.name, tuple(info.shape))
                 whole = by_name.setdefault(first, WholeParameter(shape, [first]))
                 key = dot.rpartition("tiles.")[0] + name if place is not None else dot + name
                 if key not in whole.names:
                     whole.names.append(key)
-                if state.index not in self.parts:
-                    whole.parts.append(state)
-                    self.parts[state.index] = Tile(whole, place.begin if place is not None else (0,) * len(shape))
+                if info.index not in self.parts:
+                    whole.parts.append(info)
+                    self.parts[info.index] = Tile(whole, place.begin if place is not None else (0,) * len(shape))
             self.loose |= {dot + name: buffer for name, buffer in persistent_buffers(module).items()}
         self.wholes = list(by_name.values())
-        self._first = {id(state.param): whole.names[0] for whole in self.wholes for state in whole.parts}
+        self._first = {id(info.param): whole.names[0] for whole in self.wholes for info in whole.parts}
         for whole in self.wholes:
-            if len({(state.trainable, state.group) for state in whole.parts}) > 1:
+            if len({(info.trainable, info.group) for info in whole.parts}) > 1:
                 raise CheckpointError(f"tiles of {whole.names[0]} differ in their parameter group or in whether they are frozen")
 
     def of_group(self, params: Iterable[nn.Parameter]) -> list[str]:
-        """The names of a parameter group's parameters, each once."""
+        """The names of the parameters of a group, each once."""
         loose = {id(value): name for name, value in reversed(self.loose.items())}
         names = (self._first.get(id(param)) or loose.get(id(param)) for param in params)
         return [name for name in dict.fromkeys(names) if name is not None]
 
 
 def moment_names(rule: Rule) -> dict[str, str]:
-    """What torch.optim calls each moment of a rule; its own name where it has no such rule."""
+    """The name that torch.optim has for each moment of a rule; the rule's own name if torch.optim lacks the rule."""
     known = {}
     if isinstance(rule, AdamRule):
         known = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
@@ -105,7 +105,7 @@ def moment_names(rule: Rule) -> dict[str, str]:
 
 
 def defaults_of_torch(rule: Rule) -> dict:
-    """The hyper-parameters that a group of torch's own optimizer has, in the version that is installed."""
+    """The hyper-parameters of a group of torch's own optimizer, in the installed version, with their defaults."""
     if isinstance(rule, AdamRule):
         kind = torch.optim.AdamW if rule.decoupled else torch.optim.Adam
     elif isinstance(rule, SGDRule):
@@ -116,7 +116,7 @@ def defaults_of_torch(rule: Rule) -> dict:
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """The boxes that elements [begin, end) of a tensor make up, in their order."""
+    """Cut elements [begin, end) of a row-major tensor into boxes, in order."""
     if begin == end:
         return
     if not shape:

@@ -1,12 +1,12 @@
-"""To torch.distributed.checkpoint: `infinity.save_dcp`. What is written is a note in dcp_names.py.
+"""To torch.distributed.checkpoint: `infinity.save_dcp`. [Note: what is written] is in dcp_names.py.
 
-Knows which boxes of a parameter lie in a record, and when DCP asks for their values. Must not know how DCP lays out files.
+Knows the boxes of a parameter in a record, and when DCP asks for their values. Must not know how DCP lays out files.
 
 # [Note: one record at a time]
-# A record holds flat intervals of parameters, and DCP knows boxes: an interval is cut into at most 2 * dimensions - 1 of them. Each
-# rank offers the boxes of its own shards, record by record, and DCP asks for the values of one when it writes it: so a record is read
-# once and let go. DCP's writer keeps the last tensor of each name until its file is whole; what it has written is therefore emptied
-# when it asks for the next one.
+# A record holds flat intervals of parameters, and DCP knows boxes. An interval is cut into at most 2 * dimensions - 1 boxes. Each rank
+# offers the boxes of its own shards, record by record. DCP asks for the values of a box when it writes the box. So each record is read
+# once, and one record is in memory at a time. DCP's writer keeps the last tensor of each name until its file is whole. Therefore the memory
+# of a written tensor is freed when DCP asks for the next tensor.
 """
 
 from __future__ import annotations
@@ -29,44 +29,42 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from infinity.checkpoints.dcp_names import METADATA, Names, boxes, defaults_of_torch, moment_names, plain
 from infinity.checkpoints.files import failed
 from infinity.config import checked_path
-from infinity.engine.access import save_window as pause
-from infinity.engine.engine import Engine
-from infinity.engine.engines import engine_of
+from infinity.engine.access.training_state import ChunkInfo, TrainingState, training_state_of
 from infinity.errors import CheckpointError
 from infinity.plan.packing import Piece
-from infinity.tiers.chunk_state import ChunkState
 
 
 def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Write a torch.distributed.checkpoint that an FSDP2 or plain PyTorch model and its optimizer load; see [Note: what is written].
 
-    There, `dcp.load` it into {"model": m, "optim": o} with m, o = get_state_dict(model, optimizer), and set_state_dict these. Without
-    an optimizer only model.* is written. Call it between step() and the next forward pass, on all ranks, which must see the same
-    directory, which is made for its owner alone (0700); training waits. Host memory: one record and one part of it in fp32. Not in it,
-    and in `infinity.save`: the fp16 loss scale, generators, schedulers. A tiled layer's step count is the largest of its tiles.
+    In the other program, `dcp.load` the checkpoint into {"model": m, "optim": o} with m, o = get_state_dict(model, optimizer), then call
+    set_state_dict with them. Without an optimizer only model.* is written. The checkpoint lacks the fp16 loss scale, the states of random
+    number generators, and schedulers; `infinity.save` has them. The step count of a tiled layer is the largest of its tiles.
+    Call it between step() and the next forward pass, on all ranks, which must see the same directory. The directory is made for its owner
+    alone (0700). Training waits. Host memory: one record, and one part of a record in fp32.
 
-    Raises CheckpointError for a directory that holds such a checkpoint already, which DCP cannot replace as a whole, and for what the
-    format has no place for; SwapError (an OSError) where the disk fails.
+    Raises CheckpointError for a directory that already holds such a checkpoint, because DCP cannot replace one as a whole, and for a state
+    that the format lacks; SwapError (an OSError) if the disk fails.
     """
-    engine = engine_of(model)
-    pause.ready_to_save(engine, optimizer)
+    state = training_state_of(model)
+    state.ready_to_save(optimizer)
     checked_path(path)
-    engine.flush()
+    state.flush()
 
-    engine.ranks.together(lambda: None if engine.ranks.rank else _make_directory(Path(path)))
+    state.ranks.together(lambda: None if state.ranks.rank else _make_directory(Path(path)))
 
     def plan() -> _Planner:
         if not Path(path).is_dir():
-            raise CheckpointError(f"{path} is not there for {engine.ranks.name}: all ranks must see the same directory")
-        return _Planner(engine, with_states=optimizer is not None)
+            raise CheckpointError(f"{path} is not there for {state.ranks.name}: all ranks must see the same directory")
+        return _Planner(state, with_states=optimizer is not None)
 
-    planner = engine.ranks.together(plan)
-    alone = engine.ranks.world == 1
+    planner = state.ranks.together(plan)
+    alone = state.ranks.world == 1
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)  # in this thread, one tensor at a time
     try:
         with planner, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=engine.ranks.control, no_dist=alone)
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=state.ranks.control, no_dist=alone)
     except dcp.CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
         if isinstance(cause, OSError):
@@ -85,26 +83,27 @@ def _make_directory(path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the values of a box lie: `start` in a chunk's shard. kind: a moment, or None for the master."""
+    """The place of a box: from element `start` of a chunk's shard on. kind: a moment, or None for the master."""
 
-    chunk: ChunkState
+    chunk: ChunkInfo
     kind: str | None
     start: int
     sizes: tuple[int, ...]
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Offers the boxes of this rank's records, and reads them as they are asked for. A context manager: it holds one record."""
+    """Offers the boxes of this rank's records, and reads a box when DCP asks for it. A context manager: it holds one record."""
 
-    def __init__(self, engine: Engine, *, with_states: bool):
+    def __init__(self, state: TrainingState, *, with_states: bool):
         super().__init__()
-        self.engine = engine
-        self.names = Names(engine)
-        self.moments = moment_names(engine.optimizer.rule) if with_states else None
+        self.state = state
+        self.names = Names(state)
+        self.moments = moment_names(state.optimizer.rule) if with_states else None
+        self._shapes = [tuple(info.shape) for info in state.parameters]
         self._sources: dict[MetadataIndex, _Source] = {}
         self._objects: dict[str, object] = {}
         self._record = contextlib.ExitStack()
-        self._chunk: ChunkState | None = None
+        self._chunk: ChunkInfo | None = None
         self._shard: dict[str, torch.Tensor] = {}
         self._written: torch.Tensor | None = None
 
@@ -116,7 +115,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
     def create_local_plan(self) -> dcp.SavePlan:
         items, paths = [], {}
-        for chunk in self.engine.registry.chunks:
+        for chunk in self.state.chunks:
             for piece in chunk.pieces:
                 items += self._items_of(chunk, piece, paths)
         if self.is_coordinator:
@@ -143,18 +142,18 @@ class _Planner(dcp.DefaultSavePlanner):
         value = part[source.kind] if source.kind is not None else part.masters()
         return self._written.copy_(value.view(source.sizes))
 
-    def _open_record(self, chunk: ChunkState) -> None:
+    def _open_record(self, chunk: ChunkInfo) -> None:
         self._close_record()
         weight_only = self.moments is None and not chunk.record.format.has_master
-        self._shard = self._record.enter_context(self.engine.values.shard(chunk, weight_only=weight_only))
+        self._shard = self._record.enter_context(self.state.shard(chunk.index, weight_only=weight_only))
         self._chunk = chunk
 
     def _close_record(self) -> None:
         self._shard, self._chunk = {}, None
         self._record.close()
 
-    def _items_of(self, chunk: ChunkState, piece: Piece, paths: dict) -> Iterator[dcp.WriteItem]:
-        state, part = self.engine.registry.params[piece.param], self.names.parts[piece.param]
+    def _items_of(self, chunk: ChunkInfo, piece: Piece, paths: dict) -> Iterator[dcp.WriteItem]:
+        part = self.names.parts[piece.param]
         whole = part.whole
         wanted: list[tuple[tuple, str | None]] = [(("model", name), None) for name in whole.names]
         if self.moments is not None and whole.is_updated:
@@ -162,7 +161,7 @@ class _Planner(dcp.DefaultSavePlanner):
         for path, kind in wanted:
             start, fqn = piece.start, _joined(path)
             paths[fqn] = path
-            for offsets, sizes in boxes(tuple(state.shape), piece.param_start, piece.param_start + piece.numel):
+            for offsets, sizes in boxes(self._shapes[piece.param], piece.param_start, piece.param_start + piece.numel):
                 begin = [a + b for a, b in zip(part.begin, offsets)]
                 item = _item(fqn, WriteItemType.SHARD, whole.shape, begin, sizes, torch.float32)
                 self._sources[item.index] = _Source(chunk, kind, start, sizes)
@@ -174,13 +173,13 @@ class _Planner(dcp.DefaultSavePlanner):
             self._add(items, paths, ("model", name), value)
 
     def _add_optimizer(self, items: list, paths: dict) -> None:
-        engine = self.engine
+        optimizer = self.state.optimizer
         for whole in self.names.wholes:
             if whole.is_updated and self.moments:
-                steps = (chunk.steps[state.index] for state in whole.parts for chunk in engine.registry.chunks_of(state))
-                self._add(items, paths, ("optim", "state", whole.names[0], "step"), torch.tensor(float(max(steps)), dtype=torch.float32, device="cpu"))
-        defaults = defaults_of_torch(engine.optimizer.rule)
-        for index, group in enumerate(engine.optimizer.param_groups):
+                step = float(max(self.state.num_updates(info.index) for info in whole.parts))
+                self._add(items, paths, ("optim", "state", whole.names[0], "step"), torch.tensor(step, dtype=torch.float32, device="cpu"))
+        defaults = defaults_of_torch(optimizer.rule)
+        for index, group in enumerate(optimizer.param_groups):
             values = defaults | {name: plain(value) for name, value in group.items() if name != "params"}
             for name, value in (values | {"params": self.names.of_group(group["params"])}).items():
                 self._add(items, paths, ("optim", "param_groups", index, name), value)
@@ -196,7 +195,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
 def _item(fqn: str, kind: WriteItemType, shape, offsets, sizes, dtype: torch.dtype) -> dcp.WriteItem:
     chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    # What a plain tensor would have, in the version that is installed: 2.15 added strides.
+    # The properties of a plain tensor in the installed version: 2.15 added strides.
     properties = TensorProperties.create_from_tensor(torch.empty(shape, dtype=dtype, device="meta"))
     data = TensorWriteData(chunk, properties, torch.Size(shape))
     return dcp.WriteItem(MetadataIndex(fqn, torch.Size(offsets)), kind, tensor_data=data)

@@ -1,6 +1,6 @@
-"""Filling a model of an engine with the weights of safetensors files: `infinity.load_safetensors`.
+"""Weights of safetensors files for a model in an engine: `infinity.load_safetensors`.
 
-Knows names, and which part of a file's tensor each parameter is. Must not know records: the engine takes slices of what it is given.
+Knows names, and the part of a file's tensor that each parameter takes. Must not know records: the engine slices the values that it is given.
 """
 
 from __future__ import annotations
@@ -13,40 +13,39 @@ from torch import nn
 from infinity.checkpoints.contents import persistent_buffers
 from infinity.checkpoints.safetensors import TensorFiles
 from infinity.config import checked_path
-from infinity.engine.engine import Engine
-from infinity.engine.engines import engine_of
+from infinity.engine.access.training_state import TrainingState, training_state_of
 from infinity.errors import CheckpointError
 from infinity.model import tiling
 from infinity.sizes import listed
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool = True) -> None:
-    """Give a model the weights and buffers of a safetensors file, or of a folder of them such as a Hugging Face model's.
+    """Give a model the weights and buffers of a safetensors file, or of a folder with such files, as a Hugging Face model has.
 
-    Names are those of the model's state_dict(); one of several tied ones is enough. Any floating dtype; fp32 values become
-    masters. Each rank reads its slices only, a part of a tensor at a time. Before the optimizer is made, what a model built in
-    `infinity.init` gets is read when that is made: the files must stay until then. Moments of a model that has some stay. Call
-    it on all ranks.
+    The names in the files are the names of the model's state_dict(). One name of a tied parameter is enough. Values may have any floating
+    dtype; fp32 values become masters. Each rank reads its slices alone, a part of a tensor at a time. Moments stay. Call it on all ranks.
+    If the model was built in `infinity.init` and has no optimizer yet, the files are read when the optimizer is made. Keep the files until
+    then.
 
-    The files of some transformers models have other names than the model, such as those of Mixtral and LLaVA: transformers renames
-    and merges their tensors in `from_pretrained`. Call that inside `infinity.init` instead.
+    The files of some transformers models, such as Mixtral and LLaVA, have other names than the model: transformers renames and merges
+    their tensors in `from_pretrained`. Call `from_pretrained` inside `infinity.init` instead.
 
-    Raises CheckpointError for damaged files, and for names that are missing, unknown (both allowed with strict=False, unless all are)
-    or of another shape: all in one, before anything is changed.
+    Raises CheckpointError for damaged files, and for all names that are missing, unknown or of another shape, in one message, before any
+    change. strict=False allows missing and unknown names, unless no name fits.
     """
-    engine = engine_of(model)
+    state = training_state_of(model)
     checked_path(path)
-    files = engine.ranks.together(lambda: TensorFiles(path), undo=TensorFiles.close)
+    files = state.ranks.together(lambda: TensorFiles(path), undo=TensorFiles.close)
     try:
-        sources = engine.ranks.together(lambda: _match(model, files, strict))
-        engine.ranks.together(lambda: _give(engine, sources))
+        sources = state.ranks.together(lambda: _match(model, files, strict))
+        state.ranks.together(lambda: _give(state, sources))
     except BaseException:
         files.close()
         raise
 
 
 def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[torch.Tensor, _FilePart]]:
-    """Each parameter and buffer, once, with its values."""
+    """Return each parameter and buffer once, with its values."""
     places = tiling.places(model)
     wanted: dict[str, list[tuple[str, torch.Tensor]]] = {}  # by tensor: (a name of it, the parameter or buffer)
     tied: dict[int, set[str]] = {}
@@ -87,7 +86,7 @@ def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[tor
 
 
 def _from_pretrained(model: nn.Module, path: str) -> str:
-    """The lines that load the files of a transformers model under other names; "" if the model has no part of transformers' kind."""
+    """Return the lines that load the files of a transformers model under other names; "" if no module is a transformers model."""
     kinds = (type(module) for module in model.modules())
     kind = next((kind for kind in kinds if hasattr(kind, "from_pretrained") and hasattr(kind, "base_model_prefix")), None)
     if kind is None:
@@ -100,23 +99,23 @@ def _from_pretrained(model: nn.Module, path: str) -> str:
     )
 
 
-def _give(engine: Engine, sources: list[tuple[torch.Tensor, _FilePart]]) -> None:
+def _give(state: TrainingState, sources: list[tuple[torch.Tensor, _FilePart]]) -> None:
     for value, part in sources:
-        if engine.manages(value):
-            engine.answers.give(value, part)
+        if state.manages(value):
+            state.give_weight(value, part)
         else:
             with torch.no_grad():
                 value.copy_(part[: value.numel()].view(value.shape))
 
 
 class _FilePart:
-    """A parameter's values, in a file: what is sliced is read. 1-D."""
+    """The values of a parameter in a file, 1-D. A slice reads its elements."""
 
     def __init__(self, files: TensorFiles, name: str, shape: torch.Size, begin: tuple[int, ...] | None):
         self.files, self.name = files, name
         self.numel = shape.numel()
         whole = files.names[name].shape
-        self.row = shape[1:].numel() if len(shape) > 1 else 1  # elements of a row of it, and of the whole tensor
+        self.row = shape[1:].numel() if len(shape) > 1 else 1  # elements of a row of the parameter, and of a row of the whole tensor
         self.whole_row = torch.Size(whole[1:]).numel() if len(whole) > 1 else 1
         self.begin = begin[0] if begin else 0
         self.column = begin[1] if begin and len(begin) > 1 else 0
@@ -138,7 +137,7 @@ class _FilePart:
 
 
 def _entries(model: nn.Module):
-    """Every parameter, under each of its names, and every buffer that a state_dict has."""
+    """Yield every parameter under each of its names, and every buffer that a state_dict has."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules():
         for name, buffer in persistent_buffers(module).items():

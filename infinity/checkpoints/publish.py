@@ -1,6 +1,6 @@
-"""How a checkpoint is made known: the ranks tell each other what they wrote, and rank 0 makes the checkpoint of it.
+"""The end of a checkpoint on several ranks: each rank posts its checksums, and rank 0 commits the checkpoint.
 
-Knows ranks, by `Ranks.post` alone: the thread of a checkpoint may make no collective. Must not know records, nor what a manifest is.
+Knows ranks, by `Ranks.post` alone: the thread of a checkpoint makes no collective. Must not know records or manifests.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ POLL_S = 0.02
 
 
 class Publication:
-    """Of the checkpoint at `path`. name: its own, and of nothing else. raise_error: raises what ended it meanwhile, if anything did."""
+    """The posts of the checkpoint at `path`. name: unique to this checkpoint. raise_error: raises the error that ended it, if one did."""
 
     def __init__(self, ranks: Ranks, path: Path, name: str, raise_error: Callable[[], None]):
         self.ranks, self.path, self.name = ranks, path, name
         self._raise_error = raise_error
 
     def publish(self, crcs: list, commit: Callable[[list], None]) -> None:
-        """Returns when the checkpoint is there. crcs: of this rank's records. commit: rank 0 calls it with those of all ranks.
+        """Return when the checkpoint is there. crcs: of this rank's records. commit: rank 0 calls it with the checksums of all ranks.
 
-        Raises CheckpointError for what another rank has told.
+        Raises CheckpointError with the error that another rank has posted.
         """
         ranks = self.ranks
         if ranks.rank:
@@ -44,14 +44,14 @@ class Publication:
         ranks.post(f"{self.name}/result", b"")
 
     def give_up(self, error: BaseException) -> None:
-        """Let the other ranks know."""
+        """Post the error for the other ranks."""
         text = str(error) or type(error).__name__
         try:
             if self.ranks.rank:
                 self.ranks.post(f"{self.name}/{self.ranks.rank}", json.dumps({"error": text}).encode())
             else:
                 self.ranks.post(f"{self.name}/result", f"rank 0: {text}".encode(errors="backslashreplace"))
-        except Exception:  # they are gone
+        except Exception:  # the other ranks have gone
             pass
 
     def _look(self, key: str, rank: int) -> bytes:

@@ -1,139 +1,62 @@
-"""Safetensors files, and folders of them as Hugging Face models have: the format, and a reader that trusts nothing.
+"""A reader of safetensors files, and of folders with such files, as Hugging Face models have. It trusts no byte of a file.
 
-Knows files, names, dtypes and shapes. Must not know engines, chunks or ranks. safetensors_writer.py writes them.
+Knows files, names, dtypes and shapes. Must not know engines, chunks or ranks.
 
     with TensorFiles("llama") as source:
         specs = [TensorSpec(info.name, info.dtype, info.shape) for info in source.names.values()]
         write_files("copy", specs, lambda spec: source.pieces(spec.name, numel=2**20))
 
-# [Note: what a safetensors file is]
-#
-#   | N: 8 bytes, little endian | header: N bytes of JSON, padded with spaces | data |
-#
-# The header maps a name to {"dtype", "shape", "data_offsets": [begin, end)}, counted from the start of the data, and
-# "__metadata__" to a map of texts. Tensors are row-major and cover the data without holes or overlaps, in any order. We keep the
-# order of the specs but put wider dtypes first, so that each tensor is aligned. A folder of several files has an index, whose
-# "weight_map" maps each name to the name of its file. Source: the format section of safetensors' README.
-
 # [Note: nothing in a header is believed]
-# Files come from strangers. Sizes are held against the file before memory is taken by them, a text is compared or printed as a
-# repr cut short, a file name of an index never leaves its folder, and a header is read as [Note: nothing is made of JSON before it is
-# known to be small] in json_text.py says. So a damaged file costs at most its header's bytes and 100 MiB.
+# Files come from strangers. Each size is compared with the file before memory is allocated for it. A text is only compared, or printed
+# as a short repr. A file name in an index never leaves its folder. A header is read as [Note: nothing is made of JSON before it is known to
+# be small] in json_text.py says. So a damaged file costs at most the bytes of its header and 100 MiB.
 """
 
 import contextlib
-import math
 import os
 import re
-import reprlib
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
 
 from infinity.checkpoints.json_text import Budget, Text, without_collections
+from infinity.checkpoints.safetensors_format import (
+    BITS_WITHOUT_DTYPE,
+    DTYPES,
+    INDEX,
+    MAX_NUMEL,
+    SUFFIX,
+    TensorInfo,
+    UnreadableInfo,
+    is_sizes,
+    is_text,
+    show,
+)
 from infinity.errors import CheckpointError
 
 MAX_HEADER_NBYTES = 32 << 20  # 256 for each of MAX_TENSORS; reading it takes less than a second
 MAX_TENSORS = 1 << 17  # of one file
 MAX_INDEX_NBYTES = 100_000_000
-_MAX_DIMENSIONS = 64  # of a tensor of PyTorch
-_LISTS_NBYTES = 96 << 20  # of memory, for all that is listed in the files of one folder: some 250,000 tensors
+_LISTS_NBYTES = 96 << 20  # of memory for the lists of all files of one folder: about 250,000 tensors
 _METADATA_NBYTES = 8 << 20
-_INFO_NBYTES, _NAME_NBYTES = 320, 150  # of memory, about, for a tensor and for a name, without its text
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "C64": torch.complex64,
-} | {
-    code: getattr(torch, name)
-    for code, name in {"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}.items()
-    if hasattr(torch, name)
-}
-_BITS_WITHOUT_DTYPE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
-
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-SUFFIX = ".safetensors"
-INDEX = "model.safetensors.index.json"
-TEMPORARY = ".part"
-_MAX_NUMEL = 2**63 - 1
-
-_SHORT = reprlib.Repr()  # bounded in depth, too
-_SHORT.maxstring = 120
-_SHORT.maxlist = 8
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor to be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo(TensorSpec):
-    """A tensor of a file: row-major, little endian, from byte `offset` of `file` on, which is a path."""
-
-    file: str
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadableInfo:
-    """A tensor of a file, of a dtype (as the format calls it) that this version of torch has not."""
-
-    name: str
-    code: str
-    file: str
-    offset: int
-    nbytes: int
-
-    @property
-    def refusal(self) -> str:
-        what = f"{self.file}: tensor {show(self.name)} is of {self.code}"
-        return f"{what}, for which PyTorch {torch.__version__} has no dtype; convert it, or upgrade"
-
+_INFO_NBYTES, _NAME_NBYTES = 320, 150  # of memory, about, for the description of a tensor and for a name, without its text
 
 _NOWHERE = UnreadableInfo("", "", "", 0, 0)
 
 
 class TensorFiles:
-    """The tensors of one safetensors file, or of a folder: of the files that its index names, else of all its *.safetensors.
+    """The tensors of one safetensors file, or of a folder: of the files that its index names, or without an index of all *.safetensors.
 
-    names       file by file, in the order in which the data lies: reading in it is reading forwards
-    unreadable  tensors of dtypes that this version of torch has not
-    metadata    "__metadata__" of all files; of a key with several values, the first file's
+    names       file by file, in the order of their data, so that reads in this order go forwards in each file
+    unreadable  tensors of dtypes that this version of torch lacks
+    metadata    "__metadata__" of all files; if files differ in a value, the first file's value
 
-    The index is model.safetensors.index.json, or the only *.safetensors.index.json. All headers are read and checked, and the
-    files are held open until `close()`. Reads may come from several threads, not together with `close()`.
+    The index is model.safetensors.index.json, or the only *.safetensors.index.json. All headers are read and checked. The files stay
+    open until `close()`. Several threads may read at a time, but not while another thread calls `close()`.
 
-    Raises CheckpointError if a file or the index is damaged or incomplete or both disagree, OSError if it cannot be read.
+    Raises CheckpointError if a file or the index is damaged or incomplete, or if they disagree; OSError if one cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -154,10 +77,10 @@ class TensorFiles:
             self._open = stack.pop_all()
 
     def read(self, name: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Elements [start, start + numel) of the row-major tensor, to its end if numel is None: 1D [numel], fresh, on the CPU.
+        """Return elements [start, start + numel) of the row-major tensor, or all from start on: a new tensor, 1-D [numel], on the CPU.
 
-        Raises KeyError for a name that is in no file, CheckpointError for one that is `unreadable`, ValueError for elements outside the
-        tensor or after `close()`, CheckpointError if the file was changed since it was opened, OSError with the path if it cannot be read.
+        Raises KeyError for a name in no file; ValueError for elements outside of the tensor, or after `close()`; CheckpointError for an
+        `unreadable` name, or if the file was changed after it was opened; OSError with the path if the read fails.
         """
         if name in self.unreadable:
             raise CheckpointError(self.unreadable[name].refusal)
@@ -173,7 +96,7 @@ class TensorFiles:
         return out
 
     def pieces(self, name: str, numel: int) -> Iterator[torch.Tensor]:
-        """The whole tensor, `numel` elements at a time: what `write_files` takes for its parts. Raises as `read` does."""
+        """The whole tensor, `numel` elements at a time, in the form that `write_files` takes. Raises the errors of `read`."""
         whole = self.names[name].numel
         return (self.read(name, start, min(numel, whole - start)) for start in range(0, whole, numel))
 
@@ -216,7 +139,7 @@ class TensorFiles:
 
 @contextlib.contextmanager
 def naming(path):
-    """Calls on a descriptor raise an OSError that does not know the path."""
+    """Add the path to an OSError of a call on a descriptor."""
     try:
         yield
     except OSError as error:
@@ -225,7 +148,7 @@ def naming(path):
 
 
 class _File:
-    """An open file that must stay what it was at first."""
+    """An open file. A read raises CheckpointError if another program has changed the file."""
 
     _fd = -1
 
@@ -269,7 +192,7 @@ def _damaged(path, what):
 
 
 def _read_header(file, budget):
-    """([TensorInfo or UnreadableInfo] in the order of their data, metadata) of a file; [Note: nothing in a header is believed]."""
+    """Return ([TensorInfo or UnreadableInfo] in the order of their data, metadata); [Note: nothing in a header is believed]."""
     if file.nbytes < 8:
         raise _damaged(file.path, f"has {file.nbytes} bytes, expected 8 for the length of a header")
     prefix = bytearray(8)
@@ -280,7 +203,7 @@ def _read_header(file, budget):
         raise _damaged(file.path, f"a header of {length} bytes, expected at most {limit} in a file of {file.nbytes}")
     text = bytearray(length)
     file.read_into(text, 8)
-    if (num := text.count(b'"data_offsets"')) > MAX_TENSORS:  # before a second is spent on reading so many
+    if (num := text.count(b'"data_offsets"')) > MAX_TENSORS:  # before a second is spent on parsing them
         raise _damaged(file.path, f"lists {num:,} tensors, expected at most {MAX_TENSORS:,}")
     entries, metadata = {}, None
     with _reading(file.path, "header"):
@@ -311,7 +234,7 @@ def _read_header(file, budget):
 
 
 def _parse_tensor(name, entry, file, data):
-    """(begin, end, TensorInfo or UnreadableInfo) of one entry of a header: bytes of the file, in which `data` is the offset of the data."""
+    """Return (begin, end, TensorInfo or UnreadableInfo) of one entry of a header, in bytes of the file. data: the offset of the data."""
 
     def refuse(what):
         return _damaged(file.path, f"tensor {show(name)} {what}")
@@ -321,7 +244,7 @@ def _parse_tensor(name, entry, file, data):
     if not isinstance(entry, dict):
         raise refuse(f"is {show(entry)}, expected dtype, shape and data_offsets")
     code, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(code, str) or (code not in DTYPES and code not in _BITS_WITHOUT_DTYPE):
+    if not isinstance(code, str) or (code not in DTYPES and code not in BITS_WITHOUT_DTYPE):
         raise refuse(f"has dtype {show(code)}, expected one of {', '.join(DTYPES)}")
     dtype = DTYPES.get(code)
     if not is_sizes(shape):
@@ -331,9 +254,9 @@ def _parse_tensor(name, entry, file, data):
     numel = 1
     for size in shape:
         numel *= size
-        if numel > _MAX_NUMEL:  # at once: a product of many would take long
+        if numel > MAX_NUMEL:  # checked at each factor: the product of many takes long
             raise refuse(f"has shape {show(shape)}, which is more than any memory holds")
-    bits = numel * (8 * dtype.itemsize if dtype is not None else _BITS_WITHOUT_DTYPE[code])
+    bits = numel * (8 * dtype.itemsize if dtype is not None else BITS_WITHOUT_DTYPE[code])
     if bits != 8 * (span[1] - span[0]):
         raise refuse(f"has {span[1] - span[0]} bytes, expected {bits / 8:g} for {code} {show(shape)}")
     begin, end = data + span[0], data + span[1]
@@ -342,7 +265,7 @@ def _parse_tensor(name, entry, file, data):
 
 
 def _paths_of(path):
-    """([path] of the files to read, (path, weight_map) of their index or None)."""
+    """Return ([path] of the files to read, (path, weight_map) of their index or None)."""
     if not os.path.isdir(path):
         return [path], None
     listing = sorted(name for name in os.listdir(path) if not name.startswith("."))
@@ -367,7 +290,7 @@ def _paths_of(path):
 
 
 def _check_numbered(path, files):
-    """Files that say how many they are must all be there; without an index nothing else tells."""
+    """Raise CheckpointError unless all files of a numbered series are there. Without an index, only the names tell their number."""
     series = {}
     for name in files:
         match = re.fullmatch(r"(.*)-\d+-of-(\d{1,9})" + re.escape(SUFFIX), name, re.ASCII | re.DOTALL)
@@ -381,7 +304,7 @@ def _check_numbered(path, files):
 
 
 def _read_index(path):
-    """The weight_map of an index, {tensor: file in the same folder}."""
+    """Return the weight_map of an index, {tensor: file in the same folder}."""
     file = _File(path)
     try:
         if file.nbytes > MAX_INDEX_NBYTES:
@@ -419,7 +342,7 @@ def _read_index(path):
 
 @contextlib.contextmanager
 def _reading(path, what):
-    """What JSON's text makes Python raise says that the file is damaged."""
+    """Turn an error of the JSON parser into an error that says that the file is damaged."""
     try:
         with without_collections():
             yield
@@ -427,28 +350,3 @@ def _reading(path, what):
         raise error if path in str(error) else _damaged(path, f"its {what}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"its {what} is not JSON, or none of ours: {error}") from None
-
-
-def is_text(value):
-    """Whether it is a text with a UTF-8 form; JSON can write half of a surrogate pair, which has none."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def is_sizes(value):
-    if not isinstance(value, (list, tuple)) or len(value) > _MAX_DIMENSIONS:
-        return False
-    for size in value:  # all() takes twice as long, and a header holds many
-        if type(size) is not int or not 0 <= size <= _MAX_NUMEL:
-            return False
-    return True
-
-
-def show(*values, limit=10):
-    """Values of a stranger for a message: printable, not too many, none of them long."""
-    return ", ".join(map(_SHORT.repr, values[:limit])) + (f" and {len(values) - limit} more" if len(values) > limit else "")

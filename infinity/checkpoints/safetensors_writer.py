@@ -1,4 +1,4 @@
-"""Writing safetensors files, and folders of them, in pieces: the format is [Note: what a safetensors file is] in safetensors.py.
+"""Writing safetensors files, and folders of them, in pieces: the format is [Note: what a safetensors file is] in safetensors_format.py.
 
 Knows files, names, dtypes and shapes. Must not know where values come from.
 
@@ -16,20 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from infinity.checkpoints.files import Progress, sync_directory
-from infinity.checkpoints.safetensors import (
-    CODES,
-    DTYPES,
-    INDEX,
-    MAX_HEADER_NBYTES,
-    MAX_TENSORS,
-    SUFFIX,
-    TEMPORARY,
-    TensorSpec,
-    is_sizes,
-    is_text,
-    naming,
-    show,
-)
+from infinity.checkpoints.safetensors import MAX_HEADER_NBYTES, MAX_TENSORS, naming
+from infinity.checkpoints.safetensors_format import CODES, DTYPES, INDEX, SUFFIX, TEMPORARY, TensorSpec, is_sizes, is_text, show
 from infinity.errors import CheckpointError
 
 MAX_FILE_NBYTES = 5 * 10**9

@@ -1,6 +1,7 @@
-"""Writing a checkpoint's files: records, which may be links to an earlier checkpoint's, and small tensors.
+"""The files of a new checkpoint: files of records, which may be links to files of an earlier checkpoint, and small tensors.
 
-Knows files' places and checksums. Must not know what makes a checkpoint of them (`files.Directory`), nor when a record may be taken.
+Knows the places of records in files, and checksums. Must not know how files become a checkpoint (`files.Directory`), or when a record is
+copied.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ Places = Sequence[tuple[int, int]] | Mapping[object, tuple[int, int]]  # (file, 
 
 
 class Writer:
-    """Files of records of a new checkpoint, in a folder that exists. linked: those, by index, that another one has already.
+    """The files of records of a new checkpoint, in a folder that exists. linked: the paths of files to link, by index of the file.
 
-    Raises SwapError, with the files that it made removed.
+    Raises SwapError, after it has removed the files that it made.
     """
 
     def __init__(self, folder: Path, files: Sequence[File], places: Places, linked: Mapping[int, Path] | None = None):
         self.folder = folder
         self.files = files
         self.places = places
-        self.linked: set[int] = set()  # those that could be
+        self.linked: set[int] = set()  # files, by index, whose link succeeded
         self._fds: dict[int, int] = {}
-        self._replaced: list[int] = []  # descriptors from which may still be read
+        self._replaced: list[int] = []  # descriptors that a thread may still read from
         self._queue = None
         self._made: list[Path] = []
         try:
@@ -47,17 +48,17 @@ class Writer:
             raise failed("the checkpoint's files cannot be made", folder, error) from error
 
     def write(self, record, offset: int, buffer: memoryview) -> aio_ext.Ticket:
-        """Write a part of a record, multiples of 4096 bytes; the buffer must not change until the ticket is done."""
+        """Begin to write a part of a record, in multiples of 4096 bytes. The buffer must not change until the ticket is done."""
         file, start = self.places[record]
         return self._queue.write(self._fds[file], buffer, start + offset)
 
     def read(self, record, offset: int, buffer: memoryview) -> aio_ext.Ticket:
-        """Read a part of a record of a linked file, as `write`."""
+        """Begin to read a part of a record of a linked file. The rules of `write` hold."""
         file, start = self.places[record]
         return self._queue.read(self._fds[file], buffer, start + offset)
 
     def renew(self, file: int) -> None:
-        """A linked file is to be written after all. Raises SwapError; whoever made this must `abort` then."""
+        """Replace a linked file by a new one, which is to be written. Raises SwapError; the caller must `abort` then."""
         path = self.folder / self.files[file].name
         try:
             os.unlink(path)
@@ -70,7 +71,7 @@ class Writer:
         self._fds[file] = fd
 
     def finish(self) -> None:
-        """Wait for the disk: what was written is there to stay. Every ticket must have been waited for."""
+        """Wait until the disk has all files for good. The caller has waited for every ticket."""
         try:
             for index, fd in self._fds.items():
                 if index not in self.linked:
@@ -79,20 +80,20 @@ class Writer:
             self.abort()
             raise failed("a file of the checkpoint could not be brought to the disk", self.folder, error) from error
         self._close()
-        self._made.clear()  # whether they stay is the directory's business now
+        self._made.clear()  # from here on `files.Directory` removes them
 
     def abort(self) -> None:
-        """Remove the files, unless they were finished; idempotent."""
+        """Remove the files, unless `finish` has returned. Idempotent."""
         self._close()
         while self._made:
             with contextlib.suppress(OSError):
                 os.unlink(self._made.pop())
 
     def _link(self, old: Path, new: Path) -> int | None:
-        """A descriptor that reads it."""
+        """Return a descriptor that reads the link, or None if there is no link."""
         try:
             os.link(old, new, follow_symlinks=False)
-        except OSError:  # it went meanwhile, or the filesystem has no links, or no more of them
+        except OSError:  # the file has gone, or the filesystem has no links, or no more links of this file
             return None
         self._made.append(new)
         fd = os.open(new, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -124,7 +125,7 @@ class Writer:
 
 
 class Tensors:
-    """The small tensors of a new checkpoint, on rank 0; `put` is what `encoding.encode` calls."""
+    """The small tensors of a new checkpoint, on rank 0. `encoding.encode` calls `put`."""
 
     def __init__(self):
         self.entries: list[StoredTensor] = []
@@ -132,7 +133,7 @@ class Tensors:
         self.nbytes = 0
 
     def put(self, tensor: torch.Tensor) -> int:
-        """Take a copy, on the CPU; returns its index. Raises CheckpointError for a kind of tensor that the format does not have."""
+        """Take a copy, on the CPU. Returns its index. Raises CheckpointError for a kind of tensor that the format lacks."""
         if str(tensor.dtype).removeprefix("torch.") not in TENSOR_DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
             where = "the meta device" if tensor.is_meta else f"layout {tensor.layout}"
             raise CheckpointError(f"tensors of {tensor.dtype} and {where} cannot be saved")
@@ -153,5 +154,5 @@ class Tensors:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's own memory."""
+    """The memory of a contiguous CPU tensor."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")

@@ -36,6 +36,7 @@ from infinity.system.swap_directory import reclaim, room_nbytes
 from infinity.tiers.activations import Activations
 from infinity.tiers.compression import Compressor
 from infinity.tiers.route_position import Course
+from infinity.tiers.gradient_reduction import ReduceScatter
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.record_mover import RecordMover
 from infinity.tiers.late_moments import redo_logs
@@ -181,7 +182,7 @@ def _connect(
     names = {spec.format.compute for spec in layout_.specs}
     banks = {name: torch.full((len(named),), float("nan"), device=device).to(TORCH_DTYPES[name]) for name in names}
     pairs = zip(named, layout_.specs)
-    params = [ParameterState(index, name, param, banks[spec.format.compute]) for index, ((name, param), spec) in enumerate(pairs)]
+    params = [ParameterState(i, name, param, banks[s.format.compute], trainable=s.trainable) for i, ((name, param), s) in enumerate(pairs)]
     for index in written:
         params[index].written_in_forward = True
     spans = [SpanState(s, [params[i] for i in s.params], device) for s in layout_.spans]
@@ -241,12 +242,7 @@ def _connect(
     gradients = Gradients(
         registry,
         records_,
-        ranks,
-        tier,
-        gather_lane,
-        gather_stream,
-        device,
-        events,
+        ReduceScatter(ranks, tier, gather_lane, gather_stream, device, events),
         staging=staging,
         accumulate=training.accumulating,
         spill=placement.slots[GRADIENTS] > 0 and (training.deferred or training.accumulating),

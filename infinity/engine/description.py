@@ -157,7 +157,7 @@ def describe(model: nn.Module) -> Description:
     Raises ConfigError for a model in no engine, UsageError before the engine has started or after its end.
     """
     engine = engine_of(model)
-    engine.gate.check_open()
+    engine.lifecycle.check_open()
     if not engine.has_started:
         raise UsageError("infinity.describe: the engine has not started. Create the optimizer first: the plan depends on it.")
     return description_of(engine)
@@ -235,4 +235,4 @@ def _bytes_in(tier: Tier, layout: Layout, placement: planner.Placement) -> TierB
         found[WEIGHTS] = sum(span.nbytes for span in layout.spans)
     used = {DEVICE: placement.fixed_nbytes, HOST: placement.host_nbytes, NVME: placement.nvme_nbytes}[tier]
     left = max(0, tier.capacity_nbytes - used)
-    return TierBytes(weights=found[WEIGHTS], states=found[STATES], gradients=found[GRADIENTS], used=used, left=left)
+    return TierBytes(param_tier=found[WEIGHTS], optimizer_state_tier=found[STATES], gradients=found[GRADIENTS], used=used, left=left)

@@ -19,18 +19,17 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine import engines
-from infinity.engine.access.parameter_values import Answers, FirstValues
+from infinity.engine.access.parameter_values import ParameterValues, InitialValues
 from infinity.engine.build import assemble
 from infinity.engine.description import tell_start
 from infinity.engine.refused_wrappers import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
-from infinity.engine.access.between_steps import Gate
-from infinity.engine.memory.device_memory import Margin
-from infinity.engine.access.save_window import finish_saving
+from infinity.engine.access.lifecycle import Lifecycle
+from infinity.engine.memory.device_memory import DeviceBudget
+from infinity.engine.access.save_window import finish_reading
 from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
 from infinity.engine.autograd.resident_model import hooks_for
 from infinity.engine.sizing import Training, budgets, is_deferred
-from infinity.engine.stats import EngineStats, stats_of
-from infinity.engine.steps.step_cycle import Cycle
+from infinity.engine.steps.step_cycle import StepCycle
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.errors import ConfigError, UsageError
 from infinity.formats.assignment import ParameterDtypes
@@ -64,7 +63,7 @@ class Engine(NotCopied):
     time.
     """
 
-    def __init__(self, model: nn.Module, config: Config, first: FirstValues | None = None, ranks: Ranks | None = None):
+    def __init__(self, model: nn.Module, config: Config, first: InitialValues | None = None, ranks: Ranks | None = None):
         self.config = config
         self.device = device_of(config.device)
         self.events = Events(tracing=config.trace)
@@ -73,13 +72,13 @@ class Engine(NotCopied):
         self.optimizer = None
         self._model = weakref.ref(model)
         self._named = _parameters(model)
-        self.gate = Gate(self._model)
+        self.lifecycle = Lifecycle(self._model)
         self.ranks = ranks or Ranks(self.device)  # after what may refuse the model: it has a thread and groups
         self.ranks.join()
         self.turn = threading.RLock()  # of who saves or loads: a forward pass of another thread begins before that, or after it
-        self.saving = None  # the checkpoint under way, or the last one
-        self.last_save = None  # of what a checkpoint that is whole holds
-        self.answers = Answers(self.gate, self.ranks, self._named, first or FirstValues())
+        self.saving = None  # the SnapshotReader under way, or the last one
+        self.last_save = None  # a note of the last reader for the next one
+        self.parameter_values = ParameterValues(self.lifecycle, self.ranks, self._named, first or InitialValues())
         engines.add(self, model)
         watch_replicas()
         watch_wrappers(_note_wrapper)
@@ -88,7 +87,7 @@ class Engine(NotCopied):
         self._dropped = close_with(life, self)
         interrupts.prepare()
         engines.guard_before_start(model, self._begin)
-        self._facade = Facade(self.answers)
+        self._facade = Facade(self.parameter_values)
         self.adopt()
 
     # The user's face.
@@ -101,7 +100,7 @@ class Engine(NotCopied):
     @uninterrupted
     def flush(self) -> None:
         """Begin and finish every update that step() has announced, and its writes."""
-        self.gate.enter("flush()")
+        self.lifecycle.check_access("flush()")
         self.start()
         for chunk in self.registry.chunks:
             if chunk.update.is_announced:
@@ -116,27 +115,27 @@ class Engine(NotCopied):
 
         Every rank must call it. Raises ConfigError for a parameter that is not the engine's.
         """
-        self.gate.enter("read_state()")
+        self.lifecycle.check_access("read_state()")
         self.start()
-        return self.answers.read_state(param)
+        return self.parameter_values.read_state(param)
 
     def manages(self, param: torch.Tensor) -> bool:
         """Whether the parameter is one of this engine's."""
-        return self.answers.manages(param)
+        return self.parameter_values.manages(param)
 
     @property
     def is_closed(self) -> bool:
-        return self.gate.is_closed
+        return self.lifecycle.is_closed
 
     @property
     def has_started(self) -> bool:
-        return self.gate.has_started
+        return self.lifecycle.has_started
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
         """The parameters are whole on the device inside the block; what it changes is kept, on every rank as on rank 0."""
-        self.gate.enter("infinity.gathered")
-        with self.answers.gathered(params) if self.has_started else self.answers.gathered_first(params, self.device):
+        self.lifecycle.check_access("infinity.gathered")
+        with self.parameter_values.gathered(params) if self.has_started else self.parameter_values.gathered_first(params, self.device):
             yield
 
     def close(self) -> None:
@@ -146,8 +145,8 @@ class Engine(NotCopied):
         """
         if self.is_closed:
             return
-        failure = finish_saving(self.saving)
-        self.gate.end(was_dropped=not self._dropped.detach())
+        failure = finish_reading(self.saving)
+        self.lifecycle.note_close(was_dropped=not self._dropped.detach())
         engines.note_end(self)
         if (model := self.model) is not None:
             engines.take_life(model)
@@ -171,7 +170,7 @@ class Engine(NotCopied):
 
     def _give_back(self, model: nn.Module | None) -> None:
         """The model of an engine that never started is what it was before, but for what `infinity.init` has sent away."""
-        away = self.answers.give_back()
+        away = self.parameter_values.give_back()
         self._facade.close(away)
         if model is not None:
             engines.disarm_guard(model)
@@ -236,11 +235,10 @@ class Engine(NotCopied):
             raise
         if before is not None:
             before.be_replaced(optimizer.made_at)
-        self.cycle.optimizer, self.cycle.scaler = optimizer, scaler
-        config = self.config
-        keeps, choices = config.residency == "auto", {"weights": choice_of(config.param_tier), "states": choice_of(config.optimizer_state_tier)}
-        if not self.layout.is_coded and planner.records_may_visit(**choices, keep=keeps):
-            self.margin.hold_records()
+        self.cycle.attach(optimizer, scaler)
+        choices = {"weights": choice_of(self.config.param_tier), "states": choice_of(self.config.optimizer_state_tier)}
+        if not self.layout.is_coded and planner.records_may_visit(**choices, keep=self.config.residency == "auto"):
+            self.device_budget.hold_records()
         groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         for state in self.registry.params:
             state.group = groups.get(id(state.param))
@@ -252,19 +250,19 @@ class Engine(NotCopied):
         for _, param in self._named:
             set_owner(param, self)
         self.dtypes = ParameterDtypes.of(self._named, self.config.dtype)
-        self.answers.renew(self._named, self.dtypes.of_torch)
+        self.parameter_values.renew(self._named, self.dtypes.of_torch)
         engines.put_life(model, self.manages, self._life())
         self._facade.attach(model)
 
     @uninterrupted
     @torch.no_grad()
     def step(self) -> None:
-        self.gate.check_open()
+        self.lifecycle.check_open()
         if self.has_started:
             self.calls.loss.refuse("step()")
-            if self.cycle.first_step:
+            if not self.cycle.has_stepped:
                 refuse_trainers(self)
-        self.gate.note_step()
+        self.lifecycle.note_step()
         life = self._life()  # else the collector may find the model gone in between
         interrupts.guard()
         if self.saving is not None:
@@ -298,7 +296,7 @@ class Engine(NotCopied):
 
     def _lanes(self) -> list[Lane]:
         lanes = [self.weights.lanes.cg, self.weights.lanes.gg, self.gradients.gc, self.updater.lane]
-        return lanes + ([self.activations.copies, self.activations.writer] if self.activations is not None else [])
+        return lanes + ([self.activations.copies, self.activations.store.writer] if self.activations is not None else [])
 
     @property
     def is_stuck(self) -> bool:
@@ -318,7 +316,7 @@ class Engine(NotCopied):
         """Lay out, place, reserve and write the initial records; then let the parameters go."""
         if self.has_started:
             return
-        self.gate.check_open()
+        self.lifecycle.check_open()
         try:
             with self.ranks.at("the start of the engine"):
                 self._set_up()
@@ -334,7 +332,7 @@ class Engine(NotCopied):
             gc.collect()  # what the program has dropped, such as a notebook's cell that is run again, gives its memory back first
         refuse_shared(model)  # the program may have changed the model since the engine was made
         self.adopt()
-        part_versions(param for _, param in self._named)
+        part_versions([param for _, param in self._named])
         for module in find_compiled(model):
             note_region(module)
         training = Training.of(self.optimizer, self.config, scales_loss=self.dtypes.needs_loss_scale)
@@ -348,18 +346,18 @@ class Engine(NotCopied):
         self.events.count_slots = self.records.slots_in_use
         try:
             bound_nbytes = None if self.config.device_memory == "auto" else self.config.device_memory
-            self.margin = Margin(self.weights, self.gradients, self.placement, gauge_of(self.device), bound_nbytes=bound_nbytes)
-            self.cycle = Cycle(self.config, self.ranks, self.events, parts, self.margin)
-            self.cycle.turn, self.follower, self.calls = self.turn, self.cycle.follower, self.cycle.calls
+            self.device_budget = DeviceBudget(self.weights, self.gradients, self.placement, gauge_of(self.device), bound_nbytes=bound_nbytes)
+            self.cycle = StepCycle(self.config, self.ranks, self.events, parts, self.device_budget, self.turn)
+            self.follower, self.calls = self.cycle.follower, self.cycle.calls
             self.ranks.listen(self._give_up)
             self._let_go(model, parts.ahead)
         except BaseException as error:
-            self.gate.break_off(error)
+            self.lifecycle.note_failed_start(error)
             parts.ahead.close()
             self._close_parts()
             raise
-        self.answers.begin(parts, self.cycle)
-        self.gate.begin(self.cycle)  # from here on it has started
+        self.parameter_values.begin(parts, self.cycle)
+        self.lifecycle.note_start(self.cycle)  # from here on it has started
         self.freed.give_back()
         tell_start(self)
 
@@ -370,12 +368,16 @@ class Engine(NotCopied):
             refuse_trainers(self)
             refuse_optimizers([(name, param) for name, param in self._named if param.requires_grad])
         self.start()
-        self.hooks.doors.end_call(module)
+        self.hooks.op_hooks.end_call(module)
         return self.hooks._before(module, args, kwargs)
 
     def _let_go(self, model: nn.Module, ahead: ReadAhead) -> None:
         """Give the parameters' values to their records, and the modules to the hooks."""
-        self.values.write_initial(self.answers.initial_value, ahead)
+        with ahead:  # reads mapped files ahead, in the order of the parameters
+            for span in self.registry.spans:
+                ahead.reach(min(state.index for state in span.params))
+                self.values.write_first(span, {s.index: self.parameter_values.initial_value(s.index, s.param) for s in span.params})
+        self.records.flush()
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -394,7 +396,7 @@ def _note_wrapper(module: nn.Module, wrapper: nn.Module) -> None:
     """torch.compile makes a wrapper of a module. What it has made before an engine starts, that finds."""
     for engine in {owner_of(param) for param in module.parameters()}:
         if is_open(engine) and engine.has_started:
-            engine.hooks.doors.note_wrapper(module, wrapper)
+            engine.hooks.op_hooks.note_wrapper(module, wrapper)
 
 
 def offload(model: nn.Module, config: Config | None = None) -> Engine:

@@ -1,13 +1,13 @@
-"""Trainers of other libraries that drive an engine's model without `infinity.integrations`: found by the call stack, and refused.
+"""Refuses trainers of other libraries that drive an engine's model without `infinity.integrations`. Finds them on the call stack.
 
-Knows names of modules of these libraries, and imports none of them. Must not know what a trainer does, nor what an engine does.
+Knows module names of these libraries, and imports none of them. Must not know how a trainer or an engine works.
 """
 
 # [Note: how a trainer is found]
 # A trainer of another library moves models, skips optimizer steps and saves optimizer states. Without the integration, this fails late: at the
-# second micro-batch, or at the first checkpoint, of which a part is left. So the engine looks once, before the first training forward pass. A
-# Trainer of transformers or Lightning is on the call stack then. accelerate is not. But a module that its `prepare` has marked is being called,
-# and its wrapper around the optimizer exists. If only the optimizer was given to `prepare`, the wrapper is on the stack of step().
+# second micro-batch, or at the first checkpoint, and leaves a part of a checkpoint. So the engine looks once, before the first training
+# forward pass. A Trainer of transformers or Lightning is on the call stack then. An Accelerator is not. But `prepare` has marked a module on
+# the stack and has made a wrapper around the optimizer. If only the optimizer was given to `prepare`, the wrapper is on the stack of step().
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infinity.errors import UsageError
 from infinity.model.parameters import owner_of
 
 _ACCELERATE = "accelerate.optimizer"  # other modules of accelerate run functions of the program, such as notebook_launcher
-_TRAINERS = {  # the beginning of a module's name, innermost library last: the trainer's title, and the lines that work
+_TRAINERS = {  # prefix of a module name, innermost library last: title of the trainer, and the lines to write instead
     "transformers.trainer": (
         "Trainer of transformers",
         "from infinity.integrations.transformers import offloaded",
@@ -50,7 +50,7 @@ _taken: weakref.WeakSet = weakref.WeakSet()
 
 
 def note_integration(engine) -> bool:
-    """An integration gives this engine's model to a trainer. Returns whether this is the first time."""
+    """An integration gives the engine's model to a trainer. Returns whether it is the first time."""
     is_new = engine not in _taken
     _taken.add(engine)
     return is_new
@@ -75,7 +75,7 @@ def refuse_trainers(engine) -> None:
 
 
 def _on_stack() -> tuple[set[str], bool]:
-    """The trainers that are on the call stack of this thread, and whether a module is there that accelerate has marked as prepared."""
+    """The trainers on the call stack of this thread, and whether accelerate has marked a module on the stack as prepared."""
     found, is_prepared, frame = set(), False, sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
@@ -90,7 +90,7 @@ def _on_stack() -> tuple[set[str], bool]:
 
 
 def _has_wrapped_optimizer(engine) -> bool:
-    """Whether accelerate has wrapped an optimizer over the engine's parameters. A model alone is prepared for an evaluation, too."""
+    """Whether accelerate has wrapped an optimizer over the engine's parameters. For an evaluation only the model is prepared."""
     wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
     if wrapper is None:
         return False

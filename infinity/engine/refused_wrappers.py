@@ -1,7 +1,6 @@
-"""Parts of PyTorch that would do an engine's work with its parameters: replicas of a model, tensors made
-of others, optimizers of torch's own. Found and refused.
+"""Refuses parts of PyTorch that would do the engine's work: replicas of a model, tensors made of other tensors, optimizers of torch.
 
-Knows these classes of torch, and whose a parameter is. Must not know what an engine does.
+Knows these classes of torch, and the owner of a parameter. Must not know how an engine works.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from infinity.optim.optimizers import Elementwise
 
 
 def refuse_optimizers(named: Collection[tuple[str, nn.Parameter]]) -> None:
-    """Raise UsageError if an optimizer of torch's own was made over one of these parameters, which train and have no other."""
+    """Raise UsageError if torch's own optimizer was made over one of these trainable parameters, which have no other optimizer."""
     names = {id(param): name for name, param in named}
     if not _optimizer_over(names):
         return
-    gc.collect()  # some are only garbage
+    gc.collect()  # unreachable optimizers do not count
     if found := _optimizer_over(names):
         kind, name = found
         raise UsageError(
-            f"torch.optim.{kind} was made over {name}, which is in an engine: its gradient leaves for the engine's tiers, where its states "
-            f"live, too. Make infinity.{kind if kind in _OURS else 'AdamW'}(model.parameters(), ...) instead, before the first forward pass."
+            f"torch.optim.{kind} was made over {name}, which is in an engine: the engine stores the gradients and the optimizer states of "
+            f"{name}. Make infinity.{kind if kind in _OURS else 'AdamW'}(model.parameters(), ...) instead, before the first forward pass."
         )
 
 
@@ -38,7 +37,7 @@ _OURS = {kind.__name__ for kind in Elementwise.__subclasses__()}
 
 
 def _optimizer_over(names: dict[int, str]) -> tuple[str, str] | None:
-    """The class of such an optimizer and a parameter's name. Nothing else knows all optimizers but the garbage collector."""
+    """The class of such an optimizer and a parameter's name. Only the garbage collector knows all optimizers."""
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.optim.Optimizer) and not isinstance(thing, Elementwise):
             for group in vars(thing).get("param_groups", ()):
@@ -49,7 +48,7 @@ def _optimizer_over(names: dict[int, str]) -> tuple[str, str] | None:
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Raise ConfigError for a parameter that is made of other tensors, as DTensors and quantized ones are: it has no memory of its own."""
+    """Raise ConfigError for a parameter that is made of other tensors, such as a DTensor or a quantized one. It has no memory of its own."""
     for name, param in model.named_parameters():
         if is_traceable_wrapper_subclass(param):
             kind = type(param).__name__
@@ -61,7 +60,7 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 
 def refuse_replicas(model: nn.Module) -> None:
-    """Raise UsageError if a model that an engine is to take is, or holds, a wrapper that copies it to devices or ranks."""
+    """Raise UsageError if a model for an engine is, or contains, a wrapper that copies modules to devices or ranks."""
     for module in model.modules():
         if isinstance(module, _REPLICAS) and _copies(module):
             raise UsageError(_refusal(module, "give the engine the model that it wraps, its `.module`"))
@@ -69,7 +68,7 @@ def refuse_replicas(model: nn.Module) -> None:
 
 @functools.cache
 def watch_replicas() -> None:
-    """From now on, refuse such a wrapper when it is made around a model that is in an engine."""
+    """From now on, refuse a new wrapper around a model that is in an engine."""
     register_module_module_registration_hook(_registered)
 
 
@@ -83,12 +82,12 @@ _REPLICAS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def _copies(wrapper: nn.Module) -> bool:
-    """DataParallel hands on the call where it finds no second device."""
+    """Whether the wrapper makes copies. DataParallel without a second device does not."""
     return not isinstance(wrapper, nn.DataParallel) or torch.cuda.device_count() > 1
 
 
 def _refusal(wrapper: nn.Module, remedy: str) -> str:
     return (
-        f"{type(wrapper).__name__} copies a whole model for each device or rank, but an engine slices its parameters over all ranks and sums "
-        f"their gradients itself. Leave the wrapper out: {remedy}. With several GPUs, start a process for each one with torchrun."
+        f"{type(wrapper).__name__} copies a whole model for each device or rank, but an engine slices the parameters over all ranks and sums "
+        f"their gradients. Leave the wrapper out: {remedy}. With several GPUs, start one process for each GPU with torchrun."
     )

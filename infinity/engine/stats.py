@@ -102,16 +102,16 @@ class EngineStats(TypedDict):
 
 def stats_of(engine) -> EngineStats:
     """Of an engine that has started. Old keys are read with a RenamedWarning."""
-    margin, compressor, activations = engine.margin, engine.compressor, engine.activations
+    budget, compressor, activations = engine.device_budget, engine.compressor, engine.activations
     found: EngineStats = {
         "num_parameters": engine.layout.num_parameters,
         "model_state_nbytes": sum(chunk.record.nbytes for chunk in engine.registry.chunks),
-        "device_budget_nbytes": margin.budget_nbytes,
+        "device_budget_nbytes": budget.budget_nbytes,
         "device_nbytes": engine.tier.held_nbytes,
         "peak_device_nbytes": engine.tier.peak_nbytes,
-        "peak_activation_nbytes": margin.activation_nbytes,
-        "peak_allocated_nbytes": margin.gauge.most_nbytes() if margin.gauge else 0,
-        "num_placement_rollbacks": margin.trial.num_failed,
+        "peak_activation_nbytes": budget.activation_nbytes,
+        "peak_allocated_nbytes": budget.gauge.most_nbytes() if budget.gauge else 0,
+        "num_placement_rollbacks": budget.trial.num_failed,
         "num_chunks_on_device": sum(chunk.on_device for chunk in engine.registry.chunks),
         "pinned_host_nbytes": engine.arena.nbytes,
         "nvme_read_nbytes": engine.swap.read_nbytes if engine.swap else 0,
@@ -125,7 +125,7 @@ def stats_of(engine) -> EngineStats:
         "num_skipped_steps": engine.cycle.num_skipped,
         "activation_offload": activations.stats() if activations is not None else None,
         "layerwise_speedup": engine.cycle.advice.speedup,
-        "layerwise_unsplit_reasons": list(engine.cycle.uncut.reasons),
+        "layerwise_unsplit_reasons": list(engine.cycle.layerwise_limits.reasons),
         "links": Renamed({link: meter.totals() for link, meter in engine.events.meters.items()}, LINKS),
     }
     return cast(EngineStats, Renamed(found, STATS_KEYS))

@@ -5,7 +5,7 @@ Knows torch's dtypes and the parameters of a model. Must not know configurations
 
 # [Note: dtypes of a model]
 # A model whose parameters all have one dtype computes in the dtype of the configuration. A program that gives parameters different dtypes
-# has a reason: an fp32 router, fp32 norms, fp32 adapters over a bf16 base, an fp8 base. So in such a model each parameter keeps its dtype,
+# has a reason: an fp32 router, fp32 norms, fp32 adapters over a bf16 base, an fp8 base. So in such a model no parameter changes its dtype,
 # and the dtype of the configuration is not used.
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class ParameterDtypes:
 
     @property
     def of_torch(self) -> list[torch.dtype]:
-        """The compute dtype of each parameter as torch has it."""
+        """The compute dtype of each parameter, as a dtype of torch."""
         return [TORCH_DTYPES[STORAGES[name].compute] for name in self.names]
 
 
 def _own_dtype(name: str, param: torch.Tensor) -> str:
-    """The storage of a parameter that keeps its dtype."""
+    """The storage of a parameter in a model of several dtypes."""
     dtype, allowed = _NAMES.get(param.dtype), trainable_names() if param.requires_grad else tuple(_NAMES.values())
     if dtype in allowed:
         return dtype

@@ -1,4 +1,4 @@
-"""How one parameter is stored, computed with and trained: the value that decides the bytes of its record and of its gradient.
+"""How one parameter is stored, computed with and trained: the value that decides the bytes of a record and of a gradient.
 
 Knows names and sizes of dtypes. Must not know torch, chunks, tiers or ranks.
 """
@@ -15,7 +15,7 @@ Knows names and sizes of dtypes. Must not know torch, chunks, tiers or ranks.
 #   fp32       fp32          weight fp32                 -
 #   fp8_e4m3   fp8           weight fp8, frozen only     -
 #
-# Moments follow behind. A frozen parameter has only the segments of its weight. A bf16 weight and its residual are one fp32 master:
+# Moments follow behind. A frozen parameter has only the segments of the weight. A bf16 weight and its residual are one fp32 master:
 # `fp32 bits = (weight bits << 16) + residual`.
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Storage:
-    """How a weight is stored: what a forward pass reads, and for a trained weight the rest of its fp32 master.
+    """How a weight is stored: the segments that a forward pass reads, and the rest of the fp32 master of a trained weight.
 
     compute: the dtype on the device. trains: an optimizer can update such weights.
     """
@@ -97,7 +97,7 @@ def trainable_names() -> tuple[str, ...]:
 class Format:
     """The format of a parameter, and of the chunks that hold the parameter. See [Note: formats].
 
-    name: of its storage. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" with stochastic rounding; only
+    name: of the storage. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" with stochastic rounding; only
     parameters in the storage "bf16" have bf16 moments. accumulates: gradients of several backward passes add up, in fp32.
     """
 
@@ -151,12 +151,12 @@ class Format:
 
     @property
     def gradient(self) -> str:
-        """The dtype in which a gradient waits for its update."""
+        """The dtype in which a gradient waits for the update."""
         return "fp32" if self.accumulates else self.compute
 
     @functools.cached_property
     def gradient_itemsize(self) -> int:
-        """Bytes of an element of a gradient that waits for its update; 0 for a frozen parameter."""
+        """Bytes of an element of a gradient that waits for the update; 0 for a frozen parameter."""
         return DTYPE_NBYTES[self.gradient] if self.trainable else 0
 
     @functools.cached_property

@@ -1,5 +1,4 @@
-"""Other libraries that train: their trainers over a model that is in an engine. Each is imported when it is asked for.
+"""Integrations with other libraries: their trainers drive a model that is in an engine. One module a library, imported by the program.
 
-Knows `infinity` as any program does, and what one library calls, a module a library. Must not know how an engine works; nothing of
-`infinity` knows these.
+Knows the public names of `infinity`, and the calls of one library. Must not know how an engine works. No other package imports this one.
 """

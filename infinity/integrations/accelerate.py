@@ -1,12 +1,12 @@
 """Accelerator of accelerate over engines: `offloaded`.
 
-Knows what Accelerator does with models and optimizers, and when. Must not know how an engine works.
+Knows the methods of Accelerator, and when they run. Must not know how an engine works.
 """
 
 # [Note: what an Accelerator must leave to engines]
-# As [Note: what a Trainer must leave to the engine] in transformers.py: a model that is in an engine counts as prepared, so it is neither
-# moved, nor wrapped, nor run under autocast. An optimizer of torch becomes ours in its place, with the schedulers that were made over it.
-# save_state puts a folder of infinity.save beside what it saves of the rest, instead of the model's weights.
+# As in [Note: what a Trainer must leave to the engine] in transformers.py, a model in an engine counts as prepared. So accelerate does not
+# move or wrap the model, and does not run it under autocast. An optimizer of torch becomes its counterpart in infinity, and its
+# schedulers keep working. save_state writes a folder of infinity.save in place of the model's weights.
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ from infinity.integrations.optimizers import convert
 
 Kind = TypeVar("Kind", bound=Accelerator)
 
+def offloaded(accelerator: type[Accelerator] = Accelerator, config: infinity.Config | None = None) -> type[Accelerator]:
+    """A class of Accelerator that trains with engines: `offloaded(Accelerator, config)(gradient_accumulation_steps=4)`.
 
-def offloaded(accelerator: type[Kind] = Accelerator, config: infinity.Config | None = None) -> type[Kind]:
-    """The class of an Accelerator that trains with engines: `offloaded(Accelerator, config)(gradient_accumulation_steps=4)`.
-
-    What `prepare` is given then trains so: a model that has anything to train is in an engine, with these settings where it is in none yet,
-    and its optimizer (torch's AdamW, Adam or SGD) is infinity's of the same kind. Give both over in one call, or the model first. backward,
-    accumulate, clip_grad_norm_, save_state and load_state do what they do; call the latter two on all ranks. Raises ConfigError for a
-    mixed_precision that is not the engine's dtype, and for an optimizer that has no counterpart.
+    `prepare` puts each model with trainable parameters into an engine with this configuration, unless the model is in one already. The
+    optimizer (torch's AdamW, Adam or SGD) becomes infinity's counterpart. Pass both in one call of `prepare`, or the model first. backward,
+    accumulate, clip_grad_norm_, save_state and load_state work as before. Call save_state and load_state on all ranks. Raises ConfigError if
+    mixed_precision differs from the engine's dtype, and for an optimizer without a counterpart.
     """
     made = type(accelerator.__name__, (_Offloaded, accelerator), {"_config": config})
     made.__module__, made.__qualname__ = accelerator.__module__, accelerator.__qualname__
@@ -54,7 +53,7 @@ class _Offloaded:
         self.register_save_state_pre_hook(self._save_engines)
         self.register_load_state_pre_hook(self._load_engines)
 
-    # What is prepared.
+    # Models and optimizers.
 
     def prepare(self, *args, **options):
         for model in args:
@@ -108,7 +107,7 @@ class _Offloaded:
 
 
 class _Optimizer(AcceleratedOptimizer):
-    """One of an engine, whose states come with the model's."""
+    """An optimizer of an engine. Its states are loaded with the model."""
 
     def load_state_dict(self, state_dict) -> None:
         self.optimizer.load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})

@@ -1,12 +1,12 @@
-"""What a configuration of DeepSpeed's ZeRO-Infinity means here, key by key.
+"""Converts a configuration of DeepSpeed's ZeRO-Infinity into settings of infinity, key by key.
 
-Knows the names of DeepSpeed's settings, as its documentation and version 0.19 have them, and those of ours that they become.
-Must not know Config, files, or whether what they become is right for this machine. Over 500 lines, half of them tables of keys.
+Knows DeepSpeed's settings, as its documentation and version 0.19 have them, and the settings that they become. Must not know Config, files, or
+whether a setting is right for this machine.
 
-Each key ends in one of four lists: mapped to a setting of ours, given to the optimizer instead, unneeded, or unmatched. A key is
-the path of a value in nested tables: "zero_optimization.offload_param.device". "auto", which Hugging Face's integration fills
-in, and null count as not set. Where nothing is set and DeepSpeed's default is another than ours, DeepSpeed's is implied, or, where
-ours is the only one, the difference is listed.
+Each key ends in one of four lists: mapped to a setting of infinity, passed to the optimizer, unneeded, or unmatched. A key is the path of a
+value in nested tables: "zero_optimization.offload_param.device". Two values count as not set: "auto", which Hugging Face's integration
+fills in, and null. If a key is not set and DeepSpeed's default differs from infinity's, the conversion implies DeepSpeed's. If infinity
+has only one behaviour, the conversion lists the difference.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed_keys import AUTO, UNMATCHED, UNNEEDED
 from infinity.spelling import nearest
 
 _STAGE = (
@@ -47,168 +48,6 @@ _VALUES = {  # of an argument: what it may be, in code and in words
     "nesterov": (lambda value: isinstance(value, bool), "true or false"),
 }
 _OTHER_DEFAULTS = {"AdamW": {"weight_decay": 0.0}, "Lion": {"lr": 1e-3}}
-
-_CHUNKS = "parameters move in chunks: their size is chosen, or is chunk_mib"
-_PLAN = "prefetch and eviction follow a plan that is made from the first step"
-_BUDGET = "buffers are made from host_memory, by the plan"
-_OVERLAP = "reading, updating, copying and writing always overlap"
-_DRIVES = "drives are measured, and get the settings that they need"
-_SLICES = "each rank's part of a gradient leaves as soon as it is there"
-_INSIDE = "the engine has no such inner part"
-_OWN_LOOP = "your training loop's"
-_LOADER = "your data loader's"
-_REPORTS = "nothing is printed or sent on its own: see engine.stats()"
-_AUTO = "auto: left to the trainer there, and to its arguments or the default here"
-_REMOVED = "gone from DeepSpeed, too"
-
-# What needs nothing here. A name that ends in a dot is that of a table with whatever is in it.
-_UNNEEDED = {
-    "zero_allow_untested_optimizer": "optimizers are tried on a sample when they are made",
-    "zero_force_ds_cpu_optimizer": "updates run where the records live",
-    "optimizer.legacy_fusion": _INSIDE,
-    "optimizer.params.torch_adam": "there is one kernel for each kind of processor, with the same bits",
-    "zero_optimization.contiguous_gradients": _SLICES,
-    "zero_optimization.reduce_scatter": _SLICES,
-    "zero_optimization.reduce_bucket_size": _CHUNKS,
-    "zero_optimization.use_multi_rank_bucket_allreduce": _SLICES,
-    "zero_optimization.allgather_partitions": _CHUNKS,
-    "zero_optimization.allgather_bucket_size": _CHUNKS,
-    "zero_optimization.overlap_comm": _OVERLAP,
-    "zero_optimization.compute_grad_norm": "the norm is computed when something needs it",
-    "zero_optimization.load_from_fp32_weights": "checkpoints keep masters",
-    "zero_optimization.elastic_checkpoint": "checkpoints load on any number of ranks",
-    "zero_optimization.sub_group_size": "the optimizer works chunk by chunk",
-    "zero_optimization.cpu_offload_use_pin_memory": "host memory is one pinned arena",
-    "zero_optimization.stage3_prefetch_bucket_size": _PLAN,
-    "zero_optimization.prefetch_bucket_size": _PLAN,
-    "zero_optimization.stage3_param_persistence_threshold": _PLAN,
-    "zero_optimization.param_persistence_threshold": _PLAN,
-    "zero_optimization.stage3_model_persistence_threshold": _PLAN,
-    "zero_optimization.model_persistence_threshold": _PLAN,
-    "zero_optimization.stage3_max_live_parameters": "device_memory bounds what is on the device, in bytes",
-    "zero_optimization.max_live_parameters": "device_memory bounds what is on the device, in bytes",
-    "zero_optimization.stage3_max_reuse_distance": _PLAN,
-    "zero_optimization.max_reuse_distance": _PLAN,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "model.state_dict() gives whole weights",
-    "zero_optimization.gather_16bit_weights_on_model_save": "model.state_dict() gives whole weights",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "model.state_dict() gives whole weights",
-    "zero_optimization.stage3_module_granularity_threshold": "small parameters share chunks",
-    "zero_optimization.module_granularity_threshold": "small parameters share chunks",
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _INSIDE,
-    "zero_optimization.use_all_reduce_for_fetch_params": _INSIDE,
-    "zero_optimization.stage3_allgather_sequential": _INSIDE,
-    "zero_optimization.allgather_sequential": _INSIDE,
-    "zero_optimization.ignore_unused_parameters": "a parameter without a gradient is left out, as in plain PyTorch",
-    "zero_optimization.legacy_stage1": _INSIDE,
-    "zero_optimization.round_robin_gradients": _SLICES,
-    "zero_optimization.parameter_alignment": "parameters and records are always aligned",
-    "zero_optimization.memory_efficient_linear": "linear layers keep no copy of a weight",
-    "zero_optimization.pipeline_loading_checkpoint": "each rank reads its slices only",
-    "zero_optimization.override_module_apply": "infinity.init patches no class",
-    "zero_optimization.log_trace_cache_warnings": "a pass that leaves the plan mends it",
-    "zero_optimization.enable_sanity_checks": "the engine checks what it is given, always",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _INSIDE,
-    "zero_optimization.offload_param.buffer_count": _BUDGET,
-    "zero_optimization.offload_param.buffer_size": _BUDGET,
-    "zero_optimization.offload_param.max_in_cpu": "what fits into host_memory stays there",
-    "zero_optimization.offload_optimizer.buffer_count": _BUDGET,
-    "zero_optimization.offload_optimizer.buffer_size": _BUDGET,
-    "zero_optimization.offload_optimizer.max_in_cpu": "what fits into host_memory stays there",
-    "zero_optimization.offload_optimizer.pipeline": _OVERLAP,
-    "zero_optimization.offload_optimizer.pipeline_read": _OVERLAP,
-    "zero_optimization.offload_optimizer.pipeline_write": _OVERLAP,
-    "zero_optimization.offload_optimizer.fast_init": _INSIDE,
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _INSIDE,
-    "bf16.immediate_grad_update": _SLICES,
-    "bfloat16.immediate_grad_update": _SLICES,
-    "activation_checkpointing.contiguous_memory_optimization": _BUDGET,
-    "activation_checkpointing.number_checkpoints": "what is recomputed is chosen in the model: infinity.checkpoint(block, x)",
-    "activation_checkpointing.synchronize_checkpoint_boundary": _OVERLAP,
-    "aio.": _DRIVES,
-    "disable_allgather": _INSIDE,
-    "checkpoint.tag_validation": "saving and loading end in the same way on all ranks",
-    "checkpoint.load_universal": "checkpoints load on any number of ranks",
-    "checkpoint.parallel_write.": "every rank writes its part",
-    "checkpoint.writer.": "infinity.save(..., wait=False) writes while training goes on",
-}
-
-# What has no counterpart, unless it has this value, with which there is nothing to do. None: never so.
-_UNMATCHED = {
-    "train_batch_size": (None, f"{_LOADER}; accumulation_steps of the optimizer: this, divided by micro-batch and ranks"),
-    "train_micro_batch_size_per_gpu": (None, _LOADER),
-    "managed_gradient_accumulation": (True, _OWN_LOOP),
-    "scheduler.": (None, "your training loop's: PyTorch's schedulers work on the optimizer"),
-    "dataloader_drop_last": (False, _LOADER),
-    "steps_per_print": (None, _REPORTS),
-    "wall_clock_breakdown": (False, "see Config(trace=True) and engine.stats()"),
-    "memory_breakdown": (False, _REPORTS),
-    "dump_state": (False, _REPORTS),
-    "log_level": (None, _REPORTS),
-    "disable_python_gc": (False, _OWN_LOOP),
-    "communication_data_type": (None, "gradients are reduced in the dtype of the model"),
-    "seq_parallel_communication_data_type": (None, "there is no sequence parallelism"),
-    "prescale_gradients": (False, "gradients are averaged when they are reduced"),
-    "gradient_predivide_factor": (1.0, "gradients are averaged when they are reduced"),
-    "gradient_allreduce_op": ("mean", "gradients are averaged"),
-    "data_types.grad_accum_dtype": ("fp32", "gradients accumulate in fp32"),
-    "data_types.": (None, "dtypes follow from dtype and optimizer_state_dtype"),
-    "torch_autocast.": (None, 'torch.autocast over the engine is refused; dtype="bf16" computes in bf16'),
-    "optimizer.params.bias_correction": (True, "moments are always corrected"),
-    "optimizer.params.amsgrad": (False, "there is no such variant"),
-    "optimizer.params.fp32_optimizer_states": (True, 'see optimizer_state_dtype="bf16", for dtype bf16'),
-    "optimizer.params.max_grad_norm": (0, "DeepSpeed clips by gradient_clipping"),
-    "fp16.auto_cast": (False, "inputs keep their dtype; cast them in the model"),
-    "fp16.hysteresis": (1, "the loss scale shrinks at the first overflow"),
-    "fp16.consecutive_hysteresis": (False, "the loss scale shrinks at the first overflow"),
-    "fp16.fp16_master_weights_and_grads": (False, "masters are fp32"),
-    "bf16.bf16_master_weights_and_grads": (False, "masters are fp32, 2 bytes beside the weight"),
-    "bfloat16.bf16_master_weights_and_grads": (False, "masters are fp32, 2 bytes beside the weight"),
-    "zero_optimization.offload_param.pin_memory": (True, "host memory is always pinned; host_memory bounds it"),
-    "zero_optimization.offload_optimizer.pin_memory": (True, "host memory is always pinned; host_memory bounds it"),
-    "zero_optimization.offload_optimizer.ratio": (1.0, 'optimizer_state_tier="auto" divides them by what the device has room for'),
-    "zero_optimization.offload_optimizer.super_offload": (False, "there is one way of updating for all machines"),
-    "zero_optimization.cpu_offload": (False, 'old form of offload_optimizer: {"device": "cpu"}; write that'),
-    "zero_optimization.cpu_offload_params": (False, 'old form of offload_param: {"device": "cpu"}; write that'),
-    "zero_optimization.cpu_offload_param": (False, 'old form of offload_param: {"device": "cpu"}; write that'),
-    "zero_optimization.zero_hpz_partition_size": (1, "there are no second copies of weights within a node"),
-    "zero_optimization.zero_quantized_weights": (False, "weights are gathered as they are"),
-    "zero_optimization.zero_quantized_nontrainable_weights": (False, "weights are gathered as they are"),
-    "zero_optimization.zero_quantized_gradients": (False, "gradients are reduced as they are"),
-    "zero_optimization.zenflow.": (None, "no update is put off past the next forward pass"),
-    "zero_optimization.leaf_module.": (None, "call infinity.leaf(module) on those that choose what runs"),
-    "zero_optimization.mics_shard_size": (-1, _REMOVED),
-    "zero_optimization.mics_hierarchical_params_gather": (False, _REMOVED),
-    "zero_optimization.zeropp_loco_param.": (None, _REMOVED),
-    "activation_checkpointing.partition_activations": (False, "there is no tensor parallelism to share activations among"),
-    "activation_checkpointing.profile": (False, "see Config(trace=True)"),
-    "aio.use_gds": (False, "the drives are read into host memory"),
-    "checkpoint.use_node_local_storage": (False, "all ranks see one directory"),
-    "sparse_gradients": (False, "gradients are dense"),
-    "vocabulary_size": (None, "your model's"),
-    "flops_profiler.": (None, _REPORTS),
-    "tensorboard.": (None, _REPORTS),
-    "wandb.": (None, _REPORTS),
-    "csv_monitor.": (None, _REPORTS),
-    "comet.": (None, _REPORTS),
-    "comms_logger.": (None, _REPORTS),
-    "timers.": (None, _REPORTS),
-    "autotuning.": (None, "see `infinity calibrate` for the machine"),
-    "elasticity.": (None, "checkpoints load on any number of ranks"),
-    "data_efficiency.": (None, _LOADER),
-    "curriculum_learning.": (None, _LOADER),
-    "pipeline.": (None, "there is no pipeline parallelism"),
-    "tensor_parallel.": (None, "there is no tensor parallelism"),
-    "expert_parallel.": (None, "there is no expert parallelism"),
-    "use_data_before_expert_parallelism": (False, "there is no expert parallelism"),
-    "hybrid_engine.": (None, "the engine generates no text"),
-    "compression_training.": (None, _REMOVED),
-    "quantize_training.": (None, _REMOVED),
-    "sparse_attention.": (None, _REMOVED),
-    "progressive_layer_drop.": (None, _REMOVED),
-    "eigenvalue.": (None, _REMOVED),
-    "nebula.": (None, _REMOVED),
-    "amp.": (None, _REMOVED),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,10 +120,10 @@ class _Converter:
         self.given = dict(_leaves(source))
         self.done = Conversion()
         self.left = {}
-        self.known = {*_UNNEEDED, *_UNMATCHED}
+        self.known = {*UNNEEDED, *UNMATCHED}
         for key, value in self.given.items():
             if value is None or value == "auto":
-                self.done.unneeded[key] = _AUTO if value else "not set"
+                self.done.unneeded[key] = AUTO if value else "not set"
             else:
                 self.left[key] = value
 
@@ -470,11 +309,11 @@ class _Converter:
                 self.done.unneeded[key] = "empty"
             elif any(self.given.get(f"{section}enabled") is False for section in sections):
                 self.done.unneeded[key] = "off"
-            elif key in _UNMATCHED:
+            elif key in UNMATCHED:
                 self.list_unmatched(key, key, value)
-            elif rule := next((name for name in (key, *sections) if name in _UNNEEDED), None):
-                self.done.unneeded[key] = _UNNEEDED[rule]
-            elif rule := next((name for name in sections if name in _UNMATCHED), None):
+            elif rule := next((name for name in (key, *sections) if name in UNNEEDED), None):
+                self.done.unneeded[key] = UNNEEDED[rule]
+            elif rule := next((name for name in sections if name in UNMATCHED), None):
                 self.list_unmatched(key, rule, value)
             else:
                 self.refuse_misspelled(key)
@@ -492,7 +331,7 @@ class _Converter:
             section += f"{name}."
 
     def list_unmatched(self, key, rule, value):
-        harmless, why = _UNMATCHED[rule]
+        harmless, why = UNMATCHED[rule]
         if harmless is not None and value == harmless:
             self.done.unneeded[key] = "as it always is here" if harmless is not False else "off"
         else:

@@ -1,6 +1,6 @@
-"""The engine of a model that a library's trainer was given.
+"""The engine of a model that a trainer of another library gets.
 
-Knows which dtypes go together. Must not know what the library does with the model.
+Knows which dtypes fit together. Must not know how the library trains the model.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def has_engine(model: nn.Module) -> bool:
 def taken(
     model: nn.Module, config: infinity.Config | None, precision: str, *, told: str, asked: Callable[[str], str]
 ) -> infinity.Engine:
-    """The engine that the model is in, or else a new one with these settings.
+    """The engine of the model; a new one with this configuration if the model has none.
 
-    precision: "no" without autocast, or the dtype of the library's autocast. told: the program's words for this precision, for messages.
-    asked(dtype): the argument that asks the library for autocast in this dtype. Raises ConfigError for a precision that is not the dtype of
-    the engine. Without autocast, an engine of bf16 or fp16 takes a model of another dtype: rank 0 then prints one line that says so.
+    precision: the dtype of the library's autocast, "no" without autocast. told: this precision in the program's words, for messages.
+    asked(dtype): the library's argument for autocast in this dtype. Raises ConfigError if the precision differs from the engine's dtype.
+    Without autocast, an engine of bf16 or fp16 also takes a model of another dtype. Then rank 0 prints one line.
     """
     engine = infinity.engine_of(model) if has_engine(model) else None
     named = [(name, param) for name, param in model.named_parameters() if param.is_floating_point() and param.numel()]
@@ -41,8 +41,8 @@ def taken(
     if precision not in ("no", dtype):
         change = f"use infinity.Config(dtype={precision!r}), which keeps fp32 masters, or " if precision in _DTYPES else ""
         raise infinity.ConfigError(
-            f"{told} over an engine of dtype {dtype!r}: {change}leave the precision out. Some trainers, as TRL's, have bf16=True where "
-            f"nothing is said."
+            f"{told} over an engine of dtype {dtype!r}: {change}leave the precision out. Some trainers, such as those of TRL, set bf16=True by "
+            f"default."
         )
     found = {param.dtype for _, param in named}
     keeps_dtypes = engine is None and (len(found) > 1 or found == {_DTYPES[dtype]})
@@ -50,7 +50,7 @@ def taken(
         engine = infinity.offload(model, config)
     if note_integration(engine) and precision == "no" and dtype != "fp32" and not keeps_dtypes and engine.ranks.rank == 0:
         say(
-            f"{told} over an engine of dtype {dtype!r}: the model computes in {dtype}, with fp32 masters. If this is meant, add "
-            f"{asked(dtype)}; else use infinity.Config(dtype='fp32')"
+            f"{told} over an engine of dtype {dtype!r}: the model computes in {dtype}, with fp32 masters. If this is intended, add "
+            f"{asked(dtype)}. If not, use infinity.Config(dtype='fp32')"
         )
     return engine

@@ -1,13 +1,13 @@
-"""Strategies of Lightning over an engine: `EngineStrategy` for Trainer, `EngineFabricStrategy` for Fabric; `LogStats` logs what it counts.
+"""Strategies of Lightning over an engine: `EngineStrategy` for Trainer, `EngineFabricStrategy` for Fabric. `LogStats` logs its statistics.
 
-Knows what Lightning's loops ask a strategy for, and when. Must not know how an engine works.
+Knows the methods of a strategy that Lightning's loops call, and when. Must not know how an engine works.
 """
 
 # [Note: what a strategy does with an engine]
-# It starts and joins processes as DistributedDataParallel's does, from which it is made, and leaves that wrapper out: the engine slices the
-# model over all ranks. torch's optimizer becomes ours in its place, with the schedulers that were made over it. A step of a LightningModule
-# runs as its forward, so that the engine sees one call of the model. What blocks the synchronisation of gradients tells which pass is not
-# the last of its step. A checkpoint PATH has a folder PATH.infinity of infinity.save beside it.
+# A strategy starts and joins processes like the strategy of DistributedDataParallel, from which it inherits. It leaves that wrapper out: the
+# engine slices the model over all ranks. An optimizer of torch becomes its counterpart in infinity, and its schedulers keep working.
+# A step of a LightningModule runs as its forward, so that the engine sees one call of the model. If Lightning blocks the synchronisation of
+# gradients, the pass is not the last one of its step. Beside a checkpoint PATH there is a folder PATH.infinity of infinity.save.
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ _MIXED = {"bf16": "precision='bf16-mixed'", "fp16": "precision='16-mixed'"}
 
 
 class EngineStrategy(DDPStrategy):
-    """`Trainer(strategy=EngineStrategy(config))`. What fit() trains is in an engine, with these settings where it is in none yet, as after
-    infinity.init in configure_model. Raises ConfigError for a mixed precision that is not the engine's dtype, and for an optimizer of torch
-    that has no counterpart. options: of DDPStrategy, as far as they are about processes."""
+    """`Trainer(strategy=EngineStrategy(config))` trains the model of fit() with an engine.
+
+    config is for a model that is in no engine yet; infinity.init in configure_model puts it into one. Raises ConfigError if a mixed
+    precision differs from the engine's dtype, and for an optimizer without a counterpart. options: those of DDPStrategy about processes.
+    """
 
     strategy_name = "infinity"
 
@@ -53,7 +55,7 @@ class EngineStrategy(DDPStrategy):
 
     def setup(self, trainer) -> None:
         fits = trainer.state.fn == TrainerFn.FITTING
-        if self.world_size == 1:  # data come as with a single device
+        if self.world_size == 1:  # no sampler for several ranks
             trainer._accelerator_connector.use_distributed_sampler = False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -134,9 +136,11 @@ class EngineStrategy(DDPStrategy):
 
 
 class EngineFabricStrategy(FabricDDPStrategy):
-    """`Fabric(strategy=EngineFabricStrategy(config))`; as `EngineStrategy`. accumulation_steps: backward passes a step, at most, or any
-    number from 2 on where `fabric.no_backward_sync` tells which are not the last. Give model and optimizer to one call of setup, or the
-    model first."""
+    """`Fabric(strategy=EngineFabricStrategy(config))` works like `EngineStrategy`.
+
+    accumulation_steps: most backward passes of a step. Any number from 2 on is enough if `fabric.no_backward_sync` marks all passes but the
+    last. Pass model and optimizer to one call of setup, or the model first.
+    """
 
     def __init__(self, config: infinity.Config | None = None, *, accumulation_steps: int = 1, **options: Any) -> None:
         super().__init__(**options)
@@ -184,21 +188,21 @@ class EngineFabricStrategy(FabricDDPStrategy):
 
 
 class LogStats(Callback):
-    """`Trainer(callbacks=[LogStats()])`: the engine's stats() with each batch, by the trainer's own loggers."""
+    """`Trainer(callbacks=[LogStats()])` logs the engine's stats() after each batch, with the trainer's loggers."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         module.log_dict({name: float(value) for name, value in flattened(infinity.engine_of(module).stats()).items()})
 
 
 class _Passes(_BackwardSyncControl):
-    """What Fabric's no_backward_sync is of a model in an engine."""
+    """Fabric's no_backward_sync for a model in an engine."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool):
         return infinity.no_sync(module) if enabled else contextlib.nullcontext()
 
 
 def _leave_scaling(precision) -> None:
-    """The engine scales losses."""
+    """Switch off Lightning's loss scale: the engine has one."""
     precision.scaler = None
 
 
@@ -207,7 +211,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _in_engines(state) -> list[nn.Module]:
-    """Of what a program saves, in the order of the names."""
+    """The modules with an engine among the objects that a program saves, in the order of their names."""
     named = sorted(state.items()) if isinstance(state, dict) else [("", state)]
     return [each for _, each in named if isinstance(each, nn.Module) and has_engine(each)]
 
@@ -221,6 +225,6 @@ def _folder(path, number: int = 0) -> str:
 
 
 def _hyper_parameters(optimizer) -> dict:
-    """As plain data; states are in the folder."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there are none
+    """The optimizer's parameter groups as plain data. Its states are in the folder."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # it warns that there are no states
         return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}

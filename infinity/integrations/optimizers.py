@@ -1,6 +1,6 @@
-"""Which of our optimizers computes what one of torch's does, and how one becomes ours.
+"""The counterparts of torch's optimizers in infinity, and the conversion of an optimizer object.
 
-Knows names of classes and arguments. Must not know what they compute.
+Knows names of classes and arguments. Must not know the arithmetic of an optimizer.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 import infinity
 
 _KINDS = {torch.optim.AdamW: infinity.AdamW, torch.optim.Adam: infinity.Adam, torch.optim.SGD: infinity.SGD}
-_OF_KERNELS = {"foreach", "fused", "capturable", "differentiable"}  # which choose among kernels of torch's
-_OFF = {"amsgrad", "maximize", "decoupled_weight_decay"}  # which are off, or said by the class
+_OF_KERNELS = {"foreach", "fused", "capturable", "differentiable"}  # choose among kernels of torch
+_OFF = {"amsgrad", "maximize", "decoupled_weight_decay"}  # are off, or follow from the class
 
 
 def counterpart(kind: type[torch.optim.Optimizer], options: dict) -> tuple[type[infinity.Elementwise], dict]:
-    """(class, arguments) of ours for those of torch. Raises ConfigError where there is none."""
+    """infinity's class and arguments for those of torch. Raises ConfigError if there is no counterpart."""
     if issubclass(kind, infinity.Elementwise):
         return kind, dict(options)
     if kind is torch.optim.Adam and options.get("decoupled_weight_decay"):
@@ -23,24 +23,27 @@ def counterpart(kind: type[torch.optim.Optimizer], options: dict) -> tuple[type[
     if kind not in _KINDS or options.get("amsgrad") or options.get("maximize"):
         known = ", ".join(known.__name__ for known in _KINDS)
         raise infinity.ConfigError(
-            f"{kind.__module__}.{kind.__name__}({', '.join(options)}) has no counterpart whose states live in an engine's tiers. Choose one "
-            f"of {known} (optim='adamw_torch' or 'sgd' of TrainingArguments), or make an infinity.Elementwise with a rule of your own"
+            f"{kind.__module__}.{kind.__name__}({', '.join(options)}) has no counterpart in infinity. Choose one of {known} "
+            f"(optim='adamw_torch' or 'sgd' of TrainingArguments), or make an infinity.Elementwise with your own rule"
         )
     return _KINDS[kind], {name: value for name, value in options.items() if name not in _OF_KERNELS | _OFF}
 
 
 def convert(optimizer: torch.optim.Optimizer, **options) -> infinity.Elementwise:
-    """Make one of torch's, over parameters of an engine and not used yet, ours: the same object, so that schedulers go on with it.
+    """Turn an unused optimizer of torch, over parameters of an engine, into its counterpart. The object stays the same, for its schedulers.
 
-    options: of `infinity.Elementwise`. One that is ours is left as it is. Raises ConfigError where it has no counterpart or has states.
+    options: of `infinity.Elementwise`. An optimizer of infinity is returned unchanged. Raises ConfigError if the optimizer has no
+    counterpart, or has states.
     """
     if isinstance(optimizer, infinity.Elementwise):
         return optimizer
     kind, defaults = counterpart(type(optimizer), optimizer.defaults)
     for group in optimizer.param_groups:
-        counterpart(type(optimizer), group)  # which may have asked for what there is not
+        counterpart(type(optimizer), group)  # a group may have options without counterpart
     if optimizer.state:
-        raise infinity.ConfigError(f"{type(optimizer).__name__} has states already; give it over, with its model, before the first step")
+        raise infinity.ConfigError(
+            f"{type(optimizer).__name__} has states already. Pass the optimizer and its model to the trainer before the first step"
+        )
     unknown = optimizer.defaults.keys() - defaults.keys()
     groups = [{name: value for name, value in group.items() if name not in unknown} for group in optimizer.param_groups]
     is_watched = vars(optimizer).pop("step", None) is not None
@@ -52,7 +55,7 @@ def convert(optimizer: torch.optim.Optimizer, **options) -> infinity.Elementwise
 
 
 def _watch(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler was made over it, which looks whether step() has been called, in this way."""
+    """A scheduler was made over the optimizer, and checks in this way whether step() was called."""
     step = optimizer.step
 
     def watched(*args, **kwargs):

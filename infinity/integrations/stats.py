@@ -1,6 +1,6 @@
-"""What an engine counts as one line of numbers, for TensorBoard, Weights & Biases, MLflow and the like.
+"""The statistics of an engine as a flat dict of numbers, for TensorBoard, Weights & Biases, MLflow and the like.
 
-Knows nested dicts of numbers. Must not know what they say.
+Knows nested dicts of numbers. Must not know their meaning.
 """
 
 from __future__ import annotations

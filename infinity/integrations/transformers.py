@@ -1,13 +1,14 @@
-"""Trainer of transformers, and what is made from it, as TRL's trainers, over an engine: `offloaded`.
+"""Trainer of transformers, and its subclasses such as those of TRL, over an engine: `offloaded`.
 
-Knows what Trainer calls, and when. Must not know how an engine works.
+Knows the methods that Trainer calls, and when. Must not know how an engine works.
 """
 
 # [Note: what a Trainer must leave to the engine]
-# The place of the model, its replicas and its dtype: so Trainer does not move it, and accelerate is told that it is prepared already, which
-# spares it DistributedDataParallel and a forward under autocast. The optimizer: of the kind and with the numbers that the arguments say. The
-# norm is asked for in each step, so updates follow step(); torch's own clip_grad_norm_, which Trainer calls, does the rest. States: a
-# checkpoint has a folder of infinity.save beside the model's files, and resuming loads it after them.
+# - The device, the replicas and the dtype of the model. Trainer does not move the model. The model is marked as prepared, so that accelerate
+#   neither wraps it in DistributedDataParallel nor runs it under autocast.
+# - The optimizer. Its class and numbers come from the arguments. Trainer reads the gradient norm in each step, so updates run after step().
+#   torch's clip_grad_norm_, which Trainer calls, works with the engine's gradients.
+# - The states. A checkpoint has a folder of infinity.save beside the files of the model. Resuming loads the folder after these files.
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ Kind = TypeVar("Kind", bound=Trainer)
 STATES = "infinity"  # the folder of infinity.save in a checkpoint of Trainer
 
 
-def offloaded(trainer: type[Kind], config: infinity.Config | None = None, *, log_stats: bool = False) -> type[Kind]:
-    """The class of a Trainer whose model is trained by an engine: `offloaded(Trainer, config)(model=model, args=args, ...)`.
+def offloaded(trainer: type[Trainer], config: infinity.Config | None = None, *, log_stats: bool = False) -> type[Trainer]:
+    """A class of Trainer that trains its model with an engine: `offloaded(Trainer, config)(model=model, args=args, ...)`.
 
-    trainer: Trainer or a class made from it, such as those of TRL. config: of the engine; None where the model is in one already, as after
-    infinity.init, or for the defaults. log_stats: what is logged of training has the engine's stats(), too, for TensorBoard and the like.
-    The optimizer is infinity's of the kind that `args.optim` names, unless the program gives one: `optimizers=(infinity.AdamW(...), None)`.
+    trainer: Trainer or a subclass, such as those of TRL. config: of the engine. None if the model is in an engine already, as after
+    infinity.init, or for the defaults. log_stats: add the engine's stats() to the training logs, for TensorBoard and the like.
+    The optimizer is infinity's counterpart of `args.optim`, unless the program gives one: `optimizers=(infinity.AdamW(...), None)`.
     Call train, evaluate, predict and save_model on all ranks. Raises ConfigError for `bf16=True` or `fp16=True` over an engine of another
-    dtype, and for an optimizer that has no counterpart. Without both, an engine of bf16 or fp16 says in one line what it computes in.
+    dtype, and for an optimizer without a counterpart. Without both arguments, an engine of bf16 or fp16 prints one line about its dtype.
     """
     made = type(trainer.__name__, (_Offloaded, trainer), {"_config": config, "_log_stats": log_stats})
     made.__module__, made.__qualname__ = trainer.__module__, trainer.__qualname__
@@ -50,7 +51,7 @@ class _Offloaded:
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.args._n_gpu = min(self.args.n_gpu, 1)  # else the model would be replicated over the GPUs of this process
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # otherwise Trainer replicates the model over the GPUs of this process
         self._train_batch_size = self.args.train_batch_size
         self._take_model()
 
@@ -66,8 +67,8 @@ class _Offloaded:
         return found
 
     def _take_model(self) -> infinity.Engine:
-        """The engine of the model as it is now, adapters included."""
-        self.callback_handler.model = self.model  # instead of one that was made before, whose engine ends so
+        """The engine of the current model, adapters included."""
+        self.callback_handler.model = self.model  # no longer an earlier model, whose engine ends with it
         wanted = self.args.mixed_precision
         told = f"TrainingArguments({wanted}=True)" if wanted != "no" else "TrainingArguments without bf16=True or fp16=True"
         engine = taken(self.model, self._config, wanted, told=told, asked="{}=True".format)
@@ -93,13 +94,13 @@ class _Offloaded:
 
     def evaluation_loop(self, *args, **options):
         if any(param.requires_grad for param in self.model.parameters()):
-            self.create_optimizer()  # the engine plans with it, and starts with the first pass
+            self.create_optimizer()  # the engine plans with the optimizer, and starts with the first pass
         return super().evaluation_loop(*args, **options)
 
     # Checkpoints.
 
     def save_model(self, output_dir=None, _internal_call=False) -> None:
-        self._whole = self.model.state_dict()  # by all ranks: some versions of Trainer come to _save on the first alone
+        self._whole = self.model.state_dict()  # on all ranks: some versions of Trainer call _save on rank 0 only
         try:
             super().save_model(output_dir, _internal_call)
         finally:
@@ -118,7 +119,7 @@ class _Offloaded:
         infinity.load(os.path.join(checkpoint, STATES), self.model, _own(self.optimizer))
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True))
 
-    # What is logged.
+    # Logs.
 
     def log(self, logs, *args, **options) -> None:
         if self._log_stats and "loss" in logs:
@@ -127,10 +128,10 @@ class _Offloaded:
 
 
 def _own(optimizer) -> torch.optim.Optimizer:
-    """What accelerate has wrapped."""
+    """The optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _quiet():
-    """accelerate passes an optimizer's state_dict through, and back."""
+    """accelerate saves and loads the optimizer's state_dict, which warns that it has no states."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

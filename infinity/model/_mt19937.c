@@ -1,12 +1,12 @@
-/* _mt19937: where torch's generator of the CPU stands after some numbers, without drawing them.
+/* _mt19937: the state of torch's CPU generator after a number of draws, without drawing.
  *
- * Knows the bytes of `torch.Generator.get_state()`. Knows no tensor. The GIL is dropped while it works.
+ * Knows the bytes of `torch.Generator.get_state()`. Knows no tensor. The GIL is dropped during the work.
  *
  *   advance(state, count)
- *       Makes state, a writable buffer, that of the same generator after count more 32-bit numbers. Raises ValueError where it is none.
+ *       Advances state, a writable buffer, by count 32-bit numbers. Raises ValueError if state is not a generator's.
  *
- * A number itself costs torch 2 to 4 ns, with the float made of it; to pass it by costs 0.1 to 0.3 ns, since only the recurrence is left:
- * 624 words become the next 624, with nothing in the way of vectors.
+ * A number costs torch 2 to 4 ns, with the conversion to a float. Skipping a number costs 0.1 to 0.3 ns, because only the
+ * recurrence is left: 624 words become the next 624, and the loop vectorises.
  * Source: Matsumoto & Nishimura 1998 (MT19937).
  */
 #define PY_SSIZE_T_CLEAN
@@ -17,7 +17,7 @@
 
 enum { NUM_WORDS = 624, SHIFT = 397 };
 
-/* How torch keeps it (CPUGeneratorImplStateLegacy). words[next] is the next number, left - 1 of them are there; a seed leaves (1, 0). */
+/* torch's state (CPUGeneratorImplStateLegacy). words[next] is the next number, left - 1 are available; a seed leaves (1, 0). */
 struct state {
     uint64_t seed;
     int32_t left, seeded;
@@ -35,7 +35,7 @@ static inline uint32_t mixed(uint32_t high, uint32_t low)
     return (((high & 0x80000000u) | (low & 0x7fffffffu)) >> 1) ^ (-(low & 1u) & 0x9908b0dfu);
 }
 
-/* The words after these, so many times. In three runs, none of which reads what it writes. */
+/* Advances the words by `times` twists. Three loops, none of which reads its own results. */
 FOR_EACH_WIDTH
 static void twist(uint32_t *words, size_t times)
 {

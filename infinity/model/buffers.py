@@ -1,4 +1,4 @@
-"""Buffers that keep their dtype beside parameters that get the engine's: where a layer does not mix the two.
+"""Detects layers that do not mix the buffers' dtype with the engine's parameter dtype.
 
 Knows layers of torch.nn and tries them. Must not know engines.
 """
@@ -16,10 +16,11 @@ _CASTS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float32: "flo
 
 
 def refuse_unmixed(model: nn.Module, dtypes: Mapping[int, torch.dtype], device: torch.device) -> None:
-    """Raise ConfigError if a batch norm does not mix the dtypes of its statistics and its parameters on this device.
+    """Raise ConfigError if a batch norm does not mix the dtypes of statistics and parameters on this device.
 
     dtypes: of the parameters in an engine, by `id`.
-    All other layers of torch.nn promote what they mix, or have buffers of integers; so do rotary tables.
+
+    All other layers of torch.nn promote mixed dtypes, or have integer buffers. Rotary tables promote as well.
     """
     fails: dict[tuple[torch.dtype, torch.dtype], bool] = {}
     for name, module in model.named_modules():
@@ -33,8 +34,8 @@ def refuse_unmixed(model: nn.Module, dtypes: Mapping[int, torch.dtype], device: 
         if fails[pair]:
             kind, name = type(module).__name__, f"{name}.running_mean".lstrip(".")
             raise ConfigError(
-                f"the buffer {name} is of {mean.dtype} and the engine's parameters are of {dtype}, which {kind} does not mix on "
-                f'{device.type}, nor does it in plain PyTorch. Call `model.{_CASTS[dtype]}()` before infinity.offload, or inside '
+                f"the buffer {name} is of {mean.dtype} and the engine's parameters are of {dtype}, and {kind} does not mix these dtypes on "
+                f'{device.type}, as in plain PyTorch. Call `model.{_CASTS[dtype]}()` before infinity.offload, or inside '
                 f'infinity.init; or use infinity.Config(dtype="fp32") with a model of float32.'
             )
 

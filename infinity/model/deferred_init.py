@@ -1,16 +1,17 @@
-"""Values that an initialiser draws, drawn when they are needed and by several threads: their bits, and the generator, are torch's own.
+"""Draws the values of initialisers later, and with several threads. The values and the generator have torch's own bits.
 
-Knows tensors and torch's default generators. Must not know modules, parameters or who asks.
+Knows tensors and torch's default generators. Must not know modules, parameters or the caller.
 """
 
 # [Note: values drawn later]
-# `normal_`, `uniform_`, `fill_` and `zero_` overwrite a tensor by their arguments and the next numbers of a generator. So where this
-# stood says what the values are, in 5 KiB. On the CPU the generator is moved on without drawing (`_mt19937.c`), 10 to 40 times as fast as
-# torch draws in its one thread; a module's own initialisation, which its parent's overwrites, is never drawn. When the values are
-# needed, several threads draw a stripe each, from where the generator stood at its begin. Each element takes one 32-bit number, in
-# order, and normal ones are made 16 at a time, but for an odd end, which torch draws at once to say where the generator stands behind it:
-# [Note: the random numbers of a tiled layer] in tiled_layers.py. No version of torch promises that; `_is_as_torch` draws a little both
-# ways, once a process and dtype, and where they differ nothing is drawn later. On CUDA torch draws at once, and again if need be.
+# `normal_`, `uniform_`, `fill_` and `zero_` overwrite a tensor by their arguments and the next numbers of a generator. The generator's
+# state, 5 KiB, therefore determines the values. On the CPU the generator advances without drawing (`_mt19937.c`), 10 to 40 times as fast as
+# torch draws in one thread. A module's own initialisation that the parent overwrites is never drawn. When the values are needed, several
+# threads draw a stripe each, from the generator's state at the stripe's begin. Each element takes one 32-bit number, in order. Normal
+# numbers are made 16 at a time, except an odd end. torch draws this end at once, which gives the generator's state after the end:
+# [Note: the random numbers of a tiled layer] in tiled_layers.py. No version of torch guarantees this order. `_is_as_torch` therefore
+# compares a short draw in both ways, once per process and dtype, and without equality nothing is drawn later. On CUDA torch draws at once,
+# and again if needed.
 
 from __future__ import annotations
 
@@ -23,16 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infinity.model import _mt19937
 from infinity.model.tiled_layers import NORMAL_BLOCK
 
-STRIPE_NUMEL = 1 << 21  # a state of 5 KiB each: an 800th of bf16 values
+STRIPE_NUMEL = 1 << 21  # with a state of 5 KiB each: an 800th of bf16 values
 
 _aten = torch.ops.aten
 _DRAWS = {_aten.normal_.default: "normal_", _aten.uniform_.default: "uniform_"}
 _FILLS = {_aten.zero_.default: "zero_", _aten.fill_.Scalar: "fill_"}
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose elements take one number each
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # dtypes whose elements take one number each
 
 
 class Drawn:
-    """What `func(*args)`, a method of tensors, makes of any values of one shape; states: of the generator, at each stripe's begin."""
+    """The values of `func(*args)`, a method of tensors that overwrites any values of one shape. states: of the generator, at each stripe's
+    begin.
+    """
 
     __slots__ = ("_args", "_device", "_name", "_shape", "_states", "_stripe_numel")
 
@@ -42,7 +45,7 @@ class Drawn:
 
     @torch.no_grad()
     def write(self, out: torch.Tensor, num_threads: int) -> None:
-        """Give the values to a 1-D tensor of their device."""
+        """Write the values to a 1-D tensor on their device."""
         if len(self._states) < 2 or num_threads < 2:
             for index in range(max(1, len(self._states))):
                 self._write(out, index)
@@ -70,8 +73,9 @@ class Drawn:
 
 
 def drawn_by(func, args: tuple, kwargs: dict, target: torch.Tensor):
-    """What func returns, which overwrites target, and a Drawn of the last values; or None, with the values in it, if they cannot be drawn
-    later."""
+    """(result of func, which overwrites target; a Drawn of the last values). The Drawn is None, and target has its values, if drawing later
+    is not possible.
+    """
     recorder = _Recorder(target)
     try:
         with recorder:
@@ -83,7 +87,7 @@ def drawn_by(func, args: tuple, kwargs: dict, target: torch.Tensor):
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees what is done to one tensor, and leaves its last draw for later."""
+    """Watches the operations on one tensor, and defers the last draw."""
 
     def __init__(self, target: torch.Tensor):
         super().__init__()
@@ -100,7 +104,7 @@ class _Recorder(TorchDispatchMode):
         return args[0]
 
     def settle(self) -> None:
-        """Let the target have its values."""
+        """Write the target's values now."""
         if self.drawn is not None:
             self.drawn.write(self._target.detach().view(-1), 1)
             self.drawn = None
@@ -109,7 +113,7 @@ class _Recorder(TorchDispatchMode):
         target, name = self._target, _DRAWS.get(func) or _FILLS.get(func)
         if name is None or kwargs.get("generator") is not None or target.dtype not in _DTYPES:
             return None
-        func(target.detach().view(-1)[:0], *args)  # raises for arguments that are none
+        func(target.detach().view(-1)[:0], *args)  # raises for invalid arguments
         if func in _FILLS:
             return Drawn(name, args, target.shape, target.device, [], 1)
         if target.device.type == "cuda":
@@ -123,18 +127,18 @@ class _Recorder(TorchDispatchMode):
 
 
 def _is_whole(tensor, target: torch.Tensor) -> bool:
-    """Whether it is all of the target: itself, detached, or viewed."""
+    """Whether a tensor covers the whole target: the same, detached, or viewed."""
     same = isinstance(tensor, torch.Tensor) and tensor.device == target.device and tensor.dtype is target.dtype
     return same and tensor.data_ptr() == target.data_ptr() and tensor.shape == target.shape and tensor.is_contiguous()
 
 
 def _last_begin(numel: int, stripe_numel: int) -> int:
-    """Where the last of the stripes begins, which has a whole block of normal numbers."""
+    """The begin of the last stripe, which has at least one whole block of normal numbers."""
     return max(0, numel - NORMAL_BLOCK) // stripe_numel * stripe_numel
 
 
 def _pass_by(generator: torch.Generator, name: str, args: tuple, numel: int, dtype: torch.dtype, stripe_numel: int) -> list[torch.Tensor]:
-    """Move a generator behind a draw of so many elements; returns its states at the begins of stripes."""
+    """Advance a generator past a draw of numel elements. Returns the states at the begins of stripes."""
     last, end, state, states = _last_begin(numel, stripe_numel), _last_begin(numel, NORMAL_BLOCK), generator.get_state(), []
     for begin in range(0, last + 1, stripe_numel):
         states.append(state.clone())
@@ -146,7 +150,7 @@ def _pass_by(generator: torch.Generator, name: str, args: tuple, numel: int, dty
 
 @functools.cache
 def _is_as_torch(dtype: torch.dtype) -> bool:
-    """Whether this torch draws as [Note: values drawn later] says."""
+    """Whether this torch draws in the order of [Note: values drawn later]."""
     for name in _DRAWS.values():
         for numel in (NORMAL_BLOCK, 40 * NORMAL_BLOCK, 60 * NORMAL_BLOCK + 5):
             generator, args = torch.Generator(), (0.25, 2.0)

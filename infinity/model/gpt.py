@@ -1,7 +1,7 @@
-"""A plain GPT and its data: what the command line trains.
+"""A plain GPT and its data: the model of the command line.
 
-An ordinary PyTorch model that knows nothing of the engine; nothing in the engine knows of it. Text is read as bytes, so a
-vocabulary of 256 needs no tokenizer.
+An ordinary PyTorch model that does not know the engine, and that the engine does not know. Text is read as bytes, so a vocabulary of 256
+needs no tokenizer.
 """
 
 import sysconfig
@@ -23,9 +23,8 @@ INIT_STD = 0.02
 class GPT(nn.Module):
     """Pre-norm decoder of `layers` blocks with learned positions.
 
-    checkpoint_activations: keep only each block's input and compute the block again in backward. tie: the output layer
-    is the token embedding.
-    Source: Radford et al. 2019, section 2.3.
+    checkpoint_activations: keep only each block's input and compute the block again in backward. tie: the output layer is the token
+    embedding. Source: Radford et al. 2019, section 2.3.
     """
 
     def __init__(self, hidden, layers, heads, vocab, seq, checkpoint_activations=False, tie=False):
@@ -41,8 +40,9 @@ class GPT(nn.Module):
             self.head.weight = self.token.weight
 
     def forward(self, tokens, targets=None):
-        """tokens, targets: int64 [batch, length], length <= seq. Returns logits [batch, length, vocab] in the model's
-        dtype or, given targets, their mean cross entropy in fp32."""
+        """tokens, targets: int64 [batch, length], length <= seq. Returns logits [batch, length, vocab] in the model's dtype or, given
+        targets, their mean cross entropy in fp32.
+        """
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             if self.checkpoint_activations and torch.is_grad_enabled():
@@ -56,7 +56,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron, each added to its normalised input."""
+    """Causal self-attention, then a two-layer perceptron, each added to the unnormalised input."""
 
     def __init__(self, hidden, heads, residual_std):
         super().__init__()
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
 
 def _normal(module, std=INIT_STD):
-    """Each module is initialised as soon as it is built: nobody has to come back to it when the model is whole."""
+    """Initialise a module directly after construction, so that no later pass over the model is needed."""
     nn.init.normal_(module.weight, std=std)
     if getattr(module, "bias", None) is not None:
         nn.init.zeros_(module.bias)
@@ -100,11 +100,11 @@ def _normal(module, std=INIT_STD):
 
 
 class Batches:
-    """Micro-batches by number: the same (seed, step, micro) always gives the same tokens, whatever was asked for before.
+    """Micro-batches by number: the same (seed, step, micro) always gives the same tokens, whatever the earlier calls.
 
-    tokens: uint8 [n] to cut sequences from, or None for uniformly random ones below `vocab`. `batch` counts the sequences
-    of all ranks together; each rank gets its own batch / world of them, so a run on more ranks sees the same data.
-    Raises ConfigError if the batch cannot be shared out or the text is shorter than a sequence and its target.
+    tokens: uint8 [n] to cut sequences from, or None for uniformly random ones below `vocab`. `batch` counts the sequences of all ranks
+    together. Each rank gets batch / world of them, so a run on more ranks sees the same data. Raises ConfigError if the ranks cannot
+    share the batch equally, or the text is shorter than a sequence plus target.
     """
 
     def __init__(self, tokens, *, vocab, batch, seq, seed, rank=0, world=1):
@@ -134,7 +134,7 @@ class Batches:
 
 
 def read_bytes(paths: Sequence[str | Path]) -> np.ndarray:
-    """The files' bytes, one behind the other: uint8 [n]. Raises ConfigError naming a file that cannot be read."""
+    """The files' bytes, concatenated: uint8 [n]. Raises ConfigError naming a file that cannot be read."""
     parts = []
     for path in paths:
         try:
@@ -146,8 +146,9 @@ def read_bytes(paths: Sequence[str | Path]) -> np.ndarray:
 
 
 def standard_library_paths() -> list[Path]:
-    """The sources of Python's standard library, sorted: text that every machine has. Without installed packages and
-    without the library's own tests, which some systems leave out."""
+    """The sources of Python's standard library, sorted: a text that every machine has. Excludes installed packages and the library's own
+    tests, which some systems leave out.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     paths = (path.relative_to(root) for path in root.rglob("*.py"))

@@ -1,6 +1,6 @@
-"""Modules whose parameters are fetched together, whatever of them runs: `infinity.leaf`, and what is compiled as one.
+"""Modules whose parameters are fetched together, whichever submodules run: `infinity.leaf`, and compiled regions.
 
-Knows modules. Must not know how anything is fetched.
+Knows modules. Must not know how parameters are fetched.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _regions: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def leaf(module: torch.nn.Module) -> torch.nn.Module:
-    """Let the engine fetch all parameters below a module as one op, whatever of it runs; returns the module.
+    """Let the engine fetch all parameters below a module as one op, whichever submodules run. Returns the module.
 
-    For modules that choose at run time what they compute with, such as a mixture of experts: then ranks may choose differently.
-    The device must hold all of it. Call it before the optimizer is made; raises UsageError after the engine's start.
+    For modules that choose submodules at run time, such as a mixture of experts: ranks may then choose differently. The device must hold
+    all these parameters. Call this before the optimizer is created; raises UsageError after the engine's start.
     """
     if any(getattr(owner_of(param), "has_started", False) for param in module.parameters()):
         raise UsageError(f"infinity.leaf({type(module).__name__}) after the engine started; call it before the optimizer is made")
@@ -29,7 +29,7 @@ def leaf(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def note_region(module: torch.nn.Module) -> None:
-    """It is compiled as one, see [Note: compiled regions] in compiled.py."""
+    """Note that a module is compiled as one, see [Note: compiled regions] in compiled.py."""
     _regions.add(module)
 
 

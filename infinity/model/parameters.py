@@ -1,20 +1,20 @@
-"""What a parameter of an engine is to the program: an nn.Parameter while something holds it, else one that has no value to give.
+"""The classes of an engine's parameters: an nn.Parameter while a user holds the parameter, otherwise a placeholder without a value.
 
-Knows classes of tensors, and which engine to ask. Must not know where values are, or when they come.
+Knows classes of tensors, and the engine of each parameter. Must not know where values are, or when they come.
 """
 
 # [Note: parameters with two classes]
-# A parameter that an engine has taken is of one of two classes, both made from the one that it had. It is *held* inside `infinity.gathered`
-# and while an op that owns it runs, forward, again or backward; *unheld* at all other times, also where its bytes never leave the device:
-# so what a program may do with it does not depend on where it is. The object stays the same and changes its class, as torch's own lazy
-# parameters do; no op that runs pays for it.
+# A parameter of an engine has one of two classes, both derived from the original class. The parameter is *held* inside `infinity.gathered`
+# and while an op that owns it runs, forward, again or backward. At all other times it is *unheld*, even if the bytes never leave the
+# device. The behaviour of a parameter therefore does not depend on the place of the bytes. The object stays the same, and its class
+# changes, like torch's own lazy parameters. A running op pays nothing for this.
 #
-# Held: an nn.Parameter, but for `.data`. That is `detach()`, so that a write through it is counted as any other; and what is put there is
-# copied to where the value is, at once, so that it is the value for everybody.
+# Held: an nn.Parameter, except for `.data`. Reading `.data` is `detach()`, so a write through the result is counted like any other write. A
+# tensor assigned to `.data` is copied to the place of the value at once, and is then the value for all users.
 #
-# Unheld: what is as true of a placeholder is answered. For anything else the engine is asked to `compute` it: inside one of its ops it
-# holds the parameter for that one function, elsewhere it refuses. What comes of `detach()` and `.data` there, which libraries call for a
-# shape or a type, is `Absent`: it refuses later, if a value is asked of it.
+# Unheld: a question with the same answer for a placeholder is answered. For anything else the engine is asked to `compute` the function.
+# Inside one of its ops the engine holds the parameter for that one function; elsewhere the engine refuses. `detach()` and `.data`, which
+# libraries call for a shape or a type, return an `Absent`. An `Absent` refuses later, if a value is asked for.
 #
 # Both: a hook on the accumulated gradient runs before the engine's own hook, which takes the gradient away (`LastHook`). `param.grad` names
 # a gradient that has left, also while the backward pass runs. torch.autograd.grad looks at gradients: the engine takes none of them.
@@ -32,18 +32,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.errors import UsageError
 
-set_data = torch._C.TensorBase.data.__set__  # whatever the class of the parameter makes of `.data`
+set_data = torch._C.TensorBase.data.__set__  # torch's own setter, whatever the parameter's class does with `.data`
 get_grad, set_grad = torch._C.TensorBase.grad.__get__, torch._C.TensorBase.grad.__set__
 
 NO_COPY = (
-    "a model whose parameters are in an engine cannot be copied or pickled: they are only placeholders. Build the second one in "
-    "an infinity.init of its own and load the first one's state_dict(); for a running average, copy values inside "
+    "a model whose parameters are in an engine cannot be copied or pickled: these are only placeholders. Build the second model in "
+    "a separate infinity.init and load the first model's state_dict(). For a running average, copy values inside "
     "infinity.gathered."
 )
 
 
 class NotCopied:
-    """Mixed into what belongs to one engine."""
+    """Mixed into classes whose objects belong to one engine."""
 
     def __deepcopy__(self, memo):
         raise UsageError(NO_COPY)
@@ -76,7 +76,7 @@ def _metadata() -> frozenset:
     return frozenset(found | {getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)})
 
 
-METADATA = _metadata()  # functions of a tensor, as `__torch_function__` has them, to which its value does not matter
+METADATA = _metadata()  # functions of a tensor, as in `__torch_function__`, that do not depend on the value
 _CONVERSIONS = frozenset(
     getattr(torch.Tensor, name) for name in "to cpu cuda xpu type half bfloat16 float double contiguous".split() if hasattr(torch.Tensor, name)
 )
@@ -88,17 +88,17 @@ _VIEWS_LIKE = frozenset({torch.Tensor.view_as, torch.Tensor.expand_as})
 
 
 class LastHook(functools.partial):
-    """A hook on an accumulated gradient that runs after all other hooks of its parameter, whenever these are registered."""
+    """A hook on an accumulated gradient that runs after all other hooks of the parameter, even later ones."""
 
 
 def converts_to_itself(func, args: tuple, kwargs: dict) -> bool:
-    """Whether a conversion (`to`, `cpu`, `half`, ...) asks for the dtype and device that the tensor, args[0], has."""
+    """Whether a conversion (`to`, `cpu`, `half`, ...) asks for the present dtype and device of the tensor, args[0]."""
     like, found = _converted(func, args, kwargs)
     return found is like
 
 
 def refuse_conversion(func, args: tuple, kwargs: dict) -> None:
-    """Raise UsageError where a conversion of the tensor, args[0], asks for another dtype or device."""
+    """Raise UsageError if a conversion of the tensor, args[0], asks for another dtype or device."""
     like, found = _converted(func, args, kwargs)
     if isinstance(found, torch.Tensor) and (found.dtype, found.device) != (like.dtype, like.device):
         raise UsageError(
@@ -109,7 +109,7 @@ def refuse_conversion(func, args: tuple, kwargs: dict) -> None:
 
 
 def _converted(func, args: tuple, kwargs: dict) -> tuple[torch.Tensor, object]:
-    """An empty tensor of the dtype and device of args[0], and the result of the conversion of it."""
+    """An empty tensor with the dtype and device of args[0], and the result of converting that tensor."""
     with DisableTorchFunctionSubclass():
         like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
         return like, func(like, *args[1:], **kwargs)
@@ -120,12 +120,12 @@ def is_conversion(func) -> bool:
 
 
 def is_metadata(func, args: tuple, kwargs: dict) -> bool:
-    """Whether the value of a tensor, args[0], does not matter to the function. `type` without a type to convert to gives a name."""
+    """Whether the function does not depend on the value of the tensor, args[0]. `type` without a target type returns a name."""
     return func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs)
 
 
 class Managed:
-    """Mixed into both classes of a parameter: its gradient, and hooks on that."""
+    """Mixed into both classes of a parameter: the gradient, and hooks on the gradient."""
 
     __slots__ = ()
 
@@ -134,7 +134,7 @@ class Managed:
         with DisableTorchFunctionSubclass():
             found = get_grad(self)
         if found is None and torch._C._current_graph_task_id() != -1 and is_open(engine := owner_of(self)):
-            return engine.answers.departed_gradient(self)
+            return engine.parameter_values.departed_gradient(self)
         return found
 
     @grad.setter
@@ -151,12 +151,12 @@ class Managed:
             handle = torch.Tensor.register_post_accumulate_grad_hook(self, hook)
             hooks = self._post_accumulate_grad_hooks
             for key in [key for key, registered in hooks.items() if isinstance(registered, LastHook)]:
-                hooks[key] = hooks.pop(key)  # autograd goes by the order of insertion, which `move_to_end` leaves as it is
+                hooks[key] = hooks.pop(key)  # autograd uses the order of insertion, which `move_to_end` does not change
         return handle
 
 
 class Held(Managed):
-    """Mixed into the class of a parameter that something holds."""
+    """Mixed into the class of a held parameter."""
 
     __slots__ = ()
 
@@ -171,7 +171,7 @@ class Held(Managed):
             self.__class__ = _made_from[type(self)]
             set_data(self, value)
         elif value is not self:
-            engine.answers.take(self, value)
+            engine.parameter_values.take(self, value)
 
     def set_(self, *source) -> nn.Parameter:
         with torch.no_grad():
@@ -185,7 +185,7 @@ class Held(Managed):
 
 
 class Unheld(Managed):
-    """Mixed into the class of a parameter that nothing holds."""
+    """Mixed into the class of an unheld parameter."""
 
     __slots__ = ()
 
@@ -217,7 +217,7 @@ class Unheld(Managed):
             self.__class__ = _made_from[type(self)]
             set_data(self, value)
 
-    def set_(self, *source) -> nn.Parameter:  # which asks no `__torch_function__`
+    def set_(self, *source) -> nn.Parameter:  # without `__torch_function__`
         return ask(_set, (self, *source), {})
 
     def __repr__(self, **options):
@@ -235,7 +235,7 @@ class Unheld(Managed):
 
 
 class Absent(torch.Tensor):
-    """What `detach()` makes of a parameter that nothing holds: its shape and type."""
+    """The result of `detach()` of an unheld parameter: shape and type."""
 
     param: nn.Parameter
 
@@ -278,25 +278,25 @@ _set.__name__ = "set_"
 
 
 def ask(func, args: tuple, kwargs: dict):
-    """Have the engine compute a function of parameters that nothing holds. Raises UsageError where none may be read."""
+    """Let the engine compute a function of unheld parameters. Raises UsageError if the parameters may not be read now."""
     params = [tensor for tensor in _tensors((args, kwargs.values())) if isinstance(tensor, (Unheld, Absent))]
     absent = [tensor.param for tensor in params if isinstance(tensor, Absent)]
     engine = owner_of((absent or params)[0])
     if is_open(engine) and not absent:
         params = [param for param in params if owner_of(param) is engine]
-        if engine.answers.may_compute(params):
-            return engine.answers.compute(params, func, args, kwargs)
+        if engine.parameter_values.may_compute(params):
+            return engine.parameter_values.compute(params, func, args, kwargs)
     if func is torch.Tensor.detach:
         return absent[0] if absent else Absent(params[0])
     if func in _VIEWS_LIKE and params and args[0] is args[1]:
         return _leading_to_gradient(func, args[0])
-    if func is torch.Tensor.data_ptr:  # tells parameters apart
+    if func is torch.Tensor.data_ptr:  # used to distinguish parameters
         with DisableTorchFunctionSubclass():
             return func(*args)
-    name = engine.answers.name_of((absent or params)[0]) if engine is not None else "a parameter"
+    name = engine.parameter_values.name_of((absent or params)[0]) if engine is not None else "a parameter"
     if not is_open(engine):
         raise UsageError(
-            f"the engine is closed and {name} is only a placeholder; read what is to be kept before close(), or give the model values with "
+            f"the engine is closed and {name} is only a placeholder; read values before close(), or give the model values with "
             f"load_state_dict()"
         )
     if func in _CONVERSIONS:
@@ -310,7 +310,7 @@ def ask(func, args: tuple, kwargs: dict):
 
 
 def _leading_to_gradient(func, param: nn.Parameter) -> torch.Tensor:
-    """A view of a parameter like itself. Programs make one to find, behind its grad_fn, the node that accumulates the gradient."""
+    """A view of a parameter with the same shape. Programs use the view's grad_fn to find the node that accumulates the gradient."""
     with DisableTorchFunctionSubclass():
         view = func(param, param)
     view.__class__, view.param = Absent, param
@@ -319,16 +319,16 @@ def _leading_to_gradient(func, param: nn.Parameter) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _look_at(args: tuple, kwargs: dict):
-    """Inside the block, engines of these parameters take no gradient of a backward pass. If one engine refuses, none is told."""
+    """Inside the block, the engines of these parameters take no gradient of a backward pass. If one engine refuses, none is told."""
     params = [tensor for tensor in _tensors((args, kwargs.values())) if isinstance(tensor, Unheld)]
     with contextlib.ExitStack() as looks:
         for engine in {id(engine): engine for param in params if is_open(engine := owner_of(param))}.values():
-            looks.enter_context(engine.answers.look_at_gradients())
+            looks.enter_context(engine.parameter_values.look_at_gradients())
         yield
 
 
 def _with_edges(value):
-    """Arguments in which their places in autograd's graph stand for parameters that nothing holds."""
+    """The arguments with unheld parameters replaced by their places in autograd's graph."""
     if isinstance(value, Unheld):
         with DisableTorchFunctionSubclass():
             return torch.autograd.graph.get_gradient_edge(value)
@@ -352,7 +352,7 @@ _made_from: dict[type, type] = {}
 
 @functools.cache
 def classes_of(base: type) -> tuple[type, type]:
-    """What a parameter of this class is while it is held, and while it is not."""
+    """(the class of a held parameter, the class of an unheld one) for parameters of this class."""
     found = []
     for mixin in (Held, Unheld):
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__slots__": ()}
@@ -372,7 +372,7 @@ def owner_of(param: torch.Tensor):
 
 
 def engine_joined(param: torch.Tensor) -> tuple[object, str] | None:
-    """The engine whose model a parameter has joined since that was taken, as an adapter does, and the parameter's name there."""
+    """The engine whose model a parameter has joined since the engine's start, like an adapter does, and the parameter's name there."""
     for engine in {id(engine): engine for reference in list(_owners.values()) if is_open(engine := reference())}.values():
         if (model := engine.model) is not None:
             if name := next((name for name, found in model.named_parameters() if found is param), None):
@@ -393,17 +393,17 @@ def is_open(engine) -> bool:
 
 
 class TiedNames:
-    """Under which name each value came first into the state_dict that is being made: who saves files knows tied ones by their storage."""
+    """The first name of each value in the present state_dict. Libraries that save files recognise tied values by their storage."""
 
     def __init__(self):
         self._last: tuple[weakref.ref, dict[object, str]] | None = None
 
     def twin(self, state_dict: dict, name: str, value: object) -> torch.Tensor | None:
-        """What stands there under another name of the value, which is known by `value`, whatever may be hashed."""
+        """The entry of the same value under another name, or None. value: any hashable that identifies the value."""
         if self._last is None or self._last[0]() is not state_dict:
             try:
                 self._last = weakref.ref(state_dict), {}
-            except TypeError:  # of a kind that cannot be known again
+            except TypeError:  # of a type that cannot be referenced weakly
                 return None
         first = self._last[1].setdefault(value, name)
         return state_dict.get(first) if first != name else None

@@ -1,16 +1,16 @@
-"""Tensors of a model that share memory: which an engine can take apart without a change of what the model computes, and which not.
+"""Tensors of a model that share memory: separates those whose separation changes no result, and refuses the others.
 
 Knows modules, tensors and their addresses. Must not know engines, which give each parameter memory of its own.
 """
 
 # [Note: parameters that share memory]
-# Once parameters come and go, each has memory of its own, in every tier. So
+# Parameters that come and go each have memory of their own, in every tier.
 #
-#   - one nn.Parameter under several names is one parameter: tied, as ever;
-#   - parameters that were cut from one tensor, and overlap nowhere, lose nothing but their common version counter. Autograd would take
-#     an update of one for a change of the others, so each gets a counter of its own. It stays the same object, with its hooks;
-#   - two parameters with an element in common (`head.weight.data = embedding.weight.data`) would silently come apart, and a buffer or an
-#     attribute over a parameter's memory would keep old values: these are refused, with the line that says what is meant.
+# - One nn.Parameter under several names is one parameter: tied, as in plain PyTorch.
+# - Parameters that were cut from one tensor without overlap lose only their common version counter. Autograd would take an update of one
+#   for a change of the others, so each gets a separate counter. The object stays the same, with its hooks.
+# - Two parameters with a common element (`head.weight.data = embedding.weight.data`) would silently separate. A buffer or an attribute over
+#   a parameter's memory would keep old values. Both are refused, and the message names the line to write.
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from infinity.errors import ConfigError
 
 
 class _Place(NamedTuple):
-    """Where a tensor of a model lies: bytes [start, end). number: among all, parameters first. kind: "parameter", "buffer" or "attribute".
-    leaves: an engine takes it."""
+    """The memory of a tensor: bytes [start, end). number: position among all, parameters first. kind: "parameter", "buffer" or "attribute".
+    leaves: whether an engine takes the tensor.
+    """
 
     number: int
     kind: str
@@ -41,10 +42,10 @@ class _Place(NamedTuple):
 
 
 def refuse_shared(model: nn.Module) -> None:
-    """Raise ConfigError if a parameter of the model shares an element with another one, with a buffer or with a module's attribute."""
-    with torch._C.DisableTorchFunction():  # nobody is to bring back a parameter that is under construction, for its address
+    """Raise ConfigError if a parameter of the model shares an element with another parameter, a buffer or a module's attribute."""
+    with torch._C.DisableTorchFunction():  # an address must not fetch a parameter under construction
         places = sorted(_places(model), key=lambda place: (place.device, place.start))
-    near: list[_Place] = []  # of those that begin before it, what may reach into a place
+    near: list[_Place] = []  # earlier places that may overlap the present one
     for place in places:
         near = [other for other in near if other.device == place.device and other.end > place.start]
         for other in near:
@@ -54,7 +55,7 @@ def refuse_shared(model: nn.Module) -> None:
 
 
 def part_versions(params: Iterable[nn.Parameter]) -> None:
-    """Give each parameter a version counter of its own, where several have one; see [Note: parameters that share memory]."""
+    """Give each parameter a separate version counter, if several share one; see [Note: parameters that share memory]."""
     before = [(param, param._version) for param in params]
     for param, _ in before:
         torch.autograd.graph.increment_version(param)
@@ -64,7 +65,7 @@ def part_versions(params: Iterable[nn.Parameter]) -> None:
 
 
 def _renew_version(param: nn.Parameter) -> None:
-    """What is behind the object is another tensor now, over the same memory; hooks and gradient are behind it, too, and come along."""
+    """Replace the tensor behind the object by a new one over the same memory. Hooks and gradient belong to that tensor and are copied."""
     fresh = nn.Parameter(param.data, requires_grad=param.requires_grad)
     hooks, last_hooks, grad = param._backward_hooks, param._post_accumulate_grad_hooks, param.grad
     torch._C._swap_tensor_impl(param, fresh)
@@ -72,7 +73,7 @@ def _renew_version(param: nn.Parameter) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    """Of parameters, buffers and attributes, each tensor once."""
+    """The places of parameters, buffers and attributes, each tensor once."""
     known = set()
     for kind, name, tensor in (
         *(("parameter", *named) for named in model.named_parameters()),
@@ -89,8 +90,9 @@ def _places(model: nn.Module) -> Iterator[_Place]:
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that modules have as plain attributes, or in a list, tuple or dict that is one; but for what a hook makes anew before each
-    forward pass, as torch.nn.utils.spectral_norm does."""
+    """Tensors in plain attributes of modules, or in lists, tuples or dicts there. Excludes tensors that a hook makes again before each
+    forward pass, like torch.nn.utils.spectral_norm.
+    """
     for prefix, module in model.named_modules():
         made_anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         for name, value in vars(module).items():
@@ -103,19 +105,19 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it has elements, and values, by strides."""
+    """Whether a tensor has elements and strided values."""
     if nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
         return False
     return tensor.numel() > 0
 
 
 def _overlap(a: _Place, b: _Place) -> bool:
-    """Whether two tensors have a byte in common, also where what lies between the elements of one are elements of the other."""
+    """Whether two tensors have a common byte. Interleaved tensors without a common byte do not overlap."""
     return max(a.start, b.start) < min(a.end, b.end) and np.shares_memory(_Addresses(a), _Addresses(b))
 
 
 class _Addresses:
-    """A tensor as NumPy sees it, on whatever device: nobody reads there."""
+    """A tensor as a NumPy array, on any device: the memory is never read."""
 
     def __init__(self, place: _Place):
         strides = tuple(stride * place.dtype.itemsize for stride in place.stride)
@@ -124,12 +126,12 @@ class _Addresses:
 
 
 def _refusal(a: _Place, b: _Place) -> str:
-    """a is a parameter."""
+    """The message for two overlapping places. a: a parameter."""
     if b.kind != "parameter":
         line = f"{_path(b.name)} = {_path(b.name)}.detach().clone()"
         return (
-            f"the {b.kind} {b.name} lies in the memory of the parameter {a.name}, which leaves for the engine's tiers, so it would keep old "
-            f"values. Read {a.name} in forward instead; or give it memory of its own, before the engine takes the model: `{line}`."
+            f"the {b.kind} {b.name} lies in the memory of the parameter {a.name}, whose values move to the engine's tiers. The {b.kind} "
+            f"would keep old values. Read {a.name} in forward instead; or copy the {b.kind} before the engine takes the model: `{line}`."
         )
     where = "before infinity.offload, or inside infinity.init"
     if a[-5:] == b[-5:]:  # the same elements
@@ -140,11 +142,11 @@ def _refusal(a: _Place, b: _Place) -> str:
         )
     return (
         f"{a.name} and {b.name} are two parameters that share a part of their memory. The engine gives each parameter memory of its own, so "
-        f"they would come apart. Keep one of them and take a view of it in forward; or let them be two, {where}: "
+        f"they would come apart. Keep one of them and take a view of it in forward; or separate them, {where}: "
         f"`{_path(b.name)}.data = {_path(b.name)}.data.clone()`."
     )
 
 
 def _path(name: str) -> str:
-    """How a program writes it: numbers are indices."""
+    """A name as a program writes it: numbers are indices."""
     return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in name.split("."))

@@ -1,17 +1,17 @@
-"""What a program meets where it looks for values and gradients that are not there: state_dict, load_state_dict, param.grad.
+"""The program's access to values and gradients that are not on the device: state_dict, load_state_dict, param.grad.
 
-Knows modules and an engine that reads and writes whole parameters. Must not know where these live.
+Knows modules and an engine that reads and writes whole parameters. Must not know where parameters live.
 """
 
 # [Note: values by name]
-# A module's entries in a state_dict are replaced, as each is made, by the values that the engine has: one parameter at a time,
-# whole, on the CPU. Loading takes the entry away before PyTorch sees it, for PyTorch would copy it into a placeholder, or with
-# assign=True put another parameter in its place; the key does not count as missing afterwards.
+# When a module's entries in a state_dict are made, the engine's values replace them: one parameter at a time, whole, on the CPU. Loading
+# removes the entry before PyTorch sees the key. PyTorch would copy the value into a placeholder, or, with assign=True, replace the
+# parameter. Afterwards the key does not count as missing.
 #
 # [Note: gradients that have left]
-# After a backward pass `param.grad` is an object that has the gradient's shape, dtype and device. Of all together it gives the norm, and
-# it takes a factor for all: that is what torch.nn.utils.clip_grad_norm_ asks for, which so does what it says. It refuses everything else
-# with the remedy: what clips, scales or sums gradients must not silently find none. It goes before the next gradient arrives.
+# After a backward pass `param.grad` is an object with the gradient's shape, dtype and device. All such objects together give the norm, and
+# accept one factor: torch.nn.utils.clip_grad_norm_ needs no more, and therefore works. Everything else is refused with a remedy, because
+# code that clips, scales or sums gradients must not silently find none. The object is removed before the next gradient arrives.
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _OF_ITSELF = frozenset({torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, to
 
 
 NO_SCALER = (
-    "torch.amp.GradScaler looks for gradients in param.grad, which they leave for the engine's tiers: leave the scaler out. With dtype='fp16' "
-    "the optimizer scales the loss and skips steps that overflow by itself, as loss_scale=infinity.LossScale(...) says; bf16 and fp32 need no scale."
+    "torch.amp.GradScaler reads gradients in param.grad, but the engine moves them to its tiers. Leave the scaler out. With dtype='fp16' "
+    "the optimizer scales the loss and skips steps that overflow: see loss_scale=infinity.LossScale(...). bf16 and fp32 need no scale."
 )
 
 
@@ -43,7 +43,7 @@ class DepartedGradient(torch.Tensor):
         return torch.Tensor._make_subclass(cls, like.detach(), False)
 
     def answer_by(self, answers) -> None:
-        """answers: has `norm(gradients)` of all gradients together, and `scale(gradient, factor)`."""
+        """answers: an object with `norm(gradients)` of all gradients together, and `scale(gradient, factor)`."""
         self._answers = weakref.ref(answers)
 
     @property
@@ -60,7 +60,7 @@ class DepartedGradient(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if is_conversion(func):
-            if converts_to_itself(func, args, kwargs or {}):  # as by model.cpu()
+            if converts_to_itself(func, args, kwargs or {}):  # as in model.cpu()
                 return args[0]
             refuse_conversion(func, args, kwargs or {})
         if func in _NORMS and _is_euclidean(*args, **(kwargs or {})):
@@ -68,8 +68,8 @@ class DepartedGradient(torch.Tensor):
         if func in _FACTORS and len(args) == 2 and not isinstance(args[1], (tuple, list)):
             return _scale(*args)
         raise UsageError(
-            "gradients leave param.grad for the engine's tiers as they arrive, so they cannot be read or changed there one by one. "
-            "torch.nn.utils.clip_grad_norm_ clips all of them, as the optimizer's max_grad_norm=... does, which leaves the norm in "
+            "the engine moves each gradient from param.grad to its tiers, so single gradients cannot be read or changed there. "
+            "torch.nn.utils.clip_grad_norm_ clips all gradients, like max_grad_norm=... of the optimizer, which leaves the norm in "
             "optimizer.grad_norm; drop them with optimizer.zero_grad(); to look at one, use param.register_hook(...)."
         )
 
@@ -81,7 +81,7 @@ class DepartedGradient(torch.Tensor):
 
 
 class PartOfNorm(torch.Tensor):
-    """The norm of a gradient that the engine has taken, on its way into that of all, which alone is known; or several, stacked."""
+    """The unknown norm of one taken gradient, as a part of the norm of all gradients, which is known; or several, stacked."""
 
     of: DepartedGradient | list[torch.Tensor]
 
@@ -106,7 +106,7 @@ class PartOfNorm(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise UsageError(
-            "the norm of one gradient is not known: gradients leave for the engine's tiers, which sum the squares of all. "
+            "the norm of one gradient is not known: the engine moves gradients to its tiers and sums the squares of all. "
             "torch.nn.utils.clip_grad_norm_ and get_total_norm give the norm of all; to look at one gradient, use param.register_hook(...)."
         )
 
@@ -119,7 +119,7 @@ def _norm_of(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _norms(parts) -> list[torch.Tensor]:
-    """One a set of answers, for all parts of the norm that are of it, and what else is among the parts."""
+    """The norms of all parts, summed once per engine, and the other parts."""
     norms = [part for part in parts if not isinstance(part, PartOfNorm)]
     gradients: dict[object, list[DepartedGradient]] = {}
     for part in parts:
@@ -145,9 +145,9 @@ _FACTORS = frozenset({torch.Tensor.mul_, torch._foreach_mul_})
 
 
 class Facade:
-    """Puts itself between a model and its state_dict.
+    """Connects a model's state_dict to the engine.
 
-    answers: has `manages(param)`, `is_held(param)`, `read_weight(param)` and `write_weight(param, value)`.
+    answers: an object with `manages(param)`, `is_held(param)`, `read_weight(param)` and `write_weight(param, value)`.
     """
 
     def __init__(self, answers):
@@ -158,7 +158,7 @@ class Facade:
         self._attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def attach(self, model: nn.Module) -> None:
-        """Be asked by the modules that have parameters of the engine now."""
+        """Register hooks on modules with parameters of the engine."""
         for module in model.modules():
             own = (param for param in module._parameters.values() if param is not None)
             if module not in self._attached and any(map(self._answers().manages, own)):
@@ -168,7 +168,7 @@ class Facade:
                 module.register_load_state_dict_post_hook(lambda *args: self._forgive(*args))
 
     def close(self, away: dict[int, str]) -> None:
-        """The engine is closed: from now on the model has what it is given. away: placeholders, by their addresses."""
+        """The engine is closed: from now on the model keeps new values. away: placeholders, by their addresses."""
         self._answers, self._away = (lambda: None), away
 
     def _save(self, module: nn.Module, state_dict: dict, prefix: str, local_metadata) -> None:
@@ -188,11 +188,11 @@ class Facade:
         for name, param in self._managed(answers, module):
             value = state_dict.get(prefix + name)
             if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-                continue  # PyTorch says what is wrong
+                continue  # PyTorch reports the error
             if answers is None:
                 param.data = torch.empty_like(value, dtype=param.dtype, device=param.device)
             elif answers.is_held(param):
-                local_metadata["assign_to_params_buffers"] = False  # PyTorch copies it into the parameter, which is there
+                local_metadata["assign_to_params_buffers"] = False  # PyTorch copies into the parameter, which is held
             else:
                 answers.write_weight(param, value)
                 del state_dict[prefix + name]
@@ -205,7 +205,7 @@ class Facade:
                 incompatible.missing_keys.remove(key)
 
     def _managed(self, answers, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """The module's own parameters that are placeholders, or may be."""
+        """The module's own parameters that are, or may be, placeholders."""
         found = [(name, param) for name, param in dict.items(module._parameters) if param is not None]
         if answers is None:
             return [(name, param) for name, param in found if param.data_ptr() in self._away]

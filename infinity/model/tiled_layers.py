@@ -1,20 +1,20 @@
-"""Layers too large for the device as a row of small ones: the modules, what they compute, and their names in state dicts.
+"""Layers too large for the device, as a row of small modules: computation, initial values, and names in state dicts.
 
-Knows modules, parameters and random numbers. Must not know tiers, budgets or engines: an engine that fetches, frees and takes
-the gradient of one module at a time does so tile by tile, because each tile is a module.
-Source: Rajbhandari et al. 2021 (ZeRO-Infinity), section 5.1.3 (memory-centric tiling).
+Knows modules, parameters and random numbers. Must not know tiers, budgets or engines. Each tile is a module, so an engine that fetches,
+frees and takes the gradients of one module at a time works tile by tile. Source: Rajbhandari et al. 2021 (ZeRO-Infinity), section 5.1.3
+(memory-centric tiling).
 """
 
 # [Note: the random numbers of a tiled layer]
-# With the same seed a tiled layer has the weights of the plain one, and leaves the generator where that leaves it, without
-# ever drawing all of them at once. On the CPU uniform_ takes its numbers one after the other, so stripes continue where the
-# last one ended. normal_ does not: it draws all uniform numbers, turns each 16 of them into 16 normal ones, and if some are
-# left over at the end, draws the last 16 again. So stripes of normal numbers end at multiples of 16 elements, wherever the
-# tiles end, and the last one has 16 or more. CUDA's generators count otherwise: there the weights are as random, but others.
+# With the same seed a tiled layer has the weights of the plain layer, and leaves the generator in the same state, without drawing all of
+# them at once. On the CPU uniform_ takes numbers one after the other, so each stripe continues after the previous one. normal_ differs: it
+# draws all uniform numbers, turns each 16 of them into 16 normal ones, and draws the last 16 again if some are left over. Stripes of normal
+# numbers therefore end at multiples of 16 elements, whatever the tiles' borders, and the last stripe has 16 or more. CUDA's generators
+# count differently: the weights are equally random, but not the same.
 #
 # [Note: how a layer becomes its tiled form]
-# A layer that exists is cut in place: the object stays and changes its class. Whoever refers to it, by whatever name or in
-# whatever list, sees the tiled one. Its parameters do not stay, so whatever refers to these in a way of its own forbids it.
+# An existing layer is cut in place: the object stays, and its class changes. All references, under any name or in any list, then refer to
+# the tiled layer. The parameters are replaced, so a layer with other references to these parameters is not cut.
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from infinity.model.recompute import checkpoint
 
 NORMAL_BLOCK = 16  # elements that normal_ makes together on the CPU
 
-Grid = list[list[int]]  # tiles by their index, a list for each row of them
+Grid = list[list[int]]  # tiles by index, one list for each row of tiles
 
 
 class _LinearTile(nn.Linear):
-    """A part of a TiledLinear, which draws its first values for it."""
+    """A part of a TiledLinear, which draws the initial values."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None):
         nn.Module.__init__(self)
@@ -44,11 +44,11 @@ class _LinearTile(nn.Linear):
         self.register_parameter("bias", bias)
 
     def reset_parameters(self) -> None:
-        """What the whole layer's does, in its order."""
+        """No effect: the whole layer draws, in order."""
 
 
 class _EmbeddingTile(nn.Embedding):
-    """Some rows of a TiledEmbedding, which draws their first values."""
+    """Some rows of a TiledEmbedding, which draws their initial values."""
 
     def __init__(self, weight: nn.Parameter, padding_idx: int | None):
         nn.Module.__init__(self)
@@ -58,11 +58,11 @@ class _EmbeddingTile(nn.Embedding):
         self.weight = weight
 
     def reset_parameters(self) -> None:
-        """What the whole layer's does, in its order."""
+        """No effect: the whole layer draws, in order."""
 
 
 class Tiled(nn.Module):
-    """Has its parameters in `tiles`, and the state dict of the plain layer."""
+    """Has the parameters in `tiles`, and the state dict of the plain layer."""
 
     def _hold(self, tiles: list[nn.Module]) -> None:
         self.tiles = nn.ModuleList(tiles)
@@ -71,11 +71,11 @@ class Tiled(nn.Module):
         self.register_load_state_dict_post_hook(_forget_missing_tiles)
 
     def grids(self) -> dict[str, Grid]:
-        """Which tiles hold a part of the plain layer's parameter of that name."""
+        """By name of a plain layer's parameter: the tiles of each part."""
         raise NotImplementedError
 
     def cuts(self) -> Iterator[tuple[str, tuple[int, ...], list[tuple[int, tuple[slice, ...]]]]]:
-        """Of each parameter of the plain layer its name, its shape, and which tile has which part of it."""
+        """For each parameter of the plain layer: name, shape, and the tile of each part."""
         for name, grid in self.grids().items():
             params = [[getattr(self.tiles[index], name) for index in row] for row in grid]
             sizes = [[row[0].shape[0] for row in params]]
@@ -90,17 +90,17 @@ class Tiled(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The tiles' weights joined: differentiable, of full size and made anew each time. Writing to it changes no tile."""
+        """The tiles' weights joined: differentiable, of full size, and a new tensor each time. Writing to the result changes no tile."""
         return self._joined("weight")
 
 
 class TiledLinear(Tiled):
     """nn.Linear whose weight [out_features, in_features] is cut into out_tiles x in_tiles modules, as evenly as possible.
 
-    `tiles` holds them row by row; the first of each row has the row's bias. Maps [..., in_features] to [..., out_features].
-    Values equal those of nn.Linear up to rounding. Products of other sizes may round otherwise, and the gradient of the input, as the output
-    of a layer that is cut along in_features, is a sum over tiles.
-    Raises ConfigError for less than one tile or more than there are features.
+    `tiles` holds the modules row by row; the first of each row has the row's bias. Maps [..., in_features] to [..., out_features].
+    Values equal those of nn.Linear up to rounding. Products of other sizes may round differently. The gradient of the input is a sum
+    over tiles, and so is the output if the layer is cut along in_features. Raises ConfigError for less than one tile or more tiles than
+    features.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class TiledLinear(Tiled):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new values: those that nn.Linear would draw, see [Note: the random numbers of a tiled layer]."""
+        """Draw new values, the same as nn.Linear would draw, see [Note: the random numbers of a tiled layer]."""
         for row in self._rows():
             if self.in_tiles == 1:
                 nn.init.kaiming_uniform_(row[0].weight, a=math.sqrt(5))
@@ -169,7 +169,7 @@ class TiledLinear(Tiled):
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The tiles' biases joined, as `weight`."""
+        """The tiles' biases joined, like `weight`."""
         return self._joined("bias")
 
     def _rows(self) -> Iterator[list[nn.Linear]]:
@@ -189,8 +189,8 @@ class TiledLinear(Tiled):
 class TiledEmbedding(Tiled):
     """nn.Embedding whose rows are cut into `tiles` modules, as evenly as possible. Maps [...] to [..., embedding_dim].
 
-    Its output has the bits of the plain layer's. max_norm, scale_grad_by_freq and sparse are not supported.
-    Raises ConfigError for less than one tile or more than there are rows, or a padding_idx that is no row.
+    The output has the bits of the plain layer's output. max_norm, scale_grad_by_freq and sparse are not supported. Raises ConfigError
+    for less than one tile, more tiles than rows, or a padding_idx that is no row.
     """
 
     max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
@@ -216,7 +216,7 @@ class TiledEmbedding(Tiled):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, tiles: int) -> TiledEmbedding:
-        """The same function, with copies of a layer's values. Raises ConfigError for an option that is not supported."""
+        """The same function, with copies of a layer's values. Raises ConfigError for an unsupported option."""
         rows = _even(embedding.num_embeddings, tiles, "tiles")
         if found := unsupported_option(embedding):
             raise ConfigError(f"an embedding with {found} cannot be tiled; leave {found} out or keep the plain layer")
@@ -240,7 +240,7 @@ class TiledEmbedding(Tiled):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new values: those that nn.Embedding would draw, see [Note: the random numbers of a tiled layer]."""
+        """Draw new values, the same as nn.Embedding would draw, see [Note: the random numbers of a tiled layer]."""
         weights = [tile.weight for tile in self.tiles]
         total = sum(weight.numel() for weight in weights)
         size = -(-max(weight.numel() for weight in weights) // NORMAL_BLOCK) * NORMAL_BLOCK
@@ -271,7 +271,7 @@ class TiledEmbedding(Tiled):
 
 
 def become_tiled(layers: list[nn.Module], num_tiles: int) -> None:
-    """Cut plain layers that share their weight, in place, into so many tiles of rows; see [Note: how a layer becomes its tiled form]."""
+    """Cut plain layers with a common weight, in place, into num_tiles tiles of rows; see [Note: how a layer becomes its tiled form]."""
     weight = layers[0].weight
     sizes = _even(weight.shape[0], num_tiles, "tiles")
     weights = _cut(weight, sizes)
@@ -287,7 +287,7 @@ def become_tiled(layers: list[nn.Module], num_tiles: int) -> None:
 
 
 def unsupported_option(embedding: nn.Embedding) -> str | None:
-    """An option that tiles lack."""
+    """The name of an option that tiles lack, or None."""
     options = {"max_norm": embedding.max_norm is not None, "scale_grad_by_freq": embedding.scale_grad_by_freq}
     return next((name for name, is_set in {**options, "sparse": embedding.sparse}.items() if is_set), None)
 
@@ -295,18 +295,18 @@ def unsupported_option(embedding: nn.Embedding) -> str | None:
 def linear_cross_entropy(
     hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, *, ignore_index: int = -100, reduction: str = "mean"
 ) -> torch.Tensor:
-    """F.cross_entropy(head(hidden).float(), labels), of which only one tile's logits exist at a time, forward and backward.
+    """F.cross_entropy(head(hidden).float(), labels) with only one tile's logits in memory at a time, forward and backward.
 
-    hidden: [..., H]. head: a TiledLinear with in_tiles=1, or an nn.Linear, which is one tile. labels: int64 [...]. Returns
-    fp32: a scalar for reduction="mean" or "sum", [...] for "none". Each tile's logits are computed again in backward.
-    Raises ConfigError for another head, shape or reduction; on the CPU RuntimeError for a label that is no class.
+    hidden: [..., H]. head: a TiledLinear with in_tiles=1, or an nn.Linear, which is one tile. labels: int64 [...]. Returns fp32: a
+    scalar for reduction="mean" or "sum", [...] for "none". Each tile's logits are computed again in backward. Raises ConfigError for
+    another head, shape or reduction; on the CPU RuntimeError for a label that is no class.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ConfigError(f"reduction={reduction!r}: expected 'mean', 'sum' or 'none'")
     if not isinstance(head, (TiledLinear, nn.Linear)) or getattr(head, "in_tiles", 1) != 1:
         raise ConfigError(f"head={head}: expected a TiledLinear with in_tiles=1, or an nn.Linear")
     if hidden.shape[:-1] != labels.shape:
-        raise ConfigError(f"labels of shape {tuple(labels.shape)}: expected {tuple(hidden.shape[:-1])}, one a vector of hidden")
+        raise ConfigError(f"labels of shape {tuple(labels.shape)}: expected {tuple(hidden.shape[:-1])}, one label per vector of hidden")
     tiles = list(head.tiles) if isinstance(head, TiledLinear) else [head]
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     ignored = targets == ignore_index
@@ -331,7 +331,7 @@ def linear_cross_entropy(
 def _even(total: int, parts: int, what: str) -> list[int]:
     """Sizes that differ by at most one, the larger ones first."""
     if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= max(total, 1):
-        raise ConfigError(f"{what}={parts!r}: expected an integer from 1 to {max(total, 1)}, as there are {total} to cut")
+        raise ConfigError(f"{what}={parts!r}: expected an integer from 1 to {max(total, 1)}, the number of rows or columns")
     return [total // parts + (index < total % parts) for index in range(parts)]
 
 
@@ -341,7 +341,7 @@ def _slices(sizes: list[int]) -> list[slice]:
 
 
 def _cut(param: nn.Parameter, rows: list[int], columns: list[int] | None = None) -> list[nn.Parameter]:
-    """Copies of the parts, row by row, that are parameters as the whole is one: frozen or not, with its gradient and marks."""
+    """Copies of the parts, row by row, as parameters like the whole: frozen or not, with gradient and attributes."""
     parts = []
     whole, grad = param.detach(), param.grad
     for place in itertools.product(_slices(rows), *([_slices(columns)] if columns else [])):
@@ -368,9 +368,9 @@ def _copy_flat(values: torch.Tensor, tensors: list[torch.Tensor], begin: int) ->
 
 
 def _within(indices: torch.Tensor, begin: int, count: int, *, is_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index in the tile, 0 where it is in another one; whether it is in this one).
+    """(index in the tile, 0 if the index belongs to another tile; whether the index belongs to this tile).
 
-    What is in no tile counts to the first or last one, and is out of range there, too: that raises as in the plain layer.
+    An index in no tile counts to the first or last tile, and is out of range there: this raises like the plain layer.
     """
     local = indices - begin
     inside = torch.ones_like(local, dtype=torch.bool)
@@ -387,7 +387,7 @@ def _sums_of_tile(tile: nn.Module, flat: torch.Tensor, local: torch.Tensor) -> t
     return torch.logsumexp(logits, dim=-1), logits.gather(1, local.unsqueeze(1)).squeeze(1)
 
 
-# Names in state dicts: those of the plain layer.
+# Names in state dicts are those of the plain layer.
 
 
 _tied = TiedNames()
@@ -404,7 +404,7 @@ def _join_entries(module: Tiled, state_dict, prefix: str, local_metadata) -> Non
 
 
 def _cut_entries(module: Tiled, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
-    """Give each tile its part of `weight` and `bias`; what is wrong is told under these names."""
+    """Give each tile a part of `weight` and `bias`. Errors use these names."""
     unknown = [key for key in state_dict if key.startswith(f"{prefix}tiles.")]
     unexpected_keys += unknown
     for key in unknown:
@@ -427,7 +427,7 @@ def _cut_entries(module: Tiled, state_dict, prefix, local_metadata, strict, miss
 
 
 def _forget_missing_tiles(module: Tiled, incompatible_keys) -> None:
-    """What a tile lacks was told already, under the plain layer's name."""
+    """Drop missing keys of tiles: they were reported under the plain layer's name."""
     prefix = f"{vars(module).pop('_loading')}tiles."
     missing = incompatible_keys.missing_keys
     missing[:] = [key for key in missing if not key.startswith(prefix)]

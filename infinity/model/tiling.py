@@ -1,6 +1,6 @@
-"""Which layers of a model are cut into tiles, into how many, and where each tile's parameters lie in the plain layer's.
+"""Chooses the layers to cut into tiles, the number of tiles, and the place of each tile's parameters in the plain layer.
 
-Knows modules and what refers to their parameters. Must not know tiers, budgets or engines.
+Knows modules and references to their parameters. Must not know tiers, budgets or engines.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from torch import nn
 
 from infinity.model.tiled_layers import Tiled, become_tiled, unsupported_option
 
-AUTO_TILES = 8  # tiles of an "auto" size that the device has room for
-LEAST_AUTO_TILE_NBYTES = 64 << 10  # smaller ones would be no help: it is the budget that is wrong
+AUTO_TILES = 8  # tiles of an "auto" size that fit the device
+LEAST_AUTO_TILE_NBYTES = 64 << 10  # smaller tiles would not help: the whole budget is too small
 
 
 def tile_large_layers(model: nn.Module, *, above_nbytes: int, tile_nbytes: int, itemsize: int) -> list[tuple[str, int]]:
     """Cut, in place, every nn.Linear and nn.Embedding whose weight takes more than above_nbytes into tiles of rows.
 
-    A tile takes at most tile_nbytes, at least one row; itemsize: bytes of an element. Returns (name, number of tiles), by first
-    names. What several layers share is cut once. Left alone: subclasses, layers with hooks or options that tiles lack, weights
-    that anything else refers to; see [Note: how a layer becomes its tiled form]. The parameters are new ones: cut before an
-    optimizer is made.
+    A tile takes at most tile_nbytes, and has at least one row. itemsize: bytes of an element. Returns (name, number of tiles), by first
+    names. A weight of several layers is cut once. Not cut: subclasses, layers with hooks or options that tiles lack, and weights with
+    other references; see [Note: how a layer becomes its tiled form]. The parameters are new: cut before an optimizer is created.
     """
     num_tiles: dict[nn.Module, int] = {}
     for weight, layers in _weights_to_cut(model):
@@ -37,23 +36,23 @@ def tile_large_layers(model: nn.Module, *, above_nbytes: int, tile_nbytes: int, 
 
 
 def tile_to_fit(model: nn.Module, above: int | str | None, *, device_nbytes: int, itemsize: int) -> list[tuple[str, int]]:
-    """As `tile_large_layers`, by Config.tile_above: above so many bytes, none, or "auto", what does not fit a budget of the device."""
+    """Like `tile_large_layers`, by Config.tile_above: a number of bytes, None, or "auto" for layers that do not fit the device budget."""
     above_nbytes, tile_nbytes = tile_limits(above, device_nbytes)
     return tile_large_layers(model, above_nbytes=above_nbytes, tile_nbytes=tile_nbytes, itemsize=itemsize) if tile_nbytes else []
 
 
 def tile_limits(above: int | str | None, device_nbytes: int) -> tuple[int, int]:
-    """Bytes of a weight above which it is cut, and of a tile; 0 where nothing is. Arguments as of `tile_to_fit`."""
+    """(bytes above which a weight is cut, bytes of a tile); 0 if no layer is cut. Arguments as of `tile_to_fit`."""
     if above != "auto":
         return above or 0, above or 0
     tile = device_nbytes // AUTO_TILES
-    # With its gradient a layer takes twice its bytes; an eighth of the budget is for what else an op holds.
+    # With the gradient, a layer takes twice the bytes. An eighth of the budget is for the op's other memory.
     return device_nbytes * 7 // 16, tile if tile >= LEAST_AUTO_TILE_NBYTES else 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tile's parameter lies in the plain layer's one: its name and shape, and the first index in each dimension."""
+    """The place of a tile's parameter in the plain layer's parameter: name and shape, and the first index in each dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +60,7 @@ class Place:
 
 
 def places(model: nn.Module) -> dict[nn.Parameter, Place]:
-    """Of every parameter that is a part of a tiled layer's."""
+    """The places of all parameters that belong to tiled layers."""
     found: dict[nn.Parameter, Place] = {}
     for param, place in _placed(model):
         found.setdefault(param, place)
@@ -69,7 +68,7 @@ def places(model: nn.Module) -> dict[nn.Parameter, Place]:
 
 
 def tied(model: nn.Module) -> dict[str, str]:
-    """Other names of tiled layers' parameters, with the first one of each: those that `places` has."""
+    """Further names of tiled layers' parameters, each with the first name, as in `places`."""
     first = places(model)
     return {place.name: first[param].name for param, place in _placed(model) if place.name != first[param].name}
 
@@ -82,11 +81,11 @@ def _placed(model: nn.Module) -> Iterator[tuple[nn.Parameter, Place]]:
                 yield getattr(module.tiles[index], name), Place(f"{prefix}.{name}" if prefix else name, shape, begin)
 
 
-# Which layers.
+# The choice of layers.
 
 
 def _weights_to_cut(model: nn.Module) -> list[tuple[nn.Parameter, list[nn.Module]]]:
-    """Weights that only layers with a tiled form refer to, with these."""
+    """Weights that only layers with a tiled form refer to, with these layers."""
     users: dict[int, list[tuple[nn.Module, str]]] = {}
     elsewhere: set[int] = set()
     for module in model.modules():
@@ -96,7 +95,7 @@ def _weights_to_cut(model: nn.Module) -> list[tuple[nn.Parameter, list[nn.Module
         elsewhere.update(map(id, _parameters_in(attributes)))
 
     def is_alone(param: nn.Parameter, name: str) -> bool:
-        """Whether layers with a tiled form use it, under that name, and nothing else does."""
+        """Whether only layers with a tiled form use the parameter, under that name."""
         hooks = param._backward_hooks or param._post_accumulate_grad_hooks
         used = all(user == name and _has_tiled_form(module) for module, user in users[id(param)])
         return type(param) is nn.Parameter and not hooks and used and id(param) not in elsewhere
@@ -120,7 +119,7 @@ _HOOKS = (
 
 
 def _has_tiled_form(module: nn.Module) -> bool:
-    """Whether it is a plain layer, with nothing added that its tiled form would lack."""
+    """Whether a module is a plain layer without additions that the tiled form would lack."""
     if type(module) not in (nn.Linear, nn.Embedding) or (type(module) is nn.Embedding and unsupported_option(module)):
         return False
     added = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules or "forward" in vars(module)

@@ -1,4 +1,4 @@
-"""The arithmetic of an update, one shard at a time, and the torch.optim.Optimizers that a program sees of it.
+"""The arithmetic of an update, one shard at a time, and the torch.optim.Optimizers of a program.
 
-Knows flat tensors and hyper-parameters. Must not know chunks, tiers or where a shard lies.
+Knows flat tensors and hyper-parameters. Must not know chunks, tiers or the place of a shard.
 """

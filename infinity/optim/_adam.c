@@ -1,12 +1,12 @@
 /* _adam: the arithmetic of one optimizer step on host memory.
  *
- * Knows addresses, lengths and IEEE 754. Knows no tensor, tier, rank or file: adam.py checks what is passed in.
- * Addresses are ints; the caller keeps the memory alive. The GIL is dropped while a function works; any number of Python
- * threads may call, one call at a time has the pool. `threads` counts the caller; 0 is as many as the caller may run on.
- * One file, though long: what it shares, the pool and the rounding mode, is smaller than any split of it would add.
+ * Knows addresses, lengths and IEEE 754. Knows no tensor, tier, rank or file: adam.py checks the arguments.
+ * Addresses are ints; the caller keeps the memory alive. A function drops the GIL while it works. Any number of Python
+ * threads may call; one call at a time has the pool. `threads` includes the caller; 0 means all CPUs of the caller.
+ * This long file stays whole because its parts share the pool and the rounding mode.
  *
  *   isas() -> tuple[str, ...]
- *       What this CPU has of ("scalar", "avx2", "avx512"), widest last.
+ *       The members of ("scalar", "avx2", "avx512") that this CPU has, widest last.
  *   adam(weight, residual, momentum, variance, grad, numel, grad_is_fp32, scalars, decoupled, dither, threads, isa)
  *       Updates one shard in place, one pass: 12 bytes a parameter read, 12 written (8 and 8 with dither), and the gradient.
  *       weight is bf16[numel] and residual int16[numel], or weight fp32[numel] and residual 0; the moments are fp32[numel].
@@ -20,8 +20,8 @@
  *       Adds the squares of grad, which begins on a block border, to limbs, int64[72].
  *
  * [Note: the fixed arithmetic]
- * Each operation is fp32, rounded to nearest even, denormals kept, never contracted, square root and division correctly
- * rounded (Loshchilov & Hutter 2019, Algorithm 2, with the bias corrections folded into two scalars):
+ * Each operation is fp32, rounded to nearest even. Denormals are kept, and nothing is contracted. Square root and division
+ * are correctly rounded. Source: Loshchilov & Hutter 2019, Algorithm 2, with the bias corrections in two scalars:
  *
  *     p = join(weight, residual);  g = float(grad) * grad_scale
  *     coupled:  g = g + l2 * p     decoupled:  p = p * decay
@@ -31,50 +31,49 @@
  *     p = p - step_size * (m / d)
  *     weight, residual = split(p)
  *
- * ADAM below is the only place that spells it in C, for every width. A build needs -ffp-contract=off: AVX-512 has fused
- * operations and gcc would use them. Which NaN an operation returns is the one thing that IEEE leaves open, and a compiler
- * may swap operands; so each NaN that an update leaves behind is stored as 0x7FC00000. A NaN in m or v makes p a NaN:
- * testing p finds all.
+ * ADAM below is the only C code of these formulas, for every width. A build needs -ffp-contract=off, because gcc would use
+ * the fused operations of AVX-512. IEEE leaves one thing open: which NaN an operation returns. A compiler may swap operands.
+ * Every NaN that an update leaves behind is therefore stored as 0x7FC00000. A NaN in m or v makes p a NaN, so a test of p
+ * is sufficient.
  *
  * [Note: denormals at full speed]
- * An x86 processor takes some hundred cycles more for a vector of products of which one is a denormal or came from one: an
- * update was 6 to 13 times as long where gradients are about 1e-20, whose squares are denormals; and for good where a
- * momentum has nothing but zeros to follow, as in the row of an embedding that no batch asks for any more, since rounding
- * keeps 0.9 * x at 4 units of 2^-149. So AdamW runs with denormals flushed to zero, as operations take them and as they
- * leave them, and looks at what came of it. What is flushed is 2^-126 at most, and no scalar makes it more: grad_scale is
- * at most 1. That is less than half a unit of a sum that came out at 2^-100 or more, which is therefore right. Below that,
- *   - m and v are right where the gradient is zero and they were zero or 2^-125 at least; and v where no product was small
- *     and it was not negative, so that nothing cancels;
- *   - where the gradient is zero and they were less, their bits are integers, of units of 2^-149, and so are those of what
- *     they become: `decayed` rounds these once, from float64. What becomes zero is right, with its sign. A quotient of
- *     such an m is too small to move a p of 2^-58; the root of such a v, to move eps: `plan_flushes` knows for which
- *     scalars that holds;
- *   - p is right where it was zero and m is zero.
- * A vector with any other lane is done again with denormals kept. To do all that in float64, rounding after each operation,
- * took as long as the processor does.
+ * On an x86 processor, a vector of products takes some hundred cycles more if one product is a denormal or came from one.
+ * An update took 6 to 13 times as long with gradients of about 1e-20, whose squares are denormals. The same happens
+ * permanently to a momentum without gradients, as in the row of an embedding that no batch uses any more: rounding keeps
+ * 0.9 * x at 4 units of 2^-149. AdamW therefore runs with denormals flushed to zero, in operands and in results, and checks
+ * the results. A flushed value is at most 2^-126, and no scalar increases it: grad_scale is at most 1. This is less than
+ * half a unit of a sum of 2^-100 or more, which is therefore right. For smaller results:
+ *   - m and v are right if the gradient is zero and they were zero or at least 2^-125; v is also right if no product was
+ *     small and v was not negative, because nothing cancels then;
+ *   - if the gradient is zero and they were less, their bits are integers in units of 2^-149, before and after: `decayed`
+ *     rounds them once, from float64. A result of zero is right, with its sign. A quotient of such an m is too small to
+ *     change a p of 2^-58, and the root of such a v is too small to change eps: `plan_flushes` tests the scalars for this;
+ *   - p is right if it was zero and m is zero.
+ * A vector with any other lane is computed again with denormals kept. The whole computation in float64, rounded after each
+ * operation, took as long as the processor's own handling.
  *
  * [Note: weight and residual]
- * weight = (bits + 0x8000) >> 16, residual = bits - (weight << 16), which fits an int16 and so is just the low half of
- * bits; bits = (weight << 16) + residual mod 2^32 gives them back. The plain formula would turn the NaN 0x7FFFFFFF into
+ * weight = (bits + 0x8000) >> 16, residual = bits - (weight << 16). The residual fits an int16 and is the low half of bits.
+ * bits = (weight << 16) + residual mod 2^32 restores the master. The plain formula would turn the NaN 0x7FFFFFFF into
  * -0.0, so split makes a NaN's weight the quiet NaN of its sign and the residual 0.
  *
  * [Note: bf16 moments]
- * They are widened, updated and used in fp32, and rounded stochastically when stored: 16 random bits are added to the fp32
- * bits and the lower half is cut off. To nearest would lose every change below 1/256 of a value: at beta2 = 0.999 a
- * variance could not shrink. The bits are a hash of two keys and the element's index in its parameter, index + i below:
+ * bf16 moments are widened, updated and used in fp32, and stored with stochastic rounding: 16 random bits are added to the fp32
+ * bits and the lower half is cut off. Rounding to nearest would lose every change below 1/256 of a value: at beta2 = 0.999 a
+ * variance could not shrink. The random bits are a hash of two keys and the element's index in its parameter, index + i below:
  *
  *     x = (index + i + key0) * 0x85EBCA6B;  x ^= x >> 15;  x = (x ^ key1) * 0xC2B2AE35;  x ^= x >> 16
  *
- * (multipliers of MurmurHash3's finalizer, A. Appleby 2011). The momentum gets its low half, the variance its high one. The
- * lower half of an infinity and of the NaN that is stored is zero, so these stay what they are.
+ * (multipliers of MurmurHash3's finalizer, A. Appleby 2011). The momentum gets the low half, the variance the high half. The
+ * lower half of an infinity and of the stored NaN is zero, so both keep their values.
  *
  * [Note: sums without an order]
  * A gradient is cut into blocks of 1,024 elements, the last one padded with zeros. A block's sum is float64, in a fixed
- * order: lane j of 32 adds up the squares of elements i with i % 32 == j, in order; then the lanes are halved, lane j
- * taking lane j + 16, then j + 8, 4, 2, 1. (A square of an fp32 is exact in float64.) That float64 is added to a
- * fixed-point number: limb k counts units of 2^(32 k - 1126), each addition brings a limb less than 2^32, so 2^31 additions
- * fit, and limbs of several threads or ranks are added as integers. Limb 70 counts the blocks whose sum is infinite, limb
- * 71 those whose sum is a NaN. So any split, order, thread count and rank count give the same bits.
+ * order. Lane j of 32 adds the squares of elements i with i % 32 == j, in order. Then the lanes are halved: lane j
+ * takes lane j + 16, then j + 8, 4, 2, 1. (A square of an fp32 is exact in float64.) The sum is added to a
+ * fixed-point number. Limb k counts units of 2^(32 k - 1126). Each addition brings a limb less than 2^32, so 2^31 additions
+ * fit, and limbs of several threads or ranks are added as integers. Limb 70 counts the blocks with an infinite sum, limb
+ * 71 the blocks with a NaN. Every split, order, thread count and rank count therefore gives the same bits.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -92,7 +91,7 @@
 #define BLOCK 1024          /* of the norm */
 #define LANES 32            /* of a block */
 #define NUM_LIMBS 72
-#define TILE (32 * BLOCK)   /* what a thread takes at a time; below that a call does not wake the pool */
+#define TILE (32 * BLOCK)   /* elements that a thread takes at a time; a smaller call does not wake the pool */
 #define MAX_THREADS 256
 
 /* ---- the thread's rounding ---- */
@@ -100,7 +99,7 @@
 #define IEEE 0x1F80u        /* to nearest, denormals kept */
 #define FLUSHING 0x9FC0u    /* to nearest, denormals flushed */
 
-/* Returns what the thread had. No operation on memory is moved across it, and so none on what was loaded. */
+/* Returns the thread's previous mode. The compiler moves no operation on memory across the change. */
 static __attribute__((noinline)) unsigned set_mode(unsigned mode)
 {
 #if defined(__x86_64__)
@@ -126,7 +125,7 @@ INLINE float scalar_set(float x) { return x; }
 INLINE float scalar_sqrt(float x)
 {
 #if defined(__x86_64__)
-    return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x)));   /* sqrtf would call libm for errno's sake */
+    return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x)));   /* sqrtf would call libm for errno */
 #else
     return __builtin_sqrtf(x);
 #endif
@@ -173,8 +172,8 @@ typedef struct {
     int grad_is_fp32, decoupled, dithered;
     uint32_t key0, key1, index;
     float grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, step_size;
-    int flushes;        /* denormals, wherever that leaves no trace: [Note: denormals at full speed] */
-    uint32_t least_g;   /* bits: the square of a scaled gradient of this much or more, and what v takes of it, are normal */
+    int flushes;        /* flush denormals if no result changes: [Note: denormals at full speed] */
+    uint32_t least_g;   /* bits: from this scaled gradient on, its square and the term of v are normal */
 } Update;
 
 /* A single element is updated with denormals kept. */
@@ -187,16 +186,16 @@ INLINE int scalar_mend(const Update *u, const float *g0, const float *m0, const 
 }
 
 /* The bits of magnitudes in [Note: denormals at full speed]. */
-#define SMALL 0x0D800000u   /* 2^-100: no sum of this much or more feels what is flushed */
+#define SMALL 0x0D800000u   /* 2^-100: flushed values do not change a sum of at least this size */
 #define FEW 0x01000000u     /* 2^-125, which are as many units of 2^-149 */
-#define DEAF 0x22800000u    /* 2^-58: no p of this much or more feels a few such units of m */
+#define DEAF 0x22800000u    /* 2^-58: a few such units of m do not change a p of at least this size */
 
 /* ---- two vectors of eight or sixteen ---- */
 
-/* A 16-bit vector is as long as two of floats, so these come in pairs (one at a time: 18 % slower in cache, 7 % out of
- * it). An unpack interleaves within 128-bit lanes, so 64-bit words are put in the order that makes its results contiguous
- * before it, and back after a split. Interleaving makes (weight << 16) | residual: what a negative residual borrows from
- * the weight is settled on the 16-bit words. */
+/* A 16-bit vector is as long as two vectors of floats, so these come in pairs (one at a time: 18 % slower in cache, 7 % out
+ * of cache). An unpack interleaves within 128-bit lanes. The 64-bit words are therefore reordered before an unpack so that
+ * the results are contiguous, and reordered back after a split. Interleaving makes (weight << 16) | residual; the borrow of
+ * a negative residual is subtracted from the weight in the 16-bit words. */
 #if defined(__x86_64__)
 #define AVX2 __attribute__((target("avx2")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
@@ -293,7 +292,7 @@ AVX2 INLINE int avx2_any_small(const __m256 *m, const __m256 *v, const __m256 *p
     return _mm256_movemask_epi8(avx2_below(_mm256_min_epi32(_mm256_min_epi32(a, b), c), SMALL));
 }
 
-/* beta * x where that is not zero and `alone` is set: of x less than FEW, with a gradient of zero. Elsewhere what it was. */
+/* beta * x for x below FEW with a gradient of zero (`alone` is set) and x not zero. Other lanes keep their values. */
 AVX2 INLINE __m256 avx2_decayed(__m256 sum, __m256i alone, __m256 x, float beta)
 {
     __m256i units = avx2_magnitude(x);
@@ -304,7 +303,7 @@ AVX2 INLINE __m256 avx2_decayed(__m256 sum, __m256i alone, __m256 x, float beta)
     return _mm256_blendv_ps(sum, decayed, _mm256_castsi256_ps(_mm256_andnot_si256(avx2_is_zero(units), alone)));
 }
 
-/* Puts right what flushing has changed of m and v. Returns whether a lane may be wrong still. g0, m0, v0, p0: as stored. */
+/* Corrects m and v after flushing. Returns whether a lane may still be wrong. g0, m0, v0, p0: as stored. */
 AVX2 INLINE int avx2_mend(const Update *u, const __m256 *g0, const __m256 *m0, const __m256 *v0, const __m256 *p0,
                           const __m256 *g, __m256 *m, __m256 *v, const __m256 *p)
 {
@@ -464,8 +463,8 @@ AVX512 INLINE int avx512_mend(const Update *u, const __m512 *g0, const __m512 *m
 
 /* ---- adam ---- */
 
-/* UNIT elements are unrolled and ask for the lines that are read AHEAD elements later: 6-9 % faster on Zen 3, 256 to 1,024
- * alike; a unit of 128, which gcc no longer unrolls, is 10 % slower. To ask for what lies past the end is allowed. */
+/* UNIT elements are unrolled, and the lines of AHEAD elements later are prefetched: 6-9 % faster on Zen 3, equal for 256 to
+ * 1,024. A unit of 128, which gcc does not unroll, is 10 % slower. A prefetch past the end is allowed. */
 #define UNIT 64
 #define AHEAD 512
 
@@ -475,9 +474,9 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
         __builtin_prefetch((const char *)array + (i + AHEAD) * itemsize + k, 1);
 }
 
-/* Defines <isa>_adam(update, begin, end): [Note: the fixed arithmetic] on COUNT vectors V of WIDTH floats at a time, for
- * which + - * / are lanewise. The flags but `flushes` are constants wherever a step is inlined. A step returns 0 if it has
- * stored nothing, since denormals have to be kept. */
+/* Defines <isa>_adam(update, begin, end): [Note: the fixed arithmetic] on COUNT vectors V of WIDTH floats at a time. The
+ * operators + - * / of V are lanewise. All flags except `flushes` are constants in an inlined step. A step returns 0 if it
+ * has stored nothing because denormals must be kept. */
 #define ADAM(isa, TARGET, V, WIDTH, COUNT)                                                                             \
     TARGET INLINE int isa##_step(const Update *u, size_t i, int is_split, int fp32, int decoupled, int dithered,       \
                                  int flushes)                                                                          \
@@ -586,7 +585,7 @@ ADAM(avx2, AVX2, __m256, 8, 2)
 ADAM(avx512, AVX512, __m512, 16, 2)
 #endif
 
-/* ---- the plain passes: the compiler widens them, and the order of each is stated element by element ---- */
+/* ---- the plain passes: the compiler vectorises them, and each order is fixed element by element ---- */
 
 typedef struct { const float *master; uint16_t *weight; int16_t *residual; } Split;
 typedef struct { const uint16_t *weight; const int16_t *residual; float *master; } Join;
@@ -713,7 +712,7 @@ static const struct Isa { const char *name; Pass adam, split, join, accumulate, 
 #endif
 };
 
-/* How many of ISAS this CPU and its operating system have. */
+/* The number of ISAS that this CPU and its operating system have. */
 static int num_isas(void)
 {
 #if defined(__x86_64__)
@@ -728,10 +727,10 @@ static int num_isas(void)
 /* ---- the pool ---- */
 
 /* [Note: one job at a time]
- * A caller holds `entry` for its whole job, so `job` has one writer. It wakes all workers; the first `job.helpers` of them
- * take tiles beside the caller until none is left and count themselves out; the caller leaves when the count is 0, so no
- * worker still looks at its context. Workers are made when first asked for, never joined, take no signals, and do not
- * survive a fork: the child starts with an empty pool, whatever the parent's locks were doing.
+ * A caller holds `entry` for its whole job, so `job` has one writer. The caller wakes all workers. The first `job.helpers`
+ * workers take tiles beside the caller until none is left, and then count themselves out. The caller returns when the count
+ * is 0, so no worker still reads the job's context. Workers are created at their first use and never joined. They take no
+ * signals and do not survive a fork: the child starts with an empty pool, whatever the state of the parent's locks.
  */
 typedef struct { Pass pass; const void *context; size_t numel; int helpers; } Job;
 
@@ -741,7 +740,7 @@ static struct {
     int num_workers, num_busy;
     uint64_t serial;            /* of the job */
     Job job;
-    atomic_size_t next;         /* where its next tile begins */
+    atomic_size_t next;         /* begin of the next tile */
 } pool = {.entry = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER, .idle = PTHREAD_COND_INITIALIZER};
 
@@ -782,7 +781,7 @@ static void *worker(void *index)
     return NULL;
 }
 
-/* Makes workers up to `wanted`; fewer is no error, the caller works too. */
+/* Makes workers up to `wanted`. Fewer is no error, because the caller works too. */
 static void hire(int wanted)
 {
     sigset_t all, saved;
@@ -805,7 +804,7 @@ static int default_threads(void)
     return sched_getaffinity(0, sizeof cpus, &cpus) ? MAX_THREADS : CPU_COUNT(&cpus);
 }
 
-/* Runs pass over [0, numel) in tiles. The GIL is not held. */
+/* Runs pass over [0, numel) in tiles. The caller does not hold the GIL. */
 static void run(Pass pass, const void *context, size_t numel, int threads)
 {
     size_t num_tiles = (numel + TILE - 1) / TILE;
@@ -847,7 +846,7 @@ static PyObject *finish(Pass pass, const void *context, Py_ssize_t numel, int th
 {
     if (numel < 0)
         return PyErr_Format(PyExc_ValueError, "numel is %zd, expected 0 or more", numel);
-    if (numel == 0)     /* its addresses may be 0 */
+    if (numel == 0)     /* addresses may be 0 */
         Py_RETURN_NONE;
     Py_BEGIN_ALLOW_THREADS
     unsigned saved = set_mode(IEEE);
@@ -859,7 +858,7 @@ static PyObject *finish(Pass pass, const void *context, Py_ssize_t numel, int th
 
 INLINE int within(float x, float least, float most) { return x >= least && x <= most; }
 
-/* Whether what [Note: denormals at full speed] says holds for these scalars. A scalar that is a denormal would be flushed too. */
+/* Whether [Note: denormals at full speed] holds for these scalars. A denormal scalar would be flushed too. */
 static void plan_flushes(Update *u)
 {
     const float normal = 0x1p-126f;
@@ -910,7 +909,7 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
             isa = &ISAS[i];
     if (isa == NULL)
         return PyErr_Format(PyExc_ValueError, "isa is '%s', which this CPU does not have. Choose one of isas()", name);
-    unsigned saved = set_mode(IEEE);   /* rounding a scalar is part of the arithmetic */
+    unsigned saved = set_mode(IEEE);   /* the rounding of a scalar is part of the arithmetic */
     Update u = {
         .weight = AT(weight), .residual = AT(residual), .momentum = AT(momentum), .variance = AT(variance), .grad = AT(grad),
         .grad_is_fp32 = grad_is_fp32, .decoupled = decoupled, .dithered = dither != Py_None,

@@ -1,25 +1,24 @@
-"""The Adam update of one shard on a CUDA device, and the squares of its gradient, each in one pass over memory: the Triton face of the
-arithmetic in _adam.c.
+"""Triton kernels of the arithmetic in _adam.c: the Adam update of one shard, and the squares of a gradient, each in one pass over memory.
 
-Must not know anything but flat tensors and numbers. Importing it needs Triton. 16-bit floats come in as int16, so that their
-conversion to fp32 and back is integer arithmetic here as it is there.
+Knows only flat tensors and numbers. Importing this module needs Triton. 16-bit floats come in as int16, so their conversion to fp32 and
+back is integer arithmetic, as in _adam.c.
 """
 
 # [Note: contraction]
-# A multiplication and an addition that the compiler fuses round once instead of twice. enable_fp_fusion=False forbids that;
-# division and square root are the correctly rounded ones, and Triton flushes no denormals of its own accord.
+# A fused multiplication and addition rounds once instead of twice. enable_fp_fusion=False forbids the fusion. Division and square root are
+# the correctly rounded ones, and Triton flushes no denormals unasked.
 
 import torch
 import triton
 import triton.language as tl
 
 _BLOCK_NUMEL = 1024  # also of the norm
-_BLOCKS_AT_ONCE = 4  # of the norm, a warp each
-_UNSPECIALIZED = ["key0", "key1", "index"]  # a version for each value that divides by 16 would compile again and again
+_BLOCKS_AT_ONCE = 4  # blocks of the norm, one warp each
+_UNSPECIALIZED = ["key0", "key1", "index"]  # a version for each multiple of 16 would cause many compilations
 
 
 def adam(weight, residual, momentum, variance, grad, scalars, decoupled: bool, dither) -> None:
-    """All 1-D [numel], contiguous, on one CUDA device, of the dtypes that `adam.adam_step` takes.
+    """Update one shard. All tensors 1-D [numel], contiguous, on one CUDA device, in the dtypes of `adam.adam_step`.
 
     scalars: 9 doubles, each rounded to fp32 once. dither: (key0, key1, index) for bf16 moments, or None.
     """
@@ -52,19 +51,19 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int32 of the same 32 bits."""
+    """The int32 with the same 32 bits."""
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
 @triton.jit
 def _widen(bits):
-    """bf16 bits, int16, to fp32."""
+    """int16 bits of a bf16 to fp32."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _one_nan(value):
-    """The bits of an fp32 value, int32, with 0x7FC00000 for any NaN."""
+    """The int32 bits of an fp32 value, with 0x7FC00000 for every NaN."""
     return tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
 
 
@@ -134,7 +133,7 @@ def _adam(
 
 
 def block_sums(grad) -> torch.Tensor:
-    """The sums of squares of a gradient's blocks, float64 [num_blocks], as [Note: sums without an order] in _adam.c states them."""
+    """The sums of squares of a gradient's blocks, float64 [num_blocks], in the order of [Note: sums without an order] in _adam.c."""
     num_blocks = triton.cdiv(grad.numel(), _BLOCK_NUMEL)
     sums = torch.empty(num_blocks, dtype=torch.float64, device=grad.device)
     with torch.cuda.device_of(grad):
@@ -161,7 +160,7 @@ def _block_sums(grad_ptr, sums_ptr, numel, num_blocks, NARROW_GRAD: tl.constexpr
         grad = tl.load(grad_ptr + at + row * 32, mask=at + row * 32 < numel, other=0)
         wide = (_widen(grad) if NARROW_GRAD else grad).to(tl.float64)
         lanes += wide * wide
-    lanes = tl.sum(tl.reshape(lanes, (NUM, 2, 16)), axis=1)  # of two: there is one order
+    lanes = tl.sum(tl.reshape(lanes, (NUM, 2, 16)), axis=1)  # a sum of two values has one order
     lanes = tl.sum(tl.reshape(lanes, (NUM, 2, 8)), axis=1)
     lanes = tl.sum(tl.reshape(lanes, (NUM, 2, 4)), axis=1)
     lanes = tl.sum(tl.reshape(lanes, (NUM, 2, 2)), axis=1)

@@ -1,8 +1,9 @@
-"""The Adam update of one shard, the split master, and the exact gradient norm: the Python face of _adam.c.
+"""The Adam update of one shard, the split master, and the exact gradient norm, over _adam.c.
 
-Knows flat tensors, and of a parameter no more than the name that its random bits are drawn from. Must not know chunks, ranks
-or tiers. On the CPU the C kernel works on the tensors' own memory; on CUDA a Triton kernel does, and where there is no Triton
-elementwise torch operations do, all with equal bits: the arithmetic is that of [Note: the fixed arithmetic] in _adam.c.
+Knows flat tensors, and the parameter name that seeds the random bits. Must not know chunks, ranks or tiers. On the CPU the C kernel
+works on the tensors' own memory. On CUDA a Triton kernel works, or elementwise torch operations if Triton is missing. All give equal
+bits: see
+[Note: the fixed arithmetic] in _adam.c.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from infinity.optim import _adam
 NUM_LIMBS = 72
 BLOCK_NUMEL = 1024
 _LANES = 32
-_FALLBACK_NUMEL = 1 << 22  # of a gradient squared in float64 at a time
+_FALLBACK_NUMEL = 1 << 22  # elements of a gradient that are squared in float64 at a time
 _GRAD_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamScalars:
-    """What one update of one parameter group multiplies by. Doubles; the kernel rounds each to fp32 once."""
+    """The factors of one update of one parameter group. Doubles; the kernel rounds each to fp32 once."""
 
     grad_scale: float
     decay_or_l2: float
@@ -72,7 +73,7 @@ class AdamScalars:
         )
 
     def scaled(self, grad_scale: float) -> AdamScalars:
-        """The same for a gradient that is multiplied by grad_scale first."""
+        """The scalars for a gradient that is multiplied by grad_scale first."""
         return dataclasses.replace(self, grad_scale=self.grad_scale * grad_scale)
 
 
@@ -86,7 +87,7 @@ class Dither:
 
     @classmethod
     def of(cls, seed: int, name: str, step: int, index: int) -> Dither:
-        """Of a seed, a parameter's name, its optimizer step and the element to begin with: whatever chunk or rank it is in.
+        """The bits for a seed, a parameter's name, the optimizer step and the first element. Chunk and rank have no influence.
 
         One value serves up to the next multiple of 2^32 of the index.
         """
@@ -95,15 +96,15 @@ class Dither:
         return cls(int.from_bytes(key[:4], "little"), int.from_bytes(key[4:], "little"), index & 0xFFFFFFFF)
 
     def after(self, numel: int) -> Dither:
-        """Of the elements behind the next numel."""
+        """The bits for the elements after the next numel."""
         return Dither(self.key0, self.key1, self.index + numel)
 
     def of_pair(self, number: int) -> Dither:
-        """Of the moments 2 * number and 2 * number + 1 of a rule that has more than two."""
+        """The bits for moments 2 * number and 2 * number + 1 of a rule with more than two moments."""
         return Dither(self.key0, (self.key1 + 0x9E3779B9 * number) & 0xFFFFFFFF, self.index)
 
     def bits(self, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """32 random bits an element, int64 [numel]: what [Note: bf16 moments] in _adam.c states."""
+        """32 random bits per element, int64 [numel], as in [Note: bf16 moments] in _adam.c."""
         x = torch.arange(self.index + self.key0, self.index + self.key0 + numel, device=device) & 0xFFFFFFFF
         x = x * 0x85EBCA6B & 0xFFFFFFFF
         x = (x ^ x >> 15 ^ self.key1) * 0xC2B2AE35 & 0xFFFFFFFF
@@ -124,11 +125,11 @@ def adam_step(
 ) -> None:
     """Update one shard in place. All 1-D contiguous [numel] on one device; grad bf16 or fp32.
 
-    weight bf16 and residual int16 are a split master ([Note: weight and residual] in _adam.c); weight fp32 and residual
-    None are the master itself. The moments are fp32, or with `dither`, for a split master, bf16 and rounded stochastically
-    ([Note: bf16 moments] in _adam.c). threads: 0 is one for each CPU that the calling thread may run on. isa: one of
-    `_adam.isas()`, "triton" or "torch" forces a variant. All give equal bits; a NaN is left behind as 0x7FC00000.
-    Raises ValueError if lengths, dtypes or devices differ, or if the CPU lacks isa.
+    weight bf16 and residual int16 are a split master ([Note: weight and residual] in _adam.c); weight fp32 and residual None are the
+    master itself. The moments are fp32, or, with `dither` and a split master, bf16 with stochastic rounding ([Note: bf16 moments] in
+    _adam.c). threads: 0 means one for each CPU of the calling thread. isa: one of `_adam.isas()`, "triton" or "torch" forces a variant.
+    All give equal bits; every resulting NaN is 0x7FC00000. Raises ValueError if lengths, dtypes or devices differ, or if the CPU lacks
+    isa.
     """
     _check(weight, "weight", torch.float32 if residual is None else torch.bfloat16)
     if residual is not None:
@@ -178,7 +179,7 @@ def split_master(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [numel] -> (weight bf16 [numel], residual int16 [numel]), into `out` if given.
 
-    Exact, but for a NaN, which becomes the quiet NaN of its sign.
+    Exact, except that a NaN becomes the quiet NaN of its sign.
     """
     _check(master, "master", torch.float32)
     if out is None:
@@ -221,31 +222,33 @@ def accumulate_(dst: torch.Tensor, src: torch.Tensor, first: bool, *, threads: i
 
 
 class NormAccumulator:
-    """The L2 norm of gradients that arrive in pieces; its bits depend on no order, split, thread or rank count.
+    """The L2 norm of gradients that arrive in pieces. Order, split, thread count and rank count do not change the bits.
 
-    Good for 2^41 elements. What is added on a CUDA device is queued there: nothing waits for it until the limbs are asked for.
+    Sufficient for 2^41 elements. Additions on a CUDA device are queued there, and nothing waits for them until `limbs` is read.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
         self._limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=device)
-        self._block_sums: list[torch.Tensor] = []  # that the limbs lack, all on one device
+        self._block_sums: list[torch.Tensor] = []  # not yet in the limbs, all on one device
 
     @property
     def limbs(self) -> torch.Tensor:
-        """int64 [72], the sum of squares as a fixed-point number ([Note: sums without an order] in _adam.c). Adding the limbs of two
-        accumulators as integers adds what they have seen: all_reduce them with SUM, in place."""
+        """int64 [72], the sum of squares as a fixed-point number ([Note: sums without an order] in _adam.c). The integer sum of the limbs
+        of two accumulators is their common sum: all_reduce the limbs with SUM, in place.
+        """
         return self.settled()._limbs
 
     def settled(self) -> NormAccumulator:
-        """Itself, once all that is queued has been added."""
+        """Adds all queued sums and returns self."""
         if self._block_sums:
             self._limbs += _limbs_torch(torch.cat(self._block_sums)).to(self._limbs.device)
             self._block_sums = []
         return self
 
     def add(self, grad: torch.Tensor, *, threads: int = 0, isa: str | None = None) -> None:
-        """grad: bf16, fp16 or fp32, 1-D contiguous; it begins on a border of 1,024 elements of its parameter. isa: "triton" or "torch"
-        forces a variant."""
+        """grad: bf16, fp16 or fp32, 1-D contiguous, beginning at a multiple of 1,024 elements of its parameter. isa: "triton" or "torch"
+        forces a variant.
+        """
         _check(grad, "grad", *_GRAD_DTYPES, torch.float16)
         if grad.dtype == torch.float16:
             for part in grad.split(_FALLBACK_NUMEL):
@@ -273,7 +276,7 @@ class NormAccumulator:
         *digits, num_infinite, num_nan = self.limbs.tolist()
         if num_nan or num_infinite:
             return math.nan if num_nan else math.inf
-        # Units of 2^-1126, shifted so that the root has over 53 bits; its last bit stands for all that are cut off.
+        # Units of 2^-1126, shifted so that the root has over 53 bits. The last bit stands for all bits that are cut off.
         total = sum(digit << (32 * k) for k, digit in enumerate(digits)) << 128
         root = math.isqrt(total)
         root = 2 * root + (root * root != total)
@@ -296,10 +299,9 @@ def _check(tensor: torch.Tensor, name: str, *dtypes: torch.dtype, like: torch.Te
 
 @torch.no_grad()
 def _adam_torch(weight, residual, momentum, variance, grad, s: AdamScalars, dither: Dither | None) -> None:
-    # One torch operation a rounding: addcmul_, lerp_ and alpha= would be contracted. No division by a scalar either,
-    # which on CUDA is a multiplication by the reciprocal. torch's own fp32 square root is MKL's on the CPU and 1 ulp off in
-    # one case of six; a float64 one within 1 ulp always rounds to the right fp32, since no root of an fp32 is that close
-    # to the middle of two.
+    # One torch operation per rounding: addcmul_, lerp_ and alpha= would be contracted. No division by a scalar, because on CUDA that is a
+    # multiplication by the reciprocal. torch's own fp32 square root is MKL's on the CPU and 1 ulp off in one case of six. A float64 root
+    # within 1 ulp always rounds to the right fp32, because no root of an fp32 is so close to the middle of two fp32 values.
     p = weight.clone() if residual is None else _join_torch(weight, residual)
     g = grad.float() * s.grad_scale
     if s.decoupled:
@@ -328,7 +330,7 @@ def _adam_torch(weight, residual, momentum, variance, grad, s: AdamScalars, dith
 
 @torch.no_grad()
 def store_dithered(target: torch.Tensor, value: torch.Tensor, random: torch.Tensor) -> None:
-    """target bf16 [numel] = value fp32 [numel], rounded by adding 16 random bits an element (int64 [numel])."""
+    """target bf16 [numel] = value fp32 [numel], rounded by adding 16 random bits per element (int64 [numel])."""
     target.view(torch.int16).copy_((value.view(torch.int32) + random.int()) >> 16)
 
 
@@ -354,14 +356,14 @@ def _block_sums_torch(grad: torch.Tensor) -> torch.Tensor:
     for row in range(1, squares.shape[1]):
         lanes = lanes + squares[:, row]
     while lanes.shape[1] > 1:
-        low, high = lanes.chunk(2, dim=1)
+        low, high = lanes.split(-(-lanes.shape[1] // 2), dim=1)
         lanes = low + high
     return lanes.squeeze(1)
 
 
 @torch.no_grad()
 def _limbs_torch(sums: torch.Tensor) -> torch.Tensor:
-    """The exact sum of float64 values, none negative, as limbs."""
+    """The exact sum of non-negative float64 values, as limbs."""
     bits = sums.view(torch.int64)
     exponent = bits >> 52 & 0x7FF
     mantissa = bits & 0xFFFFFFFFFFFFF | (exponent != 0).long() << 52

@@ -1,6 +1,6 @@
-"""The loss scale of fp16 training: gradients are multiplied up so that small ones do not flush to zero.
+"""The loss scale of fp16 training: gradients are multiplied so that small values do not flush to zero.
 
-Knows numbers and two autograd functions. Must not know gradients' whereabouts: the engine says whether a step overflowed.
+Knows numbers and two autograd functions. Must not know where gradients are: the engine reports an overflow.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from infinity.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """How the scale starts and moves, as in torch.amp.GradScaler. Raises ConfigError for values out of range.
+    """The initial scale and its changes, as in torch.amp.GradScaler. Raises ConfigError for values out of range.
 
-    It grows by `growth` after `interval` steps in a row without an overflow, and shrinks by `backoff` at each overflow, but
-    not below `minimum`. growth = backoff = 1 keeps it as it is.
+    After `interval` steps in a row without an overflow, the scale grows by the factor `growth`. At each overflow the scale shrinks by
+    the factor `backoff`, but not below `minimum`. growth = backoff = 1 keeps the scale constant.
     """
 
     initial: float = 2.0**16
@@ -46,8 +46,9 @@ class LossScale:
 
 
 class Scaler:
-    """The scale of one engine. Each of `world` ranks brings its part of the mean, so that their sum overflows no sooner than
-    one rank's gradient."""
+    """The scale of one engine. Each of `world` ranks contributes its part of the mean, so the sum overflows no earlier than one rank's
+    gradient.
+    """
 
     def __init__(self, settings: LossScale, world: int):
         self.settings = settings
@@ -57,15 +58,15 @@ class Scaler:
 
     @property
     def factor(self) -> float:
-        """What this rank's gradients are multiplied by."""
+        """The factor of this rank's gradients."""
         return self.scale / self.world
 
     def apply(self, output: torch.Tensor) -> torch.Tensor:
-        """The output in fp32; in backward its gradient is scaled, in fp32, and only then rounded to the output's dtype."""
+        """The output in fp32. In backward, the gradient is scaled in fp32 and only then rounded to the output's dtype."""
         return _Scaled.apply(output, self)
 
     def unapply(self, value: torch.Tensor) -> torch.Tensor:
-        """The same value; in backward its gradient is what it would be without the scale."""
+        """The same value. In backward, the scale is removed from the gradient."""
         return _Unscaled.apply(value, self)
 
     def update(self, overflow: bool) -> None:

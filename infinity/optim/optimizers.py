@@ -1,7 +1,7 @@
 """AdamW, Adam, SGD and Lion as torch.optim.Optimizers whose states live in the engine's tiers.
 
-Knows parameter groups and hyper-parameters. The engine does the work; must not know how. What an update computes is in
-rules.py; a rule of the user's own goes into `Elementwise`.
+Knows parameter groups and hyper-parameters. Must not know how the engine works. The updates are in rules.py; a user's own rule goes into
+`Elementwise`.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule, check_elemen
 from infinity.formats.format import STORAGES
 
 # [Note: a state_dict that refers]
-# Moments are larger than what a dict may hold in memory, so the dict says where they are: in the checkpoint that infinity.save has made of
-# this very state, or infinity.load has brought. As long as no step() came after that, the dict is plain data, which any library may pickle,
-# and load_state_dict of it is infinity.load, unless the moments are these still: libraries pass a dict through, and back. At all other times
-# there is nothing to refer to, and the dict refuses to be pickled.
+# Moments are too large for a dict in memory. The dict therefore names a checkpoint: the one that infinity.save made of this state, or that
+# infinity.load read. Until the next step() the dict is plain data, which any library may pickle. load_state_dict of such a dict calls
+# infinity.load, unless the optimizer still has these moments, because libraries pass a dict through and back. At all other times no
+# checkpoint exists, and the dict refuses to be pickled.
 
-REMEDY = "infinity.save and infinity.load keep them, infinity.save_dcp and load_dcp move them to and from other engines"
+REMEDY = "use infinity.save and infinity.load, or infinity.save_dcp and load_dcp for other engines"
 
-REFERENCE = "infinity"  # the key of a state_dict under which it says where moments are
-_follow: Callable | None = None  # a reference, given (reference, model, optimizer)
+REFERENCE = "infinity"  # the key of a state_dict under which the dict names the checkpoint
+_follow: Callable | None = None  # loads a checkpoint, given (reference, model, optimizer)
 
-_OF_KERNELS = ("foreach", "fused", "capturable", "differentiable")  # of torch's optimizers, without an effect on what they compute
+_OF_KERNELS = ("foreach", "fused", "capturable", "differentiable")  # arguments of torch's optimizers without effect on the results
 _RESERVED = tuple(dict.fromkeys(segment.name for storage in STORAGES.values() for segment in (*storage.weight, *storage.master)))
 
 
 class Elementwise(torch.optim.Optimizer):
-    """An optimizer over parameters of one engine that computes what its rule says.
+    """An optimizer over parameters of one engine. rule: the elementwise update.
 
-    defaults: the rule's hyper-parameters; a parameter group may give its own. max_grad_norm: clip the global gradient norm
-    to it (math.inf: only know it, as where the program clips by torch.nn.utils.clip_grad_norm_); `grad_norm` then holds the norm of the last
-    step, as step() found gradients, skipped or not. accumulation_steps: backward passes a step, at most, or as infinity.no_sync tells; their
-    gradients are summed in fp32. loss_scale: for fp16, how the scale starts and moves. Learning-rate schedulers and parameter groups work
-    as usual. Raises ConfigError for hyper-parameters out of range, parameters that no engine owns, a rule that is not
-    elementwise, or a loss scale without fp16.
+    defaults: the rule's hyper-parameters; a parameter group may override them. max_grad_norm: clips the global gradient norm (math.inf
+    measures the norm only, as for torch.nn.utils.clip_grad_norm_). `grad_norm` then holds the norm of the last step, skipped or not,
+    before clipping. accumulation_steps: the most backward passes per step, or as infinity.no_sync says; gradients are summed in fp32.
+    loss_scale: for fp16, the initial scale and its changes. Learning-rate schedulers and parameter groups work as usual. Raises
+    ConfigError for hyper-parameters out of range, parameters that no engine owns, a rule that is not elementwise, or a loss scale
+    without fp16.
     """
 
     if not TYPE_CHECKING:  # a type checker sees __init__ alone
@@ -81,7 +81,7 @@ class Elementwise(torch.optim.Optimizer):
         self.accumulation_steps = accumulation_steps
         self.loss_scale = loss_scale
         self.grad_norm: float | None = None
-        self._saved: tuple[dict, Callable] | None = None  # where this state is whole, once a function has returned
+        self._saved: tuple[dict, Callable] | None = None  # the checkpoint of this state, and the function after which it is complete
         self._names = tuple(defaults)
         super().__init__(params, {name: _tuples(value) for name, value in defaults.items()})
         self.state = States()
@@ -92,7 +92,7 @@ class Elementwise(torch.optim.Optimizer):
             raise ConfigError(str(error)) from error
         engines = {id(engine): engine for param in self._parameters() if (engine := self._engine_of(param))}
         if not engines:
-            raise ConfigError("none of the parameters has elements that can be updated; give the optimizer those that train")
+            raise ConfigError("no parameter of the optimizer can be updated; pass the trainable parameters")
         if len(engines) > 1:
             raise ConfigError("the parameters belong to several engines; make one optimizer for each")
         (self._engine,) = engines.values()
@@ -112,17 +112,17 @@ class Elementwise(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step() has used; those of the last step() are on their way and stay."""
+        """Drop gradients that no step() has used. Gradients of the last step() stay, because their updates may still run."""
         self._require_in_force("zero_grad()")
         self._engine.zero_grad()
 
     def _require_in_force(self, what: str) -> None:
-        """Raise UsageError if the engine has another optimizer by now."""
+        """Raise UsageError if the engine has another optimizer now."""
         if self._replaced_by is not None:
             raise UsageError(f"{what} of an optimizer that was replaced by the one of {self._replaced_by}. Use that one")
 
     def be_replaced(self, made_at: str) -> None:
-        """Note that another optimizer replaces this one. made_at: file and line of the call that makes the other one."""
+        """Note that another optimizer replaces this one. made_at: file and line of the call that creates the other optimizer."""
         self._replaced_by = made_at
 
     def add_param_group(self, param_group: dict) -> None:
@@ -131,27 +131,31 @@ class Elementwise(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def refer_to(self, checkpoint: dict | None, wait: Callable[[], object] = lambda: None) -> None:
-        """The state is that of this checkpoint, as plain data say which, until the next step(); None: of no one. It is whole once `wait` has
-        returned."""
+        """Note the checkpoint that holds this state until the next step(), as plain data; None: no checkpoint. The checkpoint is complete
+        once `wait` has returned.
+        """
         self._saved = None if checkpoint is None else (checkpoint, wait)
 
     def state_dict(self):
-        """Hyper-parameters, and after infinity.save or load, until the next step(), the step counts and where the moments are: plain data, see
-        [Note: a state_dict that refers]. At other times its "state" refuses to be read, and it cannot be pickled; a warning says so."""
+        """Hyper-parameters. After infinity.save or load, until the next step(), also step counts and the name of the checkpoint, as plain
+        data: see
+        [Note: a state_dict that refers]. At other times reading "state" and pickling are refused, and a warning says so.
+        """
         found = super().state_dict()
         if self._saved is None:
-            warnings.warn(f"optimizer.state_dict() has hyper-parameters, and no moments or step counts: {REMEDY}", UserWarning, stacklevel=2)
+            warnings.warn(f"optimizer.state_dict() has hyper-parameters, no moments and no step counts: {REMEDY}", UserWarning, stacklevel=2)
             return HyperParameters(found | {"state": States()})
         checkpoint, wait = self._saved
         wait()
         params = [param for group in self.param_groups for param in group["params"]]
-        state = {index: {"step": self._engine.answers.num_updates(param)} for index, param in enumerate(params) if self._engine.manages(param)}
+        state = {index: {"step": self._engine.parameter_values.num_updates(param)} for index, param in enumerate(params) if self._engine.manages(param)}
         return found | {"state": state, REFERENCE: dict(checkpoint)}
 
     def load_state_dict(self, state_dict):
-        """Set hyper-parameters, and of a dict that refers to a checkpoint all that infinity.load brings, the weights included, unless the
-        moments are those of this checkpoint still: call it on all ranks then. Raises CheckpointError where that checkpoint is gone, or has been
-        replaced; UsageError for a dict with states of another kind: `infinity.load` and `infinity.load_dcp` load these."""
+        """Set hyper-parameters. If the dict names a checkpoint, call infinity.load for it, weights included, unless the optimizer still has
+        these moments. All ranks must call together then. Raises CheckpointError if that checkpoint is gone or has been replaced. Raises
+        UsageError for a dict with states of another kind, which `infinity.load` and `infinity.load_dcp` load.
+        """
         state = state_dict.get("state")
         if (reference := state_dict.get(REFERENCE)) is not None:
             if self._saved is None or reference != self._saved[0]:
@@ -162,11 +166,11 @@ class Elementwise(torch.optim.Optimizer):
         self.state = States()
 
     def snapshot(self) -> list[dict]:
-        """The hyper-parameters of each group as plain numbers. Raises ConfigError for one that is out of range."""
+        """The hyper-parameters of each group as plain numbers. Raises ConfigError for values out of range."""
         return [self.hyper_parameters(group) for group in self.param_groups]
 
     def hyper_parameters(self, group: dict) -> dict:
-        """Those of a group, as plain numbers. Raises ConfigError for one that is out of range."""
+        """The hyper-parameters of a group as plain numbers. Raises ConfigError for values out of range."""
         found = {}
         for name in self._names:
             if name not in group:
@@ -185,7 +189,7 @@ class Elementwise(torch.optim.Optimizer):
         return found
 
     def _parameters(self):
-        """Those that can be updated: what has no elements, or is frozen and no floating-point number, is nobody's."""
+        """Parameters that can be updated. Excluded: parameters without elements, and frozen ones that are not floating-point."""
         params = [param for group in self.param_groups for param in group["params"]]
         return [param for param in params if param.numel() and (param.is_floating_point() or param.requires_grad)]
 
@@ -196,7 +200,7 @@ class Elementwise(torch.optim.Optimizer):
             engine = owner_of(param)
         if engine is None and param.is_complex():
             raise ConfigError(
-                f"a parameter of shape {tuple(param.shape)} is of {param.dtype}, which is not supported. Make it one of real numbers with a "
+                f"a parameter of shape {tuple(param.shape)} is of {param.dtype}, which is not supported. Make it a real parameter with a "
                 f"last dimension of 2, and use torch.view_as_complex(parameter) in forward."
             )
         if engine is None:
@@ -208,20 +212,21 @@ class Elementwise(torch.optim.Optimizer):
                 )
             raise ConfigError(
                 f"a parameter of shape {tuple(param.shape)} is in no engine. Build the model inside `with "
-                f"infinity.init(config):` or call infinity.offload(model, config) before making the optimizer, and take "
-                f"model.parameters() after that: large layers have new ones then (tile_above)."
+                f"infinity.init(config):` or call infinity.offload(model, config) before you create the optimizer. Call "
+                f"model.parameters() after that, because tiled layers have new parameters (tile_above)."
             )
         return engine
 
 
 class States(dict):
-    """Stands for the states of an optimizer where PyTorch has them by parameter: it is empty, for who goes through all of them, and
-    refuses to be asked for one, or whether there are any."""
+    """Takes the place of an optimizer's states in PyTorch. Iteration finds nothing. A request for one state, or whether any state exists,
+    is refused.
+    """
 
     def __getitem__(self, key):
         raise UsageError(f"an optimizer's states live in the engine's tiers and not in optimizer.state or state_dict(): {REMEDY}")
 
-    def __bool__(self):  # torch.distributed.checkpoint.state_dict asks, and would else call step() to have some
+    def __bool__(self):  # torch.distributed.checkpoint.state_dict asks, and would otherwise call step() to create states
         return self[None]
 
     def get(self, key, default=None):
@@ -234,23 +239,23 @@ class States(dict):
 
 
 class HyperParameters(dict):
-    """What an optimizer's `state_dict` has without states."""
+    """The `state_dict` of an optimizer without states."""
 
     def __reduce_ex__(self, protocol):
         raise UsageError(
-            f"optimizer.state_dict() has no states, for these live in the engine's tiers, and cannot be saved or copied: {REMEDY}. After "
-            f"infinity.save(folder, model, optimizer), until the next step(), it refers to that folder and can be saved."
+            f"optimizer.state_dict() cannot be saved or copied, because the states live in the engine's tiers: {REMEDY}. After "
+            f"infinity.save(folder, model, optimizer), until the next step(), state_dict() names that folder and can be saved."
         )
 
 
 def follow_references_by(load: Callable) -> None:
-    """load(reference, model, optimizer) brings the state that a state_dict refers to."""
+    """Set the function that loads the checkpoint of a state_dict: load(reference, model, optimizer)."""
     global _follow
     _follow = load
 
 
 class AdamW(Elementwise):
-    """Adam with decoupled weight decay; what plain PyTorch's AdamW computes. Keyword-only parameters: as in `Elementwise`.
+    """Adam with decoupled weight decay, with the results of plain PyTorch's AdamW. options: see `Elementwise`.
 
     Source: Loshchilov & Hutter 2019, Algorithm 2.
     """
@@ -273,7 +278,7 @@ class AdamW(Elementwise):
 
 
 class Adam(Elementwise):
-    """As `AdamW`, with weight decay as an L2 term of the gradient, as plain PyTorch's Adam. Source: Kingma & Ba 2015."""
+    """Adam with weight decay as an L2 term of the gradient, like plain PyTorch's Adam. Arguments as of `AdamW`. Source: Kingma & Ba 2015."""
 
     def __init__(
         self,
@@ -293,9 +298,9 @@ class Adam(Elementwise):
 
 
 class SGD(Elementwise):
-    """Stochastic gradient descent; what plain PyTorch's SGD computes. Keyword-only parameters: as in `Elementwise`.
+    """Stochastic gradient descent, with the results of plain PyTorch's SGD. options: see `Elementwise`.
 
-    Its record has a momentum only if `momentum` is above zero here; then groups may have momenta of their own.
+    Records have a momentum only if `momentum` is above zero here. Groups may then have momenta of their own.
     """
 
     def __init__(
@@ -317,7 +322,7 @@ class SGD(Elementwise):
 
 
 class Lion(Elementwise):
-    """Lion: the sign of an interpolated momentum. Source: Chen et al. 2023, Program 1. Keyword-only parameters: as in `Elementwise`."""
+    """Lion: the sign of an interpolated momentum. Source: Chen et al. 2023, Program 1. options: see `Elementwise`."""
 
     def __init__(
         self,
@@ -341,16 +346,16 @@ def _refuse_unknown(kind: type[Elementwise], options: dict[str, Any]) -> None:
     known = [name for name in parameters if name not in ("self", "params")]
     for name in [name for name in options if name not in {"params", *known}]:
         if name in _OF_KERNELS:
-            remedy = "Leave it out: it chooses among kernels of torch's own, and the engine has others."
+            remedy = "Leave the argument out: it selects a kernel of torch, and the engine has its own kernels."
         elif close := difflib.get_close_matches(name, known, 1):
             remedy = f"Did you mean {close[0]}?"
         else:
-            remedy = f"It takes {', '.join(known)}; what computes another update is an infinity.Rule of your own."
+            remedy = f"The arguments are {', '.join(known)}. For another update, write an infinity.Rule."
         raise TypeError(f"infinity.{kind.__name__} has no argument {name!r}. {remedy}")
 
 
 def _caller() -> str:
-    """File and line of the program that is running, outside of this package."""
+    """File and line of the running program, outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __name__.split(".")[0]:
         frame = frame.f_back

@@ -1,13 +1,13 @@
-"""What an elementwise optimizer computes for one shard: Adam, SGD with momentum, Lion, and what it takes to add one.
+"""The update rules of elementwise optimizers: Adam, SGD with momentum, Lion, and the base class for new ones.
 
-Knows flat tensors and hyper-parameters. Must not know chunks, ranks, tiers or the engine. Every operation is one rounding
-of fp32, so a shard has the same bits wherever it is computed and however it is cut.
+Knows flat tensors and hyper-parameters. Must not know chunks, ranks, tiers or the engine. Every operation is one rounding of fp32, so a
+shard has the same bits on every device and after every cut.
 """
 
 # [Note: how a shard is updated]
-# A rule sees an fp32 master, an fp32 gradient and fp32 moments, whatever the record holds: a split master is joined and
-# split again, an fp16 weight is rounded from its fp32 master, bf16 moments are widened and stored stochastically. This is
-# done in blocks that stay in the processor's cache. Adam on the host has a kernel that does all of it in one pass.
+# A rule gets an fp32 master, an fp32 gradient and fp32 moments, whatever the record's dtypes. A split master is joined and split again. An
+# fp16 weight is rounded from its fp32 master. bf16 moments are widened and stored with stochastic rounding. All this runs in blocks that
+# fit the processor's cache. For Adam on the host, one kernel does everything in one pass.
 
 from __future__ import annotations
 
@@ -27,37 +27,38 @@ _FUSED = ("bf16", "fp32")  # storages that the kernel of Adam reads and writes i
 
 
 class Rule:
-    """An elementwise update. To add an optimizer, subclass it and give the four members below.
+    """An elementwise update. To add an optimizer, write a subclass with the four members below.
 
-    moments: names of the states that each element has beside its weight, one record segment each; all zero at the start.
+    moments: names of the states of each element, one record segment each; all zero at the start.
     """
 
     moments: tuple[str, ...] = ()
 
     def check(self, group: dict) -> list[str]:
-        """What is wrong with a parameter group's hyper-parameters, each as "lr=-1.0: expected 0 or more"."""
+        """The errors in a parameter group's hyper-parameters, each as "lr=-1.0: expected 0 or more"."""
         return []
 
     def scalars(self, group: dict, step: int) -> Any:
-        """Whatever `update` multiplies by, made once a group and step. step counts from 1."""
+        """The factors of `update`, computed once per group and step. step counts from 1."""
         return group
 
     def update(self, p: torch.Tensor, g: torch.Tensor, moments: dict[str, torch.Tensor], scalars: Any) -> None:
-        """Change p and the moments in place. All fp32 [numel]; g may be overwritten. Use one torch operation a rounding
-        (no addcmul_, lerp_ or alpha=), and look at no neighbour: numel is arbitrary."""
+        """Change p and the moments in place. All fp32 [numel]; g may be overwritten. Use one torch operation per rounding (no addcmul_,
+        lerp_ or alpha=), and read no neighbouring element: numel is arbitrary.
+        """
         raise NotImplementedError
 
-    # What the engine calls.
+    # The members below are for the engine.
 
     @property
     def can_advance(self) -> bool:
-        """Whether moments follow from those before and the gradient alone, by `advance`, which is called only then."""
+        """Whether the moments follow from the previous moments and the gradient alone. The engine calls `advance` only then."""
         return False
 
     def advance(
         self, shard: dict[str, torch.Tensor], grad: torch.Tensor, scalars: Any, grad_scale: float, *, dither: Dither | None = None
     ) -> None:
-        """Do to a shard's moments, in place, what `apply` does; all else is left alone. Arguments as there, in memory."""
+        """Update a shard's moments in place like `apply`, and nothing else. Arguments as of `apply`, in host memory."""
         raise NotImplementedError
 
     def apply(
@@ -87,7 +88,7 @@ class Rule:
         moments = {name: part[name].float() for name in self.moments}
         self.update(p, g, moments, scalars)
         for tensor in (p, *moments.values()):
-            tensor.masked_fill_(tensor.isnan(), math.nan)  # one NaN, whatever the operations made
+            tensor.masked_fill_(tensor.isnan(), math.nan)  # one NaN for every operation
         part.codec.store(part, p)
         if dither is not None:
             draws = dither.after(begin)
@@ -101,8 +102,7 @@ class Rule:
 
 
 class AdamRule(Rule):
-    """AdamW (Loshchilov & Hutter 2019, Algorithm 2) or, coupled, Adam (Kingma & Ba 2015). [Note: the fixed arithmetic] in
-    _adam.c."""
+    """AdamW (Loshchilov & Hutter 2019, Algorithm 2) or, coupled, Adam (Kingma & Ba 2015). See [Note: the fixed arithmetic] in _adam.c."""
 
     moments = ("momentum", "variance")
 
@@ -131,12 +131,12 @@ class AdamRule(Rule):
 
     @property
     def can_advance(self):
-        return self.decoupled and type(self).apply is AdamRule.apply  # a subclass may do otherwise
+        return self.decoupled and type(self).apply is AdamRule.apply  # a subclass may compute another update
 
     def advance(self, shard, grad, scalars, grad_scale, *, dither=None):
         scalars = scalars.scaled(grad_scale)
         numel = min(_BLOCK_NUMEL, grad.numel())
-        weight = torch.zeros(numel, dtype=torch.float32 if dither is None else torch.bfloat16, device="cpu")  # nobody's
+        weight = torch.zeros(numel, dtype=torch.float32 if dither is None else torch.bfloat16, device="cpu")  # a weight that nobody reads
         residual = None if dither is None else torch.zeros(numel, dtype=torch.int16, device="cpu")
         for begin in range(0, grad.numel(), _BLOCK_NUMEL):
             part = slice(begin, begin + _BLOCK_NUMEL)
@@ -146,7 +146,7 @@ class AdamRule(Rule):
 
 
 class SGDRule(Rule):
-    """Stochastic gradient descent with weight decay as an L2 term and, if `with_momentum`, a velocity, as torch.optim.SGD."""
+    """Stochastic gradient descent with weight decay as an L2 term and, if `with_momentum`, a velocity, like torch.optim.SGD."""
 
     def __init__(self, with_momentum: bool):
         self.moments = ("momentum",) if with_momentum else ()
@@ -158,7 +158,7 @@ class SGDRule(Rule):
         if group["nesterov"] and (not group["momentum"] > 0 or group["dampening"]):
             found.append(f"nesterov=True: expected momentum above 0 and no dampening, got {group['momentum']!r}, {group['dampening']!r}")
         if group["momentum"] and not self.moments:
-            found.append(f"momentum={group['momentum']!r}: the records were made without one; give momentum > 0 to the constructor")
+            found.append(f"momentum={group['momentum']!r}: the records were made without momentum; pass momentum > 0 to the constructor")
         return found
 
     def scalars(self, group, step):
@@ -193,8 +193,9 @@ class LionRule(Rule):
 
 @contextlib.contextmanager
 def failures_named(rule: Rule, group: dict, member: str) -> Iterator[None]:
-    """Around a rule's own code, which may be the user's: what fails there is a ValueError that names the rule, what it was given and,
-    of a name that it asks for in vain, where that is declared."""
+    """Around a rule's own code, which may be the user's. An error there becomes a ValueError that names the rule and its arguments. If a
+    name is unknown, the message says where to declare the name.
+    """
     where = f"{type(rule).__name__}.{member}"
     try:
         yield
@@ -208,23 +209,24 @@ def failures_named(rule: Rule, group: dict, member: str) -> Iterator[None]:
     except Exception as error:
         given = ", ".join(f"{name}={value!r}" for name, value in group.items())
         raise ValueError(
-            f"{where} failed with hyper-parameters {given or 'none'}, of fp32 tensors of one dimension: {type(error).__name__}: {error}. Mend "
-            f"these values, or the rule, where the traceback above points."
+            f"{where} failed with hyper-parameters {given or 'none'}, of fp32 tensors with one dimension: {type(error).__name__}: {error}. "
+            f"Correct these values, or the rule at the place in the traceback above."
         ) from error
 
 
 def check_elementwise(rule: Rule, group: dict) -> None:
-    """Raise ValueError if three updates of a sample show that those of some elements depend on which others they are updated
-    with, or that nothing is updated at all, or if they fail."""
+    """Raise ValueError if a rule is not elementwise, changes nothing, or fails. Three updates of a sample, whole and in parts, must give
+    equal bits.
+    """
     generator = torch.Generator().manual_seed(0)
-    usual = {"dtype": torch.float32, "device": "cpu"}  # whatever the program's defaults are
+    usual = {"dtype": torch.float32, "device": "cpu"}  # whatever the program's defaults
     powers = [torch.randint(-6, 7, (512,), generator=generator, device="cpu") for _ in range(3)]
     grads = [torch.randn(512, generator=generator, **usual) * 10**power for power in powers]
     start = torch.randn(512, generator=generator, **usual)
     found = []
     for parts in ([slice(0, 512)], [slice(0, 100), slice(100, 511), slice(511, 512)]):
         segments = {"weight": start.clone()} | {name: torch.zeros(512, **usual) for name in rule.moments}
-        shard = Shard(Format("fp32", moments=rule.moments), segments)
+        shard = Shard(Format("fp32", optimizer_state_dtype=rule.moments), segments)
         for step, grad in enumerate(grads, start=1):
             for part in parts:
                 of_part = shard.part(part.start, part.stop)
@@ -236,11 +238,11 @@ def check_elementwise(rule: Rule, group: dict) -> None:
     whole, cut = found
     if not all(torch.equal(whole[name].view(torch.int32), cut[name].view(torch.int32)) for name in whole):
         raise ValueError(
-            f"{type(rule).__name__} is not elementwise: what it does to an element depends on others. Shards hold parts of "
-            f"parameters, so such an optimizer (LAMB, Muon, Shampoo, ...) cannot run on them."
+            f"{type(rule).__name__} is not elementwise: the update of an element depends on other elements. Shards hold parts of "
+            f"parameters, so such an optimizer (LAMB, Muon, Shampoo, ...) cannot work."
         )
     if group.get("lr", 1) and torch.equal(whole["weight"], start) and not any(whole[name].any() for name in rule.moments):
-        raise ValueError(f"{type(rule).__name__}.update changes neither p nor a moment: it must change them in place (p -= ...)")
+        raise ValueError(f"{type(rule).__name__}.update changes neither p nor a moment. Change them in place (p -= ...)")
 
 
 def _wrong(group: dict, *names: str) -> list[str]:

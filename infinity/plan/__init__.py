@@ -1,4 +1,4 @@
-"""What lies where, and in which order it moves: decided from sizes and sequences alone.
+"""Decides where data lies and in which order data moves, from sizes and sequences alone.
 
-Knows names, numbers and budgets. Must not know torch, threads or files: whoever has a plan carries it out.
+Knows names, numbers and budgets. Must not know torch, threads or files: the owner of a plan carries it out.
 """

@@ -1,13 +1,13 @@
-"""How large chunks are: the size, and the way to keep records on NVMe, by which a step is predicted to be shortest.
+"""Chooses the chunk size, and the way to keep records on NVMe, with the shortest predicted step.
 
-Pure arithmetic over placements. Must not know how these are made: whoever asks makes one of each size.
+Pure arithmetic over placements. Must not know how placements are made: the caller makes one of each size.
 """
 
 # [Note: what a chunk's size costs]
-# Small chunks cost time of the engine's threads, some CHUNK_SECONDS each a step, and padding. Large ones leave room for fewer
-# slots, so that stages wait for each other, leave less host memory to what could stay there, and make the last update,
-# which nothing hides, longer. The rates are those of a small host with one drive; only their proportions matter, and little
-# of these: around its minimum the sum is flat. (bench/chunks.py measures how far from the best of a grid the choice is.)
+# Small chunks cost thread time, about CHUNK_SECONDS each per step, and padding. Large chunks leave room for fewer slots, and stages then
+# wait for each other. Large chunks also leave less host memory for resident copies, and the last update, which nothing hides, takes longer.
+# The rates below are those of a small host with one drive. Only their proportions matter, and the sum is flat around its minimum.
+# (bench/chunks.py compares the choice with the best size of a grid.)
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from infinity.plan.record import KINDS, STATES, WEIGHTS
 from infinity.plan.tiers import in_storage
 
 CHUNK_SECONDS = 1e-3
-NVME_RATE, HOST_RATE, LINK_RATE = 3.5e9, 40e9, 20e9  # bytes a second
+NVME_RATE, HOST_RATE, LINK_RATE = 3.5e9, 40e9, 20e9  # bytes per second
 MIN_CHUNK_NUMEL, MAX_CHUNK_NUMEL, MAX_NUM_CHUNKS = 128 << 10, 32 << 20, 20_000
-FAR_FROM_BEST = 1.25  # of the shortest step found, where the search for a chunk size ends
+FAR_FROM_BEST = 1.25  # relative to the shortest step so far: the search for a chunk size ends there
 
 
 @dataclass(frozen=True)
 class Way:
-    """How records are kept on NVMe. compresses: there are buffers for it. late: their moments may be late."""
+    """How records are kept on NVMe. compresses: buffers for compression exist. late: moments may be late."""
 
     compresses: bool
     late: bool
 
 
 def chunk_numels(num_parameters: int, *, world: int) -> list[int]:
-    """Chunk sizes to choose from, ascending: multiples of world * BLOCK_NUMEL, by factors of about the square root of 2."""
+    """Chunk sizes to choose from, ascending: multiples of world * BLOCK_NUMEL, in factors of about the square root of 2."""
     unit = world * BLOCK_NUMEL
     least = max(MIN_CHUNK_NUMEL, num_parameters // MAX_NUM_CHUNKS)
     most = max(least, min(MAX_CHUNK_NUMEL * world, num_parameters))
@@ -53,10 +53,10 @@ def choose(
     may_be_late: bool,
     nvme_nbytes: int | None,
 ) -> tuple[Way, int]:
-    """The way and the chunk size with the shortest step, by the first rank's shards, which are the largest: so the same on all ranks.
+    """The way and the chunk size with the shortest step. The first rank's shards are the largest, so all ranks choose the same.
 
-    place(way, numel) raises BudgetError for what does not fit. compressions: to be tried in turn, the next one only where nothing fits.
-    Raises the BudgetError that says most where nothing does.
+    place(way, numel) raises BudgetError if the model does not fit. compressions: tried in turn, the next one only if nothing fits. If
+    nothing fits at all, the most useful BudgetError is raised.
     """
     refusals: list[BudgetError] = []
     for compresses in compressions:
@@ -72,7 +72,7 @@ def choose(
             if not late or _fits_late(placement, nvme_nbytes):
                 plans.append((step_seconds(layout, placement), not late, numel))
             if not in_storage(placement.homes[STATES]):
-                break  # nor without late moments, which need more
+                break  # without late moments the same holds, because late moments need more memory
         if plans:
             _, is_whole, numel = min(plans)
             return Way(compresses, not is_whole), numel
@@ -80,7 +80,7 @@ def choose(
 
 
 def best_numel(place: Callable[[int], tuple[Layout, Placement]], candidates: Sequence[int], nvme_nbytes: int | None) -> int:
-    """The size with the shortest step of those for which NVMe has room, else that which needs least of it. candidates: ascending."""
+    """The size with the shortest step that fits NVMe, or, if none fits, the size that lacks the least. candidates: ascending."""
     seconds, refusals, lacking = {}, [], {}
     for numel in reversed(candidates):
         try:
@@ -91,14 +91,14 @@ def best_numel(place: Callable[[int], tuple[Layout, Placement]], candidates: Seq
         seconds[numel] = step_seconds(layout, placement)
         lacking[numel] = max(0, placement.nvme_nbytes - nvme_nbytes) if nvme_nbytes is not None else 0
         if not lacking[numel] and seconds[numel] > FAR_FROM_BEST * min(s for numel, s in seconds.items() if not lacking[numel]):
-            break  # still smaller chunks only take more of the threads' time, and are most of the time of this search
+            break  # smaller chunks only take more thread time, and cost most of the time of this search
     if not seconds:
         raise _least(refusals)
     return min(seconds, key=lambda numel: (lacking[numel], seconds[numel]))
 
 
 def step_seconds(layout: Layout, placement: Placement) -> float:
-    """What a step of one rank takes, as far as the chunks' size matters: see [Note: what a chunk's size costs]."""
+    """Predicted seconds of a step of one rank, as far as the chunk size matters: see [Note: what a chunk's size costs]."""
     weights, states, _ = (placement.sizes[kind] for kind in KINDS)
     moving = [i for i, home in enumerate(placement.homes[STATES]) if not home.is_device and i not in placement.visitors]
 
@@ -109,29 +109,30 @@ def step_seconds(layout: Layout, placement: Placement) -> float:
     moved = 3 * on_nvme(WEIGHTS) + 2 * on_nvme(STATES)
     if late := placement.num_late:
         away = [i for i in moving if placement.homes[STATES][i].is_storage]
-        moments = sum(states[i] - weights[i] for i in away)  # all but the residual
-        gradients = sum(placement.on_nvme[STATES][i] - states[i] for i in away)  # written, and read, if not in memory
+        moments = sum(states[i] - weights[i] for i in away)  # all segments except the residual
+        gradients = sum(placement.on_nvme[STATES][i] - states[i] for i in away)  # bytes written, and read if the gradients are not in memory
         moved -= (moments * late - 2 * gradients) / (late + 1)
     drive = moved / NVME_RATE
     if slots := placement.slots[STATES]:
-        drive *= 1 + 1 / slots  # the fewer records are under way, the more often the drive waits for one
+        drive *= 1 + 1 / slots  # with fewer records in flight, the drive waits more often
     host = 2 * sum(weights[index] + states[index] for index in moving) / HOST_RATE
     largest = max(chunk.nbytes for chunk in layout.chunks)
     link = 2 * sum(span.nbytes for span in layout.spans) / LINK_RATE
     overlapped = max(drive, host, link)
     if not placement.pinned and placement.device_nbytes - placement.least_nbytes < 2 * largest:
         overlapped += link  # no room to copy ahead
-    last = 2 * record / HOST_RATE + 2 * largest / LINK_RATE  # an update that nothing hides, and the gradient before it
+    last = 2 * record / HOST_RATE + 2 * largest / LINK_RATE  # the update that nothing hides, and the preceding gradient
     return overlapped + last + len(layout.chunks) * CHUNK_SECONDS
 
 
 def _fits_late(placement: Placement, nvme_nbytes: int | None) -> bool:
-    """Whether moments of a placement that was made for it are late, and NVMe has room for it, or has nothing of states to hold."""
+    """Whether a placement that was made for late moments has late moments, and NVMe has room for it; or no states are on NVMe."""
     has_room = nvme_nbytes is None or (placement.nvme_nbytes <= nvme_nbytes and not placement.num_crowded_out)
     return (placement.num_late > 0 and has_room) or not in_storage(placement.homes[STATES])
 
 
 def _least(refusals: list[BudgetError]) -> BudgetError:
-    """Of the ways that were tried: that which lacks host memory alone and needs the least of it, which is enough; else the last, which
-    needs about the least of the device."""
+    """The refusal to raise. Of the refusals that lack only host memory, the one that needs the least, which is enough. Otherwise the last
+    refusal, which needs about the least device memory.
+    """
     return min((error for error in refusals if error.least_host_nbytes), key=lambda error: error.least_host_nbytes, default=refusals[-1])

@@ -1,7 +1,6 @@
-"""What compressing records on NVMe takes and saves: the sections that are coded, and sums over them, see [Note: compressed extents] in
-tiers/compression.py.
+"""Sizes of compressed records on NVMe: the coded sections, and sums over sections. See [Note: compressed extents] in tiers/compression.py.
 
-Knows sizes, and what may be expected of floats and drives. Must not know memory, or how floats are coded.
+Knows sizes, and expected properties of floats and drives. Must not know memory, or how floats are coded.
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ from infinity.sizes import round_up
 CODED = {"bf16", "fp16", "fp32"}  # dtypes that the codec takes
 LARGEST_SECTION_NBYTES = 2 << 20
 NUM_LANES = 4
-NUM_BUFFERS = 2  # of a lane: one is written from while the other is filled
-SAVED_BITS = 5.2  # of a float, while a model trains
-SECONDS_PER_NBYTE = 0.4e-9  # that a drive moves, of a thread: a quarter more than by the codec's rates beside a GPU
-CORES_SHARE, LANES_SHARE = 1 / 4, 1 / 2  # of their time, at most
+NUM_BUFFERS = 2  # per lane: one buffer is written while the other is filled
+SAVED_BITS = 5.2  # of each float, during training
+SECONDS_PER_NBYTE = 0.4e-9  # thread time per byte that a drive moves: 25 % above the codec's measured rate beside a GPU
+CORES_SHARE, LANES_SHARE = 1 / 4, 1 / 2  # largest share of their time
 
 
 @dataclass(frozen=True)
 class Section:
-    """Bytes of an extent; itemsize of its floats, 0 where they are stored as they are. late: whether it is written where moments are late
-    (the gradient), or where they are not (the moments); None: always."""
+    """A byte range of an extent. itemsize: bytes of a float, 0 if the bytes are stored without coding. late: True for a section that is
+    written only if moments are late (the gradient). False for one that is written only if they are not (the moments). None for one that
+    is always written.
+    """
 
     offset: int
     nbytes: int
@@ -36,15 +37,15 @@ class Section:
     late: bool | None = None
 
 
-@functools.cache  # extents are many, their layouts few
+@functools.cache  # many extents share few layouts
 def cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tuple[Section, ...]:
-    """most_nbytes: of a section of floats that are coded; 0 where none are."""
+    """Cut an extent into sections. most_nbytes: largest section of coded floats; 0 without coding."""
     sections = []
     late: dict[str, bool] = {}
     if any(segment == LATE_GRADIENT for segment, _, _ in segments):
         late = dict.fromkeys(ADAM_MOMENTS, False) | {LATE_GRADIENT.name: True}
     for segment, offset, nbytes in segments:
-        itemsize = DTYPE_NBYTES[segment.dtype] if most_nbytes and segment.dtype in CODED else 0
+        itemsize = DTYPE_NBYTES[segment.dtype] if most_nbytes and segment.dtype in CODED else 0  # other dtypes are not floats
         size = most_nbytes if itemsize else nbytes
         for start in range(offset, offset + nbytes, size or 1):
             sections.append(Section(start, min(size, offset + nbytes - start), itemsize, late.get(segment.name)))
@@ -52,21 +53,22 @@ def cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tup
 
 
 def buffers_nbytes(records: Iterable[Record]) -> int:
-    """Of host memory, for a rank with these records: no section is larger than their largest segment of floats."""
+    """Host memory of the buffers for a rank with these records: no section is larger than the largest segment of floats."""
     segments = (segment for record in records for kind in (WEIGHTS, STATES) for segment in record.of(kind))
     largest = max((nbytes for segment, _, nbytes in segments if segment.dtype in CODED), default=0)
     return NUM_LANES * NUM_BUFFERS * min(largest, LARGEST_SECTION_NBYTES)
 
 
 def pays(choice: str, nbytes_per_s: float, num_cores: int) -> bool:
-    """Whether to compress what may be. choice: that of Config; "auto" asks whether a rank with so many cores has time for what drives move
-    for it that fast; 0 is not known."""
+    """Whether to compress. choice: the value of Config. "auto" asks whether a rank with num_cores has time for the bytes that its drives move
+    per second. nbytes_per_s: 0 if unknown.
+    """
     busy = nbytes_per_s * SECONDS_PER_NBYTE
     return choice == "on" or 0 < busy <= min(CORES_SHARE * num_cores, LANES_SHARE * 2 * NUM_LANES)
 
 
 def pooled_nbytes(record: Record, *, codes: bool) -> int:
-    """About what a gradient of a record takes in a pool."""
+    """Approximate bytes of a record's gradient in a pool."""
     sections = cut((record.late_gradient,), LARGEST_SECTION_NBYTES if codes else 0)
     return sum(round_up(_about(section), BLOCK_NBYTES) for section in sections)
 
@@ -74,8 +76,9 @@ def pooled_nbytes(record: Record, *, codes: bool) -> int:
 def moved_nbytes(
     segments: Sequence[tuple[Segment, int, int]], num_late: int = 0, *, codes: bool = True, pools: bool = False
 ) -> tuple[int, int]:
-    """About how many bytes are read and written of an extent, in the mean of some updates, of which num_late in a row are late. Other
-    arguments as of `Compressor.compressed`. pools: whether gradients wait in host memory."""
+    """Approximate bytes read and written per update of an extent. The mean is over a sequence of updates with num_late late ones in a row.
+    Other arguments: see `Compressor.compressed`. pools: whether gradients wait in host memory.
+    """
     stored: collections.Counter[bool | None] = collections.Counter()
     for section in cut(tuple(segments), LARGEST_SECTION_NBYTES if codes else 0):
         stored[section.late] += _about(section)
@@ -85,5 +88,5 @@ def moved_nbytes(
 
 
 def _about(section: Section) -> int:
-    """How many bytes it takes compressed."""
+    """Approximate compressed bytes of a section."""
     return int(section.nbytes * (1 - SAVED_BITS / 8 / section.itemsize)) if section.itemsize else section.nbytes

@@ -1,7 +1,7 @@
-"""What host memory is for: slots that copies share, copies that stay, and gradients of late moments; the rest goes to NVMe.
+"""Divides the host-memory budget into shared slots, resident copies and gradients of late moments. The rest goes to NVMe.
 
-Pure arithmetic over the sizes of copies and a budget. Must not know the device, but for what is there anyway. See [Note: how budgets are
-spent] in placement.py.
+Pure arithmetic over the sizes of copies and a budget. Must not know the device, except which chunks live there in any case. See
+[Note: how budgets are spent] in placement.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from infinity.sizes import format_bytes
 
 MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS = 2, 2, 2
 WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS = 64, 12, 8
-PUT_OFF_SHARE = 1 / 4  # of the updates of a backward pass, those that it may put off: as much as forward has of compute
+PUT_OFF_SHARE = 1 / 4  # largest share of the updates of a backward pass that may be put off: forward's share of compute
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What a placement says of host memory and NVMe."""
+    """The part of a placement that concerns host memory and NVMe."""
 
     homes: dict[str, tuple[Tier, ...]]
     on_nvme: dict[str, tuple[int, ...]]
@@ -38,7 +38,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Guests:
-    """Chunks that the device has room for as a rule: visitors with their records, those that stay with gradients that wait for step() alone.
+    """Chunks that usually have room on the device. visitors: with their records. staying: only with gradients that wait for step().
 
     records_first: homes of visitors' records come before all gradients.
     """
@@ -49,20 +49,21 @@ class Guests:
 
 
 def share_out(candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], guests: Guests) -> Shared:
-    """Share out host memory, the rest goes to NVMe. Chunks that are crowded out need no place; visitors of the device seldom need theirs,
-    and those whose gradients stay on it none for these, so they come last. Raises BudgetError where there is too little for the fewest
-    slots."""
+    """Divide host memory; the rest goes to NVMe. Chunks in crowded_out need no place. Visitors of the device rarely need their homes, and
+    gradients that stay on the device rarely need theirs, so both come last. Raises BudgetError if the budget is too small for the fewest
+    slots.
+    """
     sharing = _Sharing(candidate, needs, budgets, crowded_out, guests)
     sharing.require_least()
     sharing.settle_gradients()
     sharing.grow_slots()
-    sharing.let_gradients_wait()
+    sharing.add_gradient_slots()
     sharing.keep_copies()
     return sharing.found()
 
 
 class _Sharing:
-    """homes: of each kind and chunk, as far as they are known. counts: of slots."""
+    """One division in progress. homes: of each kind and chunk, as far as decided. counts: number of slots of each kind."""
 
     def __init__(self, candidate: Candidate, needs: Needs, budgets: Budgets, crowded_out: Collection[int], guests: Guests):
         self.candidate, self.needs, self.budgets, self.guests = candidate, needs, budgets, guests
@@ -70,22 +71,22 @@ class _Sharing:
         self.in_slots = candidate.in_slots(self.sizes)
         self.budget = int(budgets.host_nbytes * budgets.host_share)
         self.counts = [MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS]
-        self.left = self.reserved = 0  # bytes that are for copies that stay, and those that are for a pool
+        self.left = self.reserved = 0  # bytes for resident copies, and bytes for a pool
         num_chunks = len(candidate.records)
         self.homes = {
             WEIGHTS: [needs.weights if needs.weights == HOST else NVME] * num_chunks,
             STATES: [needs.states if needs.states == HOST else NVME] * num_chunks,
             GRADIENTS: [NVME] * num_chunks,
         }
-        if needs.weights == DEVICE:  # the record needs its weights beside the states
+        if needs.weights == DEVICE:  # a record needs its weights beside the states
             self.homes[WEIGHTS] = list(self.homes[STATES])
-        for kind in KINDS:  # nothing has a home in memory: a frozen chunk's states, a shard that is all padding
+        for kind in KINDS:  # empty copies have a home in memory: a frozen chunk's states, a shard of padding
             self.homes[kind] = [HOST if not nbytes else home for home, nbytes in zip(self.homes[kind], self.sizes[kind])]
             for index in crowded_out:
                 self.homes[kind][index] = DEVICE
 
     def slots(self, counts: Sequence[int]) -> dict[str, int]:
-        """Slots of each kind: at most the counts given, and no more than there are chunks to share them."""
+        """Slots of each kind: at most the counts given, and no more than the chunks that share them."""
         return {kind: min(count, len(in_storage(self.homes[kind]))) for kind, count in zip(KINDS, counts)}
 
     def nbytes_in(self, tier: Tier, there: dict[str, tuple[int, ...]]) -> int:
@@ -99,7 +100,7 @@ class _Sharing:
         return self.buffers_nbytes() + self.nbytes_in(HOST, self.sizes) + shared
 
     def require_least(self) -> None:
-        """Raise BudgetError where the fewest slots are too much."""
+        """Raise BudgetError if the fewest slots exceed the budget."""
         least, share = self.host_nbytes(self.counts), self.budgets.host_share
         if self.budget >= least:
             return
@@ -114,7 +115,7 @@ class _Sharing:
         )
 
     def settle_gradients(self) -> None:
-        """Those that wait for step() in host memory stay there, where all of them have room; but for those that lie on the device."""
+        """Give a home in host memory to gradients that wait for step(), if all fit. Gradients on the device are excluded."""
         if self.guests.records_first:
             return
         sizes, homes = self.sizes[GRADIENTS], self.homes[GRADIENTS]
@@ -125,7 +126,7 @@ class _Sharing:
                 homes[index] = HOST
 
     def grow_slots(self) -> None:
-        """The pools together, a tenth at a time."""
+        """Enlarge all pools together, by a tenth at a time."""
         most = [WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS]
         while self.counts != most:
             wanted = [min(high, max(low + 1, low + high // 10)) for low, high in zip(self.counts, most)]
@@ -134,8 +135,8 @@ class _Sharing:
             self.counts = wanted
         self.left = self.budget - self.host_nbytes(self.counts)
 
-    def let_gradients_wait(self) -> None:
-        """More slots for gradients whose update a backward pass puts off: of records that will find no room in memory."""
+    def add_gradient_slots(self) -> None:
+        """Add slots for gradients of put-off updates, for records without a home in memory."""
         sizes, order = self.sizes, self.order()
         updated = [index for index in self._stays() if sizes[GRADIENTS][index]]
         away = {k: sum(sizes[k][i] for i in updated if self.homes[k][i].is_storage) for k in (WEIGHTS, STATES)}
@@ -146,7 +147,7 @@ class _Sharing:
             self.left = self.budget - self.host_nbytes(self.counts)
 
     def order(self) -> list[str]:
-        """The kinds whose copies stay where there is room, most worth first."""
+        """The kinds whose copies become resident if there is room, most valuable first."""
         needs = self.needs
         some_on_nvme = any(in_storage(self.homes[kind]) for kind in (WEIGHTS, STATES))
         order = [kind for kind, choice in ((WEIGHTS, needs.weights), (STATES, needs.states)) if needs.keep and choice is None]
@@ -157,7 +158,7 @@ class _Sharing:
         return order
 
     def keep_copies(self) -> None:
-        """Of what is left a pool has its part, if it comes before states; the rest keeps copies."""
+        """Give resident copies the remaining memory. A pool that comes before states takes its part first."""
         order = self.order()
         sharing, shared = {kind: len(in_storage(self.homes[kind])) for kind in order}, self.slots(self.counts)
         stays, visitors = self._stays(), sorted(self.guests.visitors, reverse=True)
@@ -167,19 +168,19 @@ class _Sharing:
         turns += [(kind, visitors) for kind in order if kind != GRADIENTS]
         turns += [(GRADIENTS, indices) for indices in (visitors, sorted(self.guests.staying, reverse=True)) if GRADIENTS in order]
         if self.guests.records_first or (order[-1:] == [GRADIENTS] and self._has_room_for_all(order[:-1])):
-            turns.sort(key=lambda turn: turn[0] == GRADIENTS)  # they share slots, and nothing is read from NVMe whoever visits
+            turns.sort(key=lambda turn: turn[0] == GRADIENTS)  # visitors share slots, and no visitor causes a read from NVMe
         for kind, indices in turns:
             for index in indices:
                 if not self.homes[kind][index].is_storage:
                     continue
-                slot = max(self.in_slots[kind]) if sharing[kind] <= shared[kind] else 0  # that nobody shares any more
+                slot = max(self.in_slots[kind]) if sharing[kind] <= shared[kind] else 0  # a slot that no chunk shares any more
                 if self.sizes[kind][index] - slot <= self.left:
                     self.homes[kind][index] = HOST
                     self.left -= self.sizes[kind][index] - slot
                     sharing[kind] -= 1
 
     def _has_room_for_all(self, kinds: Sequence[str]) -> bool:
-        """Whether all copies of these kinds can stay, beside the pool and slots of what is left."""
+        """Whether all copies of these kinds can be resident, beside the pool and the present slots."""
         before = dict(self.homes)
         self.homes.update({kind: [HOST if home.is_storage else home for home in before[kind]] for kind in kinds})
         nbytes = self.host_nbytes(self.counts) + self.reserved
@@ -226,7 +227,7 @@ class _Sharing:
 
 
 def _pool_beside_states(gradients_nbytes: Sequence[int], states_nbytes: int, room_nbytes: int) -> int:
-    """Of the room, for one update's gradients of the records whose states find none beside them; 0 where it cannot hold these."""
+    """The part of the room for one update's gradients of the records whose states do not fit. 0 if the room cannot hold these gradients."""
     needed = needed_nbytes(gradients_nbytes, 1)
     lacking = states_nbytes - room_nbytes
     if lacking <= 0 or needed >= states_nbytes:
@@ -236,5 +237,5 @@ def _pool_beside_states(gradients_nbytes: Sequence[int], states_nbytes: int, roo
 
 
 def exact(nbytes: int) -> str:
-    """A budget that can be copied from a message to the configuration."""
+    """A budget in bytes, for a user to copy from a message into the configuration."""
     return f"{nbytes} bytes ({format_bytes(nbytes)})"

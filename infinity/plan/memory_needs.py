@@ -1,6 +1,6 @@
-"""What a placement is made of: what a training asks for, the memory that there is for it, and a way to cut the model.
+"""The inputs of a placement: the user's choices, the available memory, and one way to cut the model into chunks.
 
-Sizes in bytes, of one rank. Must not know how anything is placed.
+Sizes in bytes, of one rank. Must not know how chunks are placed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ PAGE_NBYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What is asked for, however the model is cut. weights, states: the tier, None for the planner's choice. keep: use what budgets leave over.
-
-    deferred: all gradients wait for step(). on_device: records may have their home on the device, or visit it.
+    """The user's choices, independent of the cut. weights, states: a tier, or None for the planner's choice. keep: use memory left over by
+    budgets. deferred: all gradients wait for step(). on_device: records may have their home on the device, or visit it.
     """
 
     weights: Tier | None
@@ -32,9 +31,10 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Of a rank. expected_nbytes: what of the device is likely to be for the engine once activations are known, where that is more than
-    device_nbytes, with which all fits whatever they take. nvme_nbytes: past it, where places are for us to choose, records live on the
-    device; None where it is not known. host_share: of the host budget that is for records, and for the buffers that these need if some are on NVMe."""
+    """Memory budgets of a rank. device_nbytes: sufficient whatever activations take. expected_nbytes: the engine's likely device memory once
+    activations are known, if more than device_nbytes. nvme_nbytes: records beyond this size live on the device if the user leaves the
+    choice to the engine; None if unknown. host_share: share of the host budget for records, and for their buffers if some are on NVMe.
+    """
 
     device_nbytes: int
     host_nbytes: int
@@ -45,14 +45,14 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A model cut into chunks, the records of this rank by chunk, and what these take beside their own bytes.
+    """A model cut into chunks, with the records of this rank by chunk, and the memory needs beside their own bytes.
 
-    held_nbytes: the most that nested ops hold of spans; op_gradient_nbytes: the most that gradients take which come at once;
-    has_regions: modules are compiled, each as one op; buffers_nbytes: the most that gradients take before they are reduced, on
-    several ranks; snapshot_nbytes: more that records on the device take, see [Note: weights written in forward] in span_state.py.
-    compression_nbytes: of buffers, if some records are on NVMe. late_nbytes: of each record, about what
-    a gradient takes in a pool, where moments may be late: slots of states have room for one then; late_on_nvme: so has NVMe, where
-    there is no pool; late_first: a pool comes before states.
+    held_nbytes: the most bytes of spans that nested ops hold. op_gradient_nbytes: the most bytes of gradients that arrive at once.
+    has_regions: modules are compiled, each as one op. buffers_nbytes: the most bytes of gradients before their reduction, on several ranks.
+    snapshot_nbytes: extra bytes of records on the device, see [Note: weights written in forward] in span_state.py. compression_nbytes:
+    buffers, if some records are on NVMe. late_nbytes: approximate bytes of each record's gradient in a pool, if moments may be late; slots
+    of states then have room for one gradient. late_on_nvme: NVMe has room for one gradient if there is no pool. late_first: a pool comes
+    before states.
     """
 
     layout: Layout
@@ -78,7 +78,7 @@ class Candidate:
         }
 
     def in_slots(self, sizes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Those of a copy in a slot."""
+        """Bytes of each copy in a slot."""
         if self.late_nbytes is None:
             return sizes
         return sizes | {STATES: tuple(n and n + record.late_gradient[2] for n, record in zip(sizes[STATES], self.records))}

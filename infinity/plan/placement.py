@@ -1,28 +1,32 @@
-"""Sizes: what goes to which tier, and how much memory the pipeline's own slots take.
+"""Decides which record goes to which tier, and the memory of the pipeline's slots.
 
 Pure arithmetic over sizes and budgets: the device's here, the host's in host_memory.py. Must not know torch, files or threads.
 """
 
 # [Note: how budgets are spent]
-# First what training cannot do without: the most that one op and those around it hold on the device, and the fewest slots
-# with which a record can be read, updated and written. A budget below that is refused with the number that it needs. Then
-# slots that let stages overlap. What is then left of the host keeps weights (each byte saves three of NVMe traffic: read
-# forward, read backward, written), then gradients if they wait for step() (two: written, read), then states (two). Homes of records that
-# will visit the device ([Note: the device margin] in device_memory.py) come after all others, since they seldom move, and their gradients, which
-# lie there with them, last; but where all of them fit, before gradients that do not wait: so larger inputs, for which they return,
-# need nothing of NVMe. Gradients that do wait and find no place stay on the device until their update begins, where it has room.
-# The more stay, the fewer records visit: 4 bytes of a sum in host memory leave room to a third of a record there, whose sum and weights
-# need none then. So what visits and what stays are found by turns, beginning with all that could visit. But where host memory can hold all
-# records, and the device the gradients that then find no place, that comes first: records whose homes are on NVMe are written there at the
-# start, in the first step and where inputs grow, and the more that visit gain nothing. (8.0 B parameters, 4 micro-batches, on 80 GB: the
-# host updates 4.9 B instead of 6.5 B then, and adds up gradients for them; 9.50 s a step, 9.45 s with all records in host memory.) The last
-# ones of a kind cost nothing: they take the place of the slots that they would have shared.
-# Gradients that have no place of their own share slots, and have room on NVMe for when their slots are wanted. Where updates come in
-# backward, there are slots for a quarter of the chunks whose records move: so many updates may be put off ([Note: the split update] in
-# due_updates.py). A pool for those of late
-# moments ([Note: late moments] in late_moments.py) gets what is left over, if it holds one of each record that stays on NVMe. Where floats are not
-# coded it saves four for the first update in a row, and comes before states, which share what is left with it. Where NVMe is
-# too small for what is left, the first records are crowded out: they live on the device, where nothing else could hide their update.
+# The necessary memory comes first. On the device this is the most that one op and the ops around it hold. In host memory this is the fewest
+# slots with which a record can be read, updated and written. A smaller budget is refused, and the error names the needed number. Next come
+# slots that let stages overlap.
+#
+# The rest of host memory keeps copies, in this order. Weights save three bytes of NVMe traffic per byte: read forward, read backward,
+# written. Gradients that wait for step() save two: written, read. States also save two. Homes of records that will visit the device
+# ([Note: the device budget] in device_memory.py) come after all others, because visitors seldom move. Gradients of visitors lie on the
+# device and come last. If all of these homes fit, they come before gradients that do not wait. Larger inputs, which send visitors home,
+# then need nothing of NVMe. Waiting gradients without a place stay on the device until their update begins, if the device has room.
+#
+# More gradients on the device mean fewer visitors. 4 bytes of a sum in host memory make room on the device for a third of a record, whose
+# sum and weights then need no host memory. The visitors and the staying gradients are therefore found by turns, beginning with all possible
+# visitors. One case comes first: host memory can hold all records, and the device can hold the gradients that then have no place. Records
+# with homes on NVMe are written at the start, in the first step and when inputs grow, and more visitors gain nothing. (8.0 B parameters, 4
+# micro-batches, on 80 GB: the host then updates 4.9 B instead of 6.5 B and adds up their gradients. A step takes 9.50 s, and 9.45 s with
+# all records in host memory.) The last copies of a kind cost nothing: they take the place of the slots that they would have shared.
+#
+# Gradients without a place of their own share slots, and have room on NVMe for times when their slots are needed. If updates run in
+# backward, slots exist for a quarter of the chunks whose records move. As many updates may be put off ([Note: the split update] in
+# chunk_updates.py). The remaining memory is a pool for gradients of late moments ([Note: late moments] in late_moments.py). The pool must
+# hold one gradient of each record that stays on NVMe. Without coded floats the pool saves four bytes per byte for the first update in a
+# row, and comes before states, which share the rest with the pool. If NVMe is too small for the rest, the first records are crowded out:
+# they live on the device, because nothing there could hide their update.
 
 from __future__ import annotations
 
@@ -39,23 +43,23 @@ from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.tiers import DEVICE, HOST, Tier, in_storage
 from infinity.sizes import format_bytes, round_up
 
-GUEST_ROUNDS = 8  # then the last answer is taken: the device is divided anew once activations are known
-UNDER_WAY_NBYTES = 4 << 20  # of gradients that leave the device, where there is ample room: fewer make small ops wait for threads
+GUEST_ROUNDS = 8  # after so many rounds the last answer counts: the device is divided again once activations are known
+UNDER_WAY_NBYTES = 4 << 20  # of gradients leaving the device, if room is ample: with less, small ops wait for threads
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes a kind and chunk, the bytes of each copy there, of one in a slot, and on NVMe; the slots that
-    these share; and the bytes that all this takes.
+    """The home of each kind and chunk, the bytes of each copy at home, in a slot and on NVMe, the number of shared slots, and the
+    total memory.
 
-    pinned: gathered weights stay on the device for good; their homes are those of the copies that updates are made from.
-    device_nbytes: the device budget; of it, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients, and the rest is for
-    spans that come and go; least_nbytes is the least budget that works. Of host_nbytes, compression_nbytes are for buffers, and pool_nbytes
-    for gradients of late moments, of which there are num_late updates in a row. num_crowded_out: trainable spans, from the first on, whose
-    records live on the device because nothing else has room for them. visitors: chunks whose records the device has room for as a rule;
-    may_stay: those whose gradients wait for step() and have no place of their own in host memory, so that they stay on the device as far
-    as this has room; of an engine's placement, those of any rank.
-    With more than under_way_nbytes of gradients on their way to the host, the training thread waits.
+    pinned: gathered weights stay permanently on the device; their homes are those of the copies for updates. device_nbytes: the device
+    budget. Of the budget, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients; the rest is for spans that come and go.
+    least_nbytes: the least budget that works. Of host_nbytes, compression_nbytes are for buffers, and pool_nbytes for gradients of late
+    moments. num_late: late updates in a row. num_crowded_out: trainable spans, from the first on, whose records live on the device
+    because nothing else has room. visitors: chunks whose records usually have room on the device. may_stay: chunks whose gradients wait
+    for step() without a place in host memory. These gradients stay on the device as far as there is room. In an engine's placement,
+    may_stay has the chunks of all ranks. under_way_nbytes: the training thread waits while more bytes of gradients are on their way to
+    the host.
     """
 
     homes: dict[str, tuple[Tier, ...]]
@@ -82,10 +86,10 @@ class Placement:
 def place(
     candidate: Candidate, needs: Needs, budgets: Budgets, *, first: Candidate | None = None, least_crowded_out: int = 0
 ) -> Placement:
-    """first: the candidate of the first rank, whose shards are the largest, so that all expect the same on the device. least_crowded_out:
-    so many spans' records live on the device whatever this rank needs, since another one needs that.
+    """Place all copies. first: the candidate of the first rank, whose shards are the largest, so that all ranks expect the same on the
+    device. least_crowded_out: so many spans' records live on the device whatever this rank needs, because another rank needs this.
 
-    Raises BudgetError where the device or host budget is below the least that works.
+    Raises BudgetError if the device or host budget is below the least that works.
     """
     may_choose = needs.weights is needs.states is None and needs.keep and needs.on_device
     needs = _settled(candidate, needs, budgets)
@@ -98,7 +102,7 @@ def place(
 
     guests = Guests()
     may_visit = needs.on_device and records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
-    crowded_out: list[tuple[int, int]] = []  # span, and its bytes on the device
+    crowded_out: list[tuple[int, int]] = []  # spans with their bytes on the device
     if needs.states == DEVICE:
         homes, sizes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks)), candidate.sizes()
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
@@ -113,7 +117,7 @@ def place(
             on_device = candidate.snapshot_nbytes + sum(nbytes for _, nbytes in crowded_out)
             needed += on_device
 
-    slack = budgets.device_nbytes - needed  # two thirds and more of it are for spans
+    slack = budgets.device_nbytes - needed  # at least two thirds of the slack are for spans
     extra = max(min(candidate.op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))
     sizes = candidate.sizes()
     waiting = enumerate(shared.homes[GRADIENTS]) if may_visit and needs.deferred else ()
@@ -141,7 +145,9 @@ def place(
 
 
 def _settled(candidate: Candidate, needs: Needs, budgets: Budgets) -> Needs:
-    """With the device chosen where all has room there, or must have. Raises BudgetError where states are asked there and it has none."""
+    """The needs with the device chosen, if everything fits there or must be there. Raises BudgetError if states must be there and do not
+    fit.
+    """
     gradients = candidate.op_gradient_nbytes + candidate.buffers_nbytes
     whole_nbytes = sum(span.nbytes for span in candidate.layout.spans) + _all_on_device(candidate, needs) + gradients
     weights, states = needs.weights, needs.states
@@ -156,7 +162,7 @@ def _settled(candidate: Candidate, needs: Needs, budgets: Budgets) -> Needs:
 
 
 def _all_on_device(candidate: Candidate, needs: Needs) -> int:
-    """What all records take on the device beside their weights."""
+    """Bytes of all records on the device, weights excluded."""
     pairs = zip(candidate.layout.chunks, candidate.records)
     return candidate.snapshot_nbytes + sum(_largest_on_device(chunk, record) for chunk, record in pairs)
 
@@ -173,11 +179,13 @@ def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int,
 
 
 def _guests(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int) -> Guests:
-    """What the device has room for as a rule: as many visitors as there can be; but where host memory holds all records, and both together
-    all gradients that wait, as many as leave it at that. taken_nbytes: of the device, by what comes before visitors."""
+    """Chunks that usually have room on the device: as many visitors as possible. If host memory holds all records, and host memory and
+    device together hold all waiting gradients, then only as many visitors as keep this true. taken_nbytes: device memory of everything
+    before visitors.
+    """
     has_room_for_all = sum(record.nbytes for record in first.records) <= budgets.host_nbytes * budgets.host_share
     room_nbytes = budgets.device_nbytes
-    if not has_room_for_all:  # so many bytes are on NVMe whoever visits: those of too many visitors cost nothing
+    if not has_room_for_all:  # these bytes are on NVMe in any case: too many visitors cost nothing
         room_nbytes = max(room_nbytes, budgets.expected_nbytes)
     room_nbytes -= taken_nbytes
     most, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=False)
@@ -191,8 +199,9 @@ def _guests(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int)
 def _guests_by_turns(
     first: Candidate, needs: Needs, budgets: Budgets, room_nbytes: int, *, records_first: bool
 ) -> tuple[Guests, Shared]:
-    """Of the gradients that wait those stay on the device that find no place in host memory: found by turns, since the more stay the fewer
-    records visit. Returns what is left to share of host memory, too."""
+    """Waiting gradients without a place in host memory stay on the device. They are found by turns, because more staying gradients mean
+    fewer visiting records. Also returns the division of host memory.
+    """
     layout, options = first.layout, {"room_nbytes": room_nbytes}
     at_home, may_stay = (HOST,) * len(first.records), frozenset()
     for _ in range(GUEST_ROUNDS):
@@ -209,16 +218,17 @@ def _guests_by_turns(
 
 
 def _has_records_on_nvme(shared: Shared) -> bool:
-    """Whether weights or states of any chunk have their home there."""
+    """Whether weights or states of any chunk have their home on NVMe."""
     return any(in_storage(shared.homes[kind]) for kind in (WEIGHTS, STATES))
 
 
 def _crowd_out(
     candidate: Candidate, needs: Needs, budgets: Budgets, guests: Guests, shared: Shared, *, room_nbytes: int, least: int
 ) -> tuple[Shared, list[tuple[int, int]]]:
-    """Where NVMe is too small for what host memory leaves to it, put the first spans' records on the device, as far as that has room.
+    """If NVMe is too small for the rest of host memory, put the first spans' records on the device, as far as the device has room.
 
-    shared: without that. Returns what is left to share then; and the spans, with their bytes on the device."""
+    shared: the division without this. Returns the new division, and the spans with their bytes on the device.
+    """
     layout, crowded_out = candidate.layout, []
     states = _states_on_device(layout, candidate.records)
     left = deque((span.index, span.nbytes + nbytes) for span, nbytes in states)
@@ -231,26 +241,26 @@ def _crowd_out(
         chunks = {index for span, _ in crowded_out for index in layout.spans[span].chunks}
         shared = share_out(candidate, needs, budgets, chunks, guests)
         if not left or left[0][1] > room_nbytes:
-            break  # the drive refuses what is too much for it
+            break  # the drive refuses the excess
     return shared, crowded_out
 
 
 def late_chunks(placement: Placement) -> list[int]:
-    """Whose gradients a pool is for: those that stay on NVMe."""
+    """Chunks whose gradients may use the pool: those that stay on NVMe."""
     return [index for index, home in enumerate(placement.homes[STATES]) if home.is_storage and index not in placement.visitors]
 
 
 def look_ahead(placement: Placement) -> tuple[int, int]:
-    """How many slots of weights are read into ahead: all but those that updates, and chunks whose gradients wait for one, take, or all
-    if there is one for each chunk. And how many chunks' states are read ahead."""
+    """(slots of weights for read-ahead, number of chunks whose states are read ahead). The first excludes the slots of updates, and of
+    chunks whose gradients wait for an update. All slots count if each chunk has one.
+    """
     weights, states, gradients = (placement.slots[kind] for kind in KINDS)
     is_enough = weights == len(in_storage(placement.homes[WEIGHTS]))
     return weights if is_enough else max(0, weights - states - gradients), max(1, states - 2)
 
 
 def records_may_visit(*, weights: Tier | None, states: Tier | None, keep: bool) -> bool:
-    """Whether records may leave their homes for what the device has room for: [Note: the device margin] in device_memory.py. Arguments as of
-    `Needs`."""
+    """Whether records may leave their homes and visit the device: [Note: the device budget] in device_memory.py. Arguments: see `Needs`."""
     return keep and states is None and weights in (None, DEVICE)
 
 
@@ -263,11 +273,12 @@ def share_device(
     snapshots: Collection[int] = (),
     may_stay: Collection[int] = (),
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """What the device has room for beside all weights: spans whose records fit, from the first on; and of the others those whose gradients
-    do, which come before records, from the last on. Each with its bytes. Records that live there anyway come first, and are not among
-    them.
+    """Divide the device memory beside all weights: (spans whose records fit, from the first on; spans of the rest whose gradients fit, from
+    the last on), each with its bytes. Gradients come before records. Records that live on the device in any case come first, and are in
+    neither list.
 
-    homes: of the states, by chunk. may_stay: chunks, see `Placement`. snapshots: spans that need their weights twice. The same on all ranks.
+    homes: of the states, by chunk. may_stay: chunks, see `Placement`. snapshots: spans that need their weights twice. The result is
+    the same on all ranks.
     """
     room_nbytes -= sum(span.nbytes for span in layout.spans)
     states = []
@@ -297,14 +308,14 @@ def share_device(
 
 
 def _states_on_device(layout: Layout, records: Sequence[Record]) -> Iterator[tuple[Span, int]]:
-    """Each trainable span, with what its records take on the device beside their weights, the same on all ranks."""
+    """Each trainable span, with the bytes of its records on the device, weights excluded. The same on all ranks."""
     for span in layout.spans:
         if span.trainable:
             yield span, sum(_largest_on_device(layout.chunks[index], records[index]) for index in span.chunks)
 
 
 def _largest_on_device(chunk: Chunk, record: Record) -> int:
-    """Bytes of states and gradient of the largest shard: what lies on the device is decided alike on all ranks."""
+    """Bytes of states and gradient of the largest shard: all ranks decide alike about the device."""
     if not chunk.trainable:
         return 0
     numel = chunk.shard_used(0)

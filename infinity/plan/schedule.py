@@ -1,7 +1,7 @@
-"""The order of things: the trace of a step, who is used next, and the plan made from it. Where in it a step is: route.py.
+"""The trace of a step, the next-use table, and the plan made from both. route.py knows the position of a step in the plan.
 
-Pure: integers and keys in, a list of actions out. Must not know tensors, threads or tiers; those who execute a plan
-decide what an action means on their machine. A plan is a value: tests compare it literally.
+Pure: integers and keys in, a list of actions out. Must not know tensors, threads or tiers. The executor of a plan decides how an action
+runs. A plan is a value: tests compare plans literally.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import NamedTuple
 
-NEVER = 1 << 62  # the next use of what is not used again
-READ_AHEAD = 3  # fetches of weights, also where slots are fewer
+NEVER = 1 << 62  # the next use of a span without further uses
+READ_AHEAD = 3  # fetches of weights, also with fewer slots
 
 
 class Use(NamedTuple):
-    """One step of the schedule: an op, by its key, acquires spans; `held` are kept by ops that enclose it."""
+    """One step of the schedule: an op, named by its key, acquires spans. `held`: spans kept by enclosing ops."""
 
     key: Hashable
     spans: tuple[int, ...]
@@ -26,7 +26,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Op number `position` begins. What follows in the plan, up to the next Run, is issued at this moment."""
+    """Op number `position` begins. The following actions, up to the next Run, are issued at this moment."""
 
     position: int
 
@@ -85,22 +85,24 @@ class Moment(enum.Enum):
 
 
 def moment(*, deferred: bool, on_device: bool, in_memory: bool) -> Moment:
-    """Of a chunk whose record is on the device, or which has nothing on NVMe, or some of it. deferred: updates are to follow step(), see
-    `Config.update`. Those that wait for no drive begin there, for the first ops soon want their weights; for the others slots are read
-    into in the order of the next step's ops."""
+    """The moment of a chunk's update. on_device: the record is on the device. in_memory: no part of the record is on NVMe. deferred: updates
+    follow step(), see `Config.update`. Updates that wait for no drive begin in step(), because the first ops soon need their weights. For
+    the others, slots are filled in the order of the next step's ops.
+    """
     if on_device or (deferred and in_memory):
         return Moment.STEP
     return Moment.FETCH if deferred else Moment.GRADIENT
 
 
 def may_pass(*, gradient_stays: bool, there: Iterable[bool]) -> bool:
-    """Whether an update that a fetch waits for may pass those that were begun before it: where it would wait for nothing, for its gradient
-    cannot leave host memory, and what else it needs is there. See [Note: order of updates] in updates.py."""
+    """Whether an update that a fetch waits for may overtake updates that began earlier. The update may if nothing delays it: the gradient
+    cannot leave host memory, and the other inputs are there. See [Note: order of updates] in updates.py.
+    """
     return gradient_stays and all(there)
 
 
 class NextUse:
-    """The next-use table of a trace: for a span and a position, the first later position that uses it."""
+    """The next-use table of a trace: for a span and a position, the first later use."""
 
     def __init__(self, uses: Sequence[Use]):
         self._positions: dict[int, list[int]] = {}
@@ -115,7 +117,7 @@ class NextUse:
         return positions[index] if index < len(positions) else NEVER
 
     def cyclic(self, span: int, position: int, period: int) -> int:
-        """As `after`, in an endless repetition of the trace."""
+        """Like `after`, in an endless repetition of the trace."""
         following = self.after(span, position)
         if following != NEVER:
             return following
@@ -124,7 +126,7 @@ class NextUse:
 
 
 class _Ordered:
-    """Spans in the order of a key that each has; a key ends with its span."""
+    """Spans ordered by their keys. A key ends with the span."""
 
     def __init__(self):
         self.keys: list[tuple[int, ...]] = []
@@ -142,9 +144,9 @@ class _Ordered:
 
 
 def within(spans: Iterable[int], read_ahead: int, slots_ahead: int, slots_of: Mapping[int, int]) -> Iterator[int]:
-    """Of the spans in the order of their fetches those that are read ahead: the next `read_ahead`, and more while so many slots hold all.
+    """The spans to read ahead, in the order of their fetches: the next `read_ahead` spans, and more while slots_ahead slots hold all of them.
 
-    slots_of: how many a span takes; one at least, also if it is in host memory, so that the look ahead has an end.
+    slots_of: slots that a span takes. A span counts as one slot at least, even in host memory, and the iteration therefore ends.
     """
     for number, span in enumerate(spans):
         slots_ahead -= max(1, slots_of.get(span, 1))
@@ -167,22 +169,21 @@ def plan(
     span_of: Mapping[int, int] | None = None,
     states_ahead: int = 2,
 ) -> list[Action]:
-    """Order the actions of one step so that gather, copy and read run one, two and `read_ahead` fetches ahead, reads
-    further where there are slots for them: see `within`.
+    """Order the actions of one step. Gather, copy and read run one, two and `read_ahead` fetches ahead, and reads run further ahead if
+    slots are free: see `within`.
 
-    uses: the trace. nbytes: device bytes of each span (0 for one that never leaves). budget: device bytes for all
-    spans. keep: leave a span on the device until its room is needed (farthest next use goes first, Belady 1966);
-    otherwise evict as soon as no op and no stage needs it. reductions: (position, chunk), in order, of the gradients that
-    are complete after that position; updates: those of them that are followed by an update, which makes the device copy
-    stale; what is complete only after the last use is left to the end of the pass. span_of: a chunk's span.
-    states_ahead: how many chunks' states are read before their update.
-    The device holds nothing at the start but spans of 0 bytes.
+    uses: the trace. nbytes: device bytes of each span (0 for a span that never leaves). budget: device bytes for all spans. keep: leave
+    a span on the device until the room is needed (farthest next use goes first, Belady 1966). Otherwise evict a span as soon as no op
+    and no stage needs it. reductions: (position, chunk), in order, of the gradients that are complete after that position. updates: the
+    reductions that are followed by an update, which makes the device copy stale. Gradients that are complete only after the last use are
+    left to the end of the pass. span_of: a chunk's span. states_ahead: number of chunks whose states are read before their update. At
+    the start the device holds only spans of 0 bytes.
 
-    A fetch is made ahead only where room can be had without evicting what is needed sooner; what an op itself needs
-    is fetched even when that exceeds the budget (the executor waits for memory, or says how much is missing).
+    A fetch runs ahead only if the room costs no span that is needed sooner. Spans of the current op are fetched even beyond the budget:
+    the executor waits for memory, or reports the missing amount.
     """
     next_use = NextUse(uses)
-    fetches: dict[int, list[tuple[int, int, int]]] = {}  # a span's uses by ops of its own: (position, place in the op, span)
+    fetches: dict[int, list[tuple[int, int, int]]] = {}  # a span's uses by own ops: (position, place in the op, span)
     for position, use in enumerate(uses):
         for place, span in enumerate(dict.fromkeys(use.spans)):
             fetches.setdefault(span, []).append((position, place, span))
@@ -195,8 +196,8 @@ def plan(
     num_stale = num_states = num_updated = num_reduced = 0
     actions: list[Action] = []
     used = 0
-    coming = _Ordered()  # by the next fetch: spans that are away, or copied and not yet used
-    leaving = _Ordered()  # by the next use, farthest first: spans that are resident
+    coming = _Ordered()  # by the next fetch: spans that are not on the device, or copied and not yet used
+    leaving = _Ordered()  # by the next use, farthest first: resident spans
     for first, *_ in fetches.values():
         coming.put(first)
 
@@ -235,7 +236,9 @@ def plan(
             actions.append(Gather(span))
 
     def make_room(span: int, position: int, before: int, needed: Collection[int]) -> bool:
-        """Evict what is used later than `before`, farthest first, until `span` fits. False, and nothing done, if not."""
+        """Evict spans with uses later than `before`, farthest first, until `span` fits. Returns False, and evicts nothing, if that is not
+        enough.
+        """
         missing = used + nbytes[span] - budget
         if missing <= 0:
             return True
@@ -253,7 +256,7 @@ def plan(
         return True
 
     def upcoming(count: int) -> list[tuple[int, int]]:
-        """The next `count` fetches, as (position, span): uses of spans that are away or only just coming."""
+        """The next `count` fetches as (position, span): uses of spans that are not on the device, or copied and not yet used."""
         return [(later, span) for later, _, span in coming.keys[:count]]
 
     for position in range(-1, len(uses)):
@@ -291,7 +294,7 @@ def plan(
                 coming.discard(span)
             gather(span)
         for distance in (1, 2):
-            following = upcoming(distance)  # anew: what made room for the first may now be the second
+            following = upcoming(distance)  # computed again: the victim of the first fetch may now be the second
             if len(following) < distance:
                 break
             later, span = following[-1]

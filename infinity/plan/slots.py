@@ -1,25 +1,25 @@
-"""Host copies and the slots that they borrow: who is granted one, in which order, and whose copy makes room.
+"""Host copies and their slots: the order of grants, and the choice of the copy that loses a slot.
 
-Pure policy, which an engine's records and the simulator of a run both play. Knows chunks by their index, and distances to their next
-use. Must not know bytes, links or locks: whoever owns it calls one method at a time.
+Pure policy, used by an engine's records and by the simulator. Knows chunks by their index, and distances to their next use. Must not know
+bytes, links or locks: the owner calls one method at a time.
 """
 
 # [Note: host copies]
-# What is in host memory of a chunk is up to three entries: weights, states (residual, momentum, variance), because the
-# forward pass needs only the first, and the gradient. An entry whose tier is the host stays for good; others borrow a slot:
+# A chunk has up to three entries in host memory: weights, states (residual, momentum, variance) and the gradient. Weights are separate
+# because the forward pass needs only weights. An entry whose tier is the host stays permanently. Other entries borrow a slot:
 #
 #     READING --read over--> CLEAN --update--> DIRTY --write submitted--> WRITING --write over--> CLEAN
 #
-# Pins count those who still need an entry. A slot is taken from an entry that is CLEAN and has no pins, farthest next
-# use first (Belady). All of it is guarded by one condition, the records' `lock`, which is notified when a pin or slot is freed.
-# An update writes what it made DIRTY at once, pinned until then. A gradient stays DIRTY and unpinned until it is used: that
-# needs no write, unless its slot is wanted before.
+# Pins count the users of an entry. A slot is taken from an entry that is CLEAN and has no pins, farthest next use first (Belady). One
+# condition, the records' `lock`, guards all entries, and is notified when a pin or slot is freed. An update makes an entry DIRTY and writes
+# it at once; the entry stays pinned until the write is over. A gradient stays DIRTY and unpinned until the update. The gradient is written
+# only if the slot is needed before.
 #
 # [Note: order of grants]
-# Who is granted an entry keeps its slot until done, and the lanes that wait for grants work first in, first out. So
-# pinned requests of one kind are granted in their order: were a later one served first because its copy happens to be
-# there, or because it is urgent, it could hold the last slot while the one before it, which its lane waits for, gets none.
-# An urgent request makes those before it urgent, too: what is urgent is a number, up to which all of a kind are.
+# A request that has an entry keeps the slot until the work is done, and the lanes that wait for grants work first in, first out. Pinned
+# requests of one kind are therefore granted in their order. If a later request were served first, because the copy is there or because of
+# urgency, that request could hold the last slot. The earlier request, for which the lane waits, would then get no slot. An urgent request
+# makes the earlier requests urgent, too: urgency is a number, and all requests of a kind up to this number are urgent.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from infinity.plan.record import GRADIENTS, KINDS, WEIGHTS
 
 
 class HostState(enum.Enum):
-    """Of a host copy, see [Note: host copies]."""
+    """State of a host copy, see [Note: host copies]."""
 
     READING = "reading"
     CLEAN = "clean"
@@ -49,7 +49,7 @@ _HOST_MOVES = {
 
 
 class Entry:
-    """A host copy of a chunk's weights, states or gradient. memory: the slot or resident area. source: what fills it, waitable."""
+    """A host copy of a chunk's weights, states or gradient. memory: the slot or resident area. source: the waitable that fills the copy."""
 
     __slots__ = ("chunk", "memory", "pins", "resident", "source", "state")
 
@@ -66,7 +66,7 @@ class Entry:
         self.state = state
 
     def pin(self) -> None:
-        """One more needs it."""
+        """Add one user."""
         self.pins += 1
 
     def __repr__(self):
@@ -74,9 +74,9 @@ class Entry:
 
 
 class HostCache:
-    """The host copies of one kind, weights, states or gradients.
+    """The host copies of one kind: weights, states or gradients.
 
-    slots: a pool with `count` and `num_free`, whose `try_acquire()` gives what has a `release()`, or None if all is resident.
+    slots: a pool with `count` and `num_free`. `try_acquire()` returns an object with `release()`, or None if no slot is free.
     next_use(chunk): in any unit that grows with distance.
     """
 
@@ -84,21 +84,20 @@ class HostCache:
         self.kind = kind
         self.slots = slots
         self.next_use = next_use
-        self.entries: dict[int, Entry] = {}  # that borrow a slot
+        self.entries: dict[int, Entry] = {}  # entries that borrow a slot
         self.residents: dict[int, Entry] = {}
-        self.users: deque = deque()  # in their order, what each waits for that gives its entry's slot back then; None: who gives back none
+        self.users: deque = deque()  # in order: the waitable after which each user frees the slot; None for a user that frees none
 
     def add_resident(self, chunk, memory) -> None:
         self.residents[chunk.index] = Entry(chunk, memory, resident=True)
 
     def frees_soon(self) -> bool:
-        """Whether the first user has what it waits for, so that it gives a slot back whatever else happens. Those that pass it have
-        theirs."""
+        """Whether the first user's wait is over, so that a slot becomes free in any case. Users that overtake have slots already."""
         first = self.users[0] if self.users else None
         return first is not None and first.done
 
     def is_crowded(self) -> bool:
-        """Whether two thirds of the slots, and two at least, are pinned: what was asked for before is far from done."""
+        """Whether at least two thirds of the slots, and at least two, are pinned: earlier requests are far from done."""
         num_pinned = sum(entry.pins > 0 for entry in self.entries.values())
         return num_pinned >= max(2, 2 / 3 * self.slots.count)
 
@@ -106,9 +105,9 @@ class HostCache:
         return self.entries.get(chunk.index) or self.residents.get(chunk.index)
 
     def claim(self, chunk, *, urgent: bool) -> Entry | None:
-        """A slot for a chunk that has no entry: a free one, else that of the clean, unpinned entry used last.
+        """A slot for a chunk without an entry: a free one, or that of the clean, unpinned entry with the farthest next use.
 
-        Unless urgent, nothing is taken that is used before the chunk is. None: wait until something is freed.
+        Unless urgent, no entry with an earlier next use than the chunk's is taken. Returns None if the caller must wait for a free slot.
         """
         slot = self.slots.try_acquire()
         if slot is None:
@@ -121,26 +120,26 @@ class HostCache:
         return entry
 
     def farthest(self, state: HostState) -> Entry | None:
-        """Of the entries in a state that borrow a slot and that nobody needs now, the one used last."""
+        """The entry with the farthest next use among unpinned entries of this state that borrow a slot."""
         found = [entry for entry in self.entries.values() if not entry.pins and entry.state is state]
         return max(found, key=lambda entry: self.next_use(entry.chunk), default=None)
 
     def to_write(self) -> Entry | None:
-        """Where no slot can be had, the dirty entry used last, to be written, unless one is becoming free anyway."""
+        """If no slot can be freed, the dirty entry with the farthest next use, for writing. None if another entry will become free anyway."""
         passing = (HostState.READING, HostState.WRITING)
         if self.slots.num_free or any(entry.pins or entry.state in passing for entry in self.entries.values()):
             return None
         return self.farthest(HostState.DIRTY)
 
     def unpin(self, entry: Entry, *, keep: bool) -> None:
-        """One need less. Without `keep`, a clean entry nobody needs gives its slot back."""
+        """Remove one user. Without `keep`, a clean entry without users frees the slot."""
         entry.pins -= 1
         assert entry.pins >= 0, entry
         if not keep:
             self.drop(entry)
 
     def drop(self, entry: Entry) -> bool:
-        """Give the slot back if the entry is clean, unpinned and not resident. Returns whether one is free by that."""
+        """Free the slot of an entry that is clean, unpinned and not resident. Returns whether a slot was freed."""
         if entry.pins or entry.state is not HostState.CLEAN or self.entries.get(entry.chunk.index) is not entry:
             return False
         del self.entries[entry.chunk.index]
@@ -149,19 +148,21 @@ class HostCache:
 
 
 def keeps(kind: str, *, keep: bool, weights_wanted: bool) -> bool:
-    """Whether a clean copy that nobody needs now stays until its slot is wanted. keep: as all do; weights_wanted: soon, by a copy to the
-    device or an update."""
+    """Whether a clean copy without users stays until the slot is needed. keep: all copies stay. weights_wanted: a copy to the device or an
+    update needs the weights soon.
+    """
     return keep or kind == GRADIENTS or (kind == WEIGHTS and weights_wanted)
 
 
 class Requests:
-    """Those that wait for a host copy: see [Note: order of grants]. Each has the `chunk` and `kind` that it is for; `pin`, unless it only
-    reads ahead; and `number`, in order of asking, once it has asked."""
+    """Requests that wait for a host copy: see [Note: order of grants]. Each has a `chunk` and a `kind`. `pin` is false for read-ahead.
+    `number` is the order of asking, set by `ask`.
+    """
 
     def __init__(self):
-        self._pinned: dict[str, deque] = {kind: deque() for kind in KINDS}  # both in order of asking
+        self._pinned: dict[str, deque] = {kind: deque() for kind in KINDS}  # in order of asking, like _ahead
         self._ahead: list = []
-        self._urgent_until = dict.fromkeys(KINDS, -1)  # pinned requests of the kind up to this number are waited for
+        self._urgent_until = dict.fromkeys(KINDS, -1)  # number up to which pinned requests of the kind are waited for
         self._num_asked = 0
 
     def __iter__(self) -> Iterator:
@@ -172,7 +173,7 @@ class Requests:
         return any(True for _ in self)
 
     def ask(self, request, *, urgent: bool) -> None:
-        """Number a request. What was to be read ahead is needed now; read later, it would be read once more for nobody."""
+        """Number a request. A waiting read-ahead of the same copy is dropped: read later, nobody would use it."""
         request.number = self._num_asked
         self._num_asked += 1
         if request.pin:
@@ -181,7 +182,7 @@ class Requests:
                 self._urgent_until[request.kind] = request.number
 
     def put(self, request) -> None:
-        """It has asked and must wait."""
+        """Add a request that must wait."""
         (self._pinned[request.kind] if request.pin else self._ahead).append(request)
 
     def withdraw(self, request) -> None:
@@ -190,20 +191,20 @@ class Requests:
             line.remove(request)
 
     def hurry(self, request) -> None:
-        """Somebody waits for it: let it, and what was asked for of its kind before it, pass whatever is read ahead."""
+        """A thread waits for this request: the request and all earlier ones of the kind overtake read-ahead."""
         self._urgent_until[request.kind] = max(self._urgent_until[request.kind], request.number)
 
     def hurry_all(self) -> None:
-        """Let all that was asked for, in its order, pass what is read ahead."""
+        """All requests so far, in their order, overtake read-ahead."""
         self._urgent_until = dict.fromkeys(KINDS, self._num_asked - 1)
 
     def is_urgent(self, request) -> bool:
         return request.pin and request.number <= self._urgent_until[request.kind]
 
     def take_next(self, grant: Callable[[object], bool]):
-        """The first for which grant(request) is true, which waits no longer; None if there is none."""
+        """The first request for which grant(request) is true, removed from the waiting requests; None if there is none."""
         blocked: set[str] = set()  # kinds whose first pinned request waits
-        full: set[str] = set()  # kinds that have no slot for what is read ahead: what was asked for first is used first
+        full: set[str] = set()  # kinds without a slot for read-ahead: the first request is used first
         for request in self._in_order():
             if request.kind in blocked or (request.kind in full and not request.pin) or not grant(request):
                 (blocked if request.pin else full).add(request.kind)
@@ -213,18 +214,18 @@ class Requests:
         return None
 
     def _in_order(self) -> list:
-        """What may be granted next: of each kind the first pinned one, and all that is read ahead."""
+        """The candidates for the next grant: the first pinned request of each kind, and all read-ahead."""
         waiting = [*(requests[0] for requests in self._pinned.values() if requests), *self._ahead]
         return sorted(waiting, key=lambda request: (not self.is_urgent(request), request.number))
 
 
 def farthest_first(spans: Iterable[int], next_use: Callable[[int], float]) -> list[int]:
-    """Spans on the device in Belady's order."""
+    """Spans on the device, farthest next use first (Belady)."""
     return sorted(spans, key=lambda span: (-next_use(span), span))
 
 
 def victims(span: int, others: Iterable[int], next_use: Callable[[int], float], *, needed: bool) -> Iterator[int]:
-    """Which of the others leave the device in turn to make room for a span: unless an op needs it now, none that is used sooner."""
+    """The spans that leave the device in turn to make room. Unless `needed` by an op now, no span with an earlier next use leaves."""
     mine = next_use(span)
     for other in farthest_first(others, next_use):
         if not needed and next_use(other) <= mine:

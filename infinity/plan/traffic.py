@@ -1,13 +1,14 @@
-"""Bytes that one step moves over each link, counted before the first step.
+"""Counts the bytes that one step moves over each link, before the first step.
 
-Knows a layout, its records and their placement. Must not know ops, clocks, threads or files.
+Knows a layout, records and their placement. Must not know ops, clocks, threads or files.
 """
 
 # [Note: how the bytes of a step are counted]
-# No op has run yet. The count plays a step whose forward pass uses each span once, in registration order, and whose backward pass uses each
-# span once, in the opposite order. Neighbouring spans of a large model count as one. `schedule.plan`, which orders real steps, says for this
-# trace how often each span is copied and gathered. A model that runs a layer several times, skips one, or shares weights moves other numbers
-# of bytes. `Engine.stats()` has the bytes that were moved. `infinity plan` runs the model's own ops, and plays slots of host memory as well.
+# No op has run yet. The count simulates a step: forward uses each span once, in registration order, and backward uses each span once, in
+# the opposite order. Neighbouring spans of a large model count as one. `schedule.plan`, which orders real steps, tells how often each span
+# of this trace is copied and gathered. A model that runs a layer several times, skips a layer, or shares weights moves other numbers of
+# bytes. `Engine.stats()` has the bytes that were moved. `infinity plan` runs the model's own ops, and simulates slots of host memory as
+# well.
 
 from __future__ import annotations
 
@@ -23,15 +24,16 @@ from infinity.plan.placement import Placement, share_device
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.schedule import Use
 
-MOST_GROUPS = 128  # of spans, in the trace that is played
+MOST_GROUPS = 128  # groups of spans in the simulated trace
 LINKS = ("nvme_read", "h2d", "all_gather", "reduce_scatter", "d2h", "nvme_write")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Properties of a step that change its bytes. num_passes: backward passes a step. device_nbytes: expected device budget, in bytes.
-    deferred: updates follow step(). keep: copies stay where there is room. may_visit: records may come to the device. compresses: floats on
-    NVMe are coded."""
+    """Properties of a step that change the bytes. num_passes: backward passes a step. device_nbytes: expected device budget, in bytes.
+    deferred: updates follow step(). keep: copies stay while there is room. may_visit: records may come to the device. compresses: floats on
+    NVMe are coded.
+    """
 
     num_passes: int
     device_nbytes: int
@@ -62,7 +64,7 @@ def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement,
             if not homes[kind].is_storage or (kind == GRADIENTS and (not _spills(step) or chunk.index in stay)):
                 continue
             if kind == WEIGHTS and chunk.trainable:
-                num_reads = max(num_reads, 1)  # its update needs it
+                num_reads = max(num_reads, 1)  # the update needs the weights
             num_writes = num_reads if kind == GRADIENTS else int(chunk.trainable)
             if num_kept[kind]:
                 num_kept[kind] -= 1
@@ -74,24 +76,26 @@ def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement,
 
 
 def _spills(step: Step) -> bool:
-    """Whether gradients wait for a later pass or for step(), so that they may leave for NVMe meanwhile."""
+    """Whether gradients wait for a later pass or for step(), and may therefore go to NVMe meanwhile."""
     return step.deferred or step.num_passes > 1
 
 
 def _num_kept(layout: Layout, placement: Placement, step: Step, visiting: Mapping[int, int]) -> dict[str, int]:
-    """By kind, how many chunks without a place in host memory find their copy still in a slot when it is next needed."""
+    """By kind, the number of chunks without a place in host memory whose copy is still in a slot at the next use."""
     found = {}
     for kind in KINDS:
         num = sum(home.is_storage and chunk.span not in visiting for home, chunk in zip(placement.homes[kind], layout.chunks))
         slots = placement.slots[kind]
-        if slots < num:  # two slots are always on their way to the next chunks; weights, used twice and more, pass through all of them
+        if slots < num:  # two slots are always used for the next chunks; weights, used twice or more, pass through all slots
             slots = max(0, slots - 2) if kind != WEIGHTS else 0
         found[kind] = min(slots, num)
     return found if step.keep else dict.fromkeys(KINDS, 0)
 
 
 def nvme_nbytes(placement: Placement, record: Record, kind: str, index: int, *, compresses: bool) -> tuple[int, int]:
-    """Bytes that one read and one write of a chunk's copy of this kind move between host memory and NVMe, in the mean of some updates."""
+    """Bytes that one read and one write of a chunk's copy of this kind move between host memory and NVMe. The mean is over late and full
+    updates.
+    """
     nbytes = placement.sizes[kind][index]
     if kind == GRADIENTS or not (compresses or placement.pool_nbytes):
         return nbytes, nbytes
@@ -102,7 +106,7 @@ def nvme_nbytes(placement: Placement, record: Record, kind: str, index: int, *, 
 def _guests(
     layout: Layout, records: Sequence[Record], placement: Placement, step: Step
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Spans whose records the device has room for, and those whose waiting gradients it has room for: their bytes there."""
+    """Spans whose records fit the device, and spans whose waiting gradients fit, each with the bytes there."""
     room_nbytes = step.device_nbytes - placement.gradient_limit_nbytes
     if not step.may_visit or room_nbytes <= sum(span.nbytes for span in layout.spans):  # all weights come first
         return {}, {}
@@ -121,7 +125,7 @@ def _fetches(
     layout: Layout, placement: Placement, step: Step, visiting: Mapping[int, int], staying: Mapping[int, int]
 ) -> tuple[Mapping[int, int], Mapping[int, int]]:
     """How often each span is copied to the device in a step, and how often gathered. The second pass of a step and all later ones are
-    alike."""
+    equal."""
     nbytes = {span.index: 0 if placement.pinned else span.nbytes for span in layout.spans}
     taken = placement.fixed_nbytes + sum(visiting.values()) + sum(staying.values()) + sum(nbytes[span] for span in visiting)
     nbytes |= dict.fromkeys(visiting, 0)
@@ -134,13 +138,13 @@ def _fetches(
 
 
 def _groups(spans: Sequence[int]) -> list[Sequence[int]]:
-    """Neighbours together, so that the count takes milliseconds whatever the model's size."""
+    """Groups of neighbouring spans, so that the count takes milliseconds for any model size."""
     size = math.ceil(len(spans) / MOST_GROUPS)
     return [spans[start : start + size] for start in range(0, len(spans), size)]
 
 
 def _planned(nbytes: Sequence[int], budget: int, keep: bool, num_passes: int) -> tuple[list[int], list[int]]:
-    """How often each group is copied and gathered in a step of so many passes. nbytes: of each group."""
+    """How often each group is copied and gathered in a step of num_passes passes. nbytes: of each group."""
     forward = [Use(("forward", group), (group,)) for group in range(len(nbytes))]
     backward = [Use(("backward", group), (group,)) for group in reversed(range(len(nbytes)))]
     copies, gathers = [0] * len(nbytes), [0] * len(nbytes)

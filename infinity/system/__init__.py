@@ -1,4 +1,4 @@
-"""What an engine has from the machine: threads, memory, ranks, files on drives, clocks.
+"""The machine's services for an engine: threads, memory, ranks, files on drives, clocks.
 
-Knows bytes, threads, paths and processes. Must not know parameters, chunks or why anything is moved.
+Knows bytes, threads, paths and processes. Must not know parameters, chunks or the reason of a transfer.
 """

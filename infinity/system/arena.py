@@ -1,7 +1,7 @@
-"""Pinned host memory, handed out in fixed-size leases (slots), or in areas where sizes are not known before (a heap).
+"""Pinned host memory, leased in slots of a fixed size, or in areas of any size (a heap).
 
-Knows memory. Must not know what lies in it, nor chunks, tiers, devices' streams or files. Whoever releases a slot sees to
-it that nothing, a copy or a disk request, still uses it.
+Knows memory. Must not know the contents, nor chunks, tiers, devices' streams or files. The user of a slot releases the slot only when no
+copy and no disk request uses the memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from infinity.system.lanes import Monitor
 PAGE_NBYTES = 4096
 HUGE_NBYTES = 2 << 20
 HEAP_REGION_NBYTES = 64 << 20
-_TOUCH_NBYTES = 64 << 20  # by one thread at a time; few enough pages for torch not to spread them over its own threads
+_TOUCH_NBYTES = 64 << 20  # per thread at a time; so few pages that torch does not use its own threads
 _TOUCH_THREADS = 8
 
 # [Note: when memory is unmapped]
-# A region's mmap is never closed, only forgotten: every buffer and tensor on it refers to it, so the last of them to go
-# unmaps it. (mmap.close() would refuse while a memoryview lives, but not for a tensor: torch.frombuffer keeps a reference
-# to the object and no claim on its buffer.) A forked child has the objects and not the memory; it keeps them for ever,
-# since by the time it drops them their addresses may be another mapping's.
+# A region's mmap is never closed, only forgotten. Every buffer and tensor on the mmap refers to it, so the last of them to go unmaps the
+# memory. (mmap.close() would refuse while a memoryview lives, but not for a tensor: torch.frombuffer keeps a reference to the object and no
+# claim on its buffer.) A forked child has the objects without the memory, and keeps them permanently, because their addresses may belong to
+# another mapping by the time the child drops them.
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _kept_by_child: list[mmap.mmap] = []
 os.register_at_fork(after_in_child=lambda: _kept_by_child.extend(_mappings))
@@ -40,16 +40,16 @@ os.register_at_fork(after_in_child=lambda: _kept_by_child.extend(_mappings))
 class Arena:
     """Pinned host memory: huge pages, touched in parallel, not inherited by forks.
 
-    pin: register each region with CUDA, so that copies to and from a device are asynchronous. Whichever thread asks for one, it is
-    registered with the device that is current where the arena is made: CUDA would make a context, of some hundred MiB, on that of the
-    thread, which is the node's first where nobody set another.
+    pin: register each region with CUDA, so that copies to and from a device are asynchronous. All regions are registered with the device
+    that is current when the arena is created, whichever thread asks. Otherwise CUDA would make a context of some hundred MiB on the
+    thread's device, which by default is the node's first.
     """
 
     def __init__(self, *, pin: bool = False):
         self.pin = pin
         self._device = torch.cuda.current_device() if pin else None
         self._regions: list[Region] = []
-        self._pinning: tuple[ThreadPoolExecutor, list[Future]] | None = None  # in a `together` block
+        self._pinning: tuple[ThreadPoolExecutor, list[Future]] | None = None  # inside a `together` block
 
     @property
     def nbytes(self) -> int:
@@ -57,10 +57,10 @@ class Arena:
         return sum(region.nbytes for region in self._regions)
 
     def region(self, nbytes: int) -> Region:
-        """Zeroed memory of nbytes, rounded up to 4096. Raises BudgetError if it cannot be pinned, OSError if not mapped."""
+        """Zeroed memory of nbytes, rounded up to 4096. Raises BudgetError if pinning fails, OSError if mapping fails."""
         pool, under_way = self._pinning or (None, [])
         for each in under_way:
-            if each.done():  # what comes behind one that failed is not touched for nothing
+            if each.done():  # no memory is touched after a failure
                 each.result()
         region = Region(nbytes)
         if pool is not None:
@@ -72,8 +72,9 @@ class Arena:
 
     @contextlib.contextmanager
     def together(self):
-        """Regions made inside the block are pinned by a thread, each while the next one is touched, and all once it ends, which then
-        raises what `region` does."""
+        """Inside the block, one thread pins regions while the next one is touched. At the end of the block all are pinned, or the errors of
+        `region` are raised.
+        """
         if not self.pin:
             yield
             return
@@ -87,12 +88,12 @@ class Arena:
                 self._pinning = None
 
     def give_back(self, region: Region) -> None:
-        """Give one back; nothing uses it."""
+        """Free a region that nothing uses."""
         self._regions.remove(region)
         region.close()
 
     def close(self) -> None:
-        """Give all regions back, each as soon as nothing refers to it any more. Idempotent."""
+        """Free all regions, each after the last reference. Idempotent."""
         while self._regions:
             self._regions.pop().close()
 
@@ -101,18 +102,18 @@ class Arena:
 
 
 class Region:
-    """A contiguous piece of an arena that starts on a 2 MiB border. buffer: a memoryview of its nbytes."""
+    """A contiguous piece of an arena, aligned to 2 MiB. buffer: a memoryview of its nbytes."""
 
     def __init__(self, nbytes: int):
         if nbytes < 1:
-            raise ValueError(f"a region of {nbytes} bytes was asked for, expected 1 or more")
+            raise ValueError(f"a region of {nbytes} bytes: expected 1 byte or more")
         self.nbytes = _round_up(nbytes, PAGE_NBYTES)
-        # mmap gives 4 KiB alignment: map 2 MiB more and never touch them, so they cost addresses only.
+        # mmap aligns to 4 KiB. The extra 2 MiB are never touched and cost only addresses.
         mapping = mmap.mmap(-1, self.nbytes + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _mappings.add(mapping)
         mapping.madvise(mmap.MADV_DONTFORK)
         start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_NBYTES
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, no less right
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, still correct
             mapping.madvise(mmap.MADV_HUGEPAGE, start, self.nbytes)
         self.buffer: memoryview | None = memoryview(mapping)[start : start + self.nbytes]
         self.address = torch.frombuffer(self.buffer, dtype=torch.uint8).data_ptr()
@@ -121,10 +122,10 @@ class Region:
         self._unpin: weakref.finalize | None = None
 
     def pin(self, device: int) -> None:
-        """Register it with CUDA, once, where device is the current one. Raises BudgetError."""
+        """Register the memory with CUDA, once, with `device` as the current device. Raises BudgetError."""
         with torch.cuda.device(device):
             _register(self.address, self.nbytes)
-        # Also where nobody closes it: CUDA must not know addresses that are about to be another mapping's.
+        # If nobody closes the region: CUDA must not keep addresses that another mapping may get.
         self._unpin = weakref.finalize(self, _unregister, self.address, os.getpid(), device)
         self._unpin.atexit = False
 
@@ -138,7 +139,7 @@ class Region:
             if numel:
                 tensor = torch.frombuffer(self.buffer, dtype=dtype, offset=offset_nbytes, count=numel)
             else:
-                tensor = torch.empty(0, dtype=dtype, device="cpu")  # frombuffer refuses
+                tensor = torch.empty(0, dtype=dtype, device="cpu")  # frombuffer refuses an empty tensor
             tensor = self._tensors.setdefault(key, tensor)  # another thread may have been first
         return tensor
 
@@ -153,9 +154,9 @@ class Region:
 
 
 class Slots:
-    """A pool of `count` equal leases of one region; acquiring waits when none is free.
+    """A pool of `count` equal leases of one region. Acquiring waits if no slot is free.
 
-    slot_nbytes: nbytes rounded up to 4096, so that every slot starts on such a border. peak: the most ever leased at once.
+    slot_nbytes: nbytes rounded up to 4096, so every slot is aligned to 4096. peak: the most slots ever leased at once.
     """
 
     def __init__(self, arena: Arena, name: str, nbytes: int, count: int):
@@ -185,7 +186,7 @@ class Slots:
             return self._lease() if self._free or self._closed else None
 
     def close(self) -> None:
-        """Lease no more: wakes all that wait, with UsageError. Leases out stay valid until released. Idempotent."""
+        """Refuse further leases: all waiting threads get UsageError. Existing leases stay valid until released. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -209,7 +210,7 @@ class Slots:
 
 
 class Slot:
-    """A lease of slot_nbytes bytes. index: which of the pool's slots it is."""
+    """A lease of slot_nbytes bytes. index: position in the pool."""
 
     __slots__ = ("index", "nbytes", "_slots")
 
@@ -220,7 +221,7 @@ class Slot:
 
     @property
     def buffer(self) -> memoryview:
-        """Its bytes, writable."""
+        """The slot's bytes, writable."""
         begin = self.index * self.nbytes
         return self._leased()._region.buffer[begin : begin + self.nbytes]
 
@@ -228,11 +229,11 @@ class Slot:
         """A 1-D view [numel] of the bytes from offset_nbytes; the same object each time that this memory is leased."""
         end_nbytes = offset_nbytes + numel * dtype.itemsize
         if offset_nbytes < 0 or end_nbytes > self.nbytes:
-            raise ValueError(f"bytes {offset_nbytes} to {end_nbytes} were asked of a slot of {self.nbytes}")
+            raise ValueError(f"bytes {offset_nbytes} to {end_nbytes} were requested of a slot of {self.nbytes}")
         return self._leased()._region.tensor(dtype, self.index * self.nbytes + offset_nbytes, numel)
 
     def release(self) -> None:
-        """Give the lease back. Raises UsageError if it was given back before."""
+        """Free the lease. Raises UsageError if already free."""
         self._leased()._take_back(self)
 
     def _leased(self) -> Slots:
@@ -246,7 +247,7 @@ class Slot:
 
 
 class Area:
-    """Some bytes of a region: nbytes from offset_nbytes on."""
+    """A byte range of a region: nbytes from offset_nbytes on."""
 
     __slots__ = ("nbytes", "offset_nbytes", "region")
 
@@ -264,22 +265,22 @@ class Area:
         return self.region.address + self.offset_nbytes
 
     def tensor(self, dtype: torch.dtype, offset_nbytes: int, numel: int) -> torch.Tensor:
-        """As `Region.tensor`, counted from the area's start."""
+        """Like `Region.tensor`, relative to the area's start."""
         return self.region.tensor(dtype, self.offset_nbytes + offset_nbytes, numel)
 
 
 class Heap:
-    """Areas of any size, for what comes in sizes that nobody knows before. Regions are taken as they are needed, and kept
-    until a larger one needs their budget.
+    """Areas of any size, for data of unpredictable sizes. The heap takes regions when needed, and keeps a region until a larger one needs
+    the budget.
 
-    budget_nbytes: the most that the regions take. peak_nbytes: the most ever given out.
+    budget_nbytes: the most bytes of all regions. peak_nbytes: the most bytes ever in use.
     """
 
     def __init__(self, arena: Arena, budget_nbytes: int):
         self.budget_nbytes = budget_nbytes // PAGE_NBYTES * PAGE_NBYTES
         self.nbytes = self.used_nbytes = self.peak_nbytes = 0
         self._arena = arena
-        self._gaps: list[tuple[Region, list[tuple[int, int]]]] = []  # (begin, end) of each region's free ranges, ascending
+        self._gaps: list[tuple[Region, list[tuple[int, int]]]] = []  # each region's free ranges (begin, end), ascending
         self._lock = threading.Lock()
 
     @property
@@ -287,7 +288,9 @@ class Heap:
         return self.budget_nbytes - self.used_nbytes
 
     def take(self, nbytes: int) -> Area | None:
-        """The first gap that holds nbytes, rounded up to 4096; None if there is none, and no budget for another region, or no memory."""
+        """The first gap of at least nbytes, rounded up to 4096. None if no gap is large enough, and budget or memory for another region is
+        missing.
+        """
         nbytes = _round_up(max(nbytes, 1), PAGE_NBYTES)
         with self._lock:
             for region, gaps in self._gaps:
@@ -308,12 +311,12 @@ class Heap:
             return self._give(region, self._gaps[-1][1], 0, nbytes)
 
     def shrink(self) -> None:
-        """Regions in which nothing is go back to the arena."""
+        """Give empty regions back to the arena."""
         with self._lock:
             self._give_empty_back(self.budget_nbytes + 1)
 
     def _give_empty_back(self, nbytes: int) -> None:
-        """Regions too small for what is asked make room for a larger one, as soon as nothing is in them."""
+        """Free empty regions until a region of nbytes fits the budget."""
         for region, gaps in self._empty():
             if self.nbytes + nbytes > self.budget_nbytes:
                 self._gaps.remove((region, gaps))
@@ -324,7 +327,7 @@ class Heap:
         return [(region, gaps) for region, gaps in self._gaps if gaps == [(0, region.nbytes)]]
 
     def give_back(self, area: Area) -> None:
-        """The area is free; it must not be used any more."""
+        """Free an area; the caller must not use the area any more."""
         begin, end = area.offset_nbytes, area.offset_nbytes + area.nbytes
         with self._lock:
             gaps = next(gaps for region, gaps in self._gaps if region is area.region)
@@ -357,7 +360,7 @@ def _mib(nbytes: int) -> str:
 
 
 def _touch(buffer: memoryview) -> None:
-    """Make the kernel give every page now. One thread zeroes 3 GB/s at best; several do it side by side."""
+    """Make the kernel provide every page now. One thread zeroes 3 GB/s at best; several threads work in parallel."""
 
     def touch(begin: int) -> None:
         torch.frombuffer(buffer[begin : begin + _TOUCH_NBYTES], dtype=torch.uint8)[::PAGE_NBYTES].zero_()
@@ -384,6 +387,6 @@ def _register(address: int, nbytes: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     allowed = "any amount" if limit == resource.RLIM_INFINITY else _mib(limit)
     raise BudgetError(
-        f"pinning {_mib(nbytes)} of host memory failed ({error}); memlock allows {allowed}. Raise it with "
+        f"pinning {_mib(nbytes)} of host memory failed ({error}); memlock allows {allowed}. Raise this limit with "
         "`ulimit -l unlimited` (docker: `--ulimit memlock=-1`, systemd: `LimitMEMLOCK=infinity`), or lower host_memory."
     )

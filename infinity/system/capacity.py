@@ -1,6 +1,6 @@
-"""How much memory a device and the host have for this process, and how much of the device's was in use at most.
+"""The memory that a device and the host have for this process, and the peak use of the device.
 
-Knows the allocator of the device, which it has make segments that expand, and the limits of control groups. Must not know what is allocated.
+Knows the device's allocator, which it sets to expandable segments, and the limits of control groups. Must not know what is allocated.
 """
 
 from __future__ import annotations
@@ -17,64 +17,67 @@ import torch
 
 from infinity.errors import NO_DESCRIPTORS, ConfigError
 
-_PAGE_NBYTES = {"large": 20 << 20, "small": 2 << 20}  # by which segments grow and shrink, for blocks of more than 1 MiB and others
+_PAGE_NBYTES = {"large": 20 << 20, "small": 2 << 20}  # units in which segments grow and shrink; "large" is for blocks of more than 1 MiB
 _CGROUPS = Path("/sys/fs/cgroup")
-UNLIMITED_NBYTES = 1 << 60  # version 1 says "no limit" as a number near 2^63
-_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of version 2 and of 1
+UNLIMITED_NBYTES = 1 << 60  # version 1 gives a number near 2^63 for "no limit"
+_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of version 2 and of version 1
 
 
 # [Note: the peak that the program asks for]
-# CUDA's allocator keeps one peak a device. That of one op is seen only between two resets, so while inputs are measured, in the first step
-# and where they grow, `torch.cuda.max_memory_allocated()` begins anew with every op, and so do the peaks of reserved memory and the like,
-# which are lost. The first, for which programs ask, is remembered: `most_nbytes()` is what it would be without the process's engines.
+# CUDA's allocator keeps one peak per device. The peak of one op is visible only between two resets. While the engine measures inputs, in
+# the first step and after growth, each op resets `torch.cuda.max_memory_allocated()`. The peaks of reserved memory and similar values are
+# reset as well, and lost. Programs ask for the first one, so the engine remembers it: `most_nbytes()` is the peak without the resets of
+# this process's engines.
 
 _most_nbytes: dict[torch.device, int] = {}  # the largest peak before the last reset
-_given = ""  # the allocator's settings that this module set
-_failures: Counter[int] = Counter()  # allocations that found no room, by device, whoever asked
+_given = ""  # the allocator's settings of this module
+_failures: Counter[int] = Counter()  # failed allocations by device, of all callers
 
 
 class CudaGauge:
-    """What a CUDA device's caching allocator knows. Sizes in bytes."""
+    """The state of a CUDA device's caching allocator. Sizes in bytes."""
 
     def __init__(self, device: torch.device):
         self.device = device
         _count_failures()
 
     def capacity_nbytes(self) -> int:
-        """All that this process may allocate, with what it has, but for what it cannot give back (`remains_of`)."""
+        """All memory that this process may have on the device, with the present memory, except the part that cannot be reused
+        (`remains_of`).
+        """
         free, total = torch.cuda.mem_get_info(self.device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device))
         remains = remains_of(torch.cuda.memory_snapshot(), self.device.index) if _is_native() else 0
         return min(free + torch.cuda.memory_reserved(self.device), allowed) - remains
 
     def free_nbytes(self) -> int:
-        """What of it no tensor takes."""
+        """The part of the capacity that no tensor takes."""
         return self.capacity_nbytes() - torch.cuda.memory_allocated(self.device)
 
     def peak_nbytes(self) -> int:
-        """The most that was allocated at a time since the last call."""
+        """The most bytes allocated at once since the last call."""
         peak = torch.cuda.max_memory_allocated(self.device)
         _most_nbytes[self.device] = max(peak, _most_nbytes.get(self.device, 0))
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
     def num_failures(self) -> int:
-        """Allocations on the device that have found no room so far, whoever asked; 0 of an allocator that tells nobody."""
+        """The number of failed allocations on the device so far, of all callers; 0 if the allocator does not report failures."""
         return _failures[self.device.index]
 
     def most_nbytes(self) -> int:
-        """The most that was allocated at a time by the process; see [Note: the peak that the program asks for]."""
+        """The most bytes that the process allocated at once; see [Note: the peak that the program asks for]."""
         return max(torch.cuda.max_memory_allocated(self.device), _most_nbytes.get(self.device, 0))
 
 
 def _is_native() -> bool:
-    """Whether the allocator is PyTorch's own: cudaMallocAsync has no blocks to show, and tells nobody of what fails."""
+    """Whether the allocator is PyTorch's own. cudaMallocAsync shows no blocks and reports no failures."""
     return torch.cuda.get_allocator_backend() == "native"
 
 
 @functools.cache
 def _count_failures() -> None:
-    """From now on, for good: the allocator forgets nobody whom it tells."""
+    """Count failures from now on, permanently: the allocator cannot remove an observer."""
     if hasattr(torch._C, "_cuda_attach_out_of_memory_observer") and _is_native():
         torch._C._cuda_attach_out_of_memory_observer(_note_failure)
 
@@ -84,9 +87,10 @@ def _note_failure(device: int, nbytes: int, allowed_nbytes: int, free_nbytes: in
 
 
 def remains_of(segments: list[dict], device: int) -> int:
-    """Bytes of a device between blocks in use that the allocator cannot give back for anything larger: they take only what is as small.
+    """Bytes between blocks in use that the allocator cannot reuse for larger blocks.
 
-    segments: as of `torch.cuda.memory_snapshot()`. Of one that expands whole pages go back, of another all or nothing.
+    segments: from `torch.cuda.memory_snapshot()`. An expandable segment can free whole pages; any other segment can only be freed as a
+    whole.
     """
     remains = 0
     for segment in segments:
@@ -103,8 +107,9 @@ def remains_of(segments: list[dict], device: int) -> int:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of a name, by default CUDA where there is one: with its index, that of the local rank if none is given, and made the
-    current one. Raises ConfigError if it is not here."""
+    """The device of a name, CUDA by default if there is a GPU. A CUDA device gets an index, by default the local rank's, and becomes the
+    current device. Raises ConfigError if the device does not exist.
+    """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ConfigError(f"device={name!r}: expected 'cpu', 'cuda' or 'cuda:N'")
@@ -122,30 +127,32 @@ def device_of(name: str | None) -> torch.device:
 
 
 def expand_segments() -> None:
-    """Have CUDA's allocator make segments that grow, unless its settings say something of them already: what steps of changing sizes free
-    can then be taken for anything larger, and an allocation fails only where there is no room."""
+    """Set CUDA's allocator to expandable segments, unless the user's settings mention them. Memory freed by steps of changing sizes can
+    then serve larger blocks, and an allocation fails only if memory is really short.
+    """
     global _given
     settings = _settings()
     if "expandable_segments" not in settings and _is_native():
-        _given = ",".join(filter(None, (settings, "expandable_segments:True")))  # all of them are set anew
+        _given = ",".join(filter(None, (settings, "expandable_segments:True")))  # a call replaces all settings
         set_ = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
         set_(_given)
 
 
 def _settings() -> str:
-    """The allocator's, as they were set last, else as the environment has them."""
+    """The allocator's settings: the last ones set, or those of the environment."""
     known = torch._C._accelerator_getAllocatorSettings() if hasattr(torch._C, "_accelerator_getAllocatorSettings") else ""
     return known or _given or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def gauge_of(device: torch.device) -> CudaGauge | None:
-    """What measures a device; None for the CPU, whose budget is what it was at the start."""
+    """The gauge of a device; None for the CPU, whose budget is fixed at the start."""
     return CudaGauge(device) if device.type == "cuda" else None
 
 
 def host_free_nbytes() -> int:
-    """What this process may still take of the host's memory: what is available, less where its control groups allow less. Raises OSError
-    where no file can be opened to tell."""
+    """Host memory that this process may still use: the available memory, limited by its control groups. Raises OSError if no file can be
+    opened to read the limits.
+    """
     try:
         text = Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else ""
         limits = [limit - used for folder in cgroup_folders(text, "memory") for limit, used in _memory_of(folder)]
@@ -158,7 +165,9 @@ def host_free_nbytes() -> int:
 
 
 def cgroup_folders(text: str, controller: str) -> list[Path]:
-    """Where limits may be, by the text of /proc/self/cgroup: this process's group and all above it, of version 2 and of 1."""
+    """Folders that may have limits, from the text of /proc/self/cgroup: this process's group and all above it, of version 2 and of version
+    1.
+    """
     folders = []
     for line in text.splitlines():
         number, controllers, path = line.split(":", 2)
@@ -174,15 +183,15 @@ def cgroup_folders(text: str, controller: str) -> list[Path]:
 
 
 def _memory_of(folder: Path) -> Iterator[tuple[int, int]]:
-    """The limit of a group, if it has one, and what it uses beside the page cache, which the kernel takes back."""
+    """The limit of a group, if any, and the memory in use without the page cache, which the kernel takes back."""
     for names in _CGROUP_FILES:
         try:
             limit, used = ((folder / name).read_text().strip() for name in names)
             fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError) as error:
             if getattr(error, "errno", None) in NO_DESCRIPTORS:
-                raise  # there may be a limit
+                raise  # the group may have a limit
             continue
         if limit.isdigit() and int(limit) < UNLIMITED_NBYTES:
-            cache = int(fields.get("file", fields.get("cache", 0))) - int(fields.get("shmem", 0))  # what lies in tmpfs stays
+            cache = int(fields.get("file", fields.get("cache", 0))) - int(fields.get("shmem", 0))  # files in tmpfs stay
             yield int(limit), int(used) - cache

@@ -1,15 +1,15 @@
-"""What a drive can do: measured once a path, kept in a file beside the swap files.
+"""The speed and the best settings of a drive: measured once per path, and kept in a file beside the swap files.
 
 Knows file descriptors, queues, seconds, and shares in proportion to bandwidth. Must not know swap files, extents or ranks.
 
     drive = load(directory_fd) or measure(fd, nbytes)
 
-# [Note: how much goes to the kernel]
-# What the kernel holds cannot be overtaken: a read that an op waits for comes behind it. More keeps the drive busier. Writes, which
-# nobody waits for, are about as fast with little: of them the kernel gets the most with which such a read takes no more than 2.5
-# times its lone time, and half of all at most while reads wait. On the two drives at hand (2-3 GB/s, 0.7 ms a block) that is 2-6 MiB;
-# with 8 MiB it takes 5 to 8 times. Reads and writes together were 8 and 12 % faster with 8 MiB than with 2, in one run on each; they
-# have the larger bound.
+[Note: how much goes to the kernel]
+A request in the kernel cannot be overtaken, so a read that an op waits for comes behind all of them. More requests keep the drive
+busier. Writes, for which nobody waits, are about as fast with few bytes in the kernel. The limit for writes is the largest with which a
+demand read takes at most 2.5 times the time of a lone read. While reads wait, writes have at most half of all bytes. On two drives (2-3
+GB/s, 0.7 ms a block) the limit is 2-6 MiB; with 8 MiB a demand read takes 5 to 8 times as long. Reads and writes together were 8 and 12
+% faster with 8 MiB than with 2 MiB, in one run on each drive, so they have a larger limit.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ import aio_ext
 from infinity.system.arena import Arena
 
 CACHE_NAME = "infinity-drive.json"
-SCRATCH_NBYTES = 128 << 20  # of the file that is measured on
-COMPARED_NBYTES = 4 << 20  # of a file that is compared with others
+SCRATCH_NBYTES = 128 << 20  # size of the file for measurements
+COMPARED_NBYTES = 4 << 20  # size of each file in a comparison
 
 _MIB = 1 << 20
 _REQUEST_NBYTES = 4 * _MIB
-_NUM_REQUESTS = 16  # under way
-_NUM_SOURCES = 5  # buffers that are written from: no divisor of what the file holds, so that a place gets other bytes each time
-_NUM_BEFORE = 7  # writes that a demand read comes behind
-_WRITES_NBYTES = [n * _MIB for n in (2, 3, 4, 6, 8, 12, 16, 24, 32)]  # in the kernel
-_PATIENCE = 2.5  # times its lone time that a demand read may take
-_SECONDS = 0.07  # of one measurement of bandwidth
-_SLOW_NBYTES_PER_S = 200e6  # below, trying settings would take a minute and gain little
+_NUM_REQUESTS = 16  # in flight
+_NUM_SOURCES = 5  # write buffers: the number does not divide the file's number of places, so a place gets other bytes each time
+_NUM_BEFORE = 7  # writes before a demand read
+_WRITES_NBYTES = [n * _MIB for n in (2, 3, 4, 6, 8, 12, 16, 24, 32)]  # limits for writes in the kernel
+_PATIENCE = 2.5  # largest ratio of a demand read's time to a lone read's
+_SECONDS = 0.07  # duration of one measurement of bandwidth
+_SLOW_NBYTES_PER_S = 200e6  # for slower drives, trying settings would take a minute and gain little
 _ROUNDS = 3
-_ALIKE = 2.0  # times as fast as the slowest: compared again, and believed if it stays
-_FASTER = 1.05  # times as fast, in each round: worth another setting
+_ALIKE = 2.0  # if the fastest is more than so many times as fast as the slowest, the comparison is repeated
+_FASTER = 1.05  # another setting must be so many times as fast in each round
 
-MIXES = {"read": (1, 0), "write": (0, 1), "mixed": (14, 12)}  # reads and writes; the mixed one is that of a training step
+MIXES = {"read": (1, 0), "write": (0, 1), "mixed": (14, 12)}  # (reads, writes); "mixed" is the ratio of a training step
 
 
 def is_read(mix: str, number: int) -> bool:
-    """Whether the request of this number is a read, so that the two are spread evenly."""
+    """Whether request `number` is a read; reads and writes are spread evenly."""
     reads, writes = MIXES[mix]
     return (number + 1) * reads // (reads + writes) > number * reads // (reads + writes)
 
 
 @dataclass(frozen=True)
 class Drive:
-    """Settings of the queues of one path (the first three and depth as of aio_ext.Queue, and how many there are), and how fast
-    these are: bytes a second with 14 reads to 12 writes, and seconds that a block takes alone; 0 where nothing was measured."""
+    """Settings of the queues of one path, and their measured speed. Fields 1 to 4: see aio_ext.Queue. num_queues: queues per path.
+    nbytes_per_s: rate with 14 reads to 12 writes. block_s: seconds of a lone block. Both are 0 if not measured.
+    """
 
     block_nbytes: int = _MIB
     inflight_nbytes: int = 8 * _MIB
@@ -68,7 +69,7 @@ class Drive:
     block_s: float = 0.0
 
     def queue(self, num_sharers: int = 1) -> aio_ext.Queue:
-        """A queue with its part of what may be in the kernel, where so many of them share the drive."""
+        """A queue with its share of the bytes in the kernel, if num_sharers ranks share the drive."""
         whole, writes = (
             max(2 * self.block_nbytes, nbytes // (self.num_queues * num_sharers))
             for nbytes in (self.inflight_nbytes, self.inflight_write_nbytes)
@@ -78,13 +79,13 @@ class Drive:
         )
 
     def measured(self, nbytes_per_s: float, block_s: float) -> Drive:
-        """The same settings with what they reach, and with the depth that they need."""
+        """The same settings with the measured speed, and with the depth that they need."""
         depth = max(32, 4 * self.inflight_nbytes // self.block_nbytes)  # small requests make small blocks
         return replace(self, depth=depth, nbytes_per_s=nbytes_per_s, block_s=block_s)
 
 
 def measure(fd: int, nbytes: int) -> Drive:
-    """Try settings on an O_DIRECT file of nbytes, at least 64 MiB, whose bytes are lost. Takes some seconds. Raises OSError."""
+    """Try settings on an O_DIRECT file of nbytes, at least 64 MiB, whose contents are lost. Takes some seconds. Raises OSError."""
     probe = Probe(fd, nbytes)
     try:
         start = time.perf_counter()
@@ -106,10 +107,11 @@ def measure(fd: int, nbytes: int) -> Drive:
 
 
 def compare(fds: dict[Path, int]) -> dict[Path, float]:
-    """Bytes a second of O_DIRECT files of COMPARED_NBYTES each, whose bytes are lost: half reads, half writes, the best of three rounds.
+    """Bytes a second of O_DIRECT files of COMPARED_NBYTES each, whose contents are lost: half reads, half writes, the best of three rounds.
 
-    All files take turns in each round. Where they differ by more than a factor of two, three more rounds follow, as other work may have
-    slowed the first ones. Moves 16 to 28 MiB a file: about 50 ms on an SSD of 2 GB/s, half a second at 60 MB/s. Raises OSError with the path.
+    All files take turns in each round. If they differ by more than a factor of two, three more rounds follow, because other work may
+    have slowed the first rounds. Moves 16 to 28 MiB a file: about 50 ms on an SSD of 2 GB/s, half a second at 60 MB/s. Raises OSError
+    with the path.
     """
     request, rates = COMPARED_NBYTES // 8, dict.fromkeys(fds, 0.0)
     noise = os.urandom(request)  # some drives are faster with zeros
@@ -136,7 +138,7 @@ def compare(fds: dict[Path, int]) -> dict[Path, float]:
         for buffer in buffers:
             buffer[:] = noise
         for path in fds:
-            move(path, 0)  # reads of bytes that were never written do not reach the drive
+            move(path, 0)  # reads of unwritten bytes do not reach the drive
         for number in range(2 * _ROUNDS):
             if number == _ROUNDS and max(rates.values()) <= _ALIKE * min(rates.values()):
                 break
@@ -146,7 +148,7 @@ def compare(fds: dict[Path, int]) -> dict[Path, float]:
 
 
 def load(directory_fd: int) -> Drive | None:
-    """What was measured in this directory earlier, on the same device; None if nothing sensible is there."""
+    """The earlier measurement in this directory, on the same device; None if the file is missing or not sensible."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError), contextlib.ExitStack() as stack:
         fd = os.open(CACHE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
         stack.callback(os.close, fd)
@@ -158,7 +160,7 @@ def load(directory_fd: int) -> Drive | None:
 
 
 def store(directory_fd: int, drive: Drive) -> None:
-    """Keep it for the next run. A directory that takes no file is measured each time."""
+    """Keep a measurement for the next run. A directory that refuses the file is measured each time."""
     content = {
         "about": "measured by infinity; delete to measure again, or edit",
         "device": os.fstat(directory_fd).st_dev,
@@ -173,7 +175,7 @@ def store(directory_fd: int, drive: Drive) -> None:
 
 
 def shares(num_units: int, weights: list[float], held: list[float]) -> list[int]:
-    """Units for each path in proportion to its weight. What does not divide goes to who is farthest behind with what it holds."""
+    """Units for each path in proportion to its weight. The remainder goes to the path that is farthest behind with the units so far."""
     weights = [max(weight, max(weights) / 256) for weight in weights]
     given = [int(num_units * weight / sum(weights)) for weight in weights]
     for _ in range(num_units - sum(given)):
@@ -183,7 +185,7 @@ def shares(num_units: int, weights: list[float], held: list[float]) -> list[int]
 
 
 def _is_sensible(drive: Drive) -> bool:
-    """Whether a queue can be made of it; a person may have edited the file."""
+    """Whether the settings can make a queue; a person may have edited the file."""
     whole = (drive.block_nbytes, drive.inflight_nbytes, drive.inflight_write_nbytes, drive.depth, drive.num_queues)
     return (
         all(type(value) is int and value > 0 for value in whole)
@@ -197,9 +199,9 @@ def _is_sensible(drive: Drive) -> bool:
 
 
 class Probe:
-    """A written O_DIRECT file of nbytes, at least 64 MiB, and memory on huge pages to measure with.
+    """A written O_DIRECT file of nbytes, at least 64 MiB, and measurement memory on huge pages.
 
-    What was read last into each buffer is compared with what was written before, outside of what is timed. All methods raise OSError.
+    The last read into each buffer is compared with the written bytes, outside the timed part. All methods raise OSError.
     """
 
     def __init__(self, fd: int, nbytes: int):
@@ -212,7 +214,7 @@ class Probe:
         for source in self._sources:
             source[:] = os.urandom(_REQUEST_NBYTES)  # some drives are faster with zeros
         self._sums = [aio_ext.crc32c(source) for source in self._sources]
-        self._holds: dict[int, int] = {}  # of a place in the file, by number: the source that was written last
+        self._holds: dict[int, int] = {}  # by place in the file: the source of the last write
         self._num_writes = 0
 
     def close(self) -> None:
@@ -220,18 +222,18 @@ class Probe:
         self._arena.close()
 
     def fill(self) -> None:
-        """Reads of what was never written do not reach the drive."""
+        """Write every place, because reads of unwritten bytes do not reach the drive."""
         with Drive(inflight_nbytes=32 * _MIB).queue() as queue:
             for ticket in [self._write(queue, place) for place in range(self.num_requests)]:
                 ticket.wait()
 
     def read_seconds(self, writes_nbytes: int = 0, nbytes: int = _MIB) -> float:
-        """How long a demanded read takes alone, or behind queued writes with so much of them in the kernel."""
+        """Seconds of a demand read, alone or behind queued writes with writes_nbytes of them in the kernel."""
         seconds = []
         with Drive(inflight_write_nbytes=writes_nbytes or _MIB).queue() as queue:
             for i in range(11):
                 writes = [self._write(queue, 1 + place) for place in range(_NUM_BEFORE if writes_nbytes else 0)]
-                time.sleep(0.002)  # until the kernel has its part
+                time.sleep(0.002)  # until the writes are in the kernel
                 start = time.perf_counter()
                 place = i % 4 if writes else i * 7 % (4 * self.num_requests)
                 queue.read(self.fd, self._buffers[0][:nbytes], place * _MIB, priority=aio_ext.DEMAND).wait()
@@ -241,15 +243,16 @@ class Probe:
         return statistics.median(seconds)
 
     def patient_write_nbytes(self, block_s: float) -> int:
-        """How much of writes may be with the kernel, see [Note: how much goes to the kernel]. block_s: of a read alone."""
+        """The limit for writes in the kernel, see [Note: how much goes to the kernel]. block_s: seconds of a lone read."""
         patient = itertools.takewhile(lambda nbytes: self.read_seconds(nbytes) <= _PATIENCE * block_s, _WRITES_NBYTES[1:])
         return max(patient, default=_WRITES_NBYTES[0])
 
     def rate(self, mix: str, drive: Drive, *, least: int = _NUM_REQUESTS) -> float:
-        """Bytes a second, from the first request to the end of the last, of `least` or more: with few, the last ones may be all of one
-        kind."""
+        """Bytes a second, from the first request to the end of the last, over at least `least` requests. With few requests, the last ones
+        may all be reads or all be writes.
+        """
         tickets: list[aio_ext.Ticket] = []
-        read: dict[int, int] = {}  # of a buffer, by number: the source that it must equal
+        read: dict[int, int] = {}  # by number of a buffer: the expected source
         with contextlib.ExitStack() as stack:
             queues = [stack.enter_context(drive.queue()) for _ in range(drive.num_queues)]
             start, number = time.perf_counter(), 0
@@ -272,14 +275,14 @@ class Probe:
         return number * _REQUEST_NBYTES / seconds
 
     def check(self) -> None:
-        """Read the whole file and compare it with what was written."""
+        """Read the whole file and compare it with the written bytes."""
         with Drive().queue() as queue:
             for place, source in self._holds.items():
                 queue.read(self.fd, self._buffers[0], place * _REQUEST_NBYTES).wait()
                 self._compare(self._buffers[0], source)
 
     def choose(self, drives: list[Drive]) -> Drive:
-        """The first, unless another is clearly faster in every round; then the fastest of those."""
+        """The first drive, unless others are clearly faster in every round; then the fastest of those."""
         rates = [[self.rate("mixed", drive) for drive in drives] for _ in range(_ROUNDS)]
         gains = [min(rate[i] / rate[0] for rate in rates) for i in range(len(drives))]
         best = max(range(len(drives)), key=lambda i: gains[i])
@@ -292,4 +295,4 @@ class Probe:
 
     def _compare(self, buffer: memoryview, source: int) -> None:
         if aio_ext.crc32c(buffer) != self._sums[source]:
-            raise OSError(errno.EIO, "what was read is not what was written")
+            raise OSError(errno.EIO, "the read bytes differ from the written bytes")

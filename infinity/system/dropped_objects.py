@@ -1,12 +1,12 @@
-"""What a program drops without closing it: a thread closes that.
+"""Objects that a program drops without closing them: a thread closes them.
 
-Knows finalizers and a queue. Must not know what is closed.
+Knows finalizers and a queue. Must not know the closed objects.
 
-# [Note: what is dropped]
-# A finalizer runs wherever the last reference goes, or the collector comes by: between any two steps of Python, in any thread, whatever
-# that holds. What takes locks and waits for threads must not run there. So it only hands over, by a queue that may be entered at any
-# time, and waits for some seconds until the thread has closed it: who drops a thing finds it gone, as with any other object. A thread of
-# the engine's own, which closing waits for, does not wait.
+[Note: what is dropped]
+A finalizer runs when the last reference goes, or during garbage collection: between any two steps of Python, in any thread, whatever
+locks that thread holds. Code that takes locks and waits for threads must not run there. The finalizer therefore only puts the object
+into a queue, which accepts entries at any time, and waits for some seconds until the thread has closed the object. The program then
+finds the object gone, as with any other object. The engine's own threads do not wait, because closing waits for these threads.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _closer: threading.Thread | None = None
 
 
 def close_with(owner: object, closable) -> weakref.finalize:
-    """Close it once the owner, which it must not refer to, is gone; until then it lives. `detach()` of the result if somebody else has."""
+    """Close `closable` when the owner is gone. `closable` must not refer to the owner. `detach()` the result if other code has closed it."""
     global _closer
-    if _closer is None or not _closer.is_alive():  # as in a forked child
+    if _closer is None or not _closer.is_alive():  # a forked child has no such thread
         _closer = threading.Thread(target=_run, name="infinity dropped", daemon=True)
         _closer.start()
     finalizer = weakref.finalize(owner, _hand_over, closable, os.getpid())
@@ -47,7 +47,7 @@ def _hand_over(closable, pid: int) -> None:
 
 
 def finish() -> None:
-    """Wait until all that was handed over is closed: who dropped it may have been a thread that does not wait, or have no patience left."""
+    """Wait until all queued objects are closed: the dropping thread may not have waited, or not long enough."""
     if _closer is not None and _closer.is_alive() and threading.current_thread() is not _closer:
         over = threading.Lock()
         over.acquire()
@@ -61,7 +61,7 @@ def _run() -> None:
         try:
             if closable is not None:
                 closable.close()
-        except Exception as error:  # nobody else is there to be told
+        except Exception as error:  # nobody waits who could be told
             print(f"infinity: {closable!r} was dropped and could not be closed: {type(error).__name__}: {error}", file=sys.stderr)
         over.release()
         del closable, over

@@ -1,6 +1,6 @@
-"""What happened when: meters of the links and, on request, a trace of their work.
+"""Meters of the links and, on request, a trace of their work.
 
-Knows lanes by name and a clock. Must not know chunks, tiers or threads: whoever moves bytes, computes or waits reports here.
+Knows lanes by name and a clock. Must not know chunks, tiers or threads: the code that moves bytes, computes or waits reports here.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ from typing import NamedTuple
 
 LINKS = ("nvme_read", "h2d", "all_gather", "reduce_scatter", "d2h", "update", "nvme_write")  # h2d: host to device; d2h: device to host
 COMPUTE, STALL, STEP, SLOTS = "compute", "stall", "step", "slots"  # lanes of a trace beside the links
-MAX_EVENTS = 1 << 18  # that a trace keeps, some 70 MiB; the oldest go first
+MAX_EVENTS = 1 << 18  # capacity of a trace, some 70 MiB; the oldest events go first
 
 now = time.perf_counter  # on Linux the monotonic clock, which all processes of a machine share
 
 
 @dataclass
 class Meter:
-    """Totals of one link since the engine was made.
+    """Totals of one link since the engine was created.
 
-    nbytes: moved. busy_seconds: time with at least one transfer under way. stall_seconds: time the training thread
-    waited for this link.
+    nbytes: bytes moved. busy_seconds: time with at least one active transfer. stall_seconds: time that the training thread waited for
+    this link.
     """
 
     nbytes: int = 0
     busy_seconds: float = 0.0
     stall_seconds: float = 0.0
-    _busy: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=8))  # the last spells of it, apart from each other
+    _busy: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=8))  # the last disjoint busy intervals
 
     def moved(self, nbytes: int, start: float, end: float) -> None:
-        """Reports come about when what they tell of ended, but from several threads: one may have begun before another's that was told."""
+        """Add a transfer. Reports arrive about when transfers end, but from several threads: a transfer may begin before one reported
+        earlier.
+        """
         self.nbytes += nbytes
         while self._busy and self._busy[-1][1] >= start:
             first, last = self._busy.pop()
@@ -47,10 +49,10 @@ class Meter:
 
 
 class Event(NamedTuple):
-    """One piece of work: lane, what it was, its start and end in seconds of `now`, and the bytes that it moved.
+    """One piece of work: lane, description, start and end in seconds of `now`, and bytes moved.
 
-    what: of a link a chunk's index, alone or with the kind of its segments; of COMPUTE (phase, op); of STALL (link, what was
-    waited for); of STEP its number, from 1; of SLOTS, an instant, how many of each kind are in use.
+    what: depends on the lane. Of a link, a chunk's index, alone or with the kind of its segments. Of COMPUTE, (phase, op). Of STALL,
+    (link, the awaited work). Of STEP, the step's number, from 1. Of SLOTS, an instant, the number of used slots by kind.
     """
 
     lane: str
@@ -62,19 +64,19 @@ class Event(NamedTuple):
 
 @dataclass
 class Events:
-    """Meters of every link; with `tracing` also the last `max_events` `Event`s. Noting and reading is safe from any thread.
+    """Meters of every link; with `tracing` also the last `max_events` `Event`s. All methods are safe in any thread.
 
-    With tracing, `timeline` (see timeline.py) tells when the device computes, and count_slots() how many slots are in use.
+    With tracing, `timeline` (see timeline.py) records device compute, and count_slots() returns the number of used slots.
     """
 
     tracing: bool = False
     meters: dict[str, Meter] = field(default_factory=lambda: {link: Meter() for link in LINKS})
     max_events: int = MAX_EVENTS
-    num_left_out: int = 0  # events that were too many
-    complete_since: float = 0.0  # from when on none is left out
+    num_left_out: int = 0  # events that did not fit
+    complete_since: float = 0.0  # from this time on, the trace is complete
     timeline: object = None
     count_slots: Callable[[], dict[str, int]] = dict
-    before_end: Callable[[str, float, float], float] | None = None  # told link, start and end of a move; returns when it ends, maybe later
+    before_end: Callable[[str, float, float], float] | None = None  # given link, start and end of a move; returns the end, which may be later
     _trace: deque[Event] = field(default_factory=deque)
     _num_steps: int = 0
     _step_start: float = field(default_factory=now)
@@ -82,7 +84,7 @@ class Events:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def moved(self, link: str, what: object, nbytes: int, start: float, end: float, marks=None) -> None:
-        """A transfer or update is over. marks: its start and end on the device's clock, where that knows better; see `device_mark`."""
+        """Report the end of a transfer or update. marks: start and end on the device's clock, if that is more exact; see `device_mark`."""
         if self.before_end is not None:
             end = self.before_end(link, start, end)
         with self._lock:
@@ -93,14 +95,14 @@ class Events:
             self.mark(link, what, start, end, nbytes)
 
     def stalled(self, link: str, what: object, start: float, end: float) -> None:
-        """The training thread waited for something of a link."""
+        """Report that the training thread waited for work of a link."""
         self.meters[link].stall_seconds += end - start
         if self.timeline is not None:
             self.timeline.interrupt(start, end)
         self.mark(STALL, (link, what), start, end)
 
     def wait(self, link: str, waitable, what: object) -> object:
-        """Wait for something that has `done` and `wait()`, and charge the link with the time."""
+        """Wait for an object with `done` and `wait()`, and charge the time to the link."""
         if waitable.done:
             return waitable.wait()
         start = now()
@@ -110,12 +112,12 @@ class Events:
             self.stalled(link, what, start, now())
 
     def device_waited(self, link: str, what: object, since) -> None:
-        """What the current CUDA stream was given since a `device_mark` lets it wait for something of a link."""
+        """Report that the current CUDA stream waits for work of a link, from the `device_mark` `since` on."""
         if since is not None:
             self.timeline.note(STALL, (link, what), 0, since, self.device_mark())
 
     def step_done(self) -> None:
-        """What follows belongs to the next step."""
+        """End the step: later events belong to the next step."""
         if self.tracing:
             end = now()
             self._num_steps += 1
@@ -125,7 +127,7 @@ class Events:
                 self.timeline.resolve()
 
     def device_mark(self):
-        """A mark in the current CUDA stream, for `moved`; None without tracing, and on the CPU, where the host's clock is right."""
+        """A mark in the current CUDA stream, for `moved`; None without tracing, and on the CPU, whose host clock is exact."""
         return self.timeline.mark() if self.timeline is not None else None
 
     def mark(self, lane: str, what: object, start: float, end: float, nbytes: int = 0) -> None:
@@ -140,7 +142,7 @@ class Events:
 
     @property
     def trace(self) -> list[Event]:
-        """What is kept so far, in the order of noting."""
+        """The kept events, in the order of reports."""
         with self._lock:
             return list(self._trace)
 

@@ -1,6 +1,7 @@
-"""The first failure of an engine: kept, told to the other ranks, and raised wherever somebody would wait or go on.
+"""The first failure of an engine: kept, sent to the other ranks, and raised in every thread that would wait or continue.
 
-Knows an error and who waits. Must not know what failed, nor how the other ranks hear of it. An engine's lanes and parts share one.
+Knows an error and the waiting threads. Must not know the failed work, nor how other ranks are told. An engine's lanes and parts share
+one object.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from collections.abc import Callable
 
 
 class FirstFailure:
-    """tell(error, what): is given the first error, in the thread that met it, and at what that was: "", or what ends in ": "."""
+    """tell(error, what) is called with the first error, in the thread that met it. what: the failed work, "" or ending in ": "."""
 
     def __init__(self, tell: Callable[[BaseException, str], None] = lambda error, what: None):
-        self._errors: dict[str, BaseException] = {}  # "first", which C code puts there: no lock that an interrupt could leave held
+        self._errors: dict[str, BaseException] = {}  # "first", set by C code: no lock that an interrupt could leave held
         self._tell = tell
         self._monitors: list = []
 
@@ -21,11 +22,11 @@ class FirstFailure:
         return self._errors.get("first")
 
     def wakes(self, monitor) -> None:
-        """Have who waits on the monitor look for a failure once there is one."""
+        """Notify the monitor's waiting threads of a failure."""
         self._monitors.append(monitor)
 
     def keep(self, error: BaseException) -> bool:
-        """Have it stand, and wake who waits, unless another one stands already; whether it does. From any thread."""
+        """Keep the error and wake waiting threads, unless an earlier error exists. Returns whether this error was kept. From any thread."""
         is_first = self.error is None and self._errors.setdefault("first", error) is error
         for monitor in self._monitors:
             with monitor:
@@ -33,11 +34,11 @@ class FirstFailure:
         return is_first
 
     def note(self, error: BaseException, what: str = "") -> None:
-        """Something was lost that others may wait for, here or on other ranks."""
+        """Keep an error whose work other threads or ranks may wait for, and tell the other ranks."""
         if self.keep(error):
             self._tell(error, what)
 
     def check(self) -> None:
-        """Raise it, if there is one."""
+        """Raise the failure, if there is one."""
         if self.error is not None:
             raise self.error

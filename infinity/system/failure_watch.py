@@ -1,7 +1,7 @@
-"""The watch of a rank: one thread that tells the other ranks where this one is and whether it failed, and finds out which of them has.
+"""The watch of a rank: one thread that tells the other ranks this rank's position and failure, and detects failures of other ranks.
 
-Knows a store, what ranks say there, and errors. Must not know groups, nor torch.distributed: how collectives are ended, and in which one
-of its own the program is, it is told.
+Knows a store, the ranks' messages there, and errors. Must not know groups, nor torch.distributed. The owner passes two functions: one
+ends collectives, the other names the program's own collective that a thread is in.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from infinity.system.failure import FirstFailure
 from infinity.system.missing_ranks import Peer, Peers
 from infinity.system.waits import THREADS, waiting
 
-WATCH_S = 0.5  # how often each rank looks whether another one has failed
-SILENCE_S = 20.0  # after which a rank of another machine that somebody waits for is taken for dead
-BROKEN_S = 4.0  # the same, once a connection is
+WATCH_S = 0.5  # interval in which each rank looks for failures of others
+SILENCE_S = 20.0  # after so much silence, a rank of another machine counts as dead if another rank waits
+BROKEN_S = 4.0  # the same after a broken connection
 
 # [Note: how a failure reaches the other ranks]
-# A rank that fails writes why into the store that the launcher made, where the first word stands; each rank has a thread that looks
-# there. Who finds another's failure tells its engine, whose threads stop waiting for each other, and aborts the device's collectives,
-# which would wait for the lost rank until their timeout. So all ranks end with the first error of any, also while the one that failed
-# still lives. gloo has no abort: its collectives are waited for in steps of WATCH_S, and one that was given up may write to its
-# tensors until the process ends, which keeps them, and its group, until then.
-# A rank that ends without a word, or leaves while another one waits for it, cannot say so: the others find it missing (missing_ranks.py), and
-# the first that does writes it down for all. What a collective itself says of a lost connection names nobody, and is nobody's error.
-# A rank may also keep the launcher's store: rank 0 does without torchrun. If that rank is killed, no rank can read or write the store.
-# Each survivor then finds the ended process by itself: /proc tells on one machine. On another machine the lost store names its keeper.
+# A failing rank writes the reason into the launcher's store, where the first message stays. Each rank has a thread that looks there. This
+# thread tells its engine of another rank's failure. The engine's threads then stop waiting for each other, and the thread aborts the
+# device's collectives, which would wait for the lost rank until their timeout. All ranks therefore end with the first error of any rank,
+# even while the failed rank still lives. gloo has no abort. Waits for gloo's collectives have steps of WATCH_S. An abandoned one may write
+# to its tensors until the process ends, so the tensors and the group are kept until then. A rank that ends without a message, or leaves
+# while another rank waits, cannot report this. The others find this rank missing (missing_ranks.py), and the first to notice writes the
+# message for all. A collective's own error about a lost connection names no rank and is not used. A rank may also keep the launcher's
+# store: rank 0 does without torchrun. If that rank is killed, no rank can read or write the store. Each survivor then finds the ended
+# process alone: /proc tells on one machine. On another machine the loss of the store names the keeper.
 
 # [Note: how ranks that run different modules are found]
-# They end up waiting in different collectives, for ever. A rank whose training thread has been in one collective, or has waited for
-# a lane that is in one, for WAITS polls says so in the store. If all do and name different ones, none of them can go on. One of all
-# ranks that the program itself calls, such as a barrier behind the loop, counts as well: the thread's stack shows it.
+# Such ranks wait in different collectives, without end. A rank reports its collective in the store if its training thread has been in one
+# collective, or has waited for a lane in one, for WAITS polls. If all ranks report and name different collectives, no rank can continue. A
+# collective that the program itself calls over all ranks, such as a barrier behind the loop, counts as well: the thread's stack shows it.
 
 WAITS = 4
-PROGRAM = "a collective of the program's own"  # begins the text of where a thread waits that is in one
+PROGRAM = "a collective of the program's own"  # begins the position text of a thread in such a collective
 REMEDY = (
-    "All ranks must run the same modules in the same order; look for branches that depend on the rank or on its data. Where they are "
-    "meant, as in a mixture of experts, call infinity.leaf(module) on the module that branches; a layer that a rank skips must be "
-    "called with an empty batch instead. All ranks need the same number of batches and of steps, too."
+    "All ranks must run the same modules in the same order; look for branches that depend on the rank or on the rank's data. If such "
+    "branches are intended, as in a mixture of experts, call infinity.leaf(module) on the branching module. Do not skip a layer on one rank: "
+    "call the layer with an empty batch. All ranks need the same number of batches and steps."
 )
 
 
 class Place:
-    """Where this rank is, in words. programs(thread): the collective that the program itself called and that a thread is in, or ""."""
+    """The position of this rank, in words. programs(thread): the program's own collective that a thread is in, or ""."""
 
     def __init__(self, programs: Callable[[int], str]):
         self.num_steps = 0  # of the optimizer
-        self.training = threading.get_ident()  # the thread that is in collectives of the control group
+        self.training = threading.get_ident()  # the thread that calls collectives of the control group
         self._programs = programs
-        self._stages: list[str] = []  # what the engine does now beside steps
-        self._inside: dict[str, str] = {}  # the collective that the training thread ("control"), or the lane, is in
+        self._stages: list[str] = []  # the engine's present activity outside steps
+        self._inside: dict[str, str] = {}  # the collective of the training thread ("control") or of the lane
         self._num_collectives = {"control": 0, "lane": 0}
 
     @contextlib.contextmanager
@@ -70,7 +70,7 @@ class Place:
 
     @contextlib.contextmanager
     def inside(self, where: str, what: str):
-        """For the others to know, if it takes long."""
+        """Name the present collective, for the other ranks in a long wait."""
         self._num_collectives[where] += 1
         self._inside[where] = f"{what} (number {self._num_collectives[where]})"
         try:
@@ -89,11 +89,11 @@ class Place:
         return f"after step {self.num_steps}" if self.num_steps else "before its first step"
 
     def waits_in(self) -> str:
-        """The collective that keeps the training thread from going on, if one does."""
+        """The collective that blocks the training thread, or ""."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         of_lanes = [names.get(ident, "") for ident, wait in list(waiting.items()) if wait.worker]  # autograd's threads have no name
         if f"{THREADS}gg" in of_lanes:
-            return ""  # the lane waits for what this rank does alone, such as a slow read, and then joins the others
+            return ""  # the lane waits for work of this rank alone, such as a slow read, and then joins the others
         waits = any(not name.startswith(THREADS) for name in of_lanes)
         return self._inside.get("control") or (self._inside.get("lane", "") if waits else "") or self.programs_collective()
 
@@ -102,17 +102,18 @@ class Place:
 
 
 class Watch:
-    """store: the engine's own, in which all ranks write. keeper: the rank whose process keeps that store, None if no rank does. abort():
-    ends the device's collectives, which would wait for a lost rank."""
+    """The watch of one engine. store: the engine's own, in which all ranks write. keeper: the rank whose process keeps that store, None if
+    no rank does. abort(): ends the device's collectives, which would wait for a lost rank.
+    """
 
     def __init__(self, store, keeper: int | None, rank: int, world: int, name: str, place: Place, abort: Callable[[], None]):
         self.rank, self.world, self.name, self.place = rank, world, name, place
         self.failure = FirstFailure(self._tell)  # of this rank, or a PeerError
-        self.was_printed = False  # the failure
-        self.store_is_gone = False  # and with it who kept it, which may have ended well
+        self.was_printed = False  # whether the failure was printed
+        self.store_is_gone = False  # the process that kept the store is also gone, perhaps after a normal end
         self._store, self._keeper, self._abort = store, keeper, abort
         self._peers = Peers(store, rank, world)
-        self._broken = ""  # the collective that failed
+        self._broken = ""  # the failed collective
         self._closing = threading.Event()
         self._has_failed = threading.Event()
         self._listeners: list[weakref.WeakMethod] = []
@@ -122,20 +123,21 @@ class Watch:
         self._thread.start()
 
     def listen(self, listener: Callable[[BaseException], None]) -> None:
-        """Have a method told of the first failure of any rank, from this thread."""
+        """Call a method with the first failure of any rank, from this thread."""
         self._listeners.append(weakref.WeakMethod(listener))
 
     def say(self) -> None:
-        """Tell the others where this rank is."""
-        with contextlib.suppress(Exception):  # the watch finds out what is wrong with the store
+        """Tell the other ranks this rank's position."""
+        with contextlib.suppress(Exception):  # the watch reports errors of the store
             self._peers.say(str(self.place))
 
     def meet(self, launchers, patience_s: float) -> None:
-        """Wait until all ranks are here; groups that lack one would wait for it in C++ code, where nothing reaches them. launchers: the
-        store in which ranks say that they ended. Raises PeerError where a rank does not come, or the store is lost."""
+        """Wait until all ranks have arrived. Groups without a rank would wait for that rank in C++ code, where no error reaches them.
+        launchers: the store in which ranks report their end. Raises PeerError if a rank does not arrive, or the store is lost.
+        """
         try:
             self._meet(launchers, patience_s)
-            self._peers.look()  # if the store is lost, the processes of all ranks are known
+            self._peers.look()  # if the store is lost later, the processes of all ranks are known
         except PeerError:
             raise
         except RuntimeError as error:  # of the store
@@ -148,7 +150,7 @@ class Watch:
             missing = [rank for rank in missing if not self._peers.has_come(rank)]
             if not missing:
                 return
-            if number % 50 == 49:  # some of the others may not live to see the last one come
+            if number % 50 == 49:  # an arrived rank may end before the last one arrives
                 come = [rank for rank in range(self.world) if rank not in missing]
                 for rank, peer in zip(come, self._peers.look(*come)):
                     if peer.has_ended:
@@ -170,7 +172,7 @@ class Watch:
         self._post_failure(self.rank, f"{self.name} failed: {what}{type(error).__name__}: {error}")
 
     def _post_failure(self, rank: int, text: str) -> None:
-        with contextlib.suppress(Exception):  # the store may be gone, and everyone with it
+        with contextlib.suppress(Exception):  # the store may be gone, and all ranks with it
             self._store.compare_set("failure", "", f"{rank} {text}")
 
     def _posted_failure(self) -> str:
@@ -198,7 +200,7 @@ class Watch:
     def _end_with(self, found: str) -> None:
         self._keep(found)
         error = self.failure.error
-        if place := self.place.programs_collective():  # which fails once another process has ended, and cannot say why
+        if place := self.place.programs_collective():  # fails after the end of another process, without a reason
             print(f"infinity: {type(error).__name__}: {error} (this rank is in {place})", file=sys.stderr, flush=True)
             self.was_printed = True
         self._has_failed.set()
@@ -212,13 +214,13 @@ class Watch:
         self.failure.keep(PeerError(f"{self.name} ends because {found.partition(' ')[2]}"))
 
     def _find_missing(self, waits: str) -> str:
-        """Write down which rank is gone, if one is; waits: for whom this one waits, and where."""
+        """Report a missing rank, if there is one, and return the message. waits: the collective in which this rank waits, or ""."""
         waits = self._broken or waits
         for rank, peer in enumerate(self._peers.look()):
             if rank == self.rank:
                 continue
             if not peer.left and peer.has_ended:
-                (peer,) = self._peers.look(rank)  # its last word may be newer than what was seen
+                (peer,) = self._peers.look(rank)  # the last message may be newer
                 text = "" if peer.left else self._gone(rank, peer)
             elif not peer.left and waits and peer.silent_s > (BROKEN_S if self._broken else SILENCE_S):
                 text = self._gone(rank, peer)
@@ -237,8 +239,8 @@ class Watch:
         return ""
 
     def _why_store_is_lost(self) -> str:
-        """Which rank has ended, as far as this rank can tell without the store; see [Note: how a failure reaches the other ranks]."""
-        deadline = time.monotonic() + BROKEN_S  # a process that is killed closes its connections before /proc says that it has ended
+        """The rank that has ended, as far as this rank can tell without the store; see [Note: how a failure reaches the other ranks]."""
+        deadline = time.monotonic() + BROKEN_S  # a killed process closes connections before /proc shows the end
         while True:
             for rank in range(self.world):
                 peer = self._peers.known(rank)
@@ -259,33 +261,33 @@ class Watch:
         last = f", last {peer.where}" if peer.where else ""
         return (
             f"rank {rank} of {self.world} {how}{last}: was it killed, as the kernel does when memory runs out (see dmesg), or "
-            f"is its machine gone? Lower host_memory or the number of ranks a machine where it was memory"
+            f"is its machine gone? If memory ran out, lower host_memory or the number of ranks per machine"
         )
 
     def reason_of(self, broken: str) -> BaseException | None:
-        """Why a collective has failed, which this thread is about to hear or to find out."""
+        """The reason of a failed collective, which the watch is about to read or to find."""
         self._broken = broken
         self._has_failed.wait(BROKEN_S + 4 * WATCH_S)
         return self.failure.error
 
     def check_is_heard(self, rank: int) -> None:
-        """Raise PeerError if a rank that somebody waits for is silent."""
+        """Raise PeerError if an awaited rank is silent."""
         if (peer := self._peers.known(rank)).silent_s > SILENCE_S:
             raise PeerError(f"{self.name} ends because {self._gone(rank, peer)}")
 
     def late(self) -> str:
-        """Who lets a collective wait, as far as is known: the ranks that are in none."""
+        """The ranks for which a collective waits, as far as known: those that are in no collective."""
         peers = [(rank, self._peers.known(rank).where) for rank in range(self.world) if rank != self.rank]
         found = [f"rank {rank} ({where})" for rank, where in peers if where and ", in " not in where]
         return listed(found, most=3) or "the other ranks"
 
     def close(self) -> None:
-        """Tell the others that this rank leaves; idempotent. Waits for nobody."""
+        """Tell the others that this rank leaves; idempotent. Waits for no rank."""
         self._closing.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(2 * SILENCE_S)  # it is in the store, if anywhere
+            self._thread.join(2 * SILENCE_S)  # the thread waits only in the store
         with contextlib.suppress(Exception):  # the store may be gone
-            # Where it failed the others may still be about to tell.
+            # After a failure, the others may not have reported yet.
             self._peers.say(self.place.passed if self.failure.error is None else self._peers.where, left=True)
 
     @property
@@ -294,18 +296,18 @@ class Watch:
 
     @property
     def is_stuck(self) -> bool:
-        """Closed, and its thread is still in the store."""
+        """Whether the watch is closed and the thread is still in the store."""
         return self._closing.is_set() and self._thread.is_alive()
 
     def others_end(self) -> bool:
-        """Whether all others have left this engine or are gone."""
+        """Whether all other ranks have left this engine or are gone."""
         if self.failure.error is None and (found := self._posted_failure()):
             self._keep(found)
         return all(peer.left or peer.has_ended for rank, peer in enumerate(self._peers.look()) if rank != self.rank)
 
 
 class Board:
-    """What the ranks say of where they wait, see [Note: how ranks that run different modules are found]. Of the watching thread."""
+    """The ranks' reports of their waits, see [Note: how ranks that run different modules are found]. For the watching thread only."""
 
     def __init__(self, store, rank: int, world: int, name: str, peers: Peers, place: Place):
         self._store, self._rank, self._world, self._name = store, rank, world, name
@@ -314,11 +316,11 @@ class Board:
 
     @property
     def waits_long(self) -> str:
-        """Where this rank waits, if it has for so long that it may be for a rank that never comes."""
+        """The collective in which this rank waits, if the wait is so long that the other rank may never come."""
         return self._text if self._num_polls >= WAITS and not self._text.startswith(PROGRAM) else ""
 
     def look(self) -> UsageError | None:
-        """Say where this rank waits, if it does; an error if all ranks wait, and not in the same collective."""
+        """Report this rank's wait, if any. Returns an error if all ranks wait in different collectives."""
         text, store = self._place.waits_in(), self._store
         if text != self._text:
             if self._num_polls >= WAITS:
@@ -333,7 +335,7 @@ class Board:
             store.set(f"waits{self._rank}", text)
         keys = [f"waits{rank}" for rank in range(self._world)]
         texts = [store.get(key).decode() for key in keys] if store.check(keys) else [""]
-        places = {PROGRAM if text.startswith(PROGRAM) else text for text in texts}  # its own are called from various lines
+        places = {PROGRAM if text.startswith(PROGRAM) else text for text in texts}  # the program's own come from various lines
         self._num_parted = self._num_parted + 1 if all(texts) and len(places) > 1 else 0
         if self._num_parted < 2:
             return None

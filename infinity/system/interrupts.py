@@ -1,13 +1,14 @@
-"""An interrupt (SIGINT) comes between what the engine does, not inside of it.
+"""Raises an interrupt (SIGINT) between the engine's operations, not inside them.
 
-Knows signals and the main thread, in which alone Python runs their handlers. Must not know what is to be left whole.
+Knows signals and the main thread, the only one in which Python runs handlers. Must not know which work is protected.
 
-# [Note: interrupts]
-# A handler runs between any two steps of Python, so that KeyboardInterrupt could come after a slot was taken and before anybody knows of
-# it. While an `uninterrupted` function runs, it is kept back until the outermost one returns; the second one comes at once, for who will
-# not wait that long. Where the program has a handler of its own, that stays: what it raises comes wherever it comes. But handlers run in
-# the main thread only. What must stay whole whatever they raise, and takes too long to keep them waiting, is `shielded`: it runs in another
-# thread, the main one waits, and what is raised there meanwhile asks the work to stop, and goes on once it has.
+[Note: interrupts]
+A handler runs between any two steps of Python. KeyboardInterrupt could therefore come after a slot was taken and before any object
+refers to the slot. While an `uninterrupted` function runs, the interrupt is kept until the outermost such function returns. A second
+interrupt is raised at once, for users who do not want to wait. A program's own handler stays in place, and exceptions of that handler
+come at any point. But handlers run only in the main thread. Work that must stay whole in any case, and takes too long to delay a
+handler, is `shielded`: the work runs in another thread while the main thread waits. An exception of a handler then asks the work to
+stop, and is raised after the work has ended.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import signal
 import threading
 from collections.abc import Callable
 
-SHIELD = "infinity shield"  # the name of the thread in which it runs
+SHIELD = "infinity shield"  # the name of the thread of shielded work
 _MAIN = threading.main_thread().ident
 
 _depth = 0  # of uninterrupted functions, in the main thread
-_is_kept = False  # one has come inside of them
+_is_kept = False  # an interrupt has come inside them
 num_raised = 0
 
 
 def uninterrupted(function):
-    """The function, inside of which no interrupt is raised."""
+    """Decorate a function inside which no interrupt is raised."""
 
     @functools.wraps(function)
     def whole(*args, **kwargs):
@@ -46,22 +47,22 @@ def uninterrupted(function):
 
 
 class Shield:
-    """Work that runs in a thread of its own; `asked_to_stop` is for it to look at where it may end early, by raising something.
+    """Work that runs in a thread of its own. The work reads `asked_to_stop` at points where an early end is possible, by an exception.
 
-    Waits with bare locks: Python's events and conditions, and the start of a thread, take an interrupt for an error of their own.
+    Waits with bare locks: Python's events and conditions, and the start of a thread, treat an interrupt as their own error.
     """
 
     def __init__(self, work: Callable[[Shield], object]):
         self.asked_to_stop = False
         self._work = work
-        self._claim = threading.Lock()  # of who runs it, or of who gives it up before that
-        self._is_over, self._gate = False, threading.Lock()  # held until it is over
+        self._claim = threading.Lock()  # taken by the thread that runs the work, or by the one that gives up before
+        self._is_over, self._gate = False, threading.Lock()  # held until the work is over
         self._gate.acquire()
         self._result: object = None
         self._error: BaseException | None = None
 
     def run(self) -> object:
-        """What it returns, or raises, once it is over; whatever a handler raises meanwhile comes instead."""
+        """Wait for the work; return the result or raise the error. An exception of a handler during the wait is raised instead."""
         if threading.get_ident() != _MAIN:
             return self._work(self)
         prepare()
@@ -88,18 +89,18 @@ class Shield:
             return
         try:
             self._result = self._work(self)
-        except BaseException as error:  # for who waits
+        except BaseException as error:  # for the waiting thread
             self._error = error
         self._work, self._is_over = None, True
         self._gate.release()
 
 
-_line: queue.SimpleQueue[Shield] = queue.SimpleQueue()  # one after the other, also where a second interrupt did not wait for the first's
+_line: queue.SimpleQueue[Shield] = queue.SimpleQueue()  # one after the other, even if a second interrupt did not wait for the first
 _runner: threading.Thread | None = None
 
 
 def prepare() -> None:
-    """Have the thread for what is shielded."""
+    """Start the thread for shielded work."""
     global _runner
     if _runner is None or not _runner.is_alive():  # as in a forked child
         _runner = threading.Thread(target=_run_each, name=SHIELD, daemon=True)
@@ -112,18 +113,18 @@ def _run_each() -> None:
 
 
 def shielded(work: Callable[[Shield], object]) -> object:
-    """What it returns, or raises; see [Note: interrupts]."""
+    """Return the work's result, or raise the work's error; see [Note: interrupts]."""
     return Shield(work).run()
 
 
 def guard() -> None:
-    """Have interrupts handled here, if the program has no handler of its own. A notebook brings the usual one back for each cell."""
+    """Handle interrupts here, if the program has no handler of its own. A notebook restores the default handler for each cell."""
     if threading.get_ident() == _MAIN and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
 
 
 def unguard() -> None:
-    """Bring the usual handler back."""
+    """Restore the default handler."""
     if threading.get_ident() == _MAIN and signal.getsignal(signal.SIGINT) is _on_interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

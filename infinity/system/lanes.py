@@ -1,8 +1,8 @@
-"""Threads that carry out one link's work, in the order in which it was given, but for what somebody waits for.
+"""Threads that carry out one link's work in the given order; work that a thread waits for may go first.
 
-Knows jobs and their order, the CUDA device that a lane's thread runs on, and what guards what threads share (Monitor). Must not know what a
-job moves. A lane exists so that the
-training thread never waits for a transfer that its op does not need; waiting, copying and computing inside a job drop the GIL.
+Knows jobs and their order, the CUDA device of a lane's thread, and the lock of shared data (Monitor). Must not know the contents of a
+job. Because of lanes, the training thread never waits for a transfer that the op does not need. Waits, copies and computations inside a
+job drop the GIL.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from infinity.system.failure import FirstFailure
 from infinity.system.slow_steps import look
 from infinity.system.waits import THREADS, waits
 
-_GLANCE_S = 0.5  # how often who waits looks whether the lane was abandoned, and whether a step takes long
-_GRACE_S = 5.0  # how long the end of a lane that was is waited for: what it waits for itself, it gives up soon
+_GLANCE_S = 0.5  # interval in which a waiting thread checks for an abandoned lane and a slow step
+_GRACE_S = 5.0  # longest wait for the end of an abandoned lane, whose own waits end soon
 
 
 class Monitor(type(threading.RLock())):
-    """A threading.Condition that an interrupt cannot leave locked: entering and leaving it is C code, into which none comes."""
+    """A threading.Condition that an interrupt cannot leave locked: enter and exit are C code, which no interrupt splits."""
 
     def __init__(self):
         self._condition = threading.Condition(self)
@@ -33,17 +33,19 @@ class Monitor(type(threading.RLock())):
 
 
 class Need(weakref.ref):
-    """What an object needs while it lives: `Need(object, line.append)` lies in that line once the object is gone.
+    """Signals the end of an object: after `Need(object, line.append)`, the Need is in `line` once the object is gone.
 
-    C code puts it there: an interrupt that comes inside of a `__del__` is lost, and what that was to do. Somebody must keep it until then.
+    C code appends the Need. An interrupt inside a `__del__` would be lost, together with the work of that `__del__`. The caller must
+    keep the Need until then.
     """
 
     __slots__ = ()
 
 
 def _on_this_device(run: Callable[[], None]) -> Callable[[], None]:
-    """For a thread: run with the CUDA device that is current here. A new thread has the node's first one, and goes back to it from another
-    one's stream, which makes a context there, of some hundred MiB: of each rank."""
+    """Wrap a thread's function so that it runs with the CUDA device that is current here. A new thread has the node's first device. Another
+    device's stream resets the thread to that first device, which makes a context of some hundred MiB there, for each rank.
+    """
     if not torch.cuda.is_initialized():
         return run
     here = torch.cuda.current_device()
@@ -56,13 +58,13 @@ def _on_this_device(run: Callable[[], None]) -> Callable[[], None]:
 
 
 class Job:
-    """A piece of work handed to a lane. `wait` returns once it is over and raises what it raised, every time."""
+    """A piece of work in a lane. `wait` returns once the work is over, and raises the work's error every time."""
 
     __slots__ = ("_error", "_gate", "_work", "done", "lane", "result", "what")
 
     def __init__(self, work: Callable[[], object] | None):
         self.done = False
-        self._gate = threading.Lock()  # held until it is over: thousands of jobs a second would pay for Events
+        self._gate = threading.Lock()  # held until the work is over: Events would be slow for thousands of jobs a second
         self._gate.acquire()
         self._error: BaseException | None = None
         self._work = work
@@ -72,7 +74,7 @@ class Job:
 
     @classmethod
     def over(cls, result: object = None) -> Job:
-        """One that is over already."""
+        """A job that is over already."""
         job = cls(None)
         job.result = result
         job.finish()
@@ -80,16 +82,16 @@ class Job:
 
     @property
     def error(self) -> BaseException | None:
-        """What it raised."""
+        """The work's error."""
         return self._error
 
     @property
     def worker(self) -> int | None:
-        """The number of the thread that it is done by."""
+        """The number of the thread that does the work."""
         return self.lane.ident if self.lane is not None else None
 
     def in_words(self) -> str:
-        """What somebody waits for who waits for it."""
+        """The awaited work, in words."""
         return self.lane.in_words(self) if self.lane is not None else self.what
 
     def wait(self) -> object:
@@ -99,7 +101,7 @@ class Job:
             with waits(self.in_words, self.worker):
                 while not self.done:
                     if self._gate.acquire(timeout=_GLANCE_S):
-                        self._gate.release()  # to whoever else waits
+                        self._gate.release()  # for other waiting threads
                     elif self.lane is not None and self.lane.abandoned is not None:
                         raise self.lane.abandoned
                     else:
@@ -111,50 +113,52 @@ class Job:
     def run(self) -> None:
         try:
             self.result = self._work()
-        except BaseException as error:  # reaches whoever waits, in the thread that waits
+        except BaseException as error:  # raised in every thread that waits
             self._error = error
-            if self.lane.failure is not None:  # before who waits goes on: it may ask for that
+            if self.lane.failure is not None:  # before waiting threads continue: they may read the failure
                 self.lane.failure.note(error, f"{self.what} ({self.lane.name}): " if self.what else "")
         finally:
-            self._work = None  # drops what the work held, such as gradients
+            self._work = None  # frees the work's data, such as gradients
             self.finish()
 
     def finish(self) -> None:
-        """It is over: who waits goes on. Idempotent, for one thread at a time."""
+        """Mark the job as over and wake waiting threads. Idempotent, for one thread at a time."""
         if not self.done:
             self.done = True
             self._gate.release()
 
 
 class Lane:
-    """One daemon thread that runs jobs first in, first out; those that were hurried pass others once they are ready.
+    """One daemon thread that runs jobs first in, first out. Hurried jobs overtake others once they are ready.
 
-    does: what a job is, in words, such as "an update".
+    does: a job's kind, in words, such as "an update".
     """
 
     def __init__(self, name: str, failure: FirstFailure | None = None, does: str = ""):
         self.name = name
         self.does = does or f"the {name} lane"
-        self.failure = failure  # told, in the lane, what a job raised, and its `what`
+        self.failure = failure  # told, in the lane, a job's error and `what`
         self.on_job: Callable[[], None] | None = None  # runs before each job, in the lane; tests inject delays here
         self.abandoned: BaseException | None = None
         self._ended = False
-        self._line: dict[Job, Callable[[], bool]] = {}  # jobs in their order, and whether they are ready
-        self._hurried: list[Job] = []  # of the line, in the order in which they were hurried
-        self._changed = Monitor()  # over the line and whether the lane has ended
+        self._line: dict[Job, Callable[[], bool]] = {}  # jobs in order, each with a ready function
+        self._hurried: list[Job] = []  # jobs of the line in the order of `hurry`
+        self._changed = Monitor()  # guards the line and the end of the lane
         self._thread = threading.Thread(target=_on_this_device(self._loop), name=f"{THREADS}{name}", daemon=True)
         self._thread.start()
 
     def push(
         self, work: Callable[[], object], what: str = "", *, ready: Callable[[], bool] = lambda: False, quiet: bool = False
     ) -> Job:
-        """ready(): whether it could run without waiting for anything; called in the lane, of a job that is hurried. quiet: nothing waits
-        for it yet, so the lane need not wake for it alone: it runs before the next that is not quiet, or once somebody waits for it."""
+        """Add a job. ready(): whether the job could run without waiting; called in the lane, for hurried jobs. quiet: no thread waits for
+        the job yet, so the lane need not wake. The job then runs before the next job that is not quiet, or once a thread waits for the
+        job.
+        """
         job = Job(work)
         job.lane, job.what = self, what
         with self._changed:
-            if self._ended:  # asked here: the lane may end, and never run what comes behind that
-                raise RuntimeError(f"nothing can be given to lane {self.name} any more: the engine is closed")
+            if self._ended:  # checked under the lock: the lane may end, and would never run a later job
+                raise RuntimeError(f"lane {self.name} accepts no more jobs: the engine is closed")
             self._line[job] = ready
             if not quiet:
                 self._changed.notify()
@@ -162,42 +166,42 @@ class Lane:
 
     @property
     def ident(self) -> int:
-        """Its thread's number."""
+        """The number of the lane's thread."""
         return self._thread.ident
 
     def in_words(self, job: Job) -> str:
-        """What a job is, and how many come before it; from any thread."""
+        """The job's kind and the number of jobs before it; from any thread."""
         line = list(self._line)
-        num_before = line.index(job) + 1 if job in line else 0  # with the one that runs
+        num_before = line.index(job) + 1 if job in line else 0  # including the running job
         behind = f", after {num_before} other{'s' if num_before > 1 else ''}" if num_before else ""
         return f"{self.does}{f' of {job.what}' if job.what else ''}{behind}"
 
     def wake(self) -> None:
-        """Let what was pushed quietly run now."""
+        """Run quiet jobs now."""
         with self._changed:
             self._changed.notify()
 
     def hurry(self, job: Job) -> None:
-        """Let a job run before those pushed earlier, as soon as it is ready; after those hurried earlier that are ready, too."""
+        """Run a job before earlier ones as soon as it is ready. Jobs hurried earlier go first if they are ready."""
         with self._changed:
             if job in self._line and job not in self._hurried:
                 self._hurried.append(job)
 
     def drain(self) -> None:
-        """Wait until all that was pushed so far is over, whether it succeeded or not."""
+        """Wait until all jobs so far are over, whether they succeeded or not."""
         self.push(lambda: None).wait()
 
     def abandon(self, error: BaseException) -> None:
-        """Whatever is not done soon may never be: who waits for it gets the error, and `close` waits for some seconds only."""
+        """Unfinished jobs may never end: waiting threads get the error, and `close` waits only some seconds."""
         self.abandoned = error
 
     @property
     def is_stuck(self) -> bool:
-        """Closed, and still inside a job: it was abandoned there."""
+        """Whether the lane is closed and still inside an abandoned job."""
         return self._ended and self._thread.is_alive()
 
     def close(self) -> None:
-        """Finish what was pushed and end the thread; idempotent."""
+        """Finish all jobs and end the thread. Idempotent."""
         if not self._ended:
             with self._changed:
                 self._ended = True
@@ -212,12 +216,12 @@ class Lane:
                 self.on_job()
             job = self._next()
             job.run()
-            del job  # else the last job's result lives until the next one arrives
+            del job  # otherwise the last job's result lives until the next job
 
     def _has_more(self) -> bool:
-        """Wait for a job; false once the lane has ended and there is none."""
+        """Wait for a job. Returns false once the lane has ended and no job is left."""
         while not self._line and not self._ended:
-            with self._changed:  # an interrupt in who pushes may come before its notice
+            with self._changed:  # an interrupt in the pushing thread may prevent the notification
                 is_idle = not self._line and not self._ended and not self._changed.wait(_GLANCE_S)
             if is_idle:
                 look()

@@ -1,6 +1,6 @@
-"""Files that are mapped into memory, as those of safetensors are: which memory is theirs, and reading them before it is used.
+"""Files that are mapped into memory, such as those of safetensors: finds the file of an address, and reads files ahead.
 
-Knows addresses and files. Must not know what is in them.
+Knows addresses and files. Must not know the contents.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-LEAST_AHEAD_NBYTES = 2 << 30  # as much as a fast drive reads in a second or less; what is free of memory holds it
-PIECE_NBYTES = 64 << 20  # who asks for so much waits some hundredths of a second
-ADVICE_NBYTES = 128 << 10  # of more the kernel takes what a drive reads ahead or at once, by default so much, and forgets the rest
+LEAST_AHEAD_NBYTES = 2 << 30  # a fast drive reads this in a second or less, and free memory holds it
+PIECE_NBYTES = 64 << 20  # one request takes some hundredths of a second
+ADVICE_NBYTES = 128 << 10  # the kernel shortens larger requests to the drive's read-ahead size, by default this size, and drops the rest
 
 _MAPS = Path("/proc/self/maps")
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it, and mmap.madvise keeps its lock
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it, and mmap.madvise holds the GIL
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 class Part(NamedTuple):
-    """Bytes of a file, nbytes from offset on, and the address where they are mapped."""
+    """Bytes of a file, nbytes from offset on, and the address of their mapping."""
 
     path: str
     offset: int
@@ -35,26 +35,26 @@ class Part(NamedTuple):
     address: int
 
     def pieces(self) -> Iterator[Part]:
-        """Of PIECE_NBYTES each, the last of what is left: whoever closes waits for those that are being read."""
+        """Parts of PIECE_NBYTES each, and the rest. Small pieces keep close() short, which waits for active reads."""
         for begin in range(0, self.nbytes, PIECE_NBYTES):
             yield Part(self.path, self.offset + begin, min(PIECE_NBYTES, self.nbytes - begin), self.address + begin)
 
 
 class MappedFiles:
-    """Those of this process, as they are now."""
+    """The mapped files of this process at the time of construction."""
 
     def __init__(self):
         self._begins, self._files = [], []
         with contextlib.suppress(OSError), _MAPS.open(errors="surrogateescape") as lines:
             for line in lines:
                 span, _, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
-                if inode != "0" and path and path[0].startswith("/") and not path[0].startswith(("/dev/", "/memfd:")):  # these are memory
+                if inode != "0" and path and path[0].startswith("/") and not path[0].startswith(("/dev/", "/memfd:")):  # memory
                     begin, end = (int(number, 16) for number in span.split("-"))
                     self._begins.append(begin)
                     self._files.append((end, int(offset, 16), path[0]))
 
     def find(self, address: int, nbytes: int) -> Part | None:
-        """What lies at an address, if all of it is a file's."""
+        """The file part at an address, if all nbytes belong to one file."""
         index = bisect.bisect_right(self._begins, address) - 1
         if index < 0 or nbytes < 1:
             return None
@@ -63,11 +63,10 @@ class MappedFiles:
 
 
 class ReadAhead:
-    """Has the kernel read what of some memory, (address, nbytes) in the order of its use, is mapped files'. A context manager.
+    """Lets the kernel read the mapped files' part of some memory, (address, nbytes) in the order of use. A context manager.
 
-    The kernel itself reads some 100 KiB ahead of who touches mapped memory, and nothing while nobody does; and who touches it first takes
-    a fault every 64 KiB, 0.4 s a gigabyte, which are taken here. ahead_nbytes: so much is read before it is used, if it is more than the
-    least.
+    The kernel itself reads about 100 KiB ahead of a touched page, and nothing without a touch. The first touch takes a fault every 64
+    KiB, 0.4 s a gigabyte. Here other threads take these faults. ahead_nbytes: bytes to read before their use, if more than the minimum.
     """
 
     def __init__(self, memory: Iterable[tuple[int, int]], ahead_nbytes: int = 0):
@@ -76,7 +75,7 @@ class ReadAhead:
         self._parts: Sequence[Part | None] = [files.find(*place) for place in memory]
         self._begins = [0, *itertools.accumulate(part.nbytes if part is not None else 0 for part in self._parts)]
         self._num_asked = 0
-        self._pool = ThreadPoolExecutor(2, "infinity-ahead")  # one asks for more while the other waits for bytes
+        self._pool = ThreadPoolExecutor(2, "infinity-ahead")  # one requests while the other waits for bytes
 
     def __enter__(self) -> ReadAhead:
         return self
@@ -85,11 +84,11 @@ class ReadAhead:
         self.close()
 
     def close(self) -> None:
-        """Ask for nothing any more. Idempotent."""
+        """Make no further requests. Idempotent."""
         self._pool.shutdown(cancel_futures=True)
 
     def reach(self, index: int) -> None:
-        """The memory of that number is used now."""
+        """Report that the memory with this index is in use now."""
         while self._num_asked < len(self._parts) and self._begins[self._num_asked] <= self._begins[index] + self._ahead_nbytes:
             if (part := self._parts[self._num_asked]) is not None:
                 for piece in part.pieces():
@@ -98,8 +97,9 @@ class ReadAhead:
 
 
 class FilesAhead:
-    """Has the kernel read files from that moment on when something of them is met, in the order in which they are, until all that it has
-    read is most_nbytes. A context manager."""
+    """Lets the kernel read a file when the first address in the file is met, files in this order, up to most_nbytes in total. A context
+    manager.
+    """
 
     def __init__(self, most_nbytes: int):
         self._left_nbytes = max(most_nbytes, LEAST_AHEAD_NBYTES)
@@ -113,9 +113,9 @@ class FilesAhead:
         self._pool.shutdown(cancel_futures=True)
 
     def meet(self, address: int) -> None:
-        """A file may be mapped there. Nothing is asked for any more once the block has ended."""
+        """Report an address where a file may be mapped. Makes no requests after the block has ended."""
         part = self._files.find(address, 1) if self._files is not None else None
-        if part is None:  # it may have been mapped since; of memory that is no file's, such as NumPy's, this is asked less and less often
+        if part is None:  # the file may be newly mapped; for memory without a file, such as NumPy's, the check becomes rarer and rarer
             self._num_missed += 1
             if self._num_missed & (self._num_missed - 1):
                 return
@@ -127,7 +127,7 @@ class FilesAhead:
         if part.path in self._met:
             return
         self._met.add(part.path)
-        with contextlib.suppress(OSError, RuntimeError):  # the second where the block has ended, or no thread can begin
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the block has ended, or no thread can start
             nbytes = min(os.path.getsize(part.path), self._left_nbytes)
             self._left_nbytes -= nbytes
             for offset in range(0, nbytes, PIECE_NBYTES):
@@ -135,7 +135,7 @@ class FilesAhead:
 
 
 def _will_need(path: str, offset: int, nbytes: int) -> None:
-    with contextlib.suppress(OSError):  # it is read all the same, later
+    with contextlib.suppress(OSError):  # the file is read later in any case
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for begin in range(offset, offset + nbytes, ADVICE_NBYTES):

@@ -1,6 +1,6 @@
-"""Who is still there: what the ranks of one engine say of themselves in the launcher's store, and what is known of one that no longer does.
+"""The presence of each rank: the messages of one engine's ranks in the launcher's store, and the state of silent ranks.
 
-Knows a store and processes. Must not know groups, collectives or what an engine does: it is told in words.
+Knows a store and processes. Must not know groups, collectives or the engine's work, which messages describe in words.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # [Note: what a rank says of itself]
-# `here<rank>`, every WATCH_S: which process it is, a number that grows, whether it has left, and where it is, such as "in step 4". So a
-# rank that ended without a word is known for certain on its own machine, where /proc tells, and by its silence elsewhere; and one that left
-# because its program ended, or closed the engine, is told from one that was killed.
+# Every WATCH_S each rank writes `here<rank>`: process, an increasing number, whether the rank has left, and position, such as "in
+# step 4". The end of a rank without a message is certain on the same machine, where /proc tells, and follows from silence elsewhere. The
+# message also distinguishes a rank that left, because the program ended or closed the engine, from a killed rank.
 
 
 @dataclass
 class Peer:
-    """What a rank said last: in which process, the how manieth word it was, when it came, and where the rank was or, if it has left, had
-    been."""
+    """The last message of a rank: process, message number, time of arrival, whether the rank has left, and present or last position."""
 
     process: str = ""
     number: str = ""
@@ -34,16 +33,16 @@ class Peer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is known to be gone."""
+        """Whether the rank's process is known to be gone."""
         return bool(self.process) and has_ended(self.process)
 
 
 class Peers:
-    """The ranks of one engine, by what they say. store: a torch.distributed.Store of their own."""
+    """The ranks of one engine, by their messages. store: the engine's torch.distributed.Store."""
 
     def __init__(self, store, rank: int, world: int):
         self._store, self.rank, self.world = store, rank, world
-        self.where = ""  # as this rank said last
+        self.where = ""  # position in this rank's last message
         self._number = 0
         self._peers = [Peer(since=time.monotonic()) for _ in range(world)]
 
@@ -53,11 +52,11 @@ class Peers:
         self._store.set(f"here{self.rank}", f"{this_process()}\n{self._number}\n{'left' if left else ''}\n{where}")
 
     def has_come(self, rank: int) -> bool:
-        """Whether it has said anything so far."""
+        """Whether the rank has written any message."""
         return self._store.check([f"here{rank}"])
 
     def look(self, *ranks: int) -> list[Peer]:
-        """What these ranks say, by default all; each has come."""
+        """The messages of these ranks, by default of all. Each must have come."""
         ranks = ranks or tuple(range(self.world))
         for rank, text in zip(ranks, self._store.multi_get([f"here{rank}" for rank in ranks])):
             process, number, left, where = text.decode(errors="replace").split("\n", 3)
@@ -66,12 +65,12 @@ class Peers:
         return [self._peers[rank] for rank in ranks]
 
     def known(self, rank: int) -> Peer:
-        """What it said when it was last looked at."""
+        """The rank's message at the last look."""
         return self._peers[rank]
 
 
 def this_process() -> str:
-    """Its machine's boot, its namespace of processes, its number and when it began: no other process has these four."""
+    """Identity of this process: the machine's boot, the process namespace, the pid and the start time. No other process has the same four."""
     return _identity(os.getpid())
 
 
@@ -82,7 +81,7 @@ def _identity(pid: int) -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Whether the process that said this of itself is known to be gone; of another machine or container none is."""
+    """Whether the process of this identity is known to be gone. False for other machines and containers."""
     boot, namespace, pid, began = process.split(" ")
     if [boot, namespace] != this_process().split(" ")[:2]:
         return False
@@ -91,7 +90,7 @@ def has_ended(process: str) -> bool:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """A process's state (Z: it waits for its parent to notice its end) and when it began, as /proc has them; empty where there is none."""
+    """A process's state (Z: ended, not yet noticed by the parent) and start time from /proc; empty if the process does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,18 +1,18 @@
-"""Ranks: how shards become chunks and gradients become shards.
+"""Communication between ranks: gathers shards into chunks, reduces gradients into shards, and lets ranks agree.
 
-The one module that talks to torch.distributed, beside the training command, which starts and ends it, and dcp_*.py. Knows flat tensors and
-ranks; must not know parameters, plans or tiers. Two calls have no public name there: the store, and a group's abort.
-Device collectives are called by one thread only, in the plan's order: two gathers of equal size that are issued in
-different orders on two ranks do not fail, they deliver each other's data.
+The only module that calls torch.distributed, beside the training command, which starts and ends torch.distributed, and dcp_*.py. Knows
+flat tensors and ranks. Must not know parameters, plans or tiers. Two calls have no public name there: the store, and a group's abort.
+Only one thread calls device collectives, in the plan's order. If two ranks issue two gathers of equal size in different orders, the
+gathers do not fail: each delivers the other's data.
 
-# [Note: how a process ends]
-# A thread of Python's that is in C++ code when the interpreter ends takes the process along (SIGABRT). So whoever has an engine closes it
-# first, which ends its threads; on several ranks the process then looks for some seconds whether the others leave as well, for the
-# program may have ended here because it had less to do than there.
+[Note: how a process ends]
+A Python thread that is in C++ code when the interpreter ends aborts the process (SIGABRT). The engine is therefore closed first, which
+ends its threads. On several ranks the process then waits some seconds for the other ranks to leave, because this program may have had
+less work than the others.
 
-# [Note: what ranks agree on]
-# Ranks that have parted meet in exchanges that are not each other's, and gloo ends a process whose peer sends more than it awaits. So all
-# exchanges of few numbers are of one size, FRAME_NUMEL, and begin with how many they are: where ranks differ in that, each has an error.
+[Note: what ranks agree on]
+Ranks that disagree meet in different exchanges, and gloo ends a process whose peer sends more than expected. All exchanges of few
+numbers therefore have one size, FRAME_NUMEL, and begin with the count of numbers. If the counts differ, every rank gets an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 CONTROL_TIMEOUT_S = 600
 FRAME_NUMEL = 64
-LINGER_S = 10.0  # how long a process that ends looks whether the others end, too
+LINGER_S = 10.0  # how long an ending process waits for the others to end
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _numbers = itertools.count()
@@ -57,28 +57,28 @@ Result = TypeVar("Result")
 class Ranks:
     """This process among its peers. One process without torch.distributed is rank 0 of 1 and never communicates.
 
-    Makes groups of its own: `data` (nccl on CUDA, gloo on the CPU) moves chunks; `control` (gloo) carries what the training
-    threads must agree on, `order` (gloo) what the threads that call `data` must. Every rank must construct it at the
-    same point of the program.
+    Creates three groups: `data` (nccl on CUDA, gloo on the CPU) moves chunks; `control` (gloo) is for agreements of the training
+    threads, and `order` (gloo) for those of the threads that call `data`. Every rank must construct this object at the same point of the
+    program.
     """
 
     def __init__(self, device: torch.device):
         self.rank, self.world = 0, 1
         self.data = self.control = self.order = None
         self.name = "this process"
-        self.has_left_behind = False  # a collective that may still write to its tensors
+        self.has_left_behind = False  # whether an abandoned collective may still write to its tensors
         self._num_users = 0
         self._store = None
-        self._posted: dict[str, bytes] = {}  # where there is no other rank
+        self._posted: dict[str, bytes] = {}  # used without other ranks
         self._place = Place(_programs_collective)
-        self._watch: Watch | None = None  # where there are others
+        self._watch: Watch | None = None  # used with other ranks
         grouped = dist.is_available() and dist.is_initialized()
         if not grouped and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
             backend = "nccl" if device.type == "cuda" else "gloo"
             raise UsageError(
-                f"this is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), which do not know of each other: each would train a "
-                f'model of its own. Add the line torch.distributed.init_process_group("{backend}") before infinity.init or '
-                f"infinity.offload; where one process is meant, unset WORLD_SIZE."
+                f"this is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE) that are not connected: each would train a "
+                f'separate model. Add the line torch.distributed.init_process_group("{backend}") before infinity.init or '
+                f"infinity.offload; for a single process, unset WORLD_SIZE."
             )
         if grouped and dist.get_world_size() > 1:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -96,33 +96,35 @@ class Ranks:
 
     @property
     def num_local(self) -> int:
-        """Ranks on this node."""
+        """Number of ranks on this node."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
 
     @property
     def failure(self) -> BaseException | None:
-        """Of this rank, or a PeerError."""
+        """The failure of this rank, or a PeerError."""
         return self._watch.failure.error if self._watch is not None else None
 
     @contextlib.contextmanager
     def at(self, stage: str):
-        """For the others to know where this rank is; else it is in a step."""
+        """Tell the other ranks this rank's activity; without a stage, the rank is in a step."""
         with self._place.at(stage):
             if self._watch is not None:
-                self._watch.say()  # at once: the first thing that goes wrong here may be the last
+                self._watch.say()  # at once: an error here may end this rank
             yield
 
     def count_step(self) -> None:
-        """The optimizer has made one more; for the others to know."""
+        """Count one optimizer step, for the other ranks to see."""
         self._place.num_steps += 1
 
     def report(self, error: BaseException, what: str = "") -> None:
-        """Tell the other ranks that this one cannot go on, and at what; see [Note: how a failure reaches the other ranks] in failure_watch.py."""
+        """Tell the other ranks that this rank has failed, and in which work; see [Note: how a failure reaches the other ranks] in
+        failure_watch.py.
+        """
         if self._watch is not None:
             self._watch.failure.note(error, what)
 
     def listen(self, listener: Callable[[BaseException], None]) -> None:
-        """Have a method told of the first failure of any rank, from a thread of its own."""
+        """Call a method with the first failure of any rank, from another thread."""
         if self._watch is not None:
             self._watch.listen(listener)
 
@@ -130,53 +132,55 @@ class Ranks:
         if dist.get_backend(data := self.data) == "nccl":
             data._get_backend(torch.device("cuda")).abort()
 
-    def gather(self, chunk: torch.Tensor, what: str) -> None:
-        """All-gather in place: chunk is 1-D [world * shard_numel], this rank's shard already in its place. what: for errors."""
-        shard_numel = chunk.numel() // self.world
-        shard = chunk[self.rank * shard_numel : (self.rank + 1) * shard_numel]
-        self._move(lambda **options: _all_gather(chunk, shard, group=self.data, **options), chunk, f"the all-gather of {what}")
+    def gather(self, flat: torch.Tensor, what: str) -> None:
+        """All-gather in place. flat: 1-D [world * shard_numel] with this rank's shard in place. what: for errors."""
+        shard_numel = flat.numel() // self.world
+        shard = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
+        self._move(lambda **options: _all_gather(flat, shard, group=self.data, **options), flat, f"the all-gather of {what}")
 
-    def reduce_scatter(self, chunk: torch.Tensor, what: str) -> torch.Tensor:
+    def reduce_scatter(self, flat: torch.Tensor, what: str) -> torch.Tensor:
         """Sum a 1-D [world * n] tensor over the ranks; returns this rank's [n]. what: for errors."""
-        shard = torch.empty(chunk.numel() // self.world, dtype=chunk.dtype, device=chunk.device)
-        self._move(lambda **options: _reduce_scatter(shard, chunk, group=self.data, **options), chunk, f"the reduce-scatter of {what}")
+        shard = torch.empty(flat.numel() // self.world, dtype=flat.dtype, device=flat.device)
+        self._move(lambda **options: _reduce_scatter(shard, flat, group=self.data, **options), flat, f"the reduce-scatter of {what}")
         return shard
 
-    def _move(self, begin: Callable, chunk: torch.Tensor, what: str) -> None:
-        if chunk.is_cuda:  # nccl's are in the stream's order, and can be aborted
+    def _move(self, begin: Callable, flat: torch.Tensor, what: str) -> None:
+        if flat.is_cuda:  # nccl's collectives follow the stream's order, and can be aborted
             self._run(begin, what, "lane")
         else:
             self._run(lambda: begin(async_op=True), what, "lane")
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add a small host tensor up over the ranks, in place."""
+        """Sum a small host tensor over the ranks, in place."""
         if self.world > 1:
             self._run(lambda: dist.all_reduce(tensor, group=self.control, async_op=True), f"a sum of {tensor.numel()} numbers")
         return tensor
 
     def most(self, numbers: list, group=None, what: str = "") -> list:
-        """Each number, or number in lists of them, as it is largest on any rank; see [Note: what ranks agree on]. what: for errors; group:
-        `control` if None. Raises UsageError, on every rank, where one asks for another count of them."""
+        """The maximum over all ranks of each number; numbers may be nested lists. See [Note: what ranks agree on]. what: for errors; group:
+        `control` if None. Raises UsageError on every rank if a rank passes another count of numbers.
+        """
         if self.world == 1:
             return numbers
-        mine = np.array(numbers) + 0  # int64 or float64, whatever PyTorch's defaults are
+        mine = np.array(numbers) + 0  # int64 or float64, whatever PyTorch's defaults
         count, what = mine.size, what or f"a maximum of {mine.size} numbers"
         framed = np.concatenate([[count, -count], mine.ravel(), np.zeros(max(0, FRAME_NUMEL - 2 - count), mine.dtype)])
-        framed = torch.from_numpy(framed).clone()  # NumPy's memory needs Python to be freed, and gloo may have it when that has ended
+        framed = torch.from_numpy(framed).clone()  # freeing NumPy's memory needs Python, and gloo may hold this memory after Python has ended
         for part in (framed[:FRAME_NUMEL], framed[FRAME_NUMEL:]):
             if part.numel():
                 begin = functools.partial(dist.all_reduce, part, dist.ReduceOp.MAX, group or self.control, async_op=True)
                 self._run(begin, what, "control" if group is None else "lane")
             if framed[:2].tolist() != [count, -count]:
-                raise UsageError(f"{self.name}: the ranks have parted; here all are waited for in {what}, elsewhere in another. {REMEDY}")
+                where = f"this rank waits for all in {what}, and another rank in a different exchange"
+                raise UsageError(f"{self.name}: the ranks have parted: {where}. {REMEDY}")
         return framed[2 : 2 + count].view(mine.shape).tolist()
 
     def least(self, numbers: list) -> list:
-        """As `most`, the smallest."""
+        """Like `most`, the minimum."""
         return _negated(self.most(_negated(numbers)))
 
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Give every rank the source's host tensor, in place."""
+        """Copy the source's host tensor to every rank, in place."""
         if self.world > 1:
             begin = lambda: dist.broadcast(tensor, src=source, group=self.control, async_op=True)
             self._run(begin, f"a broadcast of {tensor.numel()} numbers")
@@ -191,7 +195,7 @@ class Ranks:
         return whole
 
     def exchange(self, mine: bytes) -> list[bytes]:
-        """Every rank's bytes, in order of rank."""
+        """The bytes of every rank, in order of rank."""
         if self.world == 1:
             return [mine]
         sizes = self.all_gather_slices(torch.tensor([len(mine)], device="cpu")).tolist()
@@ -201,14 +205,14 @@ class Ranks:
         return [whole[rank, :size].numpy().tobytes() for rank, size in enumerate(sizes)]
 
     def together(self, work: Callable[[], Result], undo: Callable[[Result], None] | None = None) -> Result:
-        """Do it on every rank; where it fails on any, raise on all. undo: what is done with the result then, where it did not fail.
+        """Run `work` on every rank; if it fails on any rank, raise on all. undo: called with the result of each rank that succeeded.
 
-        Who has not failed himself raises CheckpointError, with what the others said.
+        A rank that succeeded raises CheckpointError with the errors of the others.
         """
         result, error = None, None
         try:
             result = work()
-        except Exception as failure:  # each rank waits for what the others say
+        except Exception as failure:  # each rank waits for the others' answers
             error = failure
         told = (str(error) or type(error).__name__) if error is not None else ""
         texts = self.exchange(told.encode(errors="backslashreplace"))
@@ -221,14 +225,14 @@ class Ranks:
         return result
 
     def post(self, key: str, value: bytes) -> None:
-        """Let the other ranks find the value. As `look` and `forget`, from any thread: nobody waits for anybody."""
+        """Publish a value for the other ranks. Like `look` and `forget`, callable from any thread, and without waits."""
         if self._store is None:
             self._posted[key] = value
         else:
             self._store.set(key, value)
 
     def look(self, key: str, rank: int = 0) -> bytes | None:
-        """What a rank has posted, if it has. Raises what ended another rank, PeerError if that one is not heard of."""
+        """The value that a rank has posted, or None. Raises the failure of another rank, or PeerError if `rank` is silent."""
         self._check()
         if self._store is None:
             return self._posted.get(key)
@@ -238,28 +242,28 @@ class Ranks:
         return None
 
     def forget(self, key: str) -> None:
-        """Nobody looks for it any more."""
+        """Remove a value that no rank needs any more."""
         if self._store is None:
             self._posted.pop(key, None)
         else:
             self._store.delete_key(key)
 
     def agree(self, *values: int, group=None, what: str = "an agreement between the training threads") -> bool:
-        """Whether every rank gave the same integers. what: for errors."""
+        """Whether every rank passed the same integers. what: for errors."""
         if self.world == 1:
             return True
         numbers = [*values, *(-value for value in values)]
         return self.most(numbers, group, what) == numbers
 
     def require_order(self, what: str, *values: int) -> None:
-        """Raise UsageError, on every rank, where the ranks are about to issue different collectives."""
+        """Raise UsageError on every rank if the ranks are about to issue different collectives."""
         if not self.agree(*values, group=self.order, what=f"the exchange about {what}"):
             raise UsageError(f"{self.name}: the ranks disagree about {what} (here: {values}). {REMEDY}")
 
     def _run(self, begin: Callable[[], dist.Work | None], what: str, where: str = "control") -> None:
-        """A collective, until it is done unless a rank has failed; one that fails by itself does for what ended another rank.
+        """Run a collective until it is done or a rank has failed. If the collective fails, the error is that of the failed rank.
 
-        A rank that failed has left one out: with its next one it would meet the others in that.
+        A rank that failed has left out a collective. The next one would meet a different collective of the others.
         """
         self._check()
         if where == "control" and threading.current_thread().name != interrupts.SHIELD:
@@ -276,7 +280,7 @@ class Ranks:
                 raise reason from (error if self.failure is None else None)
 
     def _waited(self, work: dist.Work) -> bool:
-        """Whether it is over, after WATCH_S at most."""
+        """Whether the collective is over, after at most WATCH_S."""
         try:
             work.wait(datetime.timedelta(seconds=watch.WATCH_S))
         except RuntimeError:
@@ -285,11 +289,11 @@ class Ranks:
                     self.has_left_behind = True
                     raise _copy(self.failure) from None
                 return False
-            work.wait()  # it was over since; or this raises what went wrong
+            work.wait()  # the work ended meanwhile, or wait() raises the error
         return True
 
     def _explain(self, what: str, error: RuntimeError) -> BaseException:
-        """Why a collective has failed."""
+        """The reason of a failed collective."""
         if (reason := self._watch.reason_of(what)) is not None:
             return _copy(reason)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -308,7 +312,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def joined(self):
-        """Whoever builds engines uses the groups, too: where none is made in the end, they go."""
+        """Use the groups while engines are built. If no engine results, the groups are freed."""
         self.join()
         try:
             yield self
@@ -316,17 +320,17 @@ class Ranks:
             self.leave()
 
     def join(self) -> None:
-        """One engine more uses the groups: all that are built in one `infinity.init` share them."""
+        """One more engine uses the groups: all engines of one `infinity.init` share them."""
         self._num_users += 1
 
     def leave(self) -> None:
-        """One less; the last one gives the groups back."""
+        """One engine less uses the groups; the last one frees them."""
         self._num_users -= 1
         if not self._num_users:
             self.close()
 
     def close(self) -> None:
-        """Leave the others; idempotent. Waits for nobody."""
+        """Leave the other ranks; idempotent. Waits for no rank."""
         if self._watch is None or self._watch.is_closed:
             return
         self._watch.close()
@@ -334,7 +338,7 @@ class Ranks:
         self.data = self.control = self.order = None
         for group in groups:
             if self.has_left_behind or self.failure is not None:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # its end would wait for what it has begun, and for ever
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # the destructor would wait for collectives without end
             elif dist.is_initialized():
                 with contextlib.suppress(ValueError):  # the program may have destroyed all groups
                     dist.destroy_process_group(group)
@@ -342,12 +346,12 @@ class Ranks:
 
     @property
     def is_stuck(self) -> bool:
-        """Closed, and its thread is still in the store."""
+        """Whether this object is closed and the watch's thread is still in the store."""
         return self._watch is not None and self._watch.is_stuck
 
 
 def _keeper_of(store) -> int | None:
-    """The rank whose process keeps the launcher's store, None if no rank does: torchrun's agent, or a directory."""
+    """The rank whose process keeps the launcher's store. None if no rank does: torchrun's agent, or a directory."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -355,35 +359,35 @@ def _keeper_of(store) -> int | None:
 
 
 def _negated(numbers: list) -> list:
-    return (-(np.array(numbers) + 0)).tolist()  # + 0: of what is true or false, too
+    return (-(np.array(numbers) + 0)).tolist()  # + 0: for booleans, too
 
 
 def _copy(error: BaseException) -> BaseException:
-    """For each thread that meets it one, else its traceback would be all of theirs."""
+    """A copy for each thread, so that tracebacks stay separate."""
     try:
         return copy.copy(error)
-    except Exception:  # one of the program's, made in its own way
+    except Exception:  # an exception class of the program with an unusual constructor
         return error
 
 
 def end_process(error: BaseException | None) -> bool:
-    """All engines are closed and the process ends; error: what it ends with, which nobody caught.
+    """Called when all engines are closed and the process ends. error: the uncaught exception, or None.
 
-    Prints what another rank failed with, where the program ends otherwise and not with an error of its own; whether one has. See
+    If the program ends without an own error, prints the failure of another rank. Returns whether another rank has failed. See
     [Note: how a process ends].
     """
     grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _is_parents
     if grouped:
-        with contextlib.suppress(Exception):  # whoever is to make an engine with this rank
+        with contextlib.suppress(Exception):  # for ranks that are about to create an engine with this rank
             how = "well" if error is None else f"with {type(error).__name__}: {error}"
             dist.distributed_c10d._get_default_store().set(f"infinity-ended{dist.get_rank()}", how)
     deadline = time.monotonic() + LINGER_S
     for each in _closed:
-        with contextlib.suppress(Exception):  # the store is gone, and who kept it has ended
+        with contextlib.suppress(Exception):  # the store is gone, and the keeper has ended
             while not each.others_end() and time.monotonic() < deadline - (LINGER_S - 6 * watch.WATCH_S if each.failure.error else 0):
                 time.sleep(watch.WATCH_S / 5)
     if grouped and not dist.get_rank() and _closed:
-        time.sleep(watch.WATCH_S)  # the store may end with this process, and others look
+        time.sleep(watch.WATCH_S)  # the store may end with this process while others still look
     failed = [each for each in _closed if isinstance(each.failure.error, PeerError) and not each.store_is_gone]
     if failed and not failed[0].was_printed and (error is None or type(error) is RuntimeError or isinstance(error, dist.DistError)):
         print(f"infinity: PeerError: {failed[0].failure.error}", file=sys.stderr)
@@ -391,27 +395,27 @@ def end_process(error: BaseException | None) -> bool:
 
 
 def _forget_parents() -> None:
-    """In a forked child: the parent's engines and its connection to the store are not to be touched."""
+    """In a forked child: do not touch the parent's engines and connection to the store."""
     global _is_parents
     _closed.clear()
     _is_parents = dist.is_available() and dist.is_initialized()
 
 
 _closed: collections.deque[Watch] = collections.deque(maxlen=8)
-_is_parents = False  # the process group
+_is_parents = False  # whether the process group belongs to the parent process
 os.register_at_fork(after_in_child=_forget_parents)
 
 
 def _programs_collective(ident: int) -> str:
-    """The collective of all ranks that a thread is in and that the program itself called; empty if there is none."""
+    """The collective over all ranks that the program called directly and that the thread is in; "" if there is none."""
     frame = sys._current_frames().get(ident)
     if frame is None or frame.f_code.co_filename != dist.distributed_c10d.__file__:
         return ""
     if frame.f_locals.get("group") not in (None, dist.group.WORLD):
-        return ""  # of some ranks only, whose others may still come
+        return ""  # a group of some ranks, whose other members may still come
     name = frame.f_code.co_name
     while frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
         name, frame = frame.f_code.co_name if frame.f_code.co_name != "wrapper" else name, frame.f_back
     if frame is None or frame.f_code.co_filename.startswith(_PACKAGE):
-        return ""  # the engine's
+        return ""  # the engine's own collective
     return f"{PROGRAM}, {name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"

@@ -1,6 +1,6 @@
-"""A file for what leaves memory for a while: it has no name, so that nothing is left of it whatever ends the process.
+"""A temporary file for data that leaves memory for a while. The file has no name, so the end of the process always removes the file.
 
-Knows a directory and bytes. Must not know what they are.
+Knows a directory and bytes. Must not know their meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_A_CALL = 1 << 30  # bytes
 
 
 class Place(NamedTuple):
-    """[offset, offset + nbytes) of the file, and the checksum of what is there, where they are wanted."""
+    """[offset, offset + nbytes) of the file, and the checksum of the contents if checksums are on."""
 
     offset: int
     nbytes: int
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Scratch:
-    """path: of a directory; creates: it is made when something goes there. What is freed, the next of that size takes."""
+    """path: a directory. creates: make the directory at the first write. A freed place is used again for data of the same size."""
 
     def __init__(self, path: Path, *, creates: bool, checksums: bool):
         self.path, self.file = path, None
@@ -40,7 +40,7 @@ class Scratch:
         self._free = collections.defaultdict(list)  # offsets, by size in bytes
 
     def write(self, part: torch.Tensor, nbytes: int) -> Place:
-        """Keep a 1-D tensor of the CPU, of at most nbytes, in a place of nbytes."""
+        """Write a 1-D CPU tensor of at most nbytes to a place of nbytes."""
         if not (offsets := self._free[nbytes]):
             offsets.append(self._nbytes)
             self._nbytes += nbytes
@@ -59,7 +59,7 @@ class Scratch:
         return place
 
     def read(self, place: Place, part: torch.Tensor, what: str) -> None:
-        """Fill a 1-D tensor as large as what was written. what: begins the text of an error."""
+        """Fill a 1-D tensor of the written size. what: begins the text of an error."""
         try:
             self._transfer("readinto", place.offset, part)
         except OSError as error:
@@ -70,18 +70,18 @@ class Scratch:
         self.read_nbytes += part.nbytes
 
     def free(self, place: Place) -> None:
-        """Until the next one is written, its bytes can still be read there."""
+        """Free a place. The bytes stay readable until the next write of that size."""
         self._free[place.nbytes].append(place.offset)
 
     def close(self) -> None:
-        """Give its space back; nothing is kept in it any more. Idempotent."""
+        """Free the file's space and contents. Idempotent."""
         if self.file is not None:
             self.file.close()
             self.file, self._nbytes = None, 0
             self._free.clear()
 
     def _transfer(self, what: str, offset: int, part: torch.Tensor) -> None:
-        """`write` to the file, which has no buffer, or `readinto` from it, all of part: the kernel moves at most 2 GiB a call."""
+        """`write` all of part to the unbuffered file, or `readinto` from it: the kernel moves at most 2 GiB per call."""
         memory, file = _memory(part), self._opened()
         file.seek(offset)
         while memory:

@@ -1,13 +1,13 @@
-"""The NVMe tier of one rank: preallocated swap files, one a path, read and written past the page cache.
+"""The NVMe tier of one rank: preallocated swap files, one per path, with direct I/O.
 
-Knows extents, and transfers over several directories. Must not know records, chunks, tensors, devices or torch.distributed: buffers are
-anything contiguous, and how many ranks share the directories is told. The order: what callers use (Extent, Transfer, Swap), then exit, fork
-and SIGTERM.
+Knows extents, and transfers over several directories. Must not know records, chunks, tensors, devices or torch.distributed. Buffers are
+any contiguous memory, and the caller passes the number of ranks that share the directories. Order of the file: public classes (Extent,
+Transfer, Swap), then exit, fork and SIGTERM.
 
-# [Note: checksums]
-# Of each 4096 bytes that are written, host memory holds the CRC-32C, a thousandth of what lies on NVMe. Whoever waits for a read first
-# compares them, see aio_ext: no byte that a drive returns is used before. That finds flipped bits, and blocks that are zeroed,
-# another's, or an earlier write's. Pages, since all that is read is whole pages, whatever was written at once.
+[Note: checksums]
+Host memory holds the CRC-32C of each 4096 written bytes, a thousandth of the bytes on NVMe. The first wait for a read compares the
+checksums, see aio_ext, and no byte from a drive is used before. This detects flipped bits, zeroed blocks, and blocks of another place or
+an earlier write. The unit is a page, because all reads are whole pages, whatever the size of the write.
 """
 
 import atexit
@@ -34,19 +34,19 @@ from infinity.system.swap_errors import swap_error
 from infinity.system.waits import waits
 
 STRIPE_UNIT = 1 << 20
-MEASURE_FROM_NBYTES = 1 << 30  # of swap a path: below, defaults serve, and measuring would take longer than the run
+MEASURE_FROM_NBYTES = 1 << 30  # of swap per path: for less, defaults suffice, and measuring would take longer than the run
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A range of swap, nbytes a multiple of 4096: its stripes, one behind the other."""
+    """A range of swap, nbytes a multiple of 4096: its stripes, one after the other."""
 
     nbytes: int
     stripes: tuple[Stripe, ...]
 
 
 class Transfer:
-    """A read or write under way: one ticket a stripe."""
+    """An active read or write: one ticket per stripe."""
 
     __slots__ = ("_parts", "nbytes", "op", "what")
 
@@ -57,7 +57,7 @@ class Transfer:
         self.what = what  # begins the text of an error
 
     def wait(self, timeout: float | None = None) -> bool:
-        """True once all is moved, False after `timeout` seconds. Raises SwapError if a stripe failed, each time it is called.
+        """True once all is moved, False after `timeout` seconds. Raises SwapError if a stripe failed, at each call.
 
         Even then no stripe is in flight any more: the buffer is free.
         """
@@ -75,17 +75,17 @@ class Transfer:
         return True
 
     def in_words(self) -> str:
-        """What somebody waits for who waits for it."""
+        """The awaited transfer, in words."""
         what = f", {self.what.removesuffix(': ')}" if self.what else ""
         return f"a {self.op} of {format_bytes(self.nbytes)} {'from' if self.op == 'read' else 'to'} NVMe{what}"
 
     @property
     def done(self) -> bool:
-        """Finished, well or not."""
+        """Whether the transfer is over, successful or not."""
         return all(ticket.done for ticket, _ in self._parts)
 
     def promote(self, priority: int = aio_ext.DEMAND) -> None:
-        """Overtake what is queued behind this priority, together with the writes that this waits for."""
+        """Overtake requests of lower priority, together with the writes that this transfer waits for."""
         for ticket, _ in self._parts:
             ticket.promote(priority)
 
@@ -96,16 +96,16 @@ class Transfer:
 class Swap:
     """The swap files of one rank. Call `allocate` for all extents, then `reserve` once, then `read`, `write` and `extend`.
 
-    paths: existing directories, best one a drive. rank, world: this rank among the ranks that share them on this node. run:
-    a name that all ranks of this run give, and no other run does; by default it is taken from the launcher's environment.
-    expected_nbytes: what will be allocated, about. From 1 GiB a path on, drives that never were are measured, in seconds; what
-    was found stays there in infinity-drive.json. Below, several paths are compared with each other, in some tens of milliseconds.
-    checksums: whether what is read is compared with what was written, see [Note: checksums].
+    paths: existing directories, ideally one per drive. rank, world: this rank among the ranks that share the directories on this node.
+    run: a name that all ranks of this run pass, and no other run; by default from the launcher's environment. expected_nbytes:
+    approximate sum of all extents. From 1 GiB per path on, new drives are measured, in seconds, and the results stay in
+    infinity-drive.json. Below, several paths are compared with each other, in some tens of milliseconds. checksums: whether reads are
+    compared with the written bytes, see [Note: checksums].
 
-    Rank 0 warns of paths that lie on one drive, and of a path that is slower than half of the fastest one.
+    Rank 0 warns of paths on one drive, and of a path with less than half of the fastest one's rate.
 
-    Raises ConfigError for paths that do not exist or are named twice, SwapError (an OSError with errno and filename) for those
-    that cannot be used: no directory, not writable, in use by another run. What a dead run left there is removed.
+    Raises ConfigError for paths that do not exist or are named twice. Raises SwapError (an OSError with errno and filename) for paths
+    that are no directory, not writable, or in use by another run. Files of a dead run are removed.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Swap:
             for path in paths:
                 self._directories.append(Directory(path, run, rank, checksums))
                 if self._is_held_here(path):
-                    gc.collect()  # by what the program has dropped, maybe, such as a notebook's cell that is run again
+                    gc.collect()  # perhaps by a dropped object of this program, as after a notebook's cell runs again
                 self._directories[-1].claim(must_measure)
             self._weights = self._weigh(warns=rank == 0)
         except BaseException:
@@ -151,18 +151,18 @@ class Swap:
         return (status.st_dev, status.st_ino) in [directory.identity for directory in others if directory.is_claimed]
 
     def _weigh(self, *, warns: bool) -> list[float]:
-        """Bytes a second of each path, if all were measured, or if the comparison of all finds a slow one; else all are equal."""
+        """Bytes a second of each path, if all were measured, or if the comparison finds a slow path; otherwise equal weights."""
         rates = {directory.path: directory.drive.nbytes_per_s for directory in self._directories}
         if len(rates) > 1 and not all(rates.values()):
             rates = self._compare()
         slow = swap_paths.slow_directories(rates) if len(rates) > 1 and all(rates.values()) else []
         for remark in [*swap_paths.shared_drives(list(rates)), *slow] if warns else ():
-            warnings.warn_explicit(str(remark), RuntimeWarning, "infinity", 0, registry=_warned)  # no line of ours is at fault
+            warnings.warn_explicit(str(remark), RuntimeWarning, "infinity", 0, registry=_warned)  # no line of the engine is at fault
         is_measured = all(directory.drive.nbytes_per_s for directory in self._directories)
         return list(rates.values()) if is_measured or slow else [1.0] * len(rates)
 
     def _compare(self) -> dict[Path, float]:
-        """Bytes a second of each path; 0 for all if one has no direct I/O or no room. One rank at a time."""
+        """Bytes a second of each path; 0 for all if a path has no direct I/O or no room. One rank at a time."""
         with contextlib.ExitStack() as stack:
             for directory in sorted(self._directories, key=lambda directory: directory.identity):
                 stack.enter_context(guard(directory.path))
@@ -177,15 +177,15 @@ class Swap:
     def allocate(self, nbytes: int) -> Extent:
         """Plan a range of at least nbytes, rounded up to 4096; nothing is written yet. Raises UsageError after `reserve`.
 
-        From 1 MiB a path on, the range is striped over the paths in whole MiB, so that each holds its part of the bandwidth
-        measured; smaller ones go whole. Either way the path that is farthest behind its part comes first.
+        From 1 MiB per path on, the range is striped over the paths in whole MiB, in proportion to the measured bandwidth. Smaller ranges
+        are not striped. In both cases the path that is farthest behind its share comes first.
         """
         if self._reserved or self._closed:
-            raise UsageError("Swap.allocate after reserve() or close(): the files have their size; allocate everything before, or extend")
+            raise UsageError("Swap.allocate after reserve() or close(): the file size is fixed; allocate all extents before, or use extend()")
         return self._lay_out(nbytes)
 
     def extend(self, nbytes: int) -> Extent:
-        """As `allocate`, after `reserve`: the files grow. Raises SwapError if a disk is full; the range is lost then."""
+        """Like `allocate`, after `reserve`: the files grow. Raises SwapError if a disk is full; the range is then lost."""
         self._check_usable(reserved=True)
         extent = self._lay_out(nbytes)
         for stripe in extent.stripes:
@@ -208,9 +208,9 @@ class Swap:
         return Extent(nbytes, tuple(stripes))
 
     def reserve(self) -> None:
-        """Make the files at their full size. Raises SwapError before anything is written if the ranks do not all fit.
+        """Create the files at their full size. Raises SwapError before any write if the ranks do not all fit.
 
-        Warns where a filesystem takes no direct I/O; the page cache is used there.
+        Warns if a filesystem has no direct I/O; the page cache is then used.
         """
         self._check_usable(reserved=False)
         with contextlib.ExitStack() as guards:
@@ -231,42 +231,43 @@ class Swap:
     ) -> Transfer:
         """Fill the buffer (contiguous, writable) from the extent. Offset and the buffer's size are multiples of 4096.
 
-        A read that overlaps an earlier write waits for it, whatever the priorities. The text of an error begins with `what`. No byte
-        may be used before the transfer was waited for: that checks them.
+        A read that overlaps an earlier write waits for the write, whatever the priorities. The text of an error begins with `what`. The
+        caller must wait for the transfer before using any byte: the wait compares checksums.
         """
         return Transfer("read", *self._submit("read", extent, buffer, offset, priority, what), what)
 
     def write(self, extent: Extent, buffer, *, offset: int = 0, priority: int = aio_ext.WRITE, what: str = "") -> Transfer:
-        """Write the buffer (contiguous) to the extent; it must not change until the transfer is done."""
+        """Write the buffer (contiguous) to the extent. The buffer must not change until the transfer is done."""
         return Transfer("write", *self._submit("write", extent, buffer, offset, priority, what), what)
 
     def path_of(self, extent: Extent) -> Path:
-        """The file that the extent begins in."""
+        """The file in which the extent begins."""
         return self._directories[extent.stripes[0].path].file_path
 
     @property
     def nbytes_per_s(self) -> float:
-        """Of all paths together, as measured with reads and writes mixed; 0 where one never was."""
+        """Rate of all paths together, measured with mixed reads and writes; 0 if a path was never measured."""
         rates = [directory.drive.nbytes_per_s for directory in self._directories]
         return sum(rates) if all(rates) else 0.0
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes that were asked of the disks so far."""
+        """Bytes requested from the disks so far."""
         return self._moved["read"]
 
     @property
     def write_nbytes(self) -> int:
-        """Bytes that were given to the disks so far."""
+        """Bytes given to the disks so far."""
         return self._moved["write"]
 
     def stats(self) -> dict[str, dict]:
-        """The counters of each path's queues (see aio_ext) added up, by path; empty before `reserve` and after `close`."""
+        """By path, the sums of its queues' counters (see aio_ext); empty before `reserve` and after `close`."""
         return {str(directory.path): directory.stats() for directory in self._directories if directory.queues}
 
     def close(self) -> None:
-        """Finish what was submitted, remove the files and give the directories back. Idempotent; done at exit and, if the program
-        has no handler of its own and the first Swap was made in its main thread, on SIGTERM."""
+        """Finish all requests, remove the files and release the directories. Idempotent. Also called at exit. Called on SIGTERM if the
+        program has no handler of its own and the first Swap was created in the main thread.
+        """
         if self._pid == os.getpid():
             with self._closing:
                 for directory in self._directories:
@@ -294,7 +295,7 @@ class Swap:
         if self._closed:
             raise UsageError("this Swap is closed")
         if self._reserved != reserved:
-            raise UsageError("Swap.reserve() comes once, before the first read or write")
+            raise UsageError("call Swap.reserve() once, before the first read or write")
 
     def _submit(self, op: str, extent: Extent, buffer, offset: int, priority: int, what: str) -> tuple[list[tuple[aio_ext.Ticket, Path]], int]:
         """Hand a read or a write to the queues. Returns a ticket and a path for each stripe, and the number of bytes."""
@@ -319,7 +320,7 @@ class Swap:
                     piece = view[low - offset : high - offset]
                     ticket = submit(directory.file, piece, stripe.offset + low - start, priority=priority, sums=sums)
                 except OSError as error:
-                    for ticket, _ in parts:  # nobody else would wait until they let the buffer go
+                    for ticket, _ in parts:  # no other code would wait until these release the buffer
                         with contextlib.suppress(OSError):
                             ticket.wait()
                     raise swap_error(error.errno, what + error.strerror, directory.file_path) from error
@@ -330,7 +331,7 @@ class Swap:
         return parts, view.nbytes
 
     def _check_space(self) -> None:
-        """Every rank of this node needs as much as this one; what some of them have reserved already counts as available."""
+        """Check that all ranks of this node fit, each with as much as this one. Space that other ranks have reserved counts as available."""
         filesystems: dict[int, list[Directory]] = {}
         for directory in self._directories:
             filesystems.setdefault(directory.identity[0], []).append(directory)
@@ -353,7 +354,7 @@ def _round_up(nbytes: int, unit: int) -> int:
 
 
 _live: "weakref.WeakSet[Swap]" = weakref.WeakSet()
-_warned: dict = {}  # warnings that were shown, as the module warnings keeps them
+_warned: dict = {}  # warnings that were shown, as the module `warnings` keeps them
 
 
 def _close_all() -> None:
@@ -370,19 +371,19 @@ def _disown_all() -> None:
 
 
 def _clean_up_on_sigterm() -> None:
-    """Have SIGTERM, which ends the process, take the swap along. A handler of the program's own stays."""
+    """Remove the swap on SIGTERM, which ends the process. A handler of the program's own stays."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
 def _on_sigterm(number: int, frame) -> None:
-    """Nothing is raised: wherever the program is, an exception could be swallowed there, or leave it half-way through a change.
+    """Remove files without raising: an exception could be swallowed at any point of the program, or interrupt a change.
 
-    Python calls this once the main thread is back from C, such as a collective; who kills the process before leaves files that
-    the next run removes.
+    Python calls this handler once the main thread is back from C, such as a collective. If the process is killed before, files remain,
+    and the next run removes them.
     """
-    for swap in [swap for swap in _live if swap._pid == os.getpid()]:  # a child may be here before it could disown them
+    for swap in [swap for swap in _live if swap._pid == os.getpid()]:  # a child may be here before it has disowned the parent's swap
         for directory in swap._directories:
             directory.remove_names()
     signal.signal(number, signal.SIG_DFL)

@@ -1,15 +1,14 @@
-"""One directory that swap lies in: whose it is, a rank's file there, and what a dead run left.
+"""One swap directory: the owner, a rank's file there, and files of dead runs.
 
-Knows names, locks, files and queues of one path. Must not know extents, which lie over several.
+Knows names, locks, files and queues of one path. Must not know extents, which span several paths.
 
-# [Note: whose directory it is]
-# In each directory a rank holds `infinity-rank<rank>.lock` with flock for as long as it lives; the file says its pid and run.
-# Swap files are `infinity-<run>/rank<rank>.swap`. Whoever looks at these names or changes them holds a short flock on the
-# directory itself, so there are no half-made states to see. A rank that arrives
-#   - is refused if a living rank holds its number, or belongs to another run;
-#   - removes lock files that nobody holds, and the folders of runs that no living rank belongs to.
-# Locks belong to the open file, and a forked child (a data loader's worker) would keep them beyond its parent's death: children
-# close them at once. Ranks of one run agree on its name through the launcher's environment, without talking to each other.
+[Note: whose directory it is]
+In each directory a rank holds `infinity-rank<rank>.lock` with flock for life. The file contains pid and run. Swap files are
+`infinity-<run>/rank<rank>.swap`. Code that reads or changes these names holds a short flock on the directory itself, so no intermediate
+state is visible. An arriving rank is refused if a living rank has the same number, or belongs to another run. The rank removes lock
+files that no process holds, and folders of runs without a living rank. Locks belong to the open file, and a forked child (a data
+loader's worker) would keep them after the parent's death. Children therefore close them at once. Ranks of one run get the run's name
+from the launcher's environment, without communication.
 """
 
 import collections
@@ -32,15 +31,15 @@ from infinity.system import drives
 from infinity.system.mounts import MEMORY_FILESYSTEMS, mount_at
 from infinity.system.swap_errors import REMEDIES, swap_error
 
-ALIGNMENT = 4096  # of extents, offsets and sizes: what every drive in use accepts, see aio_ext.direct_alignment
-SUM_NBYTES = 4  # of a checksum, one for each ALIGNMENT bytes, as aio_ext takes them
+ALIGNMENT = 4096  # of extents, offsets and sizes: accepted by every drive in use, see aio_ext.direct_alignment
+SUM_NBYTES = 4  # of a checksum, one for each ALIGNMENT bytes, as in aio_ext
 
 LOCK_NAME = re.compile(r"infinity-rank(\d+)\.lock")
 FOLDER_NAME = re.compile(r"infinity-[0-9a-f]{12}")
 FILE_NAME = re.compile(r"rank\d+\.swap")
 GUARD_SECONDS = 60.0
 
-# What the ranks of one run have in common under torchrun, Slurm and by hand.
+# Common to the ranks of one run under torchrun, Slurm and manual start.
 RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -54,13 +53,13 @@ class Stripe:
 
 
 class Directory:
-    """One path: the lock and the folder from the start, the file and its queue from `make_file` on."""
+    """One path. The lock and the folder exist from the start, the file and the queue from `make_file` on."""
 
     def __init__(self, path: Path, run: str, rank: int, checksums: bool):
         self.path = path
         self.run, self.rank = run, rank
         self.drive = drives.Drive()
-        self.nbytes = 0  # of the file, as allocated so far
+        self.nbytes = 0  # size of the file, as allocated so far
         self.queues: list[aio_ext.Queue] = []
         self.file = -1
         self._lock_fd = self._folder_fd = -1
@@ -75,7 +74,7 @@ class Directory:
         return self._lock_fd >= 0
 
     def claim(self, must_measure: bool) -> None:
-        """Take the directory, remove what dead runs left there, and know its drive."""
+        """Take the directory, remove files of dead runs, and get the drive's settings."""
         try:
             status = os.stat(self.path)
             self.identity = (status.st_dev, status.st_ino)
@@ -84,7 +83,7 @@ class Directory:
                 _reclaim(self.path, runs)
                 self._take(self.run)
             try:
-                with guard(self.path):  # the first rank measures, the others read what it found
+                with guard(self.path):  # the first rank measures, the others read the result
                     self.drive = self._known_drive(must_measure)
             except BaseException:
                 self.release()
@@ -97,14 +96,14 @@ class Directory:
 
     @contextlib.contextmanager
     def scratch(self, nbytes: int) -> Iterator[int | None]:
-        """The descriptor of a file to measure on, gone at the end; None without direct I/O or without room. Raises SwapError."""
+        """The descriptor of a file for measurements, removed at the end; None without direct I/O or without room. Raises SwapError."""
         try:
             try:
                 refusal = self._open_file(nbytes)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                refusal = error.strerror  # reserve() says how much is missing
+                refusal = error.strerror  # reserve() reports the missing amount
             yield self.file if refusal is None else None
         except OSError as error:
             raise swap_error(error.errno, f"measuring the drive failed ({error.strerror})", self.file_path) from error
@@ -112,7 +111,7 @@ class Directory:
             self.remove_file()
 
     def append(self, nbytes: int) -> int:
-        """Lay a stripe behind the others; its offset."""
+        """Append a stripe; returns the offset."""
         offset = self.nbytes
         self._stripe_numbers[offset] = len(self._stripe_numbers)
         if self._sums is not None:
@@ -137,12 +136,12 @@ class Directory:
             raise swap_error(error.errno, text, self.file_path) from error
 
     def grow(self, stripe: Stripe, num_sharers: int) -> None:
-        """Make the file hold a stripe that was laid behind the others."""
+        """Extend the file to contain an appended stripe."""
         if self.file < 0:
             try:
                 self.make_file(num_sharers)
             except BaseException:
-                self.remove_file()  # else there would be a file without queues
+                self.remove_file()  # otherwise a file without queues would exist
                 raise
             return
         try:
@@ -152,7 +151,7 @@ class Directory:
             raise swap_error(error.errno, text, self.file_path) from error
 
     def queue_of(self, stripe: Stripe) -> aio_ext.Queue:
-        """The queue of a stripe, one and the same for all requests: a queue keeps requests for the same bytes in order."""
+        """The queue of a stripe, always the same: a queue keeps requests for the same bytes in order."""
         return self.queues[self._stripe_numbers[stripe.offset] % len(self.queues)]
 
     def sums_of(self, stripe: Stripe, offset: int, nbytes: int) -> memoryview | None:
@@ -171,11 +170,11 @@ class Directory:
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
-            with contextlib.suppress(OSError):  # it is scratch, and someone may have removed it already
+            with contextlib.suppress(OSError):  # a temporary file, which another process may have removed
                 os.unlink(self.file_path.name, dir_fd=self._folder_fd)
 
     def reserved_nbytes(self) -> int:
-        """What the ranks of this run hold in this directory."""
+        """Bytes that the ranks of this run hold in this directory."""
         total = 0
         for name in os.listdir(self._folder_fd):
             with contextlib.suppress(FileNotFoundError):
@@ -188,29 +187,29 @@ class Directory:
         for queue in self.queues:
             queue.close()  # before the guard: this may take a while
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # the directory may be gone: then there is nothing to guard
+            with contextlib.suppress(OSError):  # the directory may be gone, and needs no guard then
                 stack.enter_context(guard(self.path))
             self.remove_file()
             with contextlib.suppress(OSError):
                 locks = [name for name in os.listdir(self.path) if LOCK_NAME.fullmatch(name)]
-                if locks == [self._lock_path.name]:  # another rank may be about to make its file there
+                if locks == [self._lock_path.name]:  # another rank may be about to create a file there
                     os.rmdir(self._folder)
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.fstat(self._lock_fd), os.stat(self._lock_path, follow_symlinks=False)):
                     os.unlink(self._lock_path)
             with contextlib.suppress(OSError):
-                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)  # also for children that could not close it
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)  # also for children that could not close the descriptor
             self._close_descriptors()
 
     def remove_names(self) -> None:
-        """What is left of the file goes with this process, which is about to end, as does the lock."""
+        """Remove the names only. The file's contents and the lock go with this process, which is about to end."""
         if self._lock_fd >= 0:
             for remove, path in ((os.unlink, self.file_path), (os.rmdir, self._folder), (os.unlink, self._lock_path)):
                 with contextlib.suppress(OSError):
                     remove(path)
 
     def disown(self) -> None:
-        """In a forked child: let go of the parent's lock and files."""
+        """In a forked child: close the parent's lock and files."""
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
@@ -221,7 +220,7 @@ class Directory:
         self._lock_fd = self._folder_fd = self.file = -1
 
     def _refuse_or_runs(self, run: str, rank: int) -> set[str]:
-        """The runs of the living ranks here, at most ours. Removes the locks of dead ones."""
+        """The runs of the living ranks here, at most this run. Removes the locks of dead ranks."""
         living = _living(self.path)
         for its_rank, pid, its_run in living:
             if its_rank == rank or its_run != run:
@@ -247,7 +246,7 @@ class Directory:
                 self._folder_fd = os.open(self._folder, flags)
             except OSError as error:
                 if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                    text = "a symlink or file lies where the swap folder of this run belongs: remove it"
+                    text = "a symlink or file is in the place of this run's swap folder: remove it"
                     raise SwapError(error.errno, text, str(self._folder)) from None
                 raise
             if os.fstat(self._folder_fd).st_uid != os.geteuid():
@@ -261,7 +260,7 @@ class Directory:
             raise
 
     def _known_drive(self, must_measure: bool) -> drives.Drive:
-        """What was measured here, now or earlier."""
+        """The drive as measured in this directory, now or earlier."""
         with contextlib.ExitStack() as stack:
             directory_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, directory_fd)
@@ -271,18 +270,18 @@ class Directory:
             try:
                 stack.callback(self.remove_file)
                 if self._open_file(drives.SCRATCH_NBYTES) is not None:
-                    return drives.Drive()  # the page cache would be measured
+                    return drives.Drive()  # otherwise the page cache would be measured
                 drive = drives.measure(self.file, drives.SCRATCH_NBYTES)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    return drives.Drive()  # there is no room for the swap either, and reserve() says how much is missing
+                    return drives.Drive()  # the swap has no room either, and reserve() reports the missing amount
                 raise swap_error(error.errno, f"measuring the drive failed ({error.strerror})", self.file_path) from error
             drives.store(directory_fd, drive)
             return drive
 
     def _open_file(self, nbytes: int) -> str | None:
-        """Make the swap file, of so many bytes. Why it has no direct I/O, if it has none."""
-        # Made without O_DIRECT: a filesystem that refuses it may create the file nevertheless.
+        """Create the swap file with nbytes. Returns why direct I/O does not work, or None."""
+        # Created without O_DIRECT: a filesystem that refuses O_DIRECT may create the file nevertheless.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self.file = os.open(self.file_path.name, flags, 0o600, dir_fd=self._folder_fd)
         os.fchmod(self.file, 0o600)
@@ -290,7 +289,9 @@ class Directory:
         return self._go_direct()
 
     def _go_direct(self) -> str | None:
-        """Reopen the file with O_DIRECT if that works here; else why not. Raises OSError, as for want of descriptors."""
+        """Reopen the file with O_DIRECT. Returns why that does not work, or None. Raises OSError for other errors, such as missing
+        descriptors.
+        """
         filesystem = _filesystem_of(self.path)
         refusal = f"{filesystem} keeps files in memory" if filesystem in MEMORY_FILESYSTEMS else None
         if not refusal:
@@ -312,15 +313,16 @@ class Directory:
 
 
 def reclaim(paths: Sequence[str | os.PathLike]) -> None:
-    """Remove what dead runs left in directories, as each Swap does. Those that are busy, or that it will refuse, are left to it."""
+    """Remove files of dead runs in directories, like each Swap does. Skips directories that are busy or that a Swap would refuse."""
     for path in map(Path, paths):
         with contextlib.suppress(OSError), guard(path, patience=0.0):
             _reclaim(path, {run for _, _, run in _living(path)})
 
 
 def room_nbytes(paths: Sequence[str | os.PathLike]) -> int:
-    """What equal parts on each of the paths can take together, as far as their filesystems have room, which need a hundredth for their
-    own. A path that does not exist yet counts as the folder above it."""
+    """The most bytes that equal parts on all paths can take together. Filesystems keep a hundredth of their room for themselves. For a path
+    that does not exist yet, the nearest existing folder above counts.
+    """
     room, sharers = {}, collections.Counter()  # by filesystem
     for path in map(Path, paths):
         here = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
@@ -338,7 +340,7 @@ def check_paths(paths: list[Path]) -> None:
         try:
             status = os.stat(path)
         except FileNotFoundError:
-            raise ConfigError(f"swap directory {path} does not exist: create it (mkdir -p), best one on each drive") from None
+            raise ConfigError(f"swap directory {path} does not exist: create it (mkdir -p), ideally one on each drive") from None
         except OSError as error:
             raise swap_error(error.errno, f"the swap directory cannot be used ({error.strerror})", path) from None
         if not stat.S_ISDIR(status.st_mode):
@@ -360,8 +362,9 @@ def run_name(world: int) -> str:
 
 @contextlib.contextmanager
 def guard(path: Path, patience: float | None = None) -> Iterator[None]:
-    """Held while names in the directory are looked at or changed; see [Note: whose directory it is]. Raises SwapError if another process
-    holds it for `patience` seconds, by default GUARD_SECONDS."""
+    """Held while names in the directory are read or changed; see [Note: whose directory it is]. Raises SwapError if another process holds
+    the guard for `patience` seconds, by default GUARD_SECONDS.
+    """
     patience = GUARD_SECONDS if patience is None else patience
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -372,17 +375,17 @@ def guard(path: Path, patience: float | None = None) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    text = f"another process has been setting up swap here for {patience:.0f} s: end it"
+                    text = f"another process has locked this directory for {patience:.0f} s to set up swap: end that process"
                     raise SwapError(errno.EBUSY, text, str(path)) from None
                 time.sleep(0.002)
         yield
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing would not do if a child was forked meanwhile
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough if a child was forked meanwhile
     finally:
         os.close(fd)
 
 
 def _living(path: Path) -> list[tuple[int, str, str]]:
-    """Those that hold a lock in the directory: rank, pid and run. Removes the locks of dead ones."""
+    """The holders of locks in the directory: rank, pid and run. Removes the locks of dead ranks."""
     living = []
     for name in os.listdir(path):
         match = LOCK_NAME.fullmatch(name)
@@ -401,7 +404,7 @@ def _living(path: Path) -> list[tuple[int, str, str]]:
 
 
 def _reclaim(path: Path, living_runs: set[str]) -> None:
-    """Remove the swap of dead runs. Only folders of ours by name, owner and kind, in them only files of ours by name."""
+    """Remove the swap of dead runs: only folders with the engine's names, owner and kind, and only files with the engine's names."""
     for name in os.listdir(path):
         if not FOLDER_NAME.fullmatch(name) or name.removeprefix("infinity-") in living_runs:
             continue
@@ -424,7 +427,7 @@ def _open_direct(name: str, folder_fd: int) -> int:
 
 
 def _direct_refusal(fd: int, filesystem: str) -> str | None:
-    """Why direct I/O does not work on this file, which is still empty of data; None if it does. Raises OSError for what is no refusal."""
+    """Why direct I/O does not work on this file, which has no data yet; or None. Raises OSError for other errors."""
     memory, offset = aio_ext.direct_alignment(fd)
     if not memory:
         return f"{filesystem} has no O_DIRECT"
@@ -441,7 +444,7 @@ def _direct_refusal(fd: int, filesystem: str) -> str | None:
 
 
 def _filesystem_of(path: Path) -> str:
-    """Its type, such as ext4."""
+    """The type, such as ext4."""
     try:
         return mount_at(path).kind
     except (OSError, LookupError):

@@ -1,6 +1,6 @@
-"""What an error of swap says: what failed, where, and the remedy.
+"""Errors of swap: the failed work, the place and the remedy.
 
-Knows numbers of errors and paths. Must not know what is swapped.
+Knows error numbers and paths. Must not know the data in swap.
 """
 
 import errno
@@ -8,7 +8,7 @@ import errno
 from infinity.errors import NO_DESCRIPTORS, SwapError
 
 REMEDIES = {
-    errno.EBADMSG: "see dmesg, and name another directory in `swap_dirs`; the last checkpoint does not depend on it",
+    errno.EBADMSG: "see dmesg, and name another directory in `swap_dirs`; the last checkpoint does not depend on swap files",
     errno.EIO: "the drive failed or the file was cut: see dmesg, and use another directory",
     errno.ENOSPC: "free space there or name another directory",
     errno.ENOMEM: "free memory, or raise the limit of this process's control group",
@@ -28,6 +28,7 @@ def swap_error(code: int | None, text: str, path) -> SwapError:
 
 
 def changed_error(what: str, where: str, path) -> SwapError:
-    """For bytes that are not those that were written. what: begins the text, as in `Swap.read`; where: in the file, or "";
-    path: of the file."""
+    """The error for bytes that differ from the written ones. what: begins the text, as in `Swap.read`. where: position in the file, or "".
+    path: of the file.
+    """
     return swap_error(errno.EBADMSG, f"{what}the drive returned other bytes than were written{where}", path)

@@ -1,6 +1,6 @@
-"""Several swap directories side by side: which of them share a drive, and which of them are slow.
+"""Several swap directories together: finds directories on one drive, and slow directories.
 
-Knows paths, the drives below them and rates. Must not know swap files or ranks, nor where a remark is shown.
+Knows paths, the drives below them and rates. Must not know swap files or ranks, nor the place where a remark is shown.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from infinity.system.mounts import block_devices, mount_at
 
-SLOW_RATIO = 2.0  # of the fastest directory's rate to that of a slow one
+SLOW_RATIO = 2.0  # ratio of the fastest directory's rate to a slow one's
 
 
 @dataclass(frozen=True)
 class Remark:
-    """A line on some directories, and the remedy."""
+    """A line about some directories, and the remedy."""
 
     text: str
     remedy: str
@@ -28,8 +28,9 @@ class Remark:
 
 
 def shared_drives(paths: Sequence[Path]) -> list[Remark]:
-    """A remark for each group of directories on one filesystem, or on different filesystems of one drive. Raises OSError for a path that
-    does not exist."""
+    """A remark for each group of directories on one filesystem, or on several filesystems of one drive. Raises OSError for a path that does
+    not exist.
+    """
     groups: list[tuple[list[Path], set[str]]] = []
     for path in paths:
         together, places = [path], _places(path)
@@ -55,7 +56,7 @@ def slow_directories(rates: Mapping[Path, float]) -> list[Remark]:
 
 
 def _places(path: Path) -> set[str]:
-    """The filesystem by its number, and the whole drives by name, as far as the kernel tells."""
+    """The filesystem's number, and the names of the whole drives, as far as the kernel tells."""
     places = {f"filesystem {os.stat(path).st_dev}"}
     with contextlib.suppress(OSError, LookupError):
         places |= {device.name for device in block_devices(mount_at(path))}

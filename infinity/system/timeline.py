@@ -1,14 +1,14 @@
-"""What the device computes, and when: the compute lane of a trace, and marks in the streams of a CUDA device.
+"""The compute lane of a trace, and marks in the streams of a CUDA device.
 
-Knows ops by name and the device's clock. Must not know modules, spans or what moves. Exists only where a trace is asked for.
+Knows ops by name and the device's clock. Must not know modules, spans or transfers. Exists only if a trace is requested.
 """
 
 # [Note: time on a CUDA device]
-# The training thread runs ahead of the device. So marks are timing events in a stream, which are read at the end of a step if they
-# have passed by then, and later if not: nobody waits. A mark's time is that of the last one that was read and what the device says
-# lies between the two; it cannot lie before the thread recorded it, nor after it was seen to have passed. That keeps the device's
-# clock and the host's together in a run of days. Where a thread was held up between a mark and its time, what follows is moved, and back
-# again later; ops are in one stream, so none begins before the end of the one before.
+# The training thread runs ahead of the device. Marks are therefore timing events in a stream. At the end of a step, events that have passed
+# are read, and the others later: no thread waits. A mark's time is the time of the last mark that was read, plus the device's difference
+# between both. The time is not before the thread recorded the mark, nor after the mark was seen to have passed. This keeps the clocks of
+# device and host together in a run of days. If a thread was held up between a mark and its time, later marks move, and return later. Ops
+# are in one stream, so none begins before the end of the previous one.
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch
 
 from infinity.system.events import COMPUTE, Events, now
 
-_MANY = 4096  # marks that wait to be read where no step ends
+_MANY = 4096  # waiting marks, if no step ends
 
 
 class Timeline:
-    """The compute lane by the host's clock, for the CPU. One op computes at a time: a module's inner ones interrupt it."""
+    """The compute lane by the host's clock, for the CPU. One op computes at a time: a module's inner modules interrupt the outer one."""
 
     def __init__(self, events: Events):
         self.events = events
@@ -30,12 +30,12 @@ class Timeline:
         self._start = None
 
     def begin(self, phase: str, op: str) -> None:
-        """From here on the device works for this op; what it worked for before has ended."""
+        """End the previous op and begin this one."""
         end = self.end()
         self._op, self._start = (phase, op), end if end is not None else self._here()
 
     def end(self):
-        """The op under way ends, if there is one; returns the time or mark then."""
+        """End the current op, if any; returns the time or mark."""
         if self._op is None:
             return None
         end = self._here()
@@ -44,16 +44,16 @@ class Timeline:
         return end
 
     def interrupt(self, start: float, end: float) -> None:
-        """The training thread waited, and computed nothing meanwhile."""
+        """Report a wait of the training thread, which computed nothing meanwhile."""
         if self._op is not None:
             self._note(self._op, self._start, start)
             self._start = end
 
     def mark(self) -> None:
-        """Of the current stream; the CPU has none."""
+        """A mark of the current stream; None on the CPU."""
 
     def resolve(self, *, wait: bool = False) -> None:
-        """Give what has passed to the trace. wait: for the rest, too."""
+        """Pass finished marks to the trace. wait: wait for the rest, too."""
 
     def _here(self):
         return now()
@@ -63,7 +63,7 @@ class Timeline:
 
 
 class CudaTimeline(Timeline):
-    """The same by the clock of a CUDA device; see [Note: time on a CUDA device]."""
+    """The compute lane by the clock of a CUDA device; see [Note: time on a CUDA device]."""
 
     def __init__(self, events: Events, device: torch.device):
         super().__init__(events)
@@ -71,11 +71,11 @@ class CudaTimeline(Timeline):
         self._waiting: deque[tuple] = deque()  # (lane, what, nbytes, first mark, last mark)
         event, _ = self.mark()
         event.synchronize()
-        self._last = event, now()  # the mark that was read last, and its time
-        self._computed = 0.0  # up to then
+        self._last = event, now()  # the last mark that was read, and its time
+        self._computed = 0.0  # time up to which compute is in the trace
 
     def interrupt(self, start: float, end: float) -> None:
-        """The device goes on meanwhile."""
+        """No effect: the device continues meanwhile."""
 
     def mark(self) -> tuple[torch.cuda.Event, float]:
         event = torch.cuda.Event(enable_timing=True)
@@ -83,7 +83,7 @@ class CudaTimeline(Timeline):
         return event, now()
 
     def note(self, lane: str, what: object, nbytes: int, first, last) -> None:
-        """What lies between two marks, once they have passed. From any thread."""
+        """Report work between two marks, to be traced once they have passed. From any thread."""
         self._waiting.append((lane, what, nbytes, first, last))
 
     def resolve(self, *, wait: bool = False) -> None:

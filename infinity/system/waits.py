@@ -1,6 +1,6 @@
-"""What threads wait for, in words.
+"""The waits of threads, in words.
 
-Knows threads. Must not know lanes, chunks or ranks: whoever waits says for what, and which thread works on that.
+Knows threads. Must not know lanes, chunks or ranks: the waiting code passes the text, and the thread that works on the awaited work.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import threading
 import time
 from collections.abc import Callable
 
-THREADS = "infinity-"  # begins the names of the engine's own
-_MOST_TEXTS = 8  # one behind the other
+THREADS = "infinity-"  # begins the names of the engine's own threads
+_MOST_TEXTS = 8  # in a chain of waits
 
 now = time.perf_counter
 
 
 class Wait:
-    """What a thread waits for, and since when, in seconds of `now`.
+    """A wait of a thread: the awaited work, and the start in seconds of `now`.
 
-    what: words, or gives them, in whatever thread asks. worker: the number of the thread that works on it, if one of this process does.
-    outer: the wait that this one is a part of.
+    what: words, or a function that returns words in any thread. worker: the number of the thread that does the work, if it is one of
+    this process. outer: the enclosing wait.
     """
 
     __slots__ = ("outer", "since", "what", "worker")
@@ -38,7 +38,7 @@ class Wait:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What is waited for, what that waits for, and so on, as far as it is known now: ("an update of chunk 3", "a read from NVMe")."""
+        """The awaited work, the work that this one waits for, and so on, as known now: ("an update of chunk 3", "a read from NVMe")."""
         texts, wait = [], self
         while wait is not None and len(texts) < _MOST_TEXTS:
             texts += wait._own_texts()
@@ -46,7 +46,7 @@ class Wait:
         return tuple(dict.fromkeys(texts))
 
     def _own_texts(self) -> list[str]:
-        """From the outermost to this one."""
+        """From the outermost wait to this one."""
         outer = self.outer._own_texts() if self.outer is not None else []
         return [*outer, self.what if isinstance(self.what, str) else self.what()]
 
@@ -54,13 +54,13 @@ class Wait:
         return ": ".join(self.texts)
 
 
-waiting: dict[int, Wait] = {}  # by the threads' numbers
+waiting: dict[int, Wait] = {}  # by thread number
 os.register_at_fork(after_in_child=waiting.clear)
 
 
 @contextlib.contextmanager
 def waits(what: str | Callable[[], str], worker: int | None = None):
-    """The thread waits inside the block; see Wait."""
+    """Record that the thread waits inside the block; see Wait."""
     ident = threading.get_ident()
     outer = waiting.get(ident)
     waiting[ident] = Wait(what, worker, outer)
@@ -74,7 +74,7 @@ def waits(what: str | Callable[[], str], worker: int | None = None):
 
 
 def of_the_program() -> Wait | None:
-    """The longest wait of a thread that is none of the engine's, as the training thread is."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}  # autograd's threads have none
+    """The longest wait of a thread outside the engine, such as the training thread."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}  # autograd's threads have no names
     found = [wait for ident, wait in list(waiting.items()) if not names.get(ident, "").startswith(THREADS)]
     return min(found, key=lambda wait: wait.since, default=None)

@@ -1,11 +1,9 @@
-"""What the engine knows of one chunk in every tier, and the registry of all parameters, spans and chunks.
+"""The state of one chunk in every tier, and the registry of all parameters, spans and chunks.
 
 Knows records, homes and extents. Must not know plans, files or collectives: other modules move the bytes.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
@@ -21,16 +19,16 @@ from infinity.tiers.update_state import UpdateState
 
 
 class Resident(Area):
-    """An area for what never leaves host memory; used as a slot is, but not leased."""
+    """An area for a record that never leaves host memory. It is used like a slot, without a lease."""
 
     __slots__ = ()
 
     def release(self) -> None:
-        """It stays where it is."""
+        """The area stays."""
 
 
 class ChunkState:
-    """What the engine knows of one chunk: its record, its place in each tier, and what is under way for it."""
+    """The state of one chunk: its record, its place in each tier, and the moves and updates under way."""
 
     def __init__(self, chunk: Chunk, record: Record, pieces: tuple[Piece, ...], span: SpanState):
         self.chunk = chunk
@@ -39,7 +37,7 @@ class ChunkState:
         self.pieces = pieces  # of this rank's shard
         self.whole_pieces = {piece.param: piece for piece in chunk.pieces}  # of all shards, by parameter
         inside = [state.name for state in span.params if state.index in self.whole_pieces]
-        self.title = f"chunk {chunk.index} ({inside[0]})" if inside else f"chunk {chunk.index}"  # for people
+        self.title = f"chunk {chunk.index} ({inside[0]})" if inside else f"chunk {chunk.index}"  # for messages
         self.gaps = _gaps(pieces, record.numel)
         self.span = span
         self.weights_home = self.states_home = NVME
@@ -52,23 +50,26 @@ class ChunkState:
         self.update = UpdateState()
         self.weights_expected = False  # a copy to the device follows soon, or an update of which this step has not told yet
         self.num_changes = 0  # of its record
-        # A checkpoint under way wants the record before it changes, or after the update that is announced:
-        self.before_change: Callable[[ChunkState, object], None] | None = None  # with a Lease of the record, or None
-        self.after_update: Callable[[ChunkState, object], None] | None = None
+        self.snapshot = None  # the Snapshot that has not copied the record yet
 
     @property
     def keep_weights(self) -> bool:
-        """Whether a host copy of the weights is worth its slot even where nothing is kept."""
+        """Whether a host copy of the weights keeps its slot, even if no host copies are kept."""
         return self.update.is_expected or self.weights_expected
 
-    def save_first(self, lease=None) -> None:
-        """The record is about to move or change. lease: of all of it, where the caller has one."""
-        if self.before_change is not None:
-            self.before_change(self, lease)
+    def copy_for_snapshot(self, lease=None) -> None:
+        """The record is about to move or to change: let a snapshot copy it first. lease: of the whole record, if the caller has one."""
+        if (snapshot := self.snapshot) is not None:
+            snapshot.before_change(self, lease)
 
     def begin_change(self, lease=None) -> None:
-        self.save_first(lease)
+        self.copy_for_snapshot(lease)
         self.num_changes += 1
+
+    def note_updated(self, lease) -> None:
+        """An update of the record, which the lease holds, is over."""
+        if (snapshot := self.snapshot) is not None:
+            snapshot.after_update(self, lease)
 
     @property
     def trainable(self) -> bool:
@@ -80,8 +81,8 @@ class ChunkState:
 
     @property
     def gradient_on_device(self) -> bool:
-        """What has arrived of its gradient, and what arrives next."""
-        return self.on_device or (self.gradient.stays and not self.gradient.was_sent)
+        """Whether its gradient is on the device: the part that has arrived, and the parts that follow."""
+        return self.on_device or (self.gradient.stays and not self.gradient.is_offloaded)
 
     def __repr__(self):
         names = self.span.params[0].name if self.span.params else "-"
@@ -89,7 +90,7 @@ class ChunkState:
 
 
 def _gaps(pieces: tuple[Piece, ...], numel: int) -> list[tuple[int, int]]:
-    """What lies between and behind the pieces of a shard of `numel` elements."""
+    """The elements of a shard that belong to no piece, as [(begin, end)]."""
     gaps, end = [], 0
     for piece in pieces:
         if piece.start > end:
@@ -125,7 +126,7 @@ class Registry:
         return [self.chunks[index] for index in span.span.chunks]
 
     def free_device(self) -> None:
-        """Let go of all device memory; the parameters are placeholders from now on, whatever they were."""
+        """Free all device memory. All parameters are placeholders from now on."""
         for span in self.spans:
             span.let_go()
         for chunk in self.chunks:
@@ -133,7 +134,7 @@ class Registry:
             chunk.gradient.free_device()
 
     def owner(self, tensor: torch.Tensor) -> SpanState | None:
-        """The span whose storage a tensor looks into."""
-        if tensor.layout is not torch.strided:  # such as a sparse matrix, which has none
+        """The span whose storage a tensor is a view of."""
+        if tensor.layout is not torch.strided:  # a sparse matrix, for example, has no storage
             return None
         return self.by_storage.get(tensor.untyped_storage()._cdata)

@@ -38,7 +38,7 @@ from infinity.system.storage import Extent, Storage, Transfer
 from infinity.system.swap_errors import changed_error
 from infinity.system.waits import waits
 from infinity.tiers import _huffman
-from infinity.tiers.late_moments import Late, Pool, Pooled, RedoLog, release
+from infinity.tiers.late_moments import GradientPool, LateUpdate, PooledGradient, RedoLog, release
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Compressor:
 
     def __init__(self, storage: Storage, arena: Arena, nbytes: int, pool_nbytes: int = 0):
         self.storage = storage
-        self.pool = Pool(arena, pool_nbytes) if pool_nbytes else None
+        self.pool = GradientPool(arena, pool_nbytes) if pool_nbytes else None
         self.section_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
         buffer = arena.region(nbytes).buffer if nbytes else memoryview(b"")
         buffers = [buffer[start : start + self.section_nbytes] for start in range(0, nbytes, self.section_nbytes or 1)]
@@ -241,7 +241,7 @@ class Compressor:
         press = next(self._presses)
         return Write(press.lane.push(lambda: press.write(compressed, buffer, catch_up, what), what))
 
-    def _bring_up_to_date(self, gradient: Sequence[Section], late: Sequence[Late], buffer: memoryview) -> None:
+    def _bring_up_to_date(self, gradient: Sequence[Section], late: Sequence[LateUpdate], buffer: memoryview) -> None:
         """Replay the updates that the moments in a buffer lack, in order. All use the same sections for their gradients."""
         for update in late:
             for section, pooled in zip(gradient, update.pooled or ()):
@@ -259,7 +259,7 @@ class Compressor:
 class _Press:
     """A lane that compresses writes into its own buffers, and submits them."""
 
-    def __init__(self, storage: Storage, pool: Pool | None, buffers: list[memoryview]):
+    def __init__(self, storage: Storage, pool: GradientPool | None, buffers: list[memoryview]):
         self.storage = storage
         self.pool = pool
         self.lane = Lane("compress")
@@ -293,14 +293,14 @@ class _Press:
             raise
         compressed.is_new = False
         if is_late:
-            compressed.redo.add(Late(catch_up, pooled))
+            compressed.redo.add(LateUpdate(catch_up, pooled))
         else:
             compressed.redo.forget()
         return transfers
 
-    def _put_gradient(self, compressed: CompressedExtent, buffer: memoryview) -> list[Pooled] | None:
+    def _put_gradient(self, compressed: CompressedExtent, buffer: memoryview) -> list[PooledGradient] | None:
         """Compress the gradient behind the states into the pool; None where the pool has no room."""
-        found: list[Pooled] = []
+        found: list[PooledGradient] = []
         for section in compressed.gradient:
             pooled = self._put_section(section, buffer[section.offset : section.offset + section.nbytes])
             if pooled is None:
@@ -309,7 +309,7 @@ class _Press:
             found.append(pooled)
         return found
 
-    def _put_section(self, section: Section, source: memoryview) -> Pooled | None:
+    def _put_section(self, section: Section, source: memoryview) -> PooledGradient | None:
         if not section.itemsize:
             return self.pool.put(source)
         target = self._buffer()

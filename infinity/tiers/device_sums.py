@@ -1,22 +1,22 @@
-"""Gradients of several micro-batches that add up on the device, and leave for host memory once for all that pass together.
+"""Sums of gradients on the device: several micro-batches add up there, and the sum leaves for host memory once.
 
-Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments: it is told which parameters have gradients
-soon, when a chunk has all of its, and when all come once more. The training thread calls it, on several ranks at the same places of all.
+Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments: the caller says which parameters get gradients
+next, when a chunk has all of them, and when a new round begins. The training thread calls it, on all ranks at the same points.
 """
 
 # [Note: room for sums]
-# Sums lie in what the device has for spans that come and go, as far as this has room for them beside all that the ops of the moment may
-# need: what has no room adds up in host memory. Their room is spans' again once they have left, which is looked at when more is wanted.
-# Where micro-batches take turns, on one rank, the sums of earlier turns come back, and the next gradients are added to them: 8 bytes a
-# parameter and turn over the link, where gradients that leave one by one are 2 or 4 for each micro-batch, and host memory that has no place
-# for all sums would read and write them for each.
+# Sums use the device memory for spans that come and go, as far as it has room beside the spans of the current ops. A gradient without room
+# adds up in host memory. The room of a sum is free again after the sum has left. This is checked when more room is wanted.
+# If micro-batches run in rounds, on one rank, the sums of earlier rounds come back, and the next gradients are added to them. This moves
+# 8 bytes a parameter and round over the link. Gradients that leave one by one move 2 or 4 bytes for each micro-batch. If host
+# memory has no place for all sums, they would also be read from NVMe and written for each micro-batch.
 #
 # [Note: sums on several ranks]
-# What adds up there is a rank's shard, of gradients that were reduced one micro-batch after the other, as in the ordinary loop: a reduction
-# of sums is another number than the sum of reductions, in bf16 by the rounding of each of these, in fp32 by the order of additions. So links
-# between devices carry each micro-batch's gradients, the one to the host carries a shard once. Room for spans must be the same on all ranks,
-# which gather and leave out together: they agree on what adds up and on room for it, a shard counts as if none were shorter, and room is
-# given back when the next but one has left, not whenever a copy happens to end.
+# The device adds up a rank's shard. Each micro-batch's gradient is reduced before it is added, as in the ordinary loop, because a
+# reduction of sums differs from a sum of reductions: in bf16 by rounding, in fp32 by the order of additions. So the links between devices
+# carry the gradients of each micro-batch, and the link to the host carries each shard once. Room for spans must be equal on all ranks,
+# which gather and evict together. So ranks agree on the sums and on the room for them, and all shards count with the full size. Room is
+# given back at a fixed point, after the next but one sum has left, not when a copy happens to end.
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.weights import Weights
 
 
-class Sums:
-    """Those of one step."""
+class DeviceSums:
+    """The sums of one step."""
 
     def __init__(self, gradients: Gradients, weights: Weights):
         self.gradients, self.weights = gradients, weights
         self.registry, self.tier, self.ranks = weights.registry, weights.tier, weights.ranks
-        self._here: dict[ChunkState, int] = {}  # bytes of those that add up
-        self._earlier: set[ChunkState] = set()  # that have sums of earlier turns
-        self._leaving: deque[tuple[Job, int, int]] = deque()  # with bytes of room, and of memory
-        self._nbytes = 0  # of both
+        self._here: dict[ChunkState, int] = {}  # sums on the device -> their bytes
+        self._earlier: set[ChunkState] = set()  # have sums of earlier rounds in host memory
+        self._leaving: deque[tuple[Job, int, int]] = deque()  # (job, bytes of room, bytes of memory)
+        self._nbytes = 0  # room of all sums, those that leave included
 
-    def begin_turn(self) -> None:
-        """All gradients come once more, after those that have."""
+    def begin_round(self) -> None:
+        """All gradients come once more."""
         self._earlier = {chunk for chunk in self.registry.chunks if chunk.gradient.job is not None}
 
     def begin(self, params: Collection[ParameterState], following: Iterable[ParameterState]) -> None:
-        """Gradients of these parameters come; ops use them meanwhile, and `following`."""
+        """Gradients of these parameters come next. following: parameters that the ops of the next segment use."""
         self.weights.drain_dropped()
         spans = {self.registry.span_of(state) for state in (*params, *following)}.union(self.weights.held.values())
         room = self.tier.budget_nbytes - sum(span.nbytes for span in spans if not span.pinned)
@@ -55,10 +55,10 @@ class Sums:
         if self.ranks.world > 1:
             least, *come = self.ranks.most([-room, *(chunk in chunks for chunk in self.registry.chunks)])
             room, chunks = -least, [chunk for chunk, comes in zip(self.registry.chunks, come, strict=True) if comes]
-        self._settle()
+        self._free_room()
         if self._nbytes > room:
             self.end(list(self._here))
-            self._settle(room)
+            self._free_room(room)
         back: list[ChunkState] = []
         for chunk in chunks:
             gradient, nbytes = chunk.gradient, chunk.chunk.shard_numel * self.gradients.dtype(chunk).itemsize
@@ -66,7 +66,7 @@ class Sums:
                 continue
             if gradient.job is not None and chunk not in self._earlier:
                 continue
-            self._settle(room - nbytes)
+            self._free_room(room - nbytes)
             if self._nbytes + nbytes <= room:
                 self._here[chunk] = nbytes
                 self._take(nbytes)
@@ -81,17 +81,17 @@ class Sums:
         self._earlier.difference_update(back)
 
     def end(self, chunks: Iterable[ChunkState]) -> None:
-        """All that was to come of these has: it leaves, where it has added up here."""
+        """These chunks have all their gradients: their sums leave for host memory."""
         if self.ranks.world > 1:
-            self._settle(0)
+            self._free_room(0)
         for chunk in chunks:
             if (nbytes := self._here.pop(chunk, None)) is None:
                 continue
             arrived = chunk.gradient.job
             if arrived is not None and self.ranks.world > 1:
-                self.gradients.wait_for(chunk)  # what is reduced is put there by a lane
+                self.gradients.wait_for(chunk)  # a lane adds reduced gradients
             memory, _ = chunk.gradient.leave()
-            if memory is None:  # nothing came
+            if memory is None:  # no gradient came
                 self._take(-nbytes)
             else:
                 job = self.gradients.send(chunk, arrived, memory)
@@ -99,14 +99,14 @@ class Sums:
                 self._leaving.append((job, nbytes, memory.nbytes))
 
     def close(self) -> None:
-        """No more gradients come in this step."""
+        """The step brings no more gradients."""
         self.end(list(self._here))
-        self._settle(0)
+        self._free_room(0)
 
     def abandon(self) -> None:
-        """None that came is wanted."""
+        """Drop all sums."""
         self.gradients.drain()
-        self._settle(0)
+        self._free_room(0)
         while self._here:
             chunk, nbytes = self._here.popitem()
             memory, _ = chunk.gradient.leave()
@@ -114,9 +114,9 @@ class Sums:
             if memory is not None:
                 self.tier.book(-memory.nbytes)
 
-    def _settle(self, room: int | None = None) -> None:
-        """Give back the room of what has left; wait for what is leaving where more than `room` is taken."""
-        while self._leaving and ((self.ranks.world == 1 and self._leaving[0][0].done) or (room is not None and self._nbytes > room)):
+    def _free_room(self, most: int | None = None) -> None:
+        """Give back the room of sums that have left. Wait for sums that are leaving until at most `most` bytes are taken."""
+        while self._leaving and ((self.ranks.world == 1 and self._leaving[0][0].done) or (most is not None and self._nbytes > most)):
             job, room_nbytes, nbytes = self._leaving.popleft()
             try:
                 job.wait()
@@ -125,7 +125,7 @@ class Sums:
                 self.tier.book(-nbytes)
 
     def _evict(self) -> None:
-        """Spans that are used last make way for what was taken."""
+        """Evict the spans with the farthest next use until the sums fit."""
         for index in farthest_first(self.weights.evictable(), self.weights.course.next_use):
             if self.tier.fits(0):
                 return

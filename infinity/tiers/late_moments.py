@@ -1,17 +1,16 @@
-"""The redo log: updates that a record's moments on NVMe lack, and host memory in which their gradients wait.
+"""The redo log: updates that a record's moments on NVMe do not contain yet, and host memory for the gradients of these updates.
 
-Knows when an update may be left to the log, and how it is done again. Must not know drives, or how bytes are compressed.
+Knows when an update may go to the log, and how an update is replayed. Must not know drives, or how bytes are compressed.
 """
 
 # [Note: late moments]
-# What an update does to Adam's moments can be done again with its gradient. So most updates of a record leave the moments on NVMe as they
-# are, and keep the gradient instead: the moments are late there, and whoever reads them brings them up to date. That is done in lanes of
-# its own: never in the main thread, where an interrupt could leave it half done, and never twice. Where host memory is left over, gradients
-# of up to MOST_LATE updates in a row wait there; else one update's lie on NVMe behind the states, if they are coded. Records take turns, so
-# that each step writes the moments of as many: whose turn it is, their logs know. Bytes a parameter of a record's states, with fp32 moments
-# that are coded:
+# An update of Adam's moments can be replayed from its gradient. So most updates of a record do not write the moments to NVMe, and keep the
+# gradient instead: the moments on NVMe are late. Whoever reads them replays the missing updates, exactly once, in a lane. The main thread
+# never does it, because an interrupt could leave a replay half done. If host memory is left over, gradients of up to MOST_LATE updates in a
+# row wait there. Otherwise the gradient of one update is stored on NVMe behind the states, if they are compressed. Records take turns, so
+# each step writes the moments of about as many records. Bytes a parameter of a record's states, with compressed fp32 moments:
 #
-#     whole               residual 2.0 | momentum 3.3 | variance 3.3                      8.6 are written, and read for the next update
+#     whole               residual 2.0 | momentum 3.3 | variance 3.3                      8.6 written, 8.6 read for the next update
 #     late, on NVMe       residual 2.0 |              |              | gradient 1.3       3.3 written, 9.9 read
 #     late, in memory     residual 2.0 |              |              |                    2.0 written, 8.6 read
 
@@ -32,20 +31,22 @@ from infinity.formats.dtypes import TORCH_DTYPES
 
 
 class RedoLog:
-    """Of one record's moments on NVMe: the updates that they lack, and whose turn it is to write them. See [Note: late moments].
+    """The missing updates of one record's moments on NVMe, see [Note: late moments].
 
-    late: in their order. num_late: updates in a row that may leave moments late; left: of these, before the next one that writes them.
+    late: missing updates in order. num_late: updates in a row that need not write moments. left: such updates before the next write.
     """
 
     def __init__(self, num_late: int = 0, left: int = 0):
-        self.late: tuple[Late, ...] = ()
+        self.late: tuple[LateUpdate, ...] = ()
         self.num_late = num_late
         self._left = left
-        self._lock = threading.Lock()  # a record may move to the device while it is written
+        self._lock = threading.Lock()  # a record may move to the device during a write
 
     def catch_up(self, record: Record, states: memoryview, gradient: torch.Tensor, computed: Computed, *, was_clean: bool) -> CatchUp | None:
-        """An update was computed in host memory of the states: what does it to moments that lack it, with its gradient, which is kept
-        behind the states; None where this one writes them. was_clean: whether NVMe has what that memory held before."""
+        """An update has changed the states in host memory. Returns the replay of this update, or None if this update writes the moments.
+
+        Copies the gradient behind the states. was_clean: host memory and NVMe were equal before the update.
+        """
         may_be_late = self._left > 0
         self._left = self._left - 1 if may_be_late else self.num_late
         if not (may_be_late and was_clean and computed.hyper.rule.can_advance):
@@ -54,37 +55,40 @@ class RedoLog:
         return CatchUp(record, computed)
 
     def add(self, update: Late) -> None:
-        """It was written without its moments."""
+        """The record was written without the moments of this update."""
         with self._lock:
             self.late += (update,)
 
     def forget(self) -> None:
-        """Moments on NVMe lack nothing any more, or are of no use."""
+        """The moments on NVMe are complete, or no longer used."""
         with self._lock:
             late, self.late = self.late, ()
         release(pooled for update in late for pooled in update.pooled or ())
 
 
 def redo_logs(late_nbytes: Sequence[int], num_late: int) -> list[RedoLog | None]:
-    """Of records, of which each step writes the moments of as many. late_nbytes: what those of each take that may be late, else 0."""
-    turns_nbytes = [0] * (num_late + 1)  # written in the first step, the second, ..., and again in turn
+    """A log for each record, so that each step writes about as many bytes of moments.
+
+    late_nbytes: bytes of each record's moments that may be late, 0 if none: then the record has no log.
+    """
+    nbytes_by_step = [0] * (num_late + 1)  # written in step i, and again every num_late + 1 steps
     found: list[RedoLog | None] = []
     for nbytes in late_nbytes:
-        turn = turns_nbytes.index(min(turns_nbytes))
-        turns_nbytes[turn] += nbytes
-        found.append(RedoLog(num_late, turn) if nbytes else None)
+        step = nbytes_by_step.index(min(nbytes_by_step))
+        nbytes_by_step[step] += nbytes
+        found.append(RedoLog(num_late, step) if nbytes else None)
     return found
 
 
 def late_gradient(record: Record, buffer: memoryview) -> torch.Tensor:
-    """bf16 [shard_used]: the gradient behind a record's states, where these have room for one."""
+    """bf16 [shard_used]: the gradient behind a record's states, if the record has room for one."""
     _, offset, _ = record.late_gradient
     return torch.frombuffer(buffer, dtype=torch.bfloat16, count=record.numel, offset=offset)
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Does an update to moments that lack it, in memory that holds a record's states and the update's gradient behind them."""
+    """The replay of one update, in memory that holds a record's states and, behind them, the gradient of the update."""
 
     record: Record
     computed: Computed
@@ -99,8 +103,8 @@ class CatchUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
-    """nbytes of a section of a gradient, compressed if they are fewer than the section's, in blocks."""
+class PooledGradient:
+    """One section of a gradient in blocks of host memory. nbytes: compressed if fewer than the section has."""
 
     nbytes: int
     blocks: list[Slot]
@@ -111,49 +115,48 @@ class Pooled:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
-    """An update that the moments on NVMe lack. catch_up: does it to those in memory that holds a record's states and, behind them, its
-    gradient. pooled: the sections of this one, None where it is on NVMe."""
+class LateUpdate:
+    """A missing update. catch_up: replays it. pooled: the sections of its gradient in host memory, None if the gradient is on NVMe."""
 
     catch_up: Callable[[memoryview], None]
-    pooled: list[Pooled] | None
+    pooled: list[PooledGradient] | None
 
 
-class Pool:
-    """Blocks of host memory for gradients. Any thread may call."""
+class GradientPool:
+    """Blocks of host memory for gradients. Any thread may call its methods."""
 
     def __init__(self, arena: Arena, nbytes: int):
         self._slots = Slots(arena, "late gradients", BLOCK_NBYTES, nbytes // BLOCK_NBYTES)
 
     @property
     def num_free(self) -> int:
-        """Of blocks."""
+        """Free blocks."""
         return self._slots.num_free
 
     @property
     def used_nbytes(self) -> int:
         return (self._slots.count - self.num_free) * BLOCK_NBYTES
 
-    def put(self, data: memoryview) -> Pooled | None:
-        """Keep a copy; None, and nothing kept, where there is no room."""
+    def put(self, data: memoryview) -> PooledGradient | None:
+        """Store a copy of the data. Returns None, and stores nothing, if there is no room."""
         blocks: list[Slot] = []
         for start in range(0, len(data), BLOCK_NBYTES):
             block = self._slots.try_acquire()
             if block is None:
-                Pooled(0, blocks).release()
+                PooledGradient(0, blocks).release()
                 return None
             part = data[start : start + BLOCK_NBYTES]
             block.buffer[: len(part)] = part
             blocks.append(block)
-        return Pooled(len(data), blocks)
+        return PooledGradient(len(data), blocks)
 
-    def copy(self, pooled: Pooled, target: memoryview) -> None:
-        """Fill target, of its nbytes."""
+    def copy(self, pooled: PooledGradient, target: memoryview) -> None:
+        """Copy the stored bytes to target, which has pooled.nbytes."""
         for start, block in zip(range(0, pooled.nbytes, BLOCK_NBYTES), pooled.blocks, strict=True):
             part = target[start : start + BLOCK_NBYTES]
             part[:] = block.buffer[: len(part)]
 
 
-def release(parts: Iterable[Pooled]) -> None:
+def release(parts: Iterable[PooledGradient]) -> None:
     for part in parts:
         part.release()

@@ -10,6 +10,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from infinity.errors import UsageError
 from infinity.formats.dtypes import as_integers
+from infinity.model.autograd_state import num_accumulated_hooks, num_gradient_hooks, overwrite
 from infinity.model.parameters import classes_of, set_data
 from infinity.model.state_dict import DepartedGradient
 
@@ -17,7 +18,7 @@ from infinity.model.state_dict import DepartedGradient
 class ParameterState:
     """What the engine knows of one parameter; the registry finds it by the parameter itself."""
 
-    def __init__(self, index: int, name: str, param: torch.nn.Parameter, bank: torch.Tensor):
+    def __init__(self, index: int, name: str, param: torch.nn.Parameter, bank: torch.Tensor, *, trainable: bool):
         """bank: 1-D, all NaN, of the parameter's dtype on the device. Element `index` is the placeholder's only element."""
         placeholder = bank[index].expand(param.shape)
         self.index = index
@@ -29,7 +30,7 @@ class ParameterState:
         set_data(self.counter, placeholder)
         self.shape, self.stride = param.shape, torch.empty(param.shape, device="meta").stride()
         self.numel = param.numel()
-        self.trainable = param.requires_grad
+        self.trainable = trainable
         self.placeholder = placeholder
         # Its bits, read without a torch operation, which would let go of the GIL and wait to have it back.
         self._bits = as_integers(bank).numpy() if bank.device.type == "cpu" else None
@@ -80,14 +81,12 @@ class ParameterState:
     @property
     def has_hooks(self) -> bool:
         """Whether the program looks at its gradients, or changes them, beside the engine, which has one hook of each kind."""
-        with DisableTorchFunctionSubclass():
-            return any(len(hooks or ()) > 1 for hooks in (self.param._backward_hooks, self.param._post_accumulate_grad_hooks))
+        return num_gradient_hooks(self.param) > 1 or self.has_gradient_hooks
 
     @property
     def has_gradient_hooks(self) -> bool:
         """Whether the program looks at accumulated gradients."""
-        with DisableTorchFunctionSubclass():
-            return len(self.param._post_accumulate_grad_hooks or ()) > 1
+        return num_accumulated_hooks(self.param) > 1
 
     def check_untouched(self) -> None:
         """The last guard, for what went by all others, such as code in C: raise UsageError if somebody wrote to the placeholder or put
@@ -132,9 +131,7 @@ class ParameterState:
                 f"model.float(); the engine keeps it as {tuple(view.shape)}, {view.dtype} on {view.device}. Choose the dtype "
                 f"and the device in infinity.Config."
             )
-        with torch.no_grad():
-            view.copy_(data.clone() if data.untyped_storage()._cdata == view.untyped_storage()._cdata else data)
-        torch.autograd.graph.increment_version(self.counter)
+        overwrite(view, data, self.counter)
 
     def __repr__(self):
         return f"ParameterState({self.name}, {tuple(self.shape)})"

@@ -306,7 +306,7 @@ class RecordMover:
             if entry is not None and not self._keeps(chunk, kind) and self.caches[kind].drop(entry):
                 self.lock.notify_all()
 
-    def look_again(self) -> None:
+    def notify_readers(self) -> None:
         """The answer of `HostCache.frees_soon` has changed: wake threads that wait for a slot."""
         with self.lock:
             self.lock.notify_all()

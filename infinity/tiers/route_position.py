@@ -29,7 +29,7 @@ class Course:
         self.routes: list[Route] = []  # the one that was taken last comes last
         self.route: Route | None = None  # of the step under way, as far as is known
         self.off_plan = True  # this step has left what was planned, or nothing was
-        self.backward_task: int | None = None  # autograd's number of the backward pass under way, if it is the engine's
+        self.in_backward = False  # a backward pass of the engine runs
         self.num_updates_begun = 0  # in this step
         self._last_key: Hashable | None = None  # of the op before, in this step
         self._recency = Recency()
@@ -41,6 +41,9 @@ class Course:
         if self.routes:
             self.route = self.routes[-1].successor or self.routes[-1]
             self.route.cursor.restart()
+
+    def set_in_backward(self, in_backward: bool) -> None:
+        self.in_backward = in_backward
 
     def note_update(self) -> None:
         """One of this step has begun, or its turn is over."""
@@ -100,5 +103,4 @@ class Course:
 
     def wants_again(self, chunk: ChunkState) -> bool:
         """Whether a host copy of a chunk's weights will be wanted after the copy to the device that is under way."""
-        in_backward = self.backward_task is not None
-        return self.route is not None and self.route.wants_weights(chunk.index, chunk.span.index, in_backward=in_backward)
+        return self.route is not None and self.route.wants_weights(chunk.index, chunk.span.index, in_backward=self.in_backward)

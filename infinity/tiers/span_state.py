@@ -30,6 +30,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from infinity.errors import BudgetError, UsageError
 from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.model.autograd_state import flat_tensor, in_backward, parameter_view
 from infinity.model.parameters import set_data
 from infinity.plan.packing import Layout, Span
 from infinity.sizes import format_bytes
@@ -89,8 +90,7 @@ class SpanState:
             for state in self.params:
                 if state.view is None:
                     offset = layout.homes[state.index].offset
-                    with torch.inference_mode(False):  # an evaluation may be the first to need it
-                        state.view = self.flat.as_strided(state.shape, state.stride, offset)
+                    state.view = parameter_view(self.flat, state.shape, state.stride, offset)
                 set_data(state.param, state.view)
                 state.version = state.counter._version
         self.attached = True
@@ -135,11 +135,11 @@ class SpanState:
 
     @property
     def has_escaped(self) -> bool:
-        """Whether a program has kept a tensor that looks into the storage: to read it when that is gone would end the process. In backward
-        nobody can tell, for autograd has some of its own."""
+        """Whether a program has kept a tensor that looks into the storage. A read of this tensor after the storage is freed would end the
+        process. False during a backward pass, which has such tensors of its own."""
         if self.allocated and not self.storage.resizable():  # a NumPy array has looked into it, and may still
             return True
-        if self.num_aliases is None or (self.handles and torch._C._current_graph_task_id() != -1):
+        if self.num_aliases is None or (self.handles and in_backward()):
             return False
         return self._num_aliases() > self.num_aliases
 
@@ -179,10 +179,7 @@ class DeviceTier:
             return
         span.storage.resize_(span.nbytes)
         if span.flat is None:
-            with torch.inference_mode(False):
-                span.flat = torch.empty(0, dtype=span.dtype, device=span.storage.device).set_(
-                    span.storage, 0, (span.span.numel,), (1,)
-                )
+            span.flat = flat_tensor(span.storage, span.dtype, span.span.numel)
         span.allocated = True
         if not span.pinned:
             self.used_nbytes += span.nbytes

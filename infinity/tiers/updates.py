@@ -175,7 +175,7 @@ class Updater:
         finally:
             with self.records.lock:
                 self._users.remove(gradient_job)
-            self.records.look_again()
+            self.records.notify_readers()
 
     def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:
         gradient_job.wait()
@@ -192,8 +192,7 @@ class Updater:
             if chunk.redo is not None:
                 catch_up = chunk.redo.catch_up(chunk.record, lease.entries[STATES].memory.buffer, gradient, computed, was_clean=clean)
         self.gradients.release(chunk)
-        if chunk.after_update is not None:
-            chunk.after_update(chunk, lease)
+        chunk.note_updated(lease)
         lease.write_back(catch_up)
 
     def device_state(self, chunk: ChunkState) -> Shard:

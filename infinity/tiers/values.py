@@ -6,14 +6,13 @@ Knows segments of records in host or device memory. Must not know when this is a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from infinity.formats.format import Segment
 from infinity.optim.adam import split_master
 from infinity.plan.record import STATES, WEIGHTS
-from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.tiers.record_mover import RecordMover, segments
 from infinity.formats.dtypes import TORCH_DTYPES, as_integers
@@ -135,16 +134,8 @@ class Values:
         return found
 
     @torch.no_grad()
-    def write_initial(self, initial: Callable[[int, torch.nn.Parameter], torch.Tensor], ahead: ReadAhead) -> None:
-        """Write every chunk's first record, one span's parameters at a time, and let these go. ahead: of all parameters, as registered."""
-        with ahead:
-            for span in self.registry.spans:
-                ahead.reach(min(state.index for state in span.params))
-                self._write_first(span, initial)
-        self.records.flush()
-
-    def _write_first(self, span: SpanState, initial: Callable[[int, torch.nn.Parameter], torch.Tensor]) -> None:
-        values = {state.index: initial(state.index, state.param) for state in span.params}
+    def write_first(self, span: SpanState, values: dict[int, torch.Tensor]) -> None:
+        """Write the first records of a span's chunks, and free its parameters. values: by parameter, 1-D in any floating dtype."""
         for chunk in self.registry.chunks_in(span):
             if chunk.on_device:
                 self._place_states(chunk, torch.empty(chunk.record.states_nbytes, dtype=torch.uint8, device=span.flat.device))
@@ -154,7 +145,6 @@ class Values:
                     shard.part(piece.start, piece.start + piece.numel).put(value)
         if chunk.on_device:
             self.make_snapshot(span)
-        del values
         for state in span.params:
             state.leave()
 

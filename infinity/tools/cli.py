@@ -1,11 +1,10 @@
-"""The command line: the options, and how a command ends. `python -m infinity`, or `infinity`.
+"""The command line: options, error messages and exit status. `python -m infinity`, or `infinity`.
 
-Knows how options are spelled and which values they take, and that a mistake of the user's, a failing disk and gradients that
-are not finite end in one line and exit status 2. Must not know what a command does: that is the command's module.
+Knows the options of each command. A wrong input, a failing disk and gradients that are not finite end in one line and exit status 2. Must
+not know how a command works: each command has a module.
 """
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -15,16 +14,15 @@ from pathlib import Path
 import torch
 
 from infinity.checkpoints.convert import EXPORT_DTYPES
-from infinity.config import CHOICES, LARGEST_CHUNK_MIB, LARGEST_SEED, LEAST_CHUNK_MIB
 from infinity.config_files import DEFAULT_NAME
 from infinity.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError, printable
 from infinity.output import check_different
-from infinity.renamed import COMMANDS, OPTIONS, warn_renamed, with_new_names
 from infinity.spelling import nearest
-from infinity.system.mounts import why_no_path
+from infinity.renamed import COMMANDS, OPTIONS, warn_renamed, with_new_names
 from infinity.tools import checkpoints, completion, configuration
 from infinity.tools.doctor import doctor
 from infinity.tools.measure import benchmarks, breakdown, overlap, tuning
+from infinity.tools.option_values import chunk_mib, one_of, parameter_count, path, positive, seconds, seed, whole
 from infinity.tools.predict import planning
 from infinity.tools.train import status
 from infinity.tools.train.saver import KEEP
@@ -36,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # paths may be of any bytes
+            stream.reconfigure(errors="backslashreplace")  # paths may contain any bytes
     formatwarning, warnings.formatwarning = warnings.formatwarning, _warned
     try:
         parser = _parser()
@@ -49,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         return arguments.command(arguments)
     except (CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError) as error:
         return _failed(str(error))
-    except BrokenPipeError:  # of whoever reads our output, and has seen enough
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -62,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _warned(message, *_):
-    """A warning as who runs a command reads it: without a line of source."""
+    """The text of a warning, without the line of source code."""
     return f"infinity: warning: {message}\n"
 
 
@@ -76,7 +74,7 @@ def _failed(text):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other mistake is reported, and which option may have been meant."""
+    """Reports a wrong option in one line, like other errors, with a similar option as a hint."""
 
     def error(self, message):
         unknown = re.match(r"unrecognized arguments: (-[^\s=]*)", message)
@@ -92,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         args = self._with_new_names(sys.argv[1:] if args is None else args)
-        # A subcommand's parser is asked for what it knows; what it does not know is its own error, with its own hint.
+        # The parser of a subcommand reports unknown options itself, with its own hint.
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -113,7 +111,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Names the default of an option that has one."""
+    """Adds the default to the help of an option."""
 
     def _get_help_string(self, action):
         return action.help if action.default in (None, False, []) else super()._get_help_string(action)
@@ -137,23 +135,23 @@ def _parser():
 
 
 def _command(commands, name, run, text, description):
-    """A command that `run(arguments)` carries out."""
+    """Add a command. run(arguments) runs it."""
     command = commands.add_parser(name, allow_abbrev=False, help=text, description=description, formatter_class=_Help)
     command.set_defaults(command=run)
     return command
 
 
 def _group(commands, name, text, description):
-    """A command that has its own."""
+    """Add a command that has subcommands."""
     parser = commands.add_parser(name, allow_abbrev=False, help=text, description=description)
     return parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
 
 
 def _add_json(command, *, with_output=False):
-    """For commands that say what they found; see `infinity.output.give`."""
+    """Add --json, and --output if asked; see `infinity.output.give`."""
     command.add_argument("--json", action="store_true", help="print JSON instead of text")
     if with_output:
-        command.add_argument("--output", type=_path, metavar="FILE", help="write the same JSON to FILE, too")
+        command.add_argument("--output", type=path, metavar="FILE", help="write the same JSON to FILE, too")
 
 
 def _add_train(commands):
@@ -167,11 +165,11 @@ def _add_train(commands):
     )
 
     model = command.add_argument_group("model")
-    model.add_argument("--hidden", type=_whole, default=384, metavar="N", help="width")
-    model.add_argument("--layers", type=_whole, default=6, metavar="N", help="number of blocks")
-    model.add_argument("--heads", type=_whole, default=6, metavar="N", help="attention heads; must divide --hidden")
-    model.add_argument("--vocab", type=_whole, default=256, metavar="N", help="number of tokens; text needs 256")
-    model.add_argument("--seq", type=_whole, default=128, metavar="N", help="length of a sequence")
+    model.add_argument("--hidden", type=whole, default=384, metavar="N", help="width")
+    model.add_argument("--layers", type=whole, default=6, metavar="N", help="number of blocks")
+    model.add_argument("--heads", type=whole, default=6, metavar="N", help="attention heads; must divide --hidden")
+    model.add_argument("--vocab", type=whole, default=256, metavar="N", help="number of tokens; text needs 256")
+    model.add_argument("--seq", type=whole, default=128, metavar="N", help="length of a sequence")
     model.add_argument("--tie", action="store_true", help="use the token embedding as the output layer")
     model.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
 
@@ -182,25 +180,25 @@ def _add_train(commands):
         metavar="FILE",
         help="files of text, or `random` tokens; by default the sources of Python's standard library",
     )
-    run.add_argument("--batch", type=_whole, default=8, metavar="N", help="sequences in a micro-batch, over all ranks")
-    run.add_argument("--accumulate", type=_whole, default=1, metavar="N", help="micro-batches in a step")
+    run.add_argument("--batch", type=whole, default=8, metavar="N", help="sequences in a micro-batch, over all ranks")
+    run.add_argument("--accumulate", type=whole, default=1, metavar="N", help="micro-batches in a step")
     run.add_argument("--by-layer", action="store_true", help="all of these pass a block before the next is fetched: infinity.accumulate")
-    run.add_argument("--steps", type=_whole, default=70, metavar="N", help="optimizer steps")
+    run.add_argument("--steps", type=whole, default=70, metavar="N", help="optimizer steps")
     run.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw, adam, sgd (momentum 0.9) or lion")
-    run.add_argument("--lr", type=_positive, default=3e-4, metavar="X", help="learning rate")
-    run.add_argument("--max-grad-norm", type=_positive, metavar="X", help="clip the gradient's global norm to this")
-    run.add_argument("--seed", type=_seed, metavar="N", help="seed of the weights and of the data's order (default: 0)")
+    run.add_argument("--lr", type=positive, default=3e-4, metavar="X", help="learning rate")
+    run.add_argument("--max-grad-norm", type=positive, metavar="X", help="clip the gradient's global norm to this")
+    run.add_argument("--seed", type=seed, metavar="N", help="seed of the weights and of the data's order (default: 0)")
 
     _add_placement(command)
     save = command.add_argument_group("checkpoints")
     save.add_argument(
         "--save",
-        type=_path,
+        type=path,
         metavar="DIR",
         help="save a checkpoint in this directory at the end, and on SIGTERM, which then ends the run after a whole step",
     )
-    save.add_argument("--save-every", type=_whole, metavar="N", help="and after every N steps, while training goes on")
-    save.add_argument("--keep", type=_whole, metavar="N", help=f"checkpoints that stay; one more needs room (default: {KEEP})")
+    save.add_argument("--save-every", type=whole, metavar="N", help="and after every N steps, while training goes on")
+    save.add_argument("--keep", type=whole, metavar="N", help=f"checkpoints that stay; one more needs room (default: {KEEP})")
     save.add_argument(
         "--resume",
         action="store_true",
@@ -208,27 +206,26 @@ def _add_train(commands):
     )
 
     _add_json(command, with_output=True)
-    command.add_argument("--trace", type=_path, metavar="FILE", help="write what happened when to FILE, for `infinity trace` and Perfetto")
+    command.add_argument("--trace", type=path, metavar="FILE", help="write what happened when to FILE, for `infinity trace` and Perfetto")
     command.add_argument("--live", action="store_true", help="show links, memory and checkpoints, too, while it goes on")
 
 
 def _add_placement(command):
-    """Where everything lies: what `train` has of Config."""
+    """Options of `train` for fields of Config."""
     place = command.add_argument_group("placement")
-    place.add_argument("--dtype", metavar=_either("dtype"), help="by default bf16 on CUDA and fp32 on the CPU")
-    dtypes = _either("optimizer_state_dtype")
-    place.add_argument("--optimizer-state-dtype", metavar=dtypes, help="dtype of the optimizer's moments (default: fp32)")
+    place.add_argument("--dtype", metavar=one_of("dtype"), help="by default bf16 on CUDA and fp32 on the CPU")
+    place.add_argument("--optimizer-state-dtype", metavar=one_of("optimizer_state_dtype"), help="dtype of the optimizer's moments (default: fp32)")
     place.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
     place.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
     place.add_argument("--host-memory", metavar="SIZE", help="bound of pinned host memory, such as 48GiB (default: auto)")
     place.add_argument("--device-memory", metavar="SIZE", help="bound of the engine's device memory (default: auto)")
-    place.add_argument("--param-tier", metavar=_either("param_tier"), help="tier of the parameters (default: auto)")
-    place.add_argument("--optimizer-state-tier", metavar=_either("optimizer_state_tier"), help="tier of the optimizer states (default: auto)")
-    place.add_argument("--activation-tier", metavar=_either("activation_tier"), help="tier of what backward needs of forward (default: auto)")
+    place.add_argument("--param-tier", metavar=one_of("param_tier"), help="tier of the weights (default: auto)")
+    place.add_argument("--optimizer-state-tier", metavar=one_of("optimizer_state_tier"), help="tier of the optimizer states (default: auto)")
+    place.add_argument("--activation-tier", metavar=one_of("activation_tier"), help="tier of what backward needs of forward (default: auto)")
     place.add_argument("--tile-above", metavar="SIZE", help="cut larger layers into tiles (default: auto, if they do not fit)")
-    place.add_argument("--residency", metavar=_either("residency"), help="none: only what is in use stays (default: auto)")
-    place.add_argument("--chunk-mib", type=_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
-    place.add_argument("--update", metavar=_either("update"), help="when states are updated (default: auto)")
+    place.add_argument("--residency", metavar=one_of("residency"), help="none: only what is in use stays (default: auto)")
+    place.add_argument("--chunk-mib", type=chunk_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
+    place.add_argument("--update", metavar=one_of("update"), help="when states are updated (default: auto)")
     _add_config_options(place)
 
 
@@ -241,7 +238,7 @@ def _add_trace(commands):
         "say where the time of a traced run went",
         "Print the share of a step that each lane of a trace was busy and waited for.",
     )
-    command.add_argument("file", type=_path, metavar="FILE", help="that `infinity train --trace` or infinity.save_trace wrote")
+    command.add_argument("file", type=path, metavar="FILE", help="that `infinity train --trace` or infinity.save_trace wrote")
     _add_json(command)
 
 
@@ -260,12 +257,12 @@ def _add_status(commands):
 
 
 def _add_checkpoint(commands):
-    """The `checkpoint` command and its own."""
+    """The `checkpoint` command and its subcommands."""
     commands = _group(commands, "checkpoint", "look at a checkpoint, or make something of it", "What to do with a checkpoint.")
 
     def add(name, run, text):
         command = _command(commands, name, run, text, f"{text[0].upper()}{text[1:]}.")
-        command.add_argument("directory", type=_path, metavar="DIR", help="of the checkpoint")
+        command.add_argument("directory", type=path, metavar="DIR", help="of the checkpoint")
         return command
 
     command = add("inspect", checkpoints.inspect, "say what a checkpoint holds")
@@ -273,19 +270,19 @@ def _add_checkpoint(commands):
     _add_json(command)
     add("verify", checkpoints.verify, "read all of a checkpoint and compare every checksum")
     command = add("export", checkpoints.export_weights, "write the weights as safetensors, as transformers' from_pretrained reads them")
-    command.add_argument("target", type=_path, metavar="OUT", help="directory for the files; put the model's config.json beside them")
+    command.add_argument("target", type=path, metavar="OUT", help="directory for the files; put the model's config.json beside them")
     command.add_argument("--dtype", choices=EXPORT_DTYPES, help="of the weights, by default the checkpoint's own; fp32: the masters")
     command.add_argument("--max-file", default="5GB", metavar="SIZE", help="size of a file, at most")
     command.add_argument("--dry-run", action="store_true", help="only say what would be written")
     command = add("reshard", checkpoints.reshard_ranks, "write a checkpoint as another number of ranks would have")
-    command.add_argument("target", type=_path, metavar="OUT", help="directory of the new checkpoint")
-    command.add_argument("--world", type=_whole, required=True, metavar="N", help="number of ranks")
-    command.add_argument("--chunk-mib", type=_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights; by default as it was")
+    command.add_argument("target", type=path, metavar="OUT", help="directory of the new checkpoint")
+    command.add_argument("--world", type=whole, required=True, metavar="N", help="number of ranks")
+    command.add_argument("--chunk-mib", type=chunk_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights; by default as it was")
     command.add_argument("--dry-run", action="store_true", help="only say what would be written")
 
 
 def _add_config(commands):
-    """The `config` command and its own."""
+    """The `config` command and its subcommands."""
     commands = _group(commands, "config", "look at settings", "What the engine is told.")
     command = _command(
         commands,
@@ -295,16 +292,16 @@ def _add_config(commands):
         "Every setting of the engine, and where it came from. --json prints what --config reads.",
     )
     command.add_argument(
-        "--from-deepspeed", type=_path, metavar="FILE", help="show what DeepSpeed's JSON becomes here, instead of files of settings"
+        "--from-deepspeed", type=path, metavar="FILE", help="show what DeepSpeed's JSON becomes here, instead of files of settings"
     )
     _add_config_options(command)
     _add_json(command)
 
 
 def _add_config_options(command):
-    """For commands that make a Config: see `infinity.config.command_layers`."""
+    """Options of commands that make a Config, see `infinity.config.command_layers`."""
     files = f"settings, TOML or JSON; they count more than those of ./{DEFAULT_NAME}"
-    command.add_argument("--config", type=_path, metavar="FILE", help=files)
+    command.add_argument("--config", type=path, metavar="FILE", help=files)
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; counts more than files. Several may be given"
     )
@@ -320,25 +317,25 @@ def _add_calibrate(commands):
         "Find the fastest settings of each drive, measure what the machine's links carry, and write both to a file that every "
         "command reads. Run it under torchrun, a process a device, to measure collectives and links together.",
     )
-    command.add_argument("directories", nargs="+", type=_path, metavar="DIR", help="swap directories, one a drive")
+    command.add_argument("directories", nargs="+", type=path, metavar="DIR", help="swap directories, one a drive")
     command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
-    command.add_argument("--output", type=_path, default=Path(DEFAULT_NAME), metavar="FILE", help="what is written")
+    command.add_argument("--output", type=path, default=Path(DEFAULT_NAME), metavar="FILE", help="what is written")
     _add_json(command)
 
 
 def _add_bench(commands):
-    """The `bench` command and its own."""
+    """The `bench` command and its subcommands."""
     commands = _group(commands, "bench", "measure one transfer, or the pipeline", "What moves how fast, by size of a chunk.")
     for link, text in benchmarks.LINKS.items():
         command = _command(commands, link, benchmarks.transfers, text, f"Measure: {text}.")
         command.set_defaults(link=link)
         command.add_argument("--sizes", nargs="+", metavar="SIZE", help=f"of a chunk; by default {' '.join(benchmarks.SIZES)}")
-        command.add_argument("--repeats", type=_whole, default=7, metavar="N", help="measurements of each size")
+        command.add_argument("--repeats", type=whole, default=7, metavar="N", help="measurements of each size")
         command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
         if link in benchmarks.NVME_LINKS:
             command.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
         _add_json(command, with_output=True)
-        command.add_argument("--plot", type=_path, metavar="FILE", help="draw bandwidth against size into FILE, such as nc.png")
+        command.add_argument("--plot", type=path, metavar="FILE", help="draw bandwidth against size into FILE, such as nc.png")
     command = _command(
         commands,
         "overlap",
@@ -348,16 +345,16 @@ def _add_bench(commands):
         "stage alone. Runs under torchrun, too.",
     )
     command.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
-    command.add_argument("--chunk-mib", nargs="+", type=_mib, default=[4.0, 16.0], metavar="X", help="sizes of a layer, in MiB")
+    command.add_argument("--chunk-mib", nargs="+", type=chunk_mib, default=[4.0, 16.0], metavar="X", help="sizes of a layer, in MiB")
     depths = "how many layers ahead of the ops reads are"
-    command.add_argument("--depth", nargs="+", type=_whole, default=[2, 4, 8], metavar="N", help=depths)
-    command.add_argument("--layers", type=_whole, default=32, metavar="N", help="in a pass")
-    command.add_argument("--repeats", type=_whole, default=7, metavar="N", help="measurements of each size and depth")
+    command.add_argument("--depth", nargs="+", type=whole, default=[2, 4, 8], metavar="N", help=depths)
+    command.add_argument("--layers", type=whole, default=32, metavar="N", help="in a pass")
+    command.add_argument("--repeats", type=whole, default=7, metavar="N", help="measurements of each size and depth")
     command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
-    command.add_argument("--compute-ms", type=_positive, metavar="X", help="compute a layer; by default as long as the longest transfer")
+    command.add_argument("--compute-ms", type=positive, metavar="X", help="compute a layer; by default as long as the longest transfer")
     command.add_argument("--balance", action="store_true", help="on the CPU: lengthen every stage to the same length")
     _add_json(command, with_output=True)
-    command.add_argument("--plot", type=_path, metavar="FILE", help="draw the times, and one pass, into FILE, such as overlap.png")
+    command.add_argument("--plot", type=path, metavar="FILE", help="draw the times, and one pass, into FILE, such as overlap.png")
 
 
 def _add_doctor(commands):
@@ -371,8 +368,8 @@ def _add_doctor(commands):
         "status is 1 if anything needs attention.",
     )
     text = "swap directories, one a drive; by default those of infinity.toml, else ./infinity-swap, else the current directory"
-    command.add_argument("directories", nargs="*", type=_path, metavar="DIR", help=text)
-    command.add_argument("--seconds", type=_seconds, default=60.0, metavar="N", help="that the self-test may take; 0 leaves it out")
+    command.add_argument("directories", nargs="*", type=path, metavar="DIR", help=text)
+    command.add_argument("--seconds", type=seconds, default=60.0, metavar="N", help="that the self-test may take; 0 leaves it out")
     _add_json(command)
 
 
@@ -387,24 +384,24 @@ def _add_plan(commands):
         "be this one. Exit status 1 if it does not fit.",
     )
     model = command.add_argument_group("model")
-    model.add_argument("--params", type=_count, metavar="N", help="a GPT whose blocks have about N parameters, such as 7B or 1T")
-    model.add_argument("--hidden", type=_whole, metavar="N", help="width of a GPT")
-    model.add_argument("--layers", type=_whole, metavar="N", help="number of its blocks")
-    model.add_argument("--heads", type=_whole, metavar="N", help="attention heads; by default one for each 128 of the width")
-    model.add_argument("--vocab", type=_whole, default=50257, metavar="N", help="number of tokens")
+    model.add_argument("--params", type=parameter_count, metavar="N", help="a GPT whose blocks have about N parameters, such as 7B or 1T")
+    model.add_argument("--hidden", type=whole, metavar="N", help="width of a GPT")
+    model.add_argument("--layers", type=whole, metavar="N", help="number of its blocks")
+    model.add_argument("--heads", type=whole, metavar="N", help="attention heads; by default one for each 128 of the width")
+    model.add_argument("--vocab", type=whole, default=50257, metavar="N", help="number of tokens")
     other = "config.json of a model of transformers of text, images or sound, instead of a GPT"
-    model.add_argument("--model", type=_path, metavar="FILE", help=other)
-    model.add_argument("--seq", type=_whole, default=1024, metavar="N", help="length of a sequence")
-    model.add_argument("--batch", type=_whole, default=1, metavar="N", help="sequences a device and step")
+    model.add_argument("--model", type=path, metavar="FILE", help=other)
+    model.add_argument("--seq", type=whole, default=1024, metavar="N", help="length of a sequence")
+    model.add_argument("--batch", type=whole, default=1, metavar="N", help="sequences a device and step")
     model.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in backward")
     machine = command.add_argument_group("machine")
     table = f"a file with a table [machine], or h200x8; by default ./{DEFAULT_NAME}, as `infinity calibrate` writes it"
-    machine.add_argument("--machine", type=_path, metavar="FILE", help=table)
-    machine.add_argument("--nodes", type=_whole, metavar="N", help="so many nodes of the kind")
-    machine.add_argument("--devices", type=_whole, metavar="N", help="devices a node")
+    machine.add_argument("--machine", type=path, metavar="FILE", help=table)
+    machine.add_argument("--nodes", type=whole, metavar="N", help="so many nodes of the kind")
+    machine.add_argument("--devices", type=whole, metavar="N", help="devices a node")
     _add_config_options(command.add_argument_group("settings of the engine"))
     _add_json(command, with_output=True)
-    command.add_argument("--plot", type=_path, metavar="FILE", help="draw efficiency against bandwidth for this machine")
+    command.add_argument("--plot", type=path, metavar="FILE", help="draw efficiency against bandwidth for this machine")
 
 
 def _add_completion(commands):
@@ -417,56 +414,3 @@ def _add_completion(commands):
 def _completion(arguments) -> int:
     print(completion.script(_parser(), arguments.shell), end="")
     return 0
-
-
-def _either(field):
-    return "{" + ",".join(CHOICES[field]) + "}"
-
-
-def _path(text):
-    if reason := why_no_path(text):
-        raise argparse.ArgumentTypeError(reason)
-    return Path(text)
-
-
-def _whole(text):
-    if not re.fullmatch(r"0*[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"expected a whole number above zero; got {text!r}")
-    return int(text)
-
-
-def _count(text):
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGBT]?)", text, re.IGNORECASE)
-    number = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0
-    if not 1 <= number < 1e16:
-        raise argparse.ArgumentTypeError(f"expected a number of parameters such as 350M, 7B or 1T, below 10000T; got {text!r}")
-    return number
-
-
-def _seed(text):
-    if not re.fullmatch(r"\d+", text) or int(text) > LARGEST_SEED:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {LARGEST_SEED}; got {text!r}")
-    return int(text)
-
-
-def _seconds(text):
-    return 0.0 if re.fullmatch(r"0+(\.0*)?", text) else _positive(text)
-
-
-def _mib(text):
-    value = _positive(text)
-    if value > LARGEST_CHUNK_MIB:
-        raise argparse.ArgumentTypeError(f"expected MiB, at most {LARGEST_CHUNK_MIB}; got {text!r}")
-    if value < LEAST_CHUNK_MIB:
-        raise argparse.ArgumentTypeError(f"expected MiB, at least {LEAST_CHUNK_MIB}; got {text!r}")
-    return value
-
-
-def _positive(text):
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"expected a number above zero; got {text!r}")
-    return value

@@ -273,6 +273,19 @@ def test_lions_momentum_is_exp_avg_and_comes_back(tmp_path):
         assert_same(engine_states(engine, model), expected)
 
 
+def test_dcp_loads_after_a_state_dict_was_loaded(tmp_path):
+    """torch.optim adds names of its own to an optimizer's defaults in load_state_dict."""
+    with trained(tmp_path) as (model, engine, optimizer):
+        infinity.save_dcp(tmp_path / "dcp", model, optimizer)
+        expected = engine_states(engine, model)
+        with pytest.warns(UserWarning, match="no moments"):
+            found = optimizer.state_dict()
+        optimizer.load_state_dict({"state": {}, "param_groups": found["param_groups"]})
+        train(model, optimizer, 3)
+        infinity.load_dcp(tmp_path / "dcp", model, optimizer, trust_pickle=True)
+        assert_same(engine_states(engine, model), expected)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_without_an_optimizer_only_the_model_is_written(tmp_path, dtype):
     with trained(tmp_path / "a", dtype=dtype) as (model, engine, optimizer):

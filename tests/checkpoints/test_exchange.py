@@ -12,7 +12,8 @@ from torch import nn
 import infinity
 from infinity.checkpoints.convert import export, reshard
 from infinity.checkpoints.reader import Checkpoint
-from infinity.checkpoints.safetensors import TensorFiles, TensorSpec
+from infinity.checkpoints.safetensors import TensorFiles
+from infinity.checkpoints.safetensors_format import TensorSpec
 from infinity.checkpoints.safetensors_writer import write_files
 from infinity.model.gpt import GPT
 from infinity.optim.adam import split_master

@@ -20,7 +20,8 @@ from torch import nn
 
 import infinity
 from infinity.checkpoints import safetensors, safetensors_writer
-from infinity.checkpoints.safetensors import DTYPES, TensorFiles, TensorSpec
+from infinity.checkpoints.safetensors import TensorFiles
+from infinity.checkpoints.safetensors_format import DTYPES, TensorSpec
 from infinity.checkpoints.safetensors_writer import plan_files, write_files
 from infinity.errors import CheckpointError
 

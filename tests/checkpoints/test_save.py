@@ -46,10 +46,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import infinity
-import infinity.checkpoints.areas
 import infinity.checkpoints.manifest
 import infinity.checkpoints.reader
 import infinity.checkpoints.save
+import infinity.system.staging_buffers
 from aio_ext import _aio
 from infinity.model.gpt import GPT
 from infinity.optim.loss_scale import LossScale
@@ -1473,13 +1473,13 @@ class Watched(Arena):
         return region
 
 
-@pytest.mark.parametrize("most", [PAGE_NBYTES, infinity.checkpoints.areas.AREA_NBYTES])
+@pytest.mark.parametrize("most", [PAGE_NBYTES, infinity.system.staging_buffers.BUFFER_NBYTES])
 @pytest.mark.parametrize("places", PLACES[::4], ids=str)
-def test_two_areas_of_host_memory_are_enough_whatever_the_size_of_records(places, most, tmp_path, monkeypatch):
+def test_two_staging_buffers_are_enough_for_records_of_any_size(places, most, tmp_path, monkeypatch):
     """2 x the largest segment, at most 16 MiB each."""
     monkeypatch.setattr(Watched, "made", [])
-    monkeypatch.setattr(infinity.checkpoints.areas, "AREA_NBYTES", most)
-    for module in (infinity.checkpoints.areas, infinity.checkpoints.reader):
+    monkeypatch.setattr(infinity.system.staging_buffers, "BUFFER_NBYTES", most)
+    for module in (infinity.system.staging_buffers, infinity.checkpoints.reader):
         monkeypatch.setattr(module, "Arena", Watched)
     config = {"chunk_mib": 1 / 32, **places}
     at_call = expected_states(deep, tmp_path, 1, **config)
@@ -1522,7 +1522,7 @@ def test_an_engine_that_fails_while_its_update_lane_waits_for_the_checkpoints_di
     from test_save import deep, train_deep
 
     def is_taken_by_its_update(saving, chunk):
-        return chunk.index in saving._busy and chunk.update.is_running
+        return chunk.index in saving.reader.snapshot._busy and chunk.update.is_running
 
     folder, first = Path(sys.argv[1]), []
     least = least_host_memory(deep, folder, update="deferred", **NVME)  # so that somebody waits for a slot, and learns of it
@@ -1533,7 +1533,7 @@ def test_an_engine_that_fails_while_its_update_lane_waits_for_the_checkpoints_di
             engine.updater.lane.on_job = lambda: first or (first.append(1), time.sleep(6))
             _aio._inject("write", 0, -1, None, delay=1.5)
             saving = infinity.save(folder / "checkpoint", model, optimizer, wait=False, host_memory=0)
-            saving.pass_step()
+            saving.reader.pass_step()
             deadline = time.monotonic() + 40
             while not any(is_taken_by_its_update(saving, chunk) for chunk in engine.registry.chunks) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -1884,7 +1884,7 @@ def test_a_checkpoint_needs_no_further_step(tmp_path, monkeypatch):
         train_mlp.backward()
         optimizer.step()
         saving = infinity.save(tmp_path / "checkpoint", model, optimizer, wait=False)
-        assert saving._over.wait(60) and saving.error is None
+        assert saving.reader.over.wait(60) and saving.error is None
 
 
 def test_what_refuses_its_state_is_an_error_of_the_checkpoint(tmp_path):

@@ -24,8 +24,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import infinity
-from infinity.engine.layerwise import accumulate as by_layer
-from infinity.engine.layerwise.module_state import Attributes
+from infinity.engine.layerwise import layerwise_step
+from infinity.engine.layerwise.state_conflicts import AttributeConflicts
 from infinity.engine.autograd.trees import flatten
 from infinity.errors import BudgetError
 from infinity.optim.loss_scale import LossScale
@@ -34,7 +34,8 @@ from infinity.plan.slots import HostState
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers import activations
-from infinity.tiers.gradient_parts import Adder
+from infinity.tiers.gradient_adder import GradientAdder
+from infinity.tiers.saved_storage import StorageState
 from infinity.tiers.gradients import Gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -639,7 +640,7 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
     """With "auto" what is smaller than what moves stays on the device, which is full again."""
     looks = []
     monkeypatch.setattr(Crowding, "room", 8)
-    monkeypatch.setattr(by_layer, "Attributes", lambda model: looks.append(model) or Attributes(model))
+    monkeypatch.setattr(layerwise_step, "AttributeConflicts", lambda model: looks.append(model) or AttributeConflicts(model))
     config = {"activation_tier": place, "options": {"accumulation_steps": 3}, "update": update}
     expected = run(tmp_path, False, update=update, **NVME)
     with pytest.raises(torch.OutOfMemoryError):  # where all of a graph is kept, one micro-batch is too many
@@ -654,7 +655,7 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
     assert len(calls) == 3 * num_tries + 2 + 3 * 3  # the third one had no room, and of two the second
     assert len(looks) == num_tries + 2  # what modules keep is looked at until a step of the kind has had its forward passes
     said = capfd.readouterr().err
-    assert said.count("Config(activation_tier='host')") == 2 and said.count("turns of 2") == said.count("one after the other") == 1
+    assert said.count("Config(activations='host')") == 2 and said.count("rounds of 2") == said.count("one after the other") == 1
 
 
 @pytest.mark.few(4)
@@ -698,7 +699,7 @@ def test_what_blocks_are_given_goes_to_host_memory_where_the_device_has_no_room(
         infinity.accumulate(model, tokens(3, 2), loss_of)  # of fewer the device has room
         assert away(engine) == moved[3] and not engine.activations.is_on
     assert len(calls) == 3 + 3 * 3  # one pass had no room
-    assert re.findall(r"goes to host memory, which has [\d.]+ MiB for it: the device has no room", capfd.readouterr().err)
+    assert re.findall(r"go to host memory, which has [\d.]+ MiB for them: the device has no room", capfd.readouterr().err)
 
 
 def leave_room(monkeypatch, num):
@@ -727,8 +728,8 @@ def test_what_has_no_room_in_host_memory_stays_on_the_device(num_in_host_memory,
         with training(crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
             assert sum(three_steps(model, engine, optimizer), []) == expected[0]
             assert_same_states(states_of(engine, model), expected[1])
-            assert away(engine) and engine.stats()["layerwise_unsplit_reasons"] == []
-            assert engine.activations.heap.peak_nbytes == num_in_host_memory * 4096
+            assert away(engine) and engine.stats()["by_layer_uncut"] == []
+            assert engine.activations.store.heap.peak_nbytes == num_in_host_memory * 4096
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -752,7 +753,7 @@ def test_zero_grad_after_a_step_that_failed_lets_go_of_what_stayed(where, tmp_pa
         assert threading.active_count() <= begin and engine.activations._staying
         gc.collect()
         optimizer.zero_grad()
-        assert engine.activations._kept == engine.activations._staying == {}
+        assert engine.activations.store.storages == engine.activations._staying == {}
         assert sum(steps, losses) == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
 
@@ -772,8 +773,8 @@ def test_what_the_next_micro_batch_needs_is_on_the_device_when_it_asks(tmp_path,
     late, restore = [], activations.Activations.restore
 
     def restored(self, saved):
-        if saved.kept.original() is None and saved.kept.place is not activations.Place.HOME:
-            late.append(saved.kept.number)
+        if saved.stored.original() is None and saved.stored.state is not StorageState.HOME:
+            late.append(saved.stored.number)
         return restore(self, saved)
 
     monkeypatch.setattr(activations.Activations, "restore", restored)
@@ -786,7 +787,7 @@ def test_what_the_next_micro_batch_needs_is_on_the_device_when_it_asks(tmp_path,
 def test_host_memory_that_was_asked_for_and_has_no_room_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     with training(Crowded, tmp_path, activation_tier="host", options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
-        engine.activations.heap.budget_nbytes = 0
+        engine.activations.store.heap.budget_nbytes = 0
         with pytest.raises(BudgetError, match="does not fit into what is left of host_memory"):
             infinity.accumulate(model, tokens(0), loss_of)
         assert engine.stats()["layerwise_unsplit_reasons"] == []
@@ -820,12 +821,12 @@ def test_where_host_memory_has_no_room_either_they_run_one_after_the_other_and_i
         before, losses = engine.arena.nbytes, []
         for each in three_steps(model, engine, optimizer):
             losses += each
-            assert engine.arena.nbytes == before and engine.activations.heap.peak_nbytes == 2 * 4096
+            assert engine.arena.nbytes == before and engine.activations.store.heap.peak_nbytes == 2 * 4096
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
         assert engine.stats()["layerwise_unsplit_reasons"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
     said = capfd.readouterr().err
-    assert "8.0 KiB for it" in said and said.count("one after the other") == 1
+    assert "8.0 KiB for them" in said and said.count("one after the other") == 1
 
 
 def test_an_interrupt_as_what_blocks_are_given_is_to_go_to_host_memory_leaves_no_thread(tmp_path, monkeypatch):
@@ -853,11 +854,11 @@ def test_an_interrupt_while_host_memory_is_given_back_loses_none_of_it(tmp_path,
     with training(Crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         before = engine.stats()["pinned_host_nbytes"]
         infinity.accumulate(model, tokens(0), loss_of)
-        assert engine.arena.nbytes == before + engine.activations.heap.nbytes > before
+        assert engine.arena.nbytes == before + engine.activations.store.heap.nbytes > before
         monkeypatch.setattr(Arena, "give_back", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.activations.shrink()
-        assert engine.arena.nbytes == before and engine.activations.heap.nbytes == 0
+        assert engine.arena.nbytes == before and engine.activations.store.heap.nbytes == 0
         optimizer.step()
 
 
@@ -891,7 +892,7 @@ def test_a_device_that_is_full_in_a_later_turn(number, tmp_path):
     losses, states, buffers, _ = run(tmp_path, False, make=centred, n=4, num_steps=1, **NVME)
     options = {"accumulation_steps": 4}
     with training(full_once(centred, "blocks.2.up", number), tmp_path, activation_tier="device", options=options, **NVME) as (model, engine, optimizer):
-        engine.cycle.uncut.most = 2
+        engine.cycle.layerwise_limits.most = 2
         if number == 6:
             with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as found:
                 infinity.accumulate(model, tokens(0, 4), loss_of)
@@ -901,7 +902,7 @@ def test_a_device_that_is_full_in_a_later_turn(number, tmp_path):
         optimizer.step()
         assert_same_states(states_of(engine, model), states)
         assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
-        assert engine.cycle.uncut.most == 1
+        assert engine.cycle.layerwise_limits.most == 1
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -957,7 +958,7 @@ def test_what_backward_passes_of_a_turn_write_is_not_taken_for_the_next_ones(tmp
 
     losses, states, *_ = run(tmp_path, False, make=make, n=4, num_steps=1, **NVME)
     with training(make, tmp_path, options={"accumulation_steps": 4}, **NVME) as (model, engine, optimizer):
-        engine.cycle.uncut.most = 2
+        engine.cycle.layerwise_limits.most = 2
         assert [value.item() for value in infinity.accumulate(model, tokens(0, 4), loss_of)] == losses
         optimizer.step()
         assert_same_states(states_of(engine, model), states)
@@ -981,7 +982,7 @@ def test_what_cannot_be_cut_is_found_in_a_later_turn(tmp_path):
 
     expected = run(tmp_path, False, make=make, batches=batches, n=4, num_steps=1, **NVME)
     with training(make, tmp_path, options={"accumulation_steps": 4}, **NVME) as (model, engine, optimizer):
-        engine.cycle.uncut.most = 2
+        engine.cycle.layerwise_limits.most = 2
         assert [value.item() for value in infinity.accumulate(model, batches(0, 4), loss_of)] == expected[0]
         optimizer.step()
         assert_same_states(states_of(engine, model), expected[1])
@@ -1086,7 +1087,7 @@ def test_where_the_device_keeps_nothing_that_is_no_remedy(tmp_path, capfd):
         with pytest.raises(torch.OutOfMemoryError) as found:
             infinity.accumulate(model, tokens(0, 2), loss_of)
         assert not hasattr(found.value, "__notes__")
-    assert "by layer: they take turns of 2\n" in capfd.readouterr().err
+    assert "by layer: they run in rounds of 2\n" in capfd.readouterr().err
 
 
 @pytest.mark.few(4)
@@ -1173,7 +1174,7 @@ def assert_runs_as_one(directory, capfd, match, *, whole, make, most=3, **how):
         assert all(torch.equal(buffer, expected_buffers[name]) for name, buffer in model.named_buffers())
         reasons = engine.stats()["layerwise_unsplit_reasons"]
         assert len(reasons) == 1 and match in reasons[0], reasons
-        assert engine.cycle.uncut.whole is whole
+        assert engine.cycle.layerwise_limits.whole is whole
         assert capfd.readouterr().err.count(reasons[0]) == 1
         assert 3 * 3 < len(calls) <= 3 * 3 + most  # what the step called before it was begun anew
 
@@ -1205,7 +1206,7 @@ class Looking(Block):
 @pytest.mark.parametrize("made_by", [0, 2])
 def test_what_a_block_finds_elsewhere_makes_one_of_it_and_those_before(made_by, tmp_path, capfd):
     make = lambda: Boxed(made_by)
-    assert_runs_as_one(tmp_path, capfd, "what follows Looking reaches", whole=False, make=make)
+    assert_runs_as_one(tmp_path, capfd, "the part of the model after Looking reaches", whole=False, make=make)
     with training(make, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         came = []
         for block in model.blocks:
@@ -1512,7 +1513,7 @@ def test_a_step_that_begins_anew_finds_what_the_first_one_had(tmp_path, capfd):
 
     batches = lambda step, n: [list(reversed(batch)) for batch in tokens(step, n)]
     assert_as_the_ordinary_loop(tmp_path, make=Drawing, batches=batches, loss=loss, **NVME)
-    assert capfd.readouterr().err.count("what follows Looking reaches") == 1
+    assert capfd.readouterr().err.count("the part of the model after Looking reaches") == 1
 
 
 def test_draws_of_a_step_that_begins_anew_are_those_of_one_that_did_not(tmp_path):
@@ -1792,10 +1793,10 @@ def test_on_a_gpu_turns_of_a_device_that_was_full_are_the_ordinary_loop(dtype, u
     leave_room(monkeypatch, num_in_host_memory)
     make = full_once(lambda: tied(Chain()), "blocks.2.up")
     with training(make, tmp_path, options={"accumulation_steps": 5}, **config) as (model, engine, optimizer):
-        engine.cycle.uncut.most = 2
+        engine.cycle.layerwise_limits.most = 2
         assert sum(three_steps(model, engine, optimizer, batches=batches), []) == losses
         assert_same_states(states_of(engine, model), states)
-        assert away(engine) and engine.cycle.uncut.most == 2
+        assert away(engine) and engine.cycle.layerwise_limits.most == 2
 
 
 @pytest.mark.few(4)
@@ -1803,7 +1804,7 @@ def test_on_a_gpu_turns_of_a_device_that_was_full_are_the_ordinary_loop(dtype, u
 @pytest.mark.parametrize("make, dtype", [(Chain, "bf16"), (Odd, "fp32")])
 def test_gradients_leave_the_device_once_a_turn(make, dtype, n, num_turns, tmp_path):
     with training(make, tmp_path, options={"accumulation_steps": 2}, dtype=dtype, **NVME) as (model, engine, optimizer):
-        engine.cycle.uncut.most = -(-n // num_turns)
+        engine.cycle.layerwise_limits.most = -(-n // num_turns)
         for step in range(3):
             before = engine.stats()["links"]["d2h"]["nbytes"]
             infinity.accumulate(model, tokens(step, n), loss_of)
@@ -1838,14 +1839,14 @@ def test_a_sum_that_breaks_off_on_its_way_back_is_not_kept_for_nvme(tmp_path, mo
     config = NVME | {"update": "deferred", "options": {"accumulation_steps": 4}}
     host_memory = least_host_memory(Chain, tmp_path, **config)
     with training(Chain, tmp_path, host_memory=host_memory, **config) as (model, engine, optimizer):
-        engine.cycle.uncut.most = 2
+        engine.cycle.layerwise_limits.most = 2
         comes_back = Gradients.stay_on_device
 
         def break_off(gradients, chunks):
             gradients.drain()
             with monkeypatch.context() as patch:
                 if engine.registry.chunks[0] in chunks:  # the last one that has left, so it is in host memory still
-                    patch.setattr(Adder, "put", interrupt)
+                    patch.setattr(GradientAdder, "put", interrupt)
                 comes_back(gradients, chunks)
 
         def interrupt(*_):

@@ -123,7 +123,7 @@ def test_a_cache_is_kept_or_the_run_says_that_it_is_off(in_config, given, tmp_pa
     def loss(model, ids):
         return model(input_ids=ids, labels=ids, **given).loss / 3
 
-    told = "infinity.accumulate turns off the cache of the model"
+    told = "infinity.accumulate: the cache of the model (config.use_cache=True) is turned off"
     how = {"make": functools.partial(small_t5, in_config), "batches": token_ids, "loss": loss, "num_steps": 2}
     if in_config:  # rounds otherwise than the ordinary loop, which keeps the cache
         run(tmp_path, True, **how, **NVME)

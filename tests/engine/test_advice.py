@@ -5,7 +5,7 @@ import torch
 
 import infinity
 from infinity.engine.memory import advice as module
-from infinity.engine.memory.advice import NUM_STEPS, Advice
+from infinity.engine.memory.advice import NUM_STEPS, LayerwiseAdvice
 from infinity.system.events import Events
 
 MIB = 1 << 20
@@ -18,7 +18,7 @@ class Steps:
         self.time, self.told = 0.0, []
         monkeypatch.setattr(module, "now", lambda: self.time)
         self.events = Events()
-        self.advice = Advice(self.events, "rank 1 of 2, ", self.told.append)
+        self.advice = LayerwiseAdvice(self.events, "rank 1 of 2, ", self.told.append)
 
     def step(self, passes: list[int], *, written: int = 0, compute: float = 1.0):
         """passes: MiB that each reads; written: in the last."""

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import infinity
 from infinity.errors import BudgetError
-from infinity.model.compiled import door_of
+from infinity.model.compiled import compiled_call_of
 from infinity.model.gpt import GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
@@ -250,7 +250,7 @@ def test_what_a_close_leaves_is_compiled_as_before(tmp_path):
     with training(lambda: WAYS["in place"](gpt(), backend="eager"), tmp_path, **NVME) as (model, engine, optimizer):
         assert all("compile" in vars(block) for block in model.blocks)
     for module in model.modules():
-        assert "compile" not in vars(module) and door_of(module) is None
+        assert "compile" not in vars(module) and compiled_call_of(module) is None
     assert all(block._compiled_call_impl is not None for block in model.blocks)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules() if module is not model)
 

@@ -116,12 +116,12 @@ def test_the_weights_are_those_of_a_plain_construction(build, window, later, con
 def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
     """After each registration: the window's parameters and the newest one."""
     held = []
-    builder = construction._Builder
+    builder = construction.ConstructionMode
     original = builder._parameter_registered
 
     def noting(self, module, name, param):
         original(self, module, name, param)
-        held.append(sum(p.untyped_storage().nbytes() for p, *_ in self._home.values()))
+        held.append(sum(p.untyped_storage().nbytes() for p, *_ in self._present.values()))
 
     monkeypatch.setattr(builder, "_parameter_registered", noting)
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
 
 def test_the_scratch_file_holds_no_more_than_what_is_away(config, monkeypatch):
     """All layers come back by turns, in two orders."""
-    builder = construction._Builder
+    builder = construction.ConstructionMode
     original, files, layer = builder.__exit__, [], 4 * (H * H + H)
 
     def noting(self, *exception):
@@ -158,13 +158,13 @@ def test_the_scratch_file_holds_no_more_than_what_is_away(config, monkeypatch):
 def test_each_memory_has_a_window_of_its_own(tmp_path, monkeypatch):
     """Layers are made on the CPU and on the device by turns."""
     window, held = 4 * 4 * H * H, {"cpu": [], "cuda": []}
-    builder = construction._Builder
+    builder = construction.ConstructionMode
     original = builder._parameter_registered
 
     def noting(self, module, name, param):
         original(self, module, name, param)
         for kind, found in held.items():
-            found.append(sum(p.untyped_storage().nbytes() for p, *_ in self._home.values() if p.device.type == kind))
+            found.append(sum(p.untyped_storage().nbytes() for p, *_ in self._present.values() if p.device.type == kind))
 
     def build():
         return nn.Sequential(*(nn.Linear(H, H, device=("cpu", "cuda")[index % 2]) for index in range(20)))
@@ -358,13 +358,13 @@ def counts(monkeypatch):
     """Values are drawn later from the first byte on, by stripes."""
     monkeypatch.setattr(construction, "LATER_FROM_NBYTES", 0)
     monkeypatch.setattr(draws, "STRIPE_NUMEL", 1 << 8)
-    builders, original = [], construction._Builder.__init__
+    builders, original = [], construction.ConstructionMode.__init__
 
     def noting(self, *args):
         builders.append(self)
         original(self, *args)
 
-    monkeypatch.setattr(construction._Builder, "__init__", noting)
+    monkeypatch.setattr(construction.ConstructionMode, "__init__", noting)
     return Counts(builders)
 
 
@@ -630,8 +630,8 @@ def test_what_a_parameter_costs_does_not_grow_with_their_number(tmp_path, monkey
     counts = []
     for num_layers in (100, 200):
         calls = []
-        asked = construction._Builder.__torch_function__
-        monkeypatch.setattr(construction._Builder, "__torch_function__", lambda *args, **how: calls.append(1) or asked(*args, **how))
+        asked = construction.ConstructionMode.__torch_function__
+        monkeypatch.setattr(construction.ConstructionMode, "__torch_function__", lambda *args, **how: calls.append(1) or asked(*args, **how))
         with infinity.init(infinity.Config(swap_dirs=tmp_path, device="cpu", host_memory="64MiB"), window=1 << 20):
             nn.Sequential(*(nn.Linear(256, 256) for _ in range(num_layers)))
         monkeypatch.undo()

@@ -103,10 +103,10 @@ def test_what_trains_without_an_optimizer_is_told_to_make_one_or_to_freeze(confi
 @pytest.mark.parametrize(
     "kind, argument, said",
     [
-        ("AdamW", "momentum", "infinity.AdamW has no argument 'momentum'. It takes lr, betas, eps, weight_decay, max_grad_norm"),
-        ("AdamW", "amsgrad", "infinity.AdamW has no argument 'amsgrad'. It takes lr, betas"),
+        ("AdamW", "momentum", "infinity.AdamW has no argument 'momentum'. The arguments are lr, betas, eps, weight_decay, max_grad_norm"),
+        ("AdamW", "amsgrad", "infinity.AdamW has no argument 'amsgrad'. The arguments are lr, betas"),
         ("SGD", "weight_deacy", "infinity.SGD has no argument 'weight_deacy'. Did you mean weight_decay?"),
-        ("Adam", "fused", "infinity.Adam has no argument 'fused'. Leave it out"),
+        ("Adam", "fused", "infinity.Adam has no argument 'fused'. Leave the argument out"),
         ("Lion", "accumulation_step", "infinity.Lion has no argument 'accumulation_step'. Did you mean accumulation_steps?"),
     ],
 )
@@ -122,7 +122,7 @@ def test_an_argument_that_an_optimizer_has_not_is_named_with_its_class(kind, arg
 def test_parameters_none_of_which_can_be_updated_are_refused(config):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(0, 0))
     with infinity.offload(model, config):
-        with pytest.raises(ConfigError, match="none of the parameters has elements"):
+        with pytest.raises(ConfigError, match="no parameter of the optimizer can be updated"):
             infinity.AdamW(model[1].parameters())
         infinity.AdamW(model.parameters())
 
@@ -196,7 +196,7 @@ def test_a_shallow_copy_of_a_model_is_named_as_such(config):
     model = net()
     with infinity.offload(model, config):
         optimizer = infinity.AdamW(model.parameters(), lr=0.01)
-        with pytest.raises(UsageError, match="this Sequential is a copy, by copy.copy, .* load the first one's state_dict"):
+        with pytest.raises(UsageError, match="this Sequential is a copy, by copy.copy, .* load the first model's state_dict"):
             copy.copy(model)(torch.ones(4, H))
         assert train(model, optimizer) == expected_losses()
 

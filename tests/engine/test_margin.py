@@ -83,7 +83,7 @@ def test_every_split_between_device_and_home_has_the_same_bits(numbers, options,
                 gpt_step(model, optimizer, step, accumulate=options.get("accumulation_steps", 1))
             whole = engine.placement.homes[STATES][0] == DEVICE
             total = len(engine.registry.spans)
-            margin, may_stay = engine.margin, {engine.registry.chunks[index].span.index for index in engine.placement.may_stay}
+            margin, may_stay = engine.device_budget, {engine.registry.chunks[index].span.index for index in engine.placement.may_stay}
             if not whole and margin.promoted:  # gradients that wait, and have no place elsewhere, came first
                 assert may_stay <= {span.index for span, _ in margin.promoted} | set(margin.staying)
             stay.append(len(margin.staying))
@@ -111,7 +111,7 @@ def test_odd_models_have_the_bits_of_plain_pytorch(name, dtype, update, tmp_path
     least, records = budgets(make, tmp_path, dtype=dtype)
     with training(make, tmp_path, dtype=dtype, update=update, device_memory=least + sum(records[: len(records) // 2 + 1])) as (model, engine, optimizer):
         train_both((model, optimizer), (reference_model, reference))
-        assert engine.margin.promoted or engine.placement.homes[STATES][0] == DEVICE
+        assert engine.device_budget.promoted or engine.placement.homes[STATES][0] == DEVICE
         assert_equals_reference(engine, model, reference_model, reference)
 
 
@@ -121,7 +121,7 @@ def test_records_come_to_the_device_only_once_all_weights_have_room(tmp_path):
         with training(tiny_gpt, tmp_path, device_memory=budget) as (model, engine, optimizer):
             for step in range(2):
                 gpt_step(model, optimizer, step)
-            assert bool(engine.margin.promoted) is some
+            assert bool(engine.device_budget.promoted) is some
             assert engine.stats()["peak_device_nbytes"] <= budget
 
 
@@ -154,7 +154,7 @@ def test_gradients_that_wait_stay_on_the_device_where_host_memory_has_room_for_r
                 expected = states
                 continue
             assert_same_states(states, expected, f"{host_kib} KiB")
-            assert 0 < len(engine.margin.staying) and len(engine.margin.promoted) < len(records)
+            assert 0 < len(engine.device_budget.staying) and len(engine.device_budget.promoted) < len(records)
             return
     pytest.fail("no budget of host memory held the records alone")
 
@@ -175,7 +175,7 @@ def test_nothing_moves_to_nvme_where_device_and_host_together_hold_all(tmp_path)
             for step in range(2, 5):
                 gpt_step(model, optimizer, step)
             engine.flush()
-            assert 0 < len(engine.margin.promoted) < len(records)
+            assert 0 < len(engine.device_budget.promoted) < len(records)
             assert [engine.stats()[name] - before[name] for name in ("nvme_read_nbytes", "nvme_write_nbytes")] == [0, 0]
             return
     pytest.fail("no budget of host memory held them")
@@ -187,7 +187,7 @@ def test_records_that_were_given_a_place_stay_there(config, tmp_path):
     with training(tiny_gpt, tmp_path, device_memory=least + sum(records[:3]), **config) as (model, engine, optimizer):
         for step in range(2):
             gpt_step(model, optimizer, step)
-        assert engine.margin.promoted == []
+        assert engine.device_budget.promoted == []
 
 
 # Records that live on the device because nothing else has room for them
@@ -291,7 +291,7 @@ def test_what_lives_on_the_device_stays_there_when_inputs_grow(small_drive, gaug
     with training(tiny_gpt, tmp_path, **config) as (model, engine, optimizer):
         at_home = engine.placement.homes[STATES].count(DEVICE)
         found = train(model, engine, optimizer, sizes, gauge)
-        visitors = sum(len(engine.registry.chunks_in(span)) for span, _ in engine.margin.promoted)
+        visitors = sum(len(engine.registry.chunks_in(span)) for span, _ in engine.device_budget.promoted)
         assert engine.stats()["num_chunks_on_device"] == at_home + visitors
         assert_same_states(states_of(engine, model), expected)
     assert at_home > 0 and gauge.overflows == 0
@@ -318,7 +318,7 @@ def train(model, engine, optimizer, sizes, gauge):
             (model(*tokens(step, micro, batch=batch)) / len(micro_batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append((engine.follower.num_plans, len(engine.margin.promoted)))
+        found.append((engine.follower.num_plans, len(engine.device_budget.promoted)))
     return found
 
 
@@ -394,7 +394,7 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
         train(model, engine, optimizer, sizes, gauge)
         assert_same_states(states_of(engine, model), expected)
         assert came[0] > 8 and gauge.overflows == 0
-        assert engine.margin.op_nbytes[None] == max(first_sizes) << 10  # what was brought is no op's
+        assert engine.device_budget.op_nbytes[None] == max(first_sizes) << 10  # what was brought is no op's
         assert len(came) == (1 if first_sizes == sizes[1] else 2), came  # what grows has them leave, and what it leaves free come back
 
 
@@ -423,8 +423,8 @@ def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge
             clock[0] += duration
             optimizer.step()
             optimizer.zero_grad()
-            counts.append(len(engine.margin.promoted))
-        assert engine.stats()["num_placement_rollbacks"] == steps_back
+            counts.append(len(engine.device_budget.promoted))
+        assert engine.stats()["num_steps_back"] == steps_back
         assert counts[0] > 0 and (counts[-1] == 0) == bool(steps_back), counts
         assert_same_states(states_of(engine, model), expected)
 
@@ -456,17 +456,17 @@ def test_each_division_is_on_trial_whatever_it_was_made_for(gauge, clock, tmp_pa
         for batch in (8, 16):
             for _ in range(trial.NUM_STEPS + 3):
                 timed_step(model, optimizer, clock, 1.0, batch)
-            assert not engine.margin.trial.is_on
+            assert not engine.device_budget.trial.is_on
             for seconds in LONGER_AND_LONGER:
                 timed_step(model, optimizer, clock, seconds, batch + 4)
-            found.append((engine.stats()["num_placement_rollbacks"], len(engine.margin.promoted)))
+            found.append((engine.stats()["num_steps_back"], len(engine.device_budget.promoted)))
         model(*tokens(0, batch=20))  # finds no room, and takes its time
         clock[0] += 100.0
         gauge.failures += 1
         optimizer.zero_grad()
         for seconds in LONGER_AND_LONGER:
             timed_step(model, optimizer, clock, seconds, 20)
-        found.append((engine.stats()["num_placement_rollbacks"], len(engine.margin.promoted)))
+        found.append((engine.stats()["num_steps_back"], len(engine.device_budget.promoted)))
     assert found == [(1, 0), (2, 0), (3, 0)]
 
 
@@ -482,7 +482,7 @@ def test_nothing_is_on_trial_before_there_is_an_optimizer(gauge, clock, tmp_path
         for seconds in (0.0, *LONGER_AND_LONGER, 0.0):
             model(*tokens(0, batch=16))
             clock[0] += seconds
-        assert engine.margin.budget_nbytes > engine.placement.least_nbytes and not engine.margin.trial.is_on
+        assert engine.device_budget.budget_nbytes > engine.placement.least_nbytes and not engine.device_budget.trial.is_on
         optimizer = infinity.AdamW(model.parameters())
         with torch.enable_grad():
             for seconds in LONGER_AND_LONGER:
@@ -503,7 +503,7 @@ def test_after_an_allocation_that_failed_all_goes_home_and_is_measured_anew(gaug
         counts = [train(model, engine, optimizer, sizes[:1], gauge)[0][1]]
         gauge.failures += 1  # in an attempt at the second step
         before = model(*tokens(1, 0, batch=16))
-        counts.append(len(engine.margin.promoted))
+        counts.append(len(engine.device_budget.promoted))
         del before
         optimizer.zero_grad()
         gauge.activations = 200 << 10
@@ -511,7 +511,7 @@ def test_after_an_allocation_that_failed_all_goes_home_and_is_measured_anew(gaug
             model(*tokens(step, 0, batch=16)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            counts.append(len(engine.margin.promoted))
+            counts.append(len(engine.device_budget.promoted))
         assert_same_states(states_of(engine, model), expected)
     first, failed, again, settled = counts
     assert first > 0 == failed and again == settled < first and gauge.overflows == 0, counts
@@ -556,9 +556,9 @@ def test_what_forward_wrote_to_a_weight_goes_home_with_its_record(gauge, tmp_pat
                 optimizer.zero_grad()
             with torch.no_grad():
                 for x in (inputs(model, 99), torch.cat([inputs(model, 98)] * 30)):
-                    counts.append(len(engine.margin.promoted))
+                    counts.append(len(engine.device_budget.promoted))
                     model(x)
-            counts.append(len(engine.margin.promoted))
+            counts.append(len(engine.device_budget.promoted))
             return states_of(engine, model), counts
 
     expected, _ = run(1 << 30, param_tier="host", optimizer_state_tier="host")
@@ -573,15 +573,15 @@ def test_an_evaluation_says_nothing_of_what_training_needs(builds_graph, gauge, 
     gauge.capacity = least + sum(records[:6]) + (16 << 10)
     with training(tiny_gpt, tmp_path, device_memory=least + sum(records[:8])) as (model, engine, optimizer):
         train(model, engine, optimizer, [[16]] * 2, gauge)
-        before = len(engine.margin.promoted)
+        before = len(engine.device_budget.promoted)
         with torch.set_grad_enabled(builds_graph):
             gauge.activations = 8 << 10
             model(*tokens(9, batch=64))
         train(model, engine, optimizer, [[16]], gauge)
-        assert len(engine.margin.promoted) == before
+        assert len(engine.device_budget.promoted) == before
         gauge.activations = 64 << 10
         model(*tokens(3, batch=64))  # measured with a graph, it is known to fit, otherwise not
-        assert len(engine.margin.promoted) == (before if builds_graph else 0)
+        assert len(engine.device_budget.promoted) == (before if builds_graph else 0)
 
 
 def test_records_whose_weights_are_held_go_home_too(gauge, tmp_path):
@@ -591,11 +591,11 @@ def test_records_whose_weights_are_held_go_home_too(gauge, tmp_path):
     def run(**config):
         with training(tiny_gpt, tmp_path, **config) as (model, engine, optimizer):
             train(model, engine, optimizer, [[16]] * 2, gauge)
-            before = len(engine.margin.promoted)
+            before = len(engine.device_budget.promoted)
             with infinity.gathered(list(model.parameters())):
                 gauge.activations = 64 << 10
                 model(*tokens(2, batch=64)).backward()
-            after = len(engine.margin.promoted)
+            after = len(engine.device_budget.promoted)
             optimizer.step()
             optimizer.zero_grad()
             train(model, engine, optimizer, [[16]], gauge)
@@ -615,10 +615,10 @@ def test_a_model_that_ran_before_its_optimizer_was_made_gets_records_too(tmp_pat
         for _ in range(2):
             with torch.no_grad():
                 model(*tokens(0))
-        assert engine.margin.promoted == []
+        assert engine.device_budget.promoted == []
         optimizer = infinity.AdamW(model.parameters())
         gpt_step(model, optimizer, 0)
-        assert engine.margin.promoted
+        assert engine.device_budget.promoted
 
 
 @pytest.mark.parametrize(
@@ -660,7 +660,7 @@ def test_every_split_on_a_gpu_has_the_same_bits(deterministic, tmp_path):
         options = {"device": "cuda", "dtype": "bf16", "chunk_mib": 4, "host_memory": "8GiB", "options": {"lr": 1e-3}}
         with training(sized_gpt, tmp_path, **options, **config) as (model, engine, optimizer):
             losses = [step_on_device(model, optimizer, step, 2) for step in range(4)]
-            counts.append(len(engine.margin.promoted))
+            counts.append(len(engine.device_budget.promoted))
             found.append((losses, states_of(engine, model)))
     for losses, states in found[1:]:
         assert losses == found[0][0]
@@ -681,8 +681,8 @@ def test_a_gpu_that_is_almost_full_takes_twice_the_batch(home, remains, determin
         with training(sized_gpt, tmp_path, **options, **config) as (model, engine, optimizer):
             for step, batch in enumerate([4] * 4 + [8] * 4):
                 loss = step_on_device(model, optimizer, step, batch)
-                found.append((loss, engine.follower.num_plans, len(engine.margin.promoted)))
-            print(f"activations {engine.margin.activation_nbytes >> 20} MiB, {found}")
+                found.append((loss, engine.follower.num_plans, len(engine.device_budget.promoted)))
+            print(f"activations {engine.device_budget.activation_nbytes >> 20} MiB, {found}")
         return zip(*found)
 
     expected, *_ = run(param_tier="host", optimizer_state_tier="host", host_memory="8GiB")

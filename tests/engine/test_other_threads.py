@@ -135,7 +135,7 @@ def test_what_reads_or_changes_the_state_is_refused_in_other_threads_while_one_t
             r"state_dict": model.state_dict,
             r"read_state": lambda: engine.read_state(weight),
             r"flush": engine.flush,
-            "a new value": lambda: engine.answers.give(weight, torch.zeros(48 * 48)),
+            "a new value": lambda: engine.parameter_values.give(weight, torch.zeros(48 * 48)),
             "infinity.gathered": gather,
         }
         for name, call in calls.items():

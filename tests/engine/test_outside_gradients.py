@@ -8,6 +8,7 @@ from test_ranks import World, gpt, settings, share, tokens
 from torch import nn
 
 import infinity
+from infinity.engine.steps.step_state import StepPhase
 from infinity.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -294,7 +295,8 @@ def set_on_one_rank(folder):
             param.grad = torch.ones_like(param)
         if not engine.ranks.rank:
             model(*map(share, tokens(0, 0)))
-            engine.cycle.has_passed = True  # as after a backward pass that brings nothing
+            engine.cycle.state.become(StepPhase.PASSING)  # as after a backward pass that brings nothing
+            engine.cycle.state.end_pass()
         with pytest.raises(UsageError, match="on all ranks"):
             optimizer.step()
 
@@ -450,5 +452,5 @@ def test_a_hook_behind_the_accumulation_finds_that_the_gradient_has_left(view, t
         accumulates = like.grad_fn.next_functions[0][0]
         accumulates.register_hook(lambda *_: found.append(param.grad))
         loss(model, 0).backward()
-        with pytest.raises(UsageError, match="gradients leave param.grad"):
+        with pytest.raises(UsageError, match="the engine moves each gradient from param.grad"):
             found[0].norm(p=1)

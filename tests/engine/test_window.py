@@ -8,7 +8,7 @@ from helpers import NVME, training
 from models import inputs, loss_of, mlp
 
 import infinity
-from infinity.engine.steps.accumulation import Window
+from infinity.engine.steps.passes_per_step import PassesPerStep
 from infinity.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,16 +46,16 @@ def test_windows_of_any_length_are_those_of_plain_pytorch(update, tmp_path):
 
 
 def test_a_pass_outside_is_the_last_and_one_inside_is_not():
-    window = Window()
-    window.begin_pass(0)
-    assert window.num_passes(4) == 4
-    with window.no_sync():
-        window.begin_pass(0)
-        assert window.num_passes(4) > 1
-    window.begin_pass(1)
-    assert window.num_passes(4) == 2
-    window.end_step()
-    assert window.num_passes(4) == 4
+    passes = PassesPerStep()
+    passes.begin_pass(0)
+    assert passes.num_passes(4) == 4
+    with passes.no_sync():
+        passes.begin_pass(0)
+        assert passes.num_passes(4) > 1
+    passes.begin_pass(1)
+    assert passes.num_passes(4) == 2
+    passes.end_step()
+    assert passes.num_passes(4) == 4
 
 
 def test_sums_that_have_no_place_are_refused(tmp_path):

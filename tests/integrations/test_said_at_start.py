@@ -66,10 +66,10 @@ def fabric(model, config, folder, precision):
 
 
 TOLD = {
-    trainer: ("TrainingArguments without bf16=True or fp16=True", "add bf16=True;"),
-    accelerator: ("Accelerator(mixed_precision='no')", "add mixed_precision='bf16';"),
-    lightning_trainer: ("Trainer(precision='32-true')", "add precision='bf16-mixed';"),
-    fabric: ("Fabric(precision='32-true')", "add precision='bf16-mixed';"),
+    trainer: ("TrainingArguments without bf16=True or fp16=True", "add bf16=True."),
+    accelerator: ("Accelerator(mixed_precision='no')", "add mixed_precision='bf16'."),
+    lightning_trainer: ("Trainer(precision='32-true')", "add precision='bf16-mixed'."),
+    fabric: ("Fabric(precision='32-true')", "add precision='bf16-mixed'."),
 }
 
 

@@ -98,7 +98,7 @@ def test_a_run_with_adapters_is_resumed_and_its_best_ones_loaded(kind, tmp_path)
 
 def test_a_default_of_bf16_over_an_engine_of_fp32_is_named(tmp_path):
     args = arguments(tmp_path / "run", trl.SFTConfig)
-    with pytest.raises(infinity.ConfigError, match="as TRL's, have bf16=True"):
+    with pytest.raises(infinity.ConfigError, match="such as those of TRL, set bf16=True"):
         offloaded(trl.SFTTrainer, engine_config(tmp_path))(llama(), args, train_dataset=texts(4), processing_class=tokenizer())
     args = arguments(tmp_path / "run", trl.SFTConfig, max_steps=2)
     trainer = offloaded(trl.SFTTrainer, engine_config(tmp_path, dtype="bf16"))(

@@ -1033,7 +1033,7 @@ def test_a_module_made_of_values_that_are_away_is_refused(tmp_path):
         model.layers.append(copied := nn.Linear(H, H))
         with torch.no_grad():
             copied.weight.copy_(model.layers[0].weight)
-        with pytest.raises(UsageError, match="layers.4.weight has joined the model with values that are no numbers"):
+        with pytest.raises(UsageError, match="layers.4.weight has joined the model with NaN values"):
             infinity.AdamW(model.parameters())
 
 

@@ -30,7 +30,7 @@ def shard(rule, dtype, moments_dtype, numel):
     made = {"bf16": {"weight": weight, "residual": residual}, "fp16": {"weight": master.half(), "master": master}}
     made["fp32"] = {"weight": master}
     moments = {name: torch.rand(numel, generator=generator).to(moments_dtype) for name in rule.moments}
-    return Shard(Format(dtype, moments=rule.moments), made[dtype] | moments)
+    return Shard(Format(dtype, optimizer_state_dtype=rule.moments), made[dtype] | moments)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -182,7 +182,7 @@ def test_any_other_error_in_a_rule_names_it_and_what_it_was_given(member, tmp_pa
         raise IndexError("too far")
 
     rule = type("Wrong", (Rule,), {member: fail})()
-    refused(rule, rf"Wrong.{member} failed with hyper-parameters lr=0.01, of fp32 tensors .*: IndexError: too far. Mend", tmp_path)
+    refused(rule, rf"Wrong.{member} failed with hyper-parameters lr=0.01, of fp32 tensors .*: IndexError: too far. Correct", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_each_moment_draws_bits_of_its_own():
 
 
 def test_momentum_of_a_group_is_that_of_torch_optim_or_refused(tmp_path):
-    refused_message = "momentum=0.9: the records were made without one"
+    refused_message = "momentum=0.9: the records were made without momentum"
     model = tiny_gpt()
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu")), pytest.raises(infinity.ConfigError, match=refused_message):
         infinity.SGD([{"params": model.parameters(), "momentum": 0.9}], lr=0.1)

@@ -118,7 +118,7 @@ def test_a_forked_child_neither_has_the_memory_nor_unmaps_what_took_its_place():
 
 
 def test_an_empty_region_is_refused():
-    with pytest.raises(ValueError, match="a region of 0 bytes was asked for, expected 1 or more"):
+    with pytest.raises(ValueError, match="a region of 0 bytes: expected 1 byte or more"):
         Arena().region(0)
 
 

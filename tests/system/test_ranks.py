@@ -226,8 +226,8 @@ def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, opt
             "records": records,
             "nbytes": {"read": engine.stats()["links"]["nvme_read"]["nbytes"], "written": engine.stats()["nvme_write_nbytes"]},
             "chunks": [(c.numel, c.used) for c in engine.layout.chunks],
-            "num_plans": engine.stats()["num_prefetch_plans"],
-            "num_promoted": len(engine.margin.promoted),
+            "num_plans": engine.stats()["num_plans"],
+            "num_promoted": len(engine.device_budget.promoted),
             "num_spans": len(engine.registry.spans),
         }
 
@@ -298,7 +298,7 @@ def grow(folder, capacity):
                 model(*tokens(step, rank, batch)).backward()
                 adam.step()
                 adam.zero_grad()
-                found.append((engine.follower.num_plans, len(engine.margin.promoted)))
+                found.append((engine.follower.num_plans, len(engine.device_budget.promoted)))
             return states_of(engine, model), found, gauge.overflows
 
 
@@ -330,7 +330,7 @@ def keep_sums(folder, update, **places):
                 adam.step()
                 adam.zero_grad()
             may_stay = sorted(found[-1].may_stay), sorted(engine.placement.may_stay)
-            stay = [chunk.index for span in engine.margin.staying for chunk in engine.registry.chunks_in(engine.registry.spans[span])]
+            stay = [chunk.index for span in engine.device_budget.staying for chunk in engine.registry.chunks_in(engine.registry.spans[span])]
             return states_of(engine, model), may_stay, sorted(stay)
 
 

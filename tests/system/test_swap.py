@@ -151,7 +151,7 @@ def test_calls_out_of_order_are_refused(paths):
     with pytest.raises(UsageError, match="reserve"):
         swap.read(extent, memory(PAGE))
     swap.reserve()
-    with pytest.raises(UsageError, match="allocate everything before"):
+    with pytest.raises(UsageError, match="allocate all extents before"):
         swap.allocate(PAGE)
     with pytest.raises(UsageError, match="once"):
         swap.reserve()
@@ -776,7 +776,7 @@ def test_to_extend_comes_between_reserve_and_close(paths):
         with pytest.raises(ValueError, match="expected a positive number"):
             swap.extend(nbytes)
     swap.extend(PAGE)
-    with pytest.raises(UsageError, match="allocate everything before, or extend"):
+    with pytest.raises(UsageError, match="allocate all extents before, or use extend"):
         swap.allocate(PAGE)
     swap.close()
     with pytest.raises(UsageError, match="closed"):

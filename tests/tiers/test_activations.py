@@ -32,14 +32,15 @@ from infinity.sizes import format_bytes
 from infinity.system.arena import Arena
 from infinity.system.swap import Swap
 from infinity.tiers import activations as module
-from infinity.tiers.activations import MIN_NBYTES, Activations, Place
+from infinity.tiers.activations import MIN_NBYTES, Activations
+from infinity.tiers.saved_storage import StorageState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 PAGE, MIB = 4096, 1 << 20
 N = MIN_NBYTES  # bytes of the smallest storage that moves
-ON_DEVICE = (Place.DEVICE, Place.LEAVING)
+ON_DEVICE = (StorageState.DEVICE, StorageState.LEAVING)
 BEHIND = 1 + module.NUM_LEAVING  # of equal storages: the newest stays, and so many are on their way
 
 
@@ -76,9 +77,9 @@ def is_filled(tensor, value, nbytes=N):
 def push_out(activations, *saved):
     """Save others until these have left the device and, if they go there, are on NVMe; the others."""
     others = []
-    while any(one.kept.place in ON_DEVICE for one in saved):
+    while any(one.stored.state in ON_DEVICE for one in saved):
         others.append(activations.save(filled(255, activations._largest_nbytes)))
-    activations.writer.drain()
+    activations.store.writer.drain()
     return others
 
 
@@ -91,13 +92,13 @@ def transfers(activations, monkeypatch):
     """The numbers of the storages that are written and read from now on, in order: ("write", 0), ..."""
     seen = []
     for op in ("read", "write"):
-        move = getattr(activations.swap, op)
+        move = getattr(activations.store.swap, op)
 
         def recorded(*arguments, op=op, move=move, what, **options):
             seen.append((op, int(what.split()[-1].rstrip(":"))))
             return move(*arguments, what=what, **options)
 
-        monkeypatch.setattr(activations.swap, op, recorded)
+        monkeypatch.setattr(activations.store.swap, op, recorded)
     return seen
 
 
@@ -125,7 +126,7 @@ def test_a_view_comes_back_with_its_shape_strides_and_bytes(make, view, to_nvme)
     layout = layout.shape, layout.stride(), layout.storage_offset(), layout.dtype
     del x
     others = push_out(activations, saved)
-    assert saved.kept.place is (Place.NVME if to_nvme else Place.HOST)
+    assert saved.stored.state is (StorageState.NVME if to_nvme else StorageState.HOST)
     back = activations.restore(saved)
     assert (back.shape, back.stride(), back.storage_offset(), back.dtype) == layout
     assert torch.equal(back, expected)
@@ -179,9 +180,9 @@ def test_what_is_saved_again_in_a_later_forward_pass_moves_once(make):
     first = activations.save(x)
     others = push_out(activations, first)
     moved = activations.stats()["moved_nbytes"]
-    activations.begin_forward([])
+    activations.keep_on_device([])
     again = activations.save(x)
-    assert again.kept is first.kept and activations.stats()["moved_nbytes"] == moved
+    assert again.stored is first.stored and activations.stats()["moved_nbytes"] == moved
     del x, others
     assert is_filled(activations.restore(again), 3)
 
@@ -221,10 +222,10 @@ def test_inference_tensors_and_buffers_stay(make):
         x = filled(1)
     assert activations.save(x) is None
     buffer, other = filled(2), filled(2)
-    activations.begin_forward([buffer])
+    activations.keep_on_device([buffer])
     assert activations.save(buffer) is None and activations.save(buffer.view(-1, 2)) is None
     assert activations.save(other) is not None
-    activations.begin_forward([])
+    activations.keep_on_device([])
     assert activations.save(buffer) is not None
 
 
@@ -258,7 +259,7 @@ def test_storages_that_may_take_each_others_addresses_are_kept_apart(make):
         x = filled(value)
         saved.append(activations.save(x))
         del x
-    assert len({one.kept for one in saved}) == len(saved) == activations._num_kept
+    assert len({one.stored for one in saved}) == len(saved) == activations._num_stored
     for value, one in reversed([*enumerate(saved)]):
         assert is_filled(activations.restore(one), value)
 
@@ -276,7 +277,7 @@ def test_a_storage_saved_at_two_versions_is_kept_twice(make):
     others += push_out(activations, new, newest)
     assert (old.versions, new.versions, newest.versions) == ((0, 2), (1, 2), (2, 2))
     assert is_filled(activations.restore(newest), 3)
-    assert old.kept is not new.kept is not newest.kept
+    assert old.stored is not new.stored is not newest.stored
 
 
 def test_a_change_through_a_view_shows_after_the_tensor_is_gone(make):
@@ -327,12 +328,12 @@ def test_an_original_that_grows_after_it_left_changes_nothing(make):
 def test_an_original_that_grows_before_it_leaves_does_not_reach_into_its_neighbours(make):
     activations = make(16 * N)
     first, *neighbours = save_many(activations, range(8))  # one behind the other in host memory
-    assert [one.kept.place for one in (first, *neighbours[:3])] == [Place.HOST] * 4
+    assert [one.stored.state for one in (first, *neighbours[:3])] == [StorageState.HOST] * 4
     x = filled(77)
     saved = activations.save(x)
     del first
-    activations.begin_forward([])
-    activations.heap.give_back(activations._take(N))  # what cools is free
+    activations.keep_on_device([])
+    activations.store.heap.give_back(activations._take(N))  # what cools is free
     x.untyped_storage().resize_(6 * N)
     x.untyped_storage().fill_(77)
     others = push_out(activations, saved)
@@ -391,7 +392,7 @@ def test_equal_storages_leave_as_many_behind_as_are_under_way_and_one(make):
         del x
         counts.append(sum(not storage.expired() for storage in alive))
     assert counts == [1, 2, 3, 3, 3, 3]
-    assert [one.kept.place.value for one in saved] == ["host"] * 3 + ["leaving"] * 2 + ["device"]
+    assert [one.stored.state.value for one in saved] == ["host"] * 3 + ["leaving"] * 2 + ["device"]
 
 
 def test_copies_that_lag_change_no_byte_and_bound_the_device_all_the_same(make):
@@ -414,20 +415,20 @@ def test_dropped_ones_free_host_memory_and_room_on_nvme_for_the_next_step(make):
     activations = make(8 * N, to_nvme=True)
     rooms = []
     for step in range(6):
-        activations.begin_forward([])
+        activations.keep_on_device([])
         saved = save_many(activations, range(step, step + 20))
         for value, one in reversed([*enumerate(saved, step)]):
             assert is_filled(activations.restore(one), value)
         rooms.append(activations.stats()["nvme_nbytes"])
-        assert activations.heap.nbytes <= 8 * N
+        assert activations.store.heap.nbytes <= 8 * N
         del saved, one
     assert rooms == [(20 - BEHIND) * N] * 6
-    activations.begin_forward([])
-    activations.writer.drain()
+    activations.keep_on_device([])
+    activations.store.writer.drain()
     activations.copies.drain()
-    assert activations._kept == {} and activations._by_storage == {}
-    activations.heap.give_back(activations._take(8 * N))  # nothing but what cools is in the way
-    assert activations.heap.used_nbytes == 0
+    assert activations.store.storages == {} and activations._by_key == {}
+    activations.store.heap.give_back(activations._take(8 * N))  # nothing but what cools is in the way
+    assert activations.store.heap.used_nbytes == 0
 
 
 def test_a_graph_that_is_dropped_without_backward_frees_everything_wherever_it_is(make):
@@ -438,11 +439,11 @@ def test_a_graph_that_is_dropped_without_backward_frees_everything_wherever_it_i
         if num > 3:
             activations.restore(saved[num // 2])
         del saved
-        activations.begin_forward([])
-        assert activations._kept == {}
+        activations.keep_on_device([])
+        assert activations.store.storages == {}
         assert activations._staying == activations._leaving == activations._coming == {}
-    activations.heap.give_back(activations._take(6 * N))
-    assert activations.heap.used_nbytes == 0
+    activations.store.heap.give_back(activations._take(6 * N))
+    assert activations.store.heap.used_nbytes == 0
 
 
 def test_handles_may_be_dropped_by_any_thread_while_others_are_saved(make):
@@ -470,18 +471,18 @@ def test_handles_may_be_dropped_by_any_thread_while_others_are_saved(make):
         for thread in threads:
             thread.join()
     assert not wrong
-    activations.begin_forward([])
-    assert activations._kept == {} and activations.heap.nbytes <= 16 * N
+    activations.keep_on_device([])
+    assert activations.store.storages == {} and activations.store.heap.nbytes <= 16 * N
 
 
 def test_an_extent_is_given_on_while_its_last_read_is_under_way(make):
     """What was read ahead is dropped; its extent is written by another storage at once."""
     activations = make(8 * N, to_nvme=True)
     saved = save_many(activations, range(12))
-    activations.writer.drain()
+    activations.store.writer.drain()
     _aio._inject("read", 0, -1, None, delay=0.02)
     activations.restore(saved[9])
-    assert Place.READING in [one.kept.place for one in saved]
+    assert StorageState.READING in [one.stored.state for one in saved]
     del saved
     again = save_many(activations, range(100, 130))
     assert activations.stats()["nvme_nbytes"] <= 28 * N
@@ -500,10 +501,10 @@ def test_host_memory_stays_within_its_budget_and_all_bytes_come_back(make, budge
         saved = []
         for value in range(15):
             saved.append(activations.save(filled(value + step)))
-            assert activations.heap.nbytes <= budget and activations.heap.peak_nbytes <= budget
+            assert activations.store.heap.nbytes <= budget and activations.store.heap.peak_nbytes <= budget
         for value in range(14, -1, -1):
             assert is_filled(activations.restore(saved.pop()), value + step)
-            assert activations.heap.nbytes <= budget and activations.heap.peak_nbytes <= budget
+            assert activations.store.heap.nbytes <= budget and activations.store.heap.peak_nbytes <= budget
 
 
 @pytest.mark.parametrize("order", ["forward", "random", "twice"])
@@ -513,33 +514,33 @@ def test_any_order_of_use_finds_its_bytes_at_a_tight_budget(make, order):
     numbers = {"forward": [*range(30)], "random": random.Random(3).sample(range(30), 30), "twice": [*range(29, -1, -1)] * 2}[order]
     for value in numbers:
         assert is_filled(activations.restore(saved[value]), value)
-        assert activations.heap.peak_nbytes <= 4 * N
+        assert activations.store.heap.peak_nbytes <= 4 * N
 
 
 def test_the_oldest_are_written_first(make, monkeypatch):
     activations = make(4 * N)
     seen = transfers(activations, monkeypatch)
     saved = save_many(activations, range(12))
-    activations.writer.drain()
+    activations.store.writer.drain()
     written = [number for op, number in seen]
     assert written == [*range(len(written))] and 12 - 4 - 1 <= len(written) <= 12 - BEHIND
-    assert [one.kept.place for one in saved[: len(written)]] == [Place.NVME] * len(written)
+    assert [one.stored.state for one in saved[: len(written)]] == [StorageState.NVME] * len(written)
 
 
 def test_to_nvme_writes_all_that_has_left_in_its_order(make, monkeypatch):
     activations = make(to_nvme=True)
     seen = transfers(activations, monkeypatch)
     saved = save_many(activations, range(8))
-    activations.writer.drain()
+    activations.store.writer.drain()
     assert seen == [("write", number) for number in range(8 - BEHIND)]
-    assert [one.kept.place.value for one in saved] == ["nvme"] * 5 + ["leaving"] * 2 + ["device"]
+    assert [one.stored.state.value for one in saved] == ["nvme"] * 5 + ["leaving"] * 2 + ["device"]
 
 
 def test_with_room_for_all_nothing_is_written(make, monkeypatch):
     activations = make(64 * N)
     seen = transfers(activations, monkeypatch)
     saved = save_many(activations, range(20))
-    activations.writer.drain()
+    activations.store.writer.drain()
     assert seen == [] and activations.stats()["nvme_nbytes"] == 0 and len(saved) == 20
 
 
@@ -547,7 +548,7 @@ def test_with_room_for_all_nothing_is_written(make, monkeypatch):
 def test_backward_reads_each_once_newest_first_and_evicts_nothing(make, monkeypatch, budget):
     activations = make(budget, to_nvme=True)
     saved = save_many(activations, range(16))
-    activations.writer.drain()
+    activations.store.writer.drain()
     seen = transfers(activations, monkeypatch)
     for value in range(15, -1, -1):
         assert is_filled(activations.restore(saved.pop()), value)
@@ -571,14 +572,14 @@ def test_after_a_refusal_smaller_ones_are_kept(make):
     with pytest.raises(BudgetError):
         saved += [activations.save(filled(value, 5 * N)) for value in range(3)]
     del saved
-    activations.begin_forward([])
-    assert activations._kept == activations._staying == {}
+    activations.keep_on_device([])
+    assert activations.store.storages == activations._staying == {}
     saved = save_many(activations, range(9))
     assert all(is_filled(activations.restore(one), value) for value, one in reversed([*enumerate(saved)]))
 
 
 def places(saved):
-    return [one.kept.place.value for one in saved]
+    return [one.stored.state.value for one in saved]
 
 
 def test_on_demand_what_has_no_room_stays_and_what_leaves_is_let_go_one_at_a_time(make):
@@ -596,12 +597,12 @@ def test_on_demand_smaller_ones_leave_where_a_larger_one_has_no_room(make):
     activations = make(3 * N, on_demand=True)
     sizes = [5 * N, N, 4 * N, N, N, N, N, 4 * N, N]
     saved = [activations.save(filled(number, nbytes)) for number, nbytes in enumerate(sizes)]
-    assert [one.kept.number for one in saved if one.kept.place is not Place.DEVICE] == [1, 3, 4]
-    assert activations.heap.used_nbytes == activations.stats()["moved_nbytes"] == 3 * N
+    assert [one.stored.number for one in saved if one.stored.state is not StorageState.DEVICE] == [1, 3, 4]
+    assert activations.store.heap.used_nbytes == activations.stats()["moved_nbytes"] == 3 * N
     for number, nbytes in reversed([*enumerate(sizes)]):
         assert is_filled(activations.restore(saved.pop()), number, nbytes)
     activations.drain()
-    assert activations._kept == activations._staying == activations._by_storage == {}
+    assert activations.store.storages == activations._staying == activations._by_key == {}
 
 
 def test_on_demand_what_stays_leaves_once_there_is_room_the_oldest_first(make):
@@ -609,7 +610,7 @@ def test_on_demand_what_stays_leaves_once_there_is_room_the_oldest_first(make):
     saved = save_many(activations, range(6))
     del saved[:2]
     saved += save_many(activations, [6])
-    assert [one.kept.number for one in saved if one.kept.place is not Place.DEVICE] == [2, 3]
+    assert [one.stored.number for one in saved if one.stored.state is not StorageState.DEVICE] == [2, 3]
     assert all(is_filled(activations.restore(one), value) for value, one in reversed([*enumerate(saved, 2)]))
 
 
@@ -617,8 +618,8 @@ def test_what_was_read_ahead_makes_room_for_what_is_needed_now(make):
     activations = make(8 * N, to_nvme=True)
     small, (large, *_) = save_many(activations, range(16)), save_many(activations, range(40, 45), 4 * N)
     del _
-    activations.begin_forward([])
-    activations.writer.drain()
+    activations.keep_on_device([])
+    activations.store.writer.drain()
     activations.restore(small[13])
     assert is_filled(activations.restore(large), 40, 4 * N)
     assert all(is_filled(activations.restore(one), value) for value, one in enumerate(small))
@@ -628,7 +629,7 @@ def test_a_large_storage_finds_room_where_small_ones_were(make):
     activations = make(200 * MIB)
     saved = save_many(activations, range(6), 60 * MIB)
     del saved
-    activations.begin_forward([])
+    activations.keep_on_device([])
     saved = save_many(activations, range(2), 100 * MIB)
     assert len(saved) == 2
 
@@ -649,7 +650,7 @@ def jitter(seed, most=0.002):
 )
 def test_random_orders_sizes_and_delays_find_their_bytes(make, budget, to_nvme, on_demand):
     activations = make(budget, to_nvme=to_nvme, on_demand=on_demand)
-    activations.copies.on_job, activations.writer.on_job = jitter(1), jitter(2)
+    activations.copies.on_job, activations.store.writer.on_job = jitter(1), jitter(2)
     _aio._inject("write", 0, -1, None, every=3, delay=0.002)
     _aio._inject("read", 0, -1, None, every=2, delay=0.002)
     chance, alive, value = random.Random(budget), {}, 0
@@ -664,7 +665,7 @@ def test_random_orders_sizes_and_delays_find_their_bytes(make, budget, to_nvme, 
             assert is_filled(activations.restore(saved), number, nbytes), number
             if chance.random() < 0.8:
                 del alive[number], saved
-        assert activations.heap.nbytes <= budget
+        assert activations.store.heap.nbytes <= budget
     assert activations.failure.error is None
 
 
@@ -683,9 +684,9 @@ def tighten(engine, num_pages=PAGES, delays=0.0005):
     """Little host memory for activations, and lanes that lag."""
     activations = engine.activations
     if activations is not None:
-        activations.heap.budget_nbytes = num_pages * PAGE
+        activations.store.heap.budget_nbytes = num_pages * PAGE
         if delays:
-            activations.copies.on_job, activations.writer.on_job = jitter(3, delays), jitter(4, delays)
+            activations.copies.on_job, activations.store.writer.on_job = jitter(3, delays), jitter(4, delays)
 
 
 def given(model, step, grad=True):
@@ -992,7 +993,7 @@ def test_tensors_are_on_nvme_while_the_backward_pass_needs_none_of_them(tmp_path
         x = torch.randn(512, 64)
         for _ in range(3):
             loss = model(x).square().mean()
-            places = [kept.place for kept in engine.activations._kept.values()]
+            places = [stored.state for stored in engine.activations.store.storages.values()]
             assert len(places) == 21 and set(places[-2:]) <= set(ON_DEVICE)
             loss.backward()
             optimizer.step()
@@ -1110,7 +1111,7 @@ FAULTS = [  # call, what it returns, errno of the SwapError (None: it heals)
 def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(tmp_path, fault):
     call, result, code = fault
     # Backward takes from host memory what is still being written, and reads the rest.
-    forwarded = (lambda engine: engine.activations.writer.drain()) if call == "read" else lambda engine: None
+    forwarded = (lambda engine: engine.activations.store.writer.drain()) if call == "read" else lambda engine: None
     expected = train_chain(tmp_path, "device")
     for num_met, nth in enumerate((0, 1, 5, 12, 19, 10_000)):
         _aio._inject(call, nth, 1, result)
@@ -1175,9 +1176,9 @@ def test_closing_finishes_the_writes_under_way(tmp_path):
         infinity.AdamW(model.parameters())
         _aio._inject("write", 0, -1, None, delay=0.01)
         loss = model(torch.ones(256, 64)).sum()
-        assert Place.WRITING in [kept.place for kept in engine.activations._kept.values()]
+        assert StorageState.WRITING in [stored.state for stored in engine.activations.store.storages.values()]
         engine.close()
-        assert engine.activations._num_writing == 0
+        assert engine.activations.store._num_writing == 0
         del loss
 
 
@@ -1200,7 +1201,7 @@ def test_tensors_that_a_backward_pass_gave_out_outlive_the_engine(make):
     others = push_out(activations, saved)
     back = activations.restore(saved)
     activations.close()
-    activations.swap.close()
+    activations.store.swap.close()
     assert is_filled(back, 9)
     del saved, others
 
@@ -1209,7 +1210,7 @@ def test_restoring_after_closing_raises_and_does_not_hang(make):
     activations = make(4 * N, to_nvme=True)
     saved = save_many(activations, range(8))
     activations.close()
-    activations.swap.close()
+    activations.store.swap.close()
     for one in saved:
         with pytest.raises((RuntimeError, UsageError), match="closed"):
             activations.restore(one)
@@ -1232,9 +1233,9 @@ def test_twenty_runs_under_load_and_random_delays_have_equal_bits(tmp_path):
             place = PLACES[repeat % 2]
 
             def begun(engine, repeat=repeat):
-                engine.activations.heap.budget_nbytes = random.Random(repeat).choice([3, 4, 6, 9]) * (64 << 10)
+                engine.activations.store.heap.budget_nbytes = random.Random(repeat).choice([3, 4, 6, 9]) * (64 << 10)
                 engine.activations.copies.on_job = jitter(repeat, 0.001)
-                engine.activations.writer.on_job = jitter(100 + repeat, 0.001)
+                engine.activations.store.writer.on_job = jitter(100 + repeat, 0.001)
 
             losses, states, _ = train_chain(tmp_path, place, num_steps=1, begun=begun)
             assert losses == expected[0], repeat

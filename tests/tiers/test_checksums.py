@@ -320,7 +320,7 @@ def test_the_remedy_is_another_directory_and_the_last_checkpoint(tmp_path):
     make = lambda: linears(3, 48)
     with training(make, tmp_path / "whole", **NVME) as (model, engine, optimizer):
         expected = steps(engine, model, optimizer, range(4)), states_of(engine, model)
-    with pytest.raises(infinity.SwapError, match="name another directory in `swap_dirs`; the last checkpoint does not depend on it"):
+    with pytest.raises(infinity.SwapError, match="name another directory in `swap_dirs`; the last checkpoint does not depend on swap files"):
         with training(make, tmp_path / "bad", **NVME) as (model, engine, optimizer):
             assert steps(engine, model, optimizer, range(2)) == expected[0][:2]
             infinity.save(tmp_path / "checkpoint", model, optimizer)

@@ -26,7 +26,7 @@ from infinity.plan.tiers import HOST, in_storage
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers.record_mover import RecordMover
-from infinity.tiers.late_moments import CatchUp, Late, Pool, late_gradient
+from infinity.tiers.late_moments import CatchUp, LateUpdate, GradientPool, late_gradient
 
 MIB = 1 << 20
 NUMEL = 500_000
@@ -207,9 +207,9 @@ def test_a_record_that_moves_to_the_device_while_it_is_written_gives_its_memory_
 
         def move_and_make(*arguments):
             drive.place.redo.forget()
-            return Late(*arguments)
+            return LateUpdate(*arguments)
 
-        monkeypatch.setattr("infinity.tiers.compression.Late", move_and_make)
+        monkeypatch.setattr("infinity.tiers.compression.LateUpdate", move_and_make)
         drive.compressor.write(drive.place, drive.states(2), catch_up=drive.catch_up).wait()
         assert len(drive.place.redo.late) == 1 and drive.compressor.pool.num_free == 24 - 8
         drive.place.redo.forget()
@@ -238,7 +238,7 @@ def test_gradients_without_a_byte_and_those_that_take_all_of_theirs(tmp_path, ki
 def test_a_pool_gives_back_what_it_was_given():
     arena = Arena()
     try:
-        pool = Pool(arena, 3 * BLOCK_NBYTES + 4096)
+        pool = GradientPool(arena, 3 * BLOCK_NBYTES + 4096)
         sizes = [0, 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, 3 * BLOCK_NBYTES]
         for nbytes in sizes:
             data = memoryview(bytes(i % 251 for i in range(nbytes)))
@@ -510,8 +510,8 @@ def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch
             chunks = [chunk for chunk in engine.registry.chunks if chunk.redo and chunk.redo.late]
             assert not any(chunk.on_device for chunk in chunks)
             held.append(sum(len(pooled.blocks) for chunk in chunks for late in chunk.redo.late for pooled in late.pooled))
-            assert engine.stats()["replay_grad_nbytes"] == held[-1] * BLOCK_NBYTES
-        assert engine.margin.promoted and any(held)
+            assert engine.stats()["late_gradients_nbytes"] == held[-1] * BLOCK_NBYTES
+        assert engine.device_budget.promoted and any(held)
 
 
 @pytest.mark.parametrize("moments, planned, found", [("fp32", 1, 2), ("bf16", 0, 0)])

@@ -42,7 +42,7 @@ def test_a_step_leads_an_update_through_its_life(when, home, life, tmp_path, mon
         engine.start()
         engine.records.is_crowded = lambda kind: True
         for _ in range(3):
-            engine.cycle.due.behind.update(engine.registry.chunks if when == "split" else ())
+            engine.cycle.updates.behind.update(engine.registry.chunks if when == "split" else ())
             model(inputs(model, 0)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -105,7 +105,7 @@ def test_a_wrong_byte_is_found_while_a_drive_is_measured(tmp_path, monkeypatch):
         probe.check()
         flip_a_byte(name, 9 * MIB + 1)
         for look in (probe.check, lambda: probe.rate("read", drives.Drive())):
-            with pytest.raises(OSError, match="what was read is not what was written"):
+            with pytest.raises(OSError, match="the read bytes differ from the written bytes"):
                 look()
         probe.fill()
         probe.check()

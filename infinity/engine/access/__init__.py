@@ -1,4 +1,4 @@
-"""Access to parameters and states from outside of a step: reading, writing, gathering and saving them.
+"""Access to parameters and states between steps: reading, writing, gathering and saving.
 
-Knows when a step is running. Must not know how a step is planned.
+Knows whether a step is running. Must not know how a step is planned.
 """

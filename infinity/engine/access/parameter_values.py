@@ -1,6 +1,6 @@
-"""What the parameters of one engine answer the program: their values before the start, between two steps and where they are held.
+"""Values of one engine's parameters: read, written and gathered by the program, before the start, between steps and while held.
 
-Knows parameters by their index and the parts that have their values. Must not know who asks, nor what starts an engine.
+Knows parameters by index, and the parts of the engine that store values. Must not know what starts an engine.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from infinity.engine.steps.due_updates import note_change
-from infinity.engine.access.between_steps import Gate
-from infinity.engine.steps.step_cycle import in_backward
+from infinity.engine.steps.chunk_updates import note_change
+from infinity.engine.access.lifecycle import Lifecycle
+from infinity.engine.steps.step_cycle import autograd_runs
 from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import forget_owner
 from infinity.system.interrupts import uninterrupted
@@ -21,50 +21,52 @@ from infinity.system.ranks import Ranks
 from infinity.tiers.span_state import SpanState
 
 
-class FirstValues:
-    """The parameters' values before the start: each parameter has its own."""
+class InitialValues:
+    """Values before the start. In this class each parameter holds its own; a subclass may have moved some away."""
 
     def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
-        """A parameter's value at the start, 1-D, on any device."""
+        """The initial value of a parameter, 1-D, on any device."""
         return param.detach().reshape(-1)
 
     def bring_home(self, params: list[nn.Parameter]) -> None:
-        """Give these parameters their values."""
+        """Bring the values back into these parameters."""
 
     def send_away(self) -> None:
-        """The parameters' current values may leave for their tier again."""
+        """Values that were brought back may be moved away again."""
 
 
-class Answers:
-    """named: the parameters, in order. first: the parameters' values before the start."""
+class ParameterValues:
+    """named: the parameters, in order. first: values before the start."""
 
-    def __init__(self, gate: Gate, ranks: Ranks, named: list[tuple[str, nn.Parameter]], first: FirstValues):
-        self._gate, self._ranks, self._named, self._first = gate, ranks, named, first
+    def __init__(self, lifecycle: Lifecycle, ranks: Ranks, named: list[tuple[str, nn.Parameter]], first: InitialValues):
+        self._lifecycle, self._ranks, self._named, self._first = lifecycle, ranks, named, first
         self._initial = first.value
         self._indices = {id(param): index for index, (_, param) in enumerate(named)}
-        self._loaded: dict[int, torch.Tensor] = {}  # values that were asked for or given before the start, by index
+        self._loaded: dict[int, torch.Tensor] = {}  # values that were read or written before the start, by index
         self._dtypes: list[torch.dtype] = []
 
     def renew(self, named: list[tuple[str, nn.Parameter]], dtypes: list[torch.dtype]) -> None:
-        """The engine has these parameters from now on, in these dtypes. Their names and places may have changed. The engine has not started.
-        Raises UsageError for a parameter that was made of values which are away."""
+        """Take another list of parameters, with their dtypes, before the start. Parameters may have new names and places.
+
+        Raises UsageError for a new parameter that was computed from placeholders.
+        """
         self._dtypes = dtypes
-        before, initial, loaded, own = self._indices, self._initial, self._loaded, FirstValues().value
+        before, initial, loaded, own = self._indices, self._initial, self._loaded, InitialValues().value
         self._named, self._indices = named, {id(param): index for index, (_, param) in enumerate(named)}
         if self._indices == before:
             return
         for name, param in named:
             if id(param) not in before and param.isnan().any():
                 raise UsageError(
-                    f"{name} has joined the model with values that are no numbers, as if made of parameters whose values have left. Make it "
-                    f"inside `with infinity.init(config):`, or inside infinity.gathered of what it is made of."
+                    f"{name} has joined the model with NaN values, as if it was computed from parameters whose values are away. Make {name} "
+                    f"inside `with infinity.init(config):`, or inside infinity.gathered of the parameters that it is computed from."
                 )
         values = {index: value for index, (_, param) in enumerate(named) if (value := loaded.get(before.get(id(param)))) is not None}
         self._loaded = values
         self._initial = lambda index, param: initial(before[id(param)], param) if id(param) in before else own(index, param)
 
     def begin(self, parts, cycle) -> None:
-        """The engine has its parts."""
+        """The engine starts."""
         self.registry, self.values, self.weights = parts.registry, parts.values, parts.weights
         self.cycle, self.calls = cycle, cycle.calls
 
@@ -75,7 +77,7 @@ class Answers:
         return self._loaded.pop(index) if index in self._loaded else self._initial(index, param)
 
     def give_back(self) -> dict[int, str]:
-        """The engine ends and never started: parameters that have their values are the program's again; the others' names by address."""
+        """The engine ends without a start: release the parameters that hold their values. Returns the names of the others, by address."""
         away = {}
         with torch._C.DisableTorchFunctionSubclass():
             for name, param in self._named:
@@ -91,24 +93,24 @@ class Answers:
         self.cycle.refuse_half_updated("read_state()")
         state = self.registry.find(param)
         if state is None:
-            raise ConfigError("the parameter is not one of this engine's")
+            raise ConfigError("the parameter does not belong to this engine")
         return self.values.read(state)
 
     def num_updates(self, param: torch.Tensor) -> int:
-        """That have been made of a parameter; of those under way nothing is known."""
+        """Completed updates of a parameter. An update that is running is not counted."""
         state = self.registry.find(param)
         return max(chunk.steps[state.index] for chunk in self.registry.chunks_of(state))
 
     def is_held(self, param: torch.Tensor) -> bool:
-        """Whether the program may read and change the parameter now, as inside `gathered` or its module's forward."""
-        return self._gate.has_started and self.registry.params[self._indices[id(param)]].num_holders > 0
+        """Whether the program may read and change the parameter now, as inside `gathered` or the forward of its module."""
+        return self._lifecycle.has_started and self.registry.params[self._indices[id(param)]].num_holders > 0
 
     @uninterrupted
     def read_weight(self, param: torch.Tensor) -> torch.Tensor:
-        """A parameter's value, whole, on the CPU, in its dtype on the device. Every rank must call it."""
-        self._gate.enter("state_dict()")
+        """A copy of a parameter's whole value, on the CPU, in its dtype on the device. Every rank must call this method."""
+        self._lifecycle.check_access("state_dict()")
         index = self._indices[id(param)]
-        if not self._gate.has_started:
+        if not self._lifecycle.has_started:
             if index not in self._loaded:
                 if is_here(param):
                     return param.detach().to("cpu", self._dtypes[index], copy=True)
@@ -121,18 +123,18 @@ class Answers:
 
     @uninterrupted
     def write_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
-        """Give a parameter a value, of its shape; moments stay. Every rank must call it; rank 0's value counts."""
+        """Set a parameter's value; moments stay. Every rank must call this method. All ranks take the value of rank 0."""
         value = value.detach().reshape(-1).to("cpu", copy=True)
         self._ranks.broadcast_(value.view(torch.uint8))
         self.give(param, value)
 
     @uninterrupted
     def give(self, param: torch.Tensor, value) -> None:
-        """As `write_weight`, of what is the same on every rank: anything whose slices are 1-D tensors on the CPU."""
-        self._gate.enter("a new value of a weight")
+        """Set a parameter's value to one that is equal on all ranks. value: any object whose slices are 1-D tensors on the CPU."""
+        self._lifecycle.check_access("a new value of a weight")
         index = self._indices[id(param)]
-        if not self._gate.has_started:
-            if is_here(param):  # what the program changes afterwards counts
+        if not self._lifecycle.has_started:
+            if is_here(param):  # the program may change the value again
                 with torch.no_grad():
                     param.copy_(value[: param.numel()].view(param.shape))
             else:
@@ -140,14 +142,14 @@ class Answers:
             return
         self.cycle.refuse_half_updated("new weights", change=True)
         state = self.registry.params[index]
-        if not self.calls.frames and not in_backward():
+        if not self.calls.frames and not autograd_runs():
             self.calls.release_escaped()
         if self.weights.is_held(self.registry.span_of(state)):
             raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
         self.values.write_weight(state, value)
         for chunk in self.registry.chunks_of(state):
             if not chunk.weights_home.is_device and not chunk.on_device:
-                self.cycle.due.make_stale(chunk)
+                self.cycle.updates.make_stale(chunk)
         note_change(state)
 
     @contextlib.contextmanager
@@ -155,7 +157,7 @@ class Answers:
         self.cycle.refuse_half_updated("infinity.gathered", change=True)
         states = [self.registry.find(param) for param in params if param.numel() and param.is_floating_point()]
         if None in states:
-            raise ConfigError("infinity.gathered: a parameter is not one of this engine's")
+            raise ConfigError("infinity.gathered: a parameter does not belong to this engine")
         before: dict[SpanState, torch.Tensor] = {}
         try:
             self._gather(dict.fromkeys(self.registry.span_of(state) for state in states), before)
@@ -166,10 +168,10 @@ class Answers:
 
     @contextlib.contextmanager
     def gathered_first(self, params: Iterable[torch.Tensor], device: torch.device):
-        """As `gathered`, before the engine has started. The block changes initial values, in the dtype that each parameter was made with."""
+        """Like `gathered`, before the start. The block changes initial values, in the dtype that each parameter was made with."""
         params = [param for param in params if param.numel() and param.is_floating_point()]
         if not all(map(self.manages, params)):
-            raise ConfigError("infinity.gathered: a parameter is not one of this engine's")
+            raise ConfigError("infinity.gathered: a parameter does not belong to this engine")
         self._first.bring_home([param for param in params if not is_here(param)])
         for param in params:
             if (value := self._loaded.pop(self._indices[id(param)], None)) is not None:
@@ -180,14 +182,14 @@ class Answers:
         try:
             yield
         finally:
-            self._gate.check_open()
-            if not self._gate.has_started:
+            self._lifecycle.check_open()
+            if not self._lifecycle.has_started:
                 for param, home in zip(params, homes):
                     self._take_first(param, home)
                 self._first.send_away()
 
     def _take_first(self, param: nn.Parameter, home: torch.device) -> None:
-        """Every rank takes rank 0's value. The value goes back to the device where the parameter was made."""
+        """All ranks take the value of rank 0. The value goes back to the device where the parameter was made."""
         if self._ranks.world > 1:
             value = param.detach().to("cpu", copy=True)
             self._ranks.broadcast_(value.view(-1).view(torch.uint8))
@@ -196,7 +198,7 @@ class Answers:
 
     @uninterrupted
     def _gather(self, spans: Iterable[SpanState], before: dict[SpanState, torch.Tensor]) -> None:
-        """Hold them, and note what they are before the program changes them."""
+        """Hold these spans, and copy their values before the program changes them."""
         self.weights.acquire_aside(list(spans))
         for span in spans:
             self.values.keep_written(span)
@@ -208,7 +210,7 @@ class Answers:
     @uninterrupted
     def _adopt(self, before: dict[SpanState, torch.Tensor]) -> None:
         if before:
-            self._gate.check_open()
+            self._lifecycle.check_open()
         for span, value in before.items():
             try:
                 span.written()
@@ -219,36 +221,37 @@ class Answers:
                 self.values.adopt(span, (), value)
                 self.weights.release(span)
 
-    # What parameters call: [Note: parameters with two classes] in parameters.py.
+    # Called by parameters: [Note: parameters with two classes] in parameters.py.
 
     def name_of(self, param: nn.Parameter) -> str:
         return self._named[self._indices[id(param)]][0]
 
     def may_compute(self, params: list[nn.Parameter]) -> bool:
-        """Whether the program is where it may read parameters that nothing holds: in one of this engine's ops."""
-        return self._gate.has_started and self.calls.may_compute(list(map(self.registry.find, params)))
+        """Whether the program may read parameters that nothing holds: inside an op of this engine."""
+        return self._lifecycle.has_started and self.calls.reads.may_compute(list(map(self.registry.find, params)))
 
     def compute(self, params: list[nn.Parameter], func, args: tuple, kwargs: dict):
-        """func(*args, **kwargs), for which these parameters are held."""
-        return self.calls.compute(list(map(self.registry.find, params)), func, args, kwargs)
+        """func(*args, **kwargs), while these parameters are held."""
+        return self.calls.reads.compute(list(map(self.registry.find, params)), func, args, kwargs)
 
     def look_at_gradients(self):
-        """Inside the block a backward pass only returns gradients."""
-        return self.cycle.looks.look(scaled=self.cycle.scaler is not None) if self._gate.has_started else contextlib.nullcontext()
+        """A context inside which a backward pass only returns gradients."""
+        if not self._lifecycle.has_started:
+            return contextlib.nullcontext()
+        return self.cycle.autograd_grad.running(scaled=self.cycle.scaler is not None)
 
     def departed_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """In a backward pass: the sign of a parameter's gradient that has left, or None."""
-        if not self._gate.has_started or self.cycle.backward_task is None:
+        """In a backward pass: the placeholder of a gradient that has left the device, or None."""
+        if not self._lifecycle.has_started or not self.cycle.state.in_backward:
             return None
         return self.cycle.param_grads.departed(self.registry.find(param))
 
     def take(self, param: nn.Parameter, data: torch.Tensor) -> None:
-        """The program puts other data into a parameter that is held."""
-        state = self.registry.find(param)
-        state.put(data)
+        """The program assigns other data to a parameter that is held."""
+        self.registry.find(param).put(data)
 
 
 def is_here(param: nn.Parameter) -> bool:
-    """Whether it has elements of its own; those that `infinity.init` has sent away share one, which is no number."""
+    """Whether the parameter holds its values. All elements of a placeholder of `infinity.init` share one NaN."""
     here = param.untyped_storage().nbytes() >= param.numel() * param.element_size()
     return here and (param.numel() > 1 or not param.isnan().item())

@@ -1,4 +1,4 @@
-"""What PyTorch calls during a forward or a backward pass: module hooks, saved-tensor hooks, gradient hooks, compiled modules.
+"""Code that PyTorch calls during forward and backward passes: module hooks, saved-tensor hooks, gradient hooks, compiled modules.
 
-Knows modules, autograd, and the steps that it tells about them. Must not know how a step is planned, or how bytes move.
+Knows modules, autograd, and the step cycle that hooks report to. Must not know how a step is planned, or how bytes move.
 """

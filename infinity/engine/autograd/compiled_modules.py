@@ -1,6 +1,6 @@
-"""Which modules of a model have hooks, and of what op: each that is one, and the doors of those that are compiled.
+"""The hooks around each op of a model, also around modules that torch.compile has compiled.
 
-Knows modules, ops, and what is compiled. Must not know what a hook does.
+Knows modules, ops, and compiled modules. Must not know what a hook does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.engine.autograd.ops import Op, op_of, ops_of
 from infinity.errors import BudgetError, UsageError
-from infinity.model.compiled import Door, compiles, door_of, find_wrappers, has_compiled_forward, is_wrapper
+from infinity.model.compiled import CompiledCall, compiles, compiled_call_of, find_wrappers, has_compiled_forward, is_wrapper
 from infinity.model.leaf_modules import note_region
 from infinity.model.parameters import NO_COPY, NotCopied
 from infinity.sizes import format_bytes
@@ -25,7 +25,7 @@ from infinity.tiers.chunk_state import Registry
 from infinity.tiers.span_state import DeviceTier
 
 
-_KEY = "infinity"  # of hooks that are compiled: numbers, as torch gives, would be guarded, and each module compiled for itself
+_KEY = "infinity"  # of traced hooks. torch.compile would guard a number, which differs by module, and compile each module separately
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_always_called")
 
 
@@ -34,14 +34,16 @@ class Hooked(NamedTuple):
     handles: list[RemovableHandle]
 
 
-class Doors(NotCopied):
-    """before(module, args, kwargs) and after(module, args, output) are called around each call of an op, with the door instead of the
-    module where that is compiled; see [Note: compiled regions] in compiled.py. Holds no module."""
+class OpHooks(NotCopied):
+    """Calls before(module, args, kwargs) and after(module, args, output) around each call of an op. Holds no module.
+
+    If the module is compiled, both get the CompiledCall or wrapper in its place: [Note: compiled regions] in compiled.py.
+    """
 
     def __init__(self, registry: Registry, tier: DeviceTier, before: Callable, after: Callable):
         self.registry, self.tier = registry, tier
         self.before, self.after = before, after
-        self._ops: dict[int, Op] = {}  # by the identity of the module or door
+        self._ops: dict[int, Op] = {}  # by the id of a module, CompiledCall or wrapper
         self._hooked: dict[int, Hooked] = {}
 
     def attach(self, model: nn.Module) -> None:
@@ -56,14 +58,14 @@ class Doors(NotCopied):
             if (module := hooked.module()) is not None:
                 self._unhook(module)
 
-    def op_of(self, module: nn.Module | Door) -> Op | None:
-        """None for a wrapper that is not compiled, or in which there is no op."""
+    def op_of(self, module: nn.Module | CompiledCall) -> Op | None:
+        """The op of a module, CompiledCall or wrapper. None for a wrapper that does not compile, or without an op."""
         op = self._ops.get(id(module))
         if op is not None:
             return self._compiled(module, op) if not op.whole and "forward" in vars(module) and has_compiled_forward(module) else op
         if not is_wrapper(module):
             kind = type(module).__name__
-            raise UsageError(f"this {kind} is a copy, by copy.copy, that has an engine's hooks without being in it. {NO_COPY}")
+            raise UsageError(f"this {kind} is a copy, by copy.copy, that has the hooks of an engine but is not in the engine. {NO_COPY}")
         inner = module._orig_mod
         if not compiles(module) or (op := self._ops.get(id(inner))) is None:
             return None
@@ -71,25 +73,25 @@ class Doors(NotCopied):
         return op
 
     def note_wrapper(self, module: nn.Module, wrapper: nn.Module) -> None:
-        """torch.compile makes a wrapper of a module."""
+        """torch.compile makes a wrapper for a module."""
         if id(module) in self._ops:
             self._put(wrapper, self.before, self.after)
 
     def end_call(self, module: nn.Module) -> None:
-        """The module, which is compiled in place, was called before it had a door: see that this call ends."""
+        """A compiled module was called before it had a CompiledCall. Make sure that `after` runs for this call."""
 
         @torch._dynamo.disable
         def end(module, args, output):
             handle.remove()
             return self.after(module, args, output)
 
-        if door_of(module) is not None:
+        if compiled_call_of(module) is not None:
             handle = module.register_forward_hook(end, always_call=True)
 
     def _hook(self, module: nn.Module, op: Op) -> None:
         self._ops[id(module)] = op
         if module._compiled_call_impl is not None:
-            self._ops[id(Door(module, self.before, self.after))] = op
+            self._ops[id(CompiledCall(module, self.before, self.after))] = op
             self._put(module)
         elif op.whole:
             self._put(module)
@@ -117,12 +119,12 @@ class Doors(NotCopied):
             getattr(module, name).pop(_KEY, None)
         self._ops.pop(id(module), None)
         module.__dict__.pop("compile", None)
-        if (door := door_of(module)) is not None:
-            self._ops.pop(id(door), None)
-            door.remove()
+        if (call := compiled_call_of(module)) is not None:
+            self._ops.pop(id(call), None)
+            call.remove()
 
     def _before_traced(self, module, args, kwargs):
-        """Of a module that is compiled, also if it is called past its door."""
+        """Hook of a compiled module, for calls that bypass the wrapper."""
         return None if torch.compiler.is_compiling() else self.before(module, args, kwargs)
 
     def _after_traced(self, module, args, output):
@@ -136,7 +138,7 @@ class Doors(NotCopied):
         self._compiled(module, self._ops[id(module)])
 
     def _compiled(self, module: nn.Module, op: Op) -> Op:
-        """From now on the module is compiled as one."""
+        """The module is compiled as one from now on. Returns its new op."""
         self._check_room(module, op.name)
         note_region(module)
         op = op_of(module, op, self.registry)
@@ -146,16 +148,16 @@ class Doors(NotCopied):
         return op
 
     def _check_room(self, module: nn.Module, name: str) -> None:
-        """Raise BudgetError where the device has no room for all of its parameters at once."""
+        """Raise BudgetError if the device has no room for all its parameters at once."""
         spans = {self.registry.span_of(state) for param in module.parameters() if (state := self.registry.find(param)) is not None}
         nbytes = sum(span.nbytes for span in spans if not span.pinned)
         if nbytes > self.tier.limit_nbytes:
             raise BudgetError(
-                f"{name} is compiled as one, and needs all its weights at once: {format_bytes(nbytes)}, but of device_memory there are "
+                f"{name} is compiled as one, and needs all its weights at once: {format_bytes(nbytes)}. But device_memory has "
                 f"{format_bytes(self.tier.limit_nbytes)} for weights. Compile smaller modules, such as each block by itself, or raise "
-                f"device_memory; what is compiled before the optimizer is made has its room planned."
+                f"device_memory. The engine plans room for modules that are compiled before the optimizer is made."
             )
 
 
-for _function in (Doors._before_traced, Doors._after_traced):
-    skip_code(_function.__code__)  # traced where they are called, they are not compiled by themselves
+for _function in (OpHooks._before_traced, OpHooks._after_traced):
+    skip_code(_function.__code__)  # they are traced inside the caller's graph, and not compiled separately

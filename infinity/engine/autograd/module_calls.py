@@ -1,18 +1,18 @@
-"""The calls of a model's ops that are under way in a thread, what is held for each, and how they end.
+"""The running calls of a model's ops in a thread: the weights that each call holds, and how a call ends.
 
-Knows spans, and who brings them. Must not know when a step begins, what comes of gradients, or what hooks a module has.
+Knows spans, and the follower that brings them. Must not know when a step begins, what happens to gradients, or the hooks of a module.
 """
 
 # [Note: when a call needs a weight]
-# In forward, and the forward that activation checkpointing repeats: from the pre-hook to the post-hook of a module that owns it. A
-# parameter that another op reads is fetched for each function of it (`compute`), and held until the op ends, or room is needed and
-# they are gone, where views of it come of that. In backward: see [Note: when backward needs a weight] in saved_tensors.py.
+# In forward, also when activation checkpointing repeats a forward: from the pre-hook to the post-hook of the module that owns the weight.
+# A parameter that another op reads by name is fetched for each function that reads it (parameter_reads.py).
+# In backward: see [Note: when backward needs a weight] in saved_tensors.py.
 #
 # [Note: calls that are over]
-# Post-hooks are called also when a forward raises or a recomputation stops early: nothing stays held. They are not after an
-# interrupt: whoever next asks something of the engine looks whether the calls under way still are (`end_interrupted`). A call is
-# live while torch's function that runs a module's hooks and its forward is on this thread's stack. It is known by its name: under
-# another one no call would look live, and all would end.
+# Post-hooks also run when a forward raises or a recomputation stops early, so no weight stays held. After an interrupt they do not run.
+# So the next caller of the engine checks whether the running calls are still live (`end_interrupted`). A call is live while torch's
+# function that runs a module's hooks and forward is on this thread's stack. The engine finds the function by name. If torch renames it,
+# no call appears live, and all calls would end.
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
 )
 
+from infinity.engine.autograd.ops import BACKWARD, FORWARD, RECOMPUTE, Frame, Op
+from infinity.engine.autograd.parameter_reads import ParameterReads
+from infinity.engine.autograd.saved_tensors import BackwardHolds, SavedTensors
+from infinity.engine.autograd.trees import tensors_in
 from infinity.engine.build import Assembly
-from infinity.engine.steps.plan_follower import Follower
-from infinity.engine.memory.device_memory import Margin
-from infinity.engine.autograd.ops import ATTRIBUTE, BACKWARD, FORWARD, RECOMPUTE, Frame, Op
+from infinity.engine.memory.device_memory import DeviceBudget
+from infinity.engine.steps.plan_follower import PlanFollower
 from infinity.engine.steps.refusals import LossFunction
-from infinity.engine.autograd.saved_tensors import BackwardHolds, Handle, SavedTensors
-from infinity.engine.autograd.trees import parts_of, tensors_in
 from infinity.errors import UsageError
 from infinity.system import interrupts
 from infinity.system.interrupts import uninterrupted
-from infinity.tiers.activations import Activations, Saved
+from infinity.tiers.activations import Activations
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import SpanState
 
-_CALL = "_call_impl"  # of nn.Module, and in the name of what torch.compile makes of it
+_CALL = "_call_impl"  # in the name of nn.Module's function, and of the function that torch.compile makes from it
 _CALLS_IT = "_wrapped_call_impl"
 assert {_CALL, _CALLS_IT} <= vars(nn.Module).keys(), f"this torch has no nn.Module.{_CALL}: see [Note: calls that are over]"
 
 
-class Turn(NamedTuple):
-    """What of `Calls` is one thread's, where several take turns."""
+class CallState(NamedTuple):
+    """The part of `Calls` that belongs to one thread. Interleaved threads swap it."""
 
     frames: list[Frame]
     thread: int | None = None
@@ -61,22 +62,23 @@ class Turn(NamedTuple):
 
 
 class Calls:
-    """The stack of `frames`; `kept` is held until the segment under way ends, if there is one, or an op finds no room."""
+    """The stack of running calls, and the spans that are held for them."""
 
-    def __init__(self, follower: Follower, margin: Margin, parts: Assembly):
-        self.follower, self.margin, self._parts = follower, margin, parts
+    def __init__(self, follower: PlanFollower, device_budget: DeviceBudget, parts: Assembly):
+        self.follower, self.device_budget, self._parts = follower, device_budget, parts
         self.registry, self.weights = follower.registry, follower.weights
         self.timeline = follower.weights.events.timeline  # None without tracing
         self.frames: list[Frame] = []
-        self.kept: dict[int, SpanState] | None = None
-        self.touched: set[ParameterState] | None = None  # of the ops that a micro-batch has called in a segment, where that is asked for
-        self.thread: int | None = None  # that called the model last
+        self.thread: int | None = None  # the thread that called the model last
+        self.recording = False  # the current or last outermost forward builds a graph
+        self.touched: set[ParameterState] | None = None  # parameters that a micro-batch has used in a segment, if someone asks
         self.loss = LossFunction()
-        self.recording = False  # the outermost forward under way, or the last one, builds a graph
+        self.reads = ParameterReads(self)
         self.backward = BackwardHolds(self)
-        self._num_interrupts = 0  # after which the calls under way were looked at
-        self._escaped: list[SpanState] = []  # of views that the outermost module returned, until backward ends
-        self._returned: set[ParameterState] = set()  # parameters that it returned, until then: they are read as its other outputs are
+        self.segment_spans: dict[int, SpanState] | None = None  # held until the segment ends or an op finds no room; None without segment
+        self._num_interrupts = 0  # interrupts so far, at the last check of the running calls
+        self._escaped: list[SpanState] = []  # spans of views that the outermost module returned, held until backward ends
+        self._returned: set[ParameterState] = set()  # parameters that the outermost module returned: the program may read them
         self.weights.make_way = self._make_way
 
     @property
@@ -86,10 +88,10 @@ class Calls:
     def acquire(self, key: Hashable, spans: Sequence[SpanState]) -> None:
         """An op begins: hold its spans, issue the plan's actions before the next op, and bring the op's own spans to the device."""
         self.weights.drain_dropped()
-        self.margin.note_op(key)
+        self.device_budget.note_op(key)
         self.weights.hold_all(spans)
-        if self.kept is not None and all(span.index in self.kept for span in spans):
-            return  # the plan has one use, however many micro-batches come
+        if self.segment_spans is not None and all(span.index in self.segment_spans for span in spans):
+            return  # the plan counts one use for all micro-batches
         try:
             if self.follower.advance(key, spans, record=self.recording):
                 self.follower.issue()
@@ -99,15 +101,15 @@ class Calls:
         except BaseException:
             self.weights.release_all(spans)
             raise
-        for span in spans if self.kept is not None else ():
-            if span.index not in self.kept:
-                self.kept[span.index] = span
+        for span in spans if self.segment_spans is not None else ():
+            if span.index not in self.segment_spans:
+                self.segment_spans[span.index] = span
                 self.weights.hold(span)
 
-    # What hooks call.
+    # Called by hooks.
 
     def begin_outermost(self) -> None:
-        """Nothing is under way, and a forward pass of this thread comes."""
+        """A forward pass begins in this thread."""
         self.thread = threading.get_ident()
         self.recording = torch.is_grad_enabled()
         self.release_escaped()
@@ -116,7 +118,7 @@ class Calls:
         """A call begins. The caller acquires the op's spans next, and then calls `begun`."""
         op = frame.op
         if phase == RECOMPUTE:
-            self._refuse_updated(op.name, "called", op.spans)
+            self.refuse_updated(op.name, "called", op.spans)
         self.frames.append(frame)
         if self.timeline is not None:
             self.timeline.end()
@@ -139,8 +141,10 @@ class Calls:
 
     @uninterrupted
     def end(self, module: nn.Module, output, *, of_any_thread: bool = False) -> Frame | None:
-        """The last call of the module is over, with those inside of it; returns its frame. None if it has none, as one that was refused,
-        since another thread's was under way."""
+        """End the last call of the module, and the calls inside that call. Returns the frame.
+
+        Returns None if the call has no frame, because it was refused while a call of another thread was running.
+        """
         here = threading.get_ident()
         if not any(frame.module is module and (of_any_thread or frame.thread == here) for frame in reversed(self.frames)):
             return None
@@ -150,18 +154,18 @@ class Calls:
             if frame.pushed and frame.task == _current_graph_task_id():
                 _pop_saved_tensors_default_hooks()
             if frame.op.whole and frame.spans and _current_graph_task_id() != -1:
-                self.backward.keep_loose(frame.op)  # its backward follows, on each rank with what it has chosen
-            self._let_go(frame, self._escaping(output) if (frame.spans or frame.viewed) and frame.module is module else ())
+                self.backward.keep_leaf(frame.op)  # backward of the leaf follows, and each rank computes with other parts of it
+            self._release_frame(frame, self._escaping(output) if (frame.spans or frame.viewed) and frame.module is module else ())
             if frame.module is module:
                 break
         if not self.frames:
             self._returned.update(filter(None, map(self.registry.find, tensors_in(output))))
             self.backward.hold_again()
         if self.timeline is not None:
-            self._goes_on(frame.op)
+            self._trace_end(frame.op)
         return frame
 
-    def _let_go(self, frame: Frame, escaping: set[SpanState]) -> None:
+    def _release_frame(self, frame: Frame, escaping: set[SpanState]) -> None:
         for span in (*frame.spans, *frame.viewed):
             if span in escaping:
                 (self.frames[-1].spans if self.frames else self._escaped).append(span)
@@ -169,12 +173,12 @@ class Calls:
                 self.weights.release(span)
 
     def _escaping(self, output) -> set[SpanState]:
-        """The spans that an output looks into. A parameter itself is fetched again by whoever computes with it; a view of it cannot be."""
+        """Spans of which the output contains a view. A parameter is fetched again by the next function that reads it; a view cannot be."""
         views = [tensor for tensor in tensors_in(output) if not isinstance(tensor, nn.Parameter)]
         return {span for tensor in views if (span := self.registry.owner(tensor)) is not None}
 
-    def _goes_on(self, op: Op) -> None:
-        """For the trace: what the device works for after a call of the op."""
+    def _trace_end(self, op: Op) -> None:
+        """The trace shows the work that follows a call of the op."""
         in_backward = _current_graph_task_id() != -1
         if self.frames:
             self.timeline.begin(RECOMPUTE if in_backward else FORWARD, self.frames[-1].op.name)
@@ -184,12 +188,12 @@ class Calls:
             self.timeline.end()
 
     def end_interrupted_before(self, module: nn.Module) -> None:
-        """A call of the module comes: look whether others were interrupted, if there was an interrupt, or it is the outermost one again."""
+        """A call of the module begins: end interrupted calls, if there was an interrupt, or the outermost module is called again."""
         if self.frames and (self._num_interrupts != interrupts.num_raised or self.frames[0].module is module):
             self.end_interrupted(begun=module)
 
     def end_interrupted(self, begun: nn.Module | None = None) -> None:
-        """End the calls of modules that an interrupt has ended, in this thread. begun: one of it is under way that has no frame yet."""
+        """End this thread's calls that an interrupt has broken off. begun: a module with a running call that has no frame yet."""
         if not self.frames or self.thread != threading.get_ident():
             return
         self._num_interrupts = interrupts.num_raised
@@ -203,13 +207,13 @@ class Calls:
     # Saved tensors.
 
     def drain_dropped(self) -> None:
-        """Let go of what was kept for saved tensors that autograd has dropped."""
+        """Release the spans and activations of saved tensors that autograd has dropped."""
         self.weights.drain_dropped()
         if self.activations is not None:
             self.activations.drain()
 
     def _push_saved_tensors(self) -> bool:
-        """Put ours in force, unless they are. Those of another engine, whose model calls this one, come after ours."""
+        """Push this engine's saved-tensor hooks, unless they are active. Hooks of another engine, whose model calls this one, stay below."""
         top = _top_saved_tensors_default_hooks(True)
         owner = getattr(top[0], "__self__", None) if top else None
         if isinstance(owner, SavedTensors) and owner.calls is self:
@@ -220,7 +224,7 @@ class Calls:
 
     @contextlib.contextmanager
     def saved_tensors(self) -> Iterator[None]:
-        """What autograd saves inside the block is as if an op had saved it."""
+        """Inside the context, autograd saves tensors as inside an op."""
         pushed = self._push_saved_tensors()
         try:
             yield
@@ -228,122 +232,52 @@ class Calls:
             if pushed:
                 _pop_saved_tensors_default_hooks()
 
-    # Parameters that are read by name.
+    def was_returned(self, states: Iterable[ParameterState]) -> bool:
+        """Whether the outermost module has returned all these parameters."""
+        return self._returned.issuperset(states)
 
-    def may_compute(self, states: list[ParameterState]) -> bool:
-        """Whether parameters may be read: by an op of this thread, in a backward pass, or since the outermost module returned them."""
-        if _current_graph_task_id() != -1:
-            return True
-        return self.thread == threading.get_ident() and (bool(self.frames) or self._returned.issuperset(states))
+    def hold_escaped(self, spans: Iterable[SpanState]) -> None:
+        """Keep the hold on these spans until backward ends: the program has views of them."""
+        self._escaped.extend(spans)
 
-    @torch._dynamo.disable
-    def compute(self, states: list[ParameterState], func, args, kwargs):
-        """func(*args, **kwargs) of parameters that are held for no op under way: for as long as it takes, or for as long as that op does
-        where what comes of it looks into their storage."""
-        held, keep = self._hold_read(states), True
-        by_address = func is torch.Tensor.data_ptr
-        try:
-            returned = not self.frames and _current_graph_task_id() == -1
-            with self.saved_tensors() if returned else contextlib.nullcontext():
-                result = func(*args, **kwargs)
-            keep = any(map(self._looks_inside, parts_of(result)))
-        finally:
-            self._release_read(states, held, keep=keep or by_address, viewed=not by_address)
-        return result
-
-    @uninterrupted
-    def _hold_read(self, states: list[ParameterState]) -> list[SpanState]:
-        """A parameter is read by name."""
-        in_backward = _current_graph_task_id() != -1
-        if self.recording and not in_backward:
-            for state in states:
-                self._count(state)
-        held = list(dict.fromkeys(map(self.registry.span_of, states)))
-        lacking = [span for span in held if not (span.attached and span.holds)]
-        for state in states if in_backward else ():
-            if (span := self.registry.span_of(state)) in lacking:
-                self._refuse_updated(state.name, "read", [span])
-        there = [span for span in held if span not in lacking]
-        for span in there:
-            self.weights.hold(span)
-        try:
-            if lacking:
-                self.acquire((ATTRIBUTE, *(span.index for span in lacking)), lacking)
-        except BaseException:
-            for span in there:
-                self.weights.release(span)
-            raise
-        for state in states:
-            state.hold()
-        return held
-
-    def _refuse_updated(self, name: str, how: str, spans: Iterable[SpanState]) -> None:
-        """Raise UsageError where weights of the next step would be taken for those of this one, in a backward pass."""
+    def refuse_updated(self, name: str, how: str, spans: Iterable[SpanState]) -> None:
+        """Raise UsageError if a backward pass would read weights that it has updated already."""
         if any(chunk.update.is_early for span in spans for chunk in self.registry.chunks_in(span)):
             raise UsageError(
-                f"{name} is {how} in a backward pass that has updated it already. Use update='deferred' for hooks, or checkpoints, that "
-                f"look at weights in backward when their gradients are complete."
+                f"{name} is {how} in a backward pass that has updated {name} already. Use update='deferred' if hooks or checkpoints "
+                f"read weights in backward after their gradients are complete."
             )
 
-    @uninterrupted
-    def _release_read(self, states: list[ParameterState], held: list[SpanState], *, keep: bool, viewed: bool) -> None:
-        for state in states:
-            state.release()
-        if keep and self.frames:
-            (self.frames[-1].viewed if viewed else self.frames[-1].spans).extend(held)
-        elif keep:
-            (self.backward.loose if _current_graph_task_id() != -1 else self._escaped).extend(held)
-        else:
-            for span in held:
-                self.weights.release(span)
-
-    def _looks_inside(self, value) -> bool:
-        """Whether a value may look into the storage of a parameter, without being one."""
-        if isinstance(value, torch.Tensor):
-            return self.registry.find(value) is None and self.registry.owner(value) is not None
-        return not isinstance(value, _PLAIN)
-
-    def _count(self, state: ParameterState) -> None:
-        """One use more, by the op under way, unless that or one around it has counted it: its gradient is one to wait for, also where its
-        span is held for others."""
-        if not any(state in frame.op.params or state.index in frame.read for frame in reversed(self.frames)):
-            if self.frames:
-                self.frames[-1].read.add(state.index)
-            with DisableTorchFunctionSubclass():
-                state.touched += state.param.requires_grad
-            if self.touched is not None:
-                self.touched.add(state)
-
-    # What steps call.
+    # Called by steps.
 
     @contextlib.contextmanager
     def segment(self) -> Iterator[None]:
-        """What the block's ops fetch stays until it ends."""
-        self.kept = {}
+        """Spans that ops fetch inside the context stay until it ends."""
+        self.segment_spans = {}
         try:
             yield
         finally:
-            self._let_kept_go()
-            self.kept = None
+            self._release_segment()
+            self.segment_spans = None
 
     @uninterrupted
-    def _let_kept_go(self) -> None:
-        while self.kept:
-            self.weights.release(self.kept.popitem()[1])
+    def _release_segment(self) -> None:
+        while self.segment_spans:
+            self.weights.release(self.segment_spans.popitem()[1])
 
-    def swap(self, turn: Turn) -> Turn:
-        """From now on another thread's calls are those under way. Returns whose were."""
-        before = Turn(self.frames, self.thread, self.recording, self.touched)
-        self.frames, self.thread, self.recording, self.touched = turn
+    def swap(self, state: CallState) -> CallState:
+        """Install another thread's state. Returns the state before."""
+        before = CallState(self.frames, self.thread, self.recording, self.touched)
+        self.frames, self.thread, self.recording, self.touched = state
         return before
 
     def end_all(self) -> None:
-        """What the thread had called is over, whatever has ended it."""
+        """All calls of the thread are over, for whatever reason."""
         while self.frames:
             self.end(self.frames[-1].module, None, of_any_thread=True)
 
     def release_all(self) -> None:
-        """A backward pass is over: what a retained graph still refers to is held no longer."""
+        """A backward pass is over: release spans that a retained graph still refers to."""
         if self.timeline is not None:
             self.timeline.end()
         self.release_escaped()
@@ -355,8 +289,10 @@ class Calls:
             self.weights.release(self._escaped.pop())
 
     def refuse_running(self, what: str) -> None:
-        """Raise UsageError where an op, or infinity.gathered, needs weights that are about to change or be saved. What the outermost module
-        has returned needs none of the engine any more: views of weights that an evaluation has returned, the program has."""
+        """Raise UsageError if an op or infinity.gathered needs weights that are about to change or be saved.
+
+        Views that an evaluation has returned are the program's own, and are released.
+        """
         runs = bool(self.frames) or _current_graph_task_id() != -1
         if not runs:
             self.release_escaped()
@@ -365,24 +301,23 @@ class Calls:
             raise UsageError(f"{what} while the model runs or inside infinity.gathered: end that first")
 
     def _make_way(self) -> bool:
-        """An op finds no room: give up what is kept for other micro-batches, what is held for views that are gone and, where it is
-        recomputed, what backward holds until that is over, for autograd may have unpacked a weight of the node for which it is recomputed.
-        Whether there was any."""
-        was_kept = bool(self.kept)
-        self._let_kept_go()
+        """An op finds no room: release spans that are held for convenience. Returns whether there were any.
+
+        These are spans kept for other micro-batches, and spans whose views are gone. During recomputation they are also the weights that
+        autograd has unpacked for the node that waits for the recomputation.
+        """
+        had_segment = bool(self.segment_spans)
+        self._release_segment()
         gone = [(frame, span) for frame in self.frames for span in frame.viewed if not span.has_escaped]
         for frame, span in gone:
             frame.viewed.remove(span)
             self.weights.release(span)
         recomputes = bool(self.frames) and _current_graph_task_id() != -1
-        return was_kept or bool(gone) or (recomputes and self.backward.set_aside())
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None), Handle, Saved)
+        return had_segment or bool(gone) or (recomputes and self.backward.set_aside())
 
 
 def live_calls() -> Counter[nn.Module] | None:
-    """How many calls of each module are under way in this thread; None where a compiled one does not say of what it is."""
+    """The running calls of each module in this thread. None if a compiled call does not tell its module."""
     found: Counter[nn.Module] = Counter()
     frame = sys._getframe()
     while frame is not None:

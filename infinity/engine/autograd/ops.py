@@ -1,6 +1,6 @@
-"""Ops: the modules of a model that have parameters, with what each needs; and one call of one.
+"""Ops, the modules of a model that have parameters, and frames, the running calls of ops.
 
-Knows modules, and the states of parameters and spans. Must not know autograd, hooks, or how a span comes.
+Knows modules, and the states of parameters and spans. Must not know autograd, hooks, or how a span is fetched.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ from infinity.tiers.chunk_state import Registry
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import SpanState
 
-FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "attribute"  # what an op is fetched for
+FORWARD, RECOMPUTE, BACKWARD, ATTRIBUTE = "forward", "recompute", "backward", "attribute"  # reasons of a fetch
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A module with parameters, its own or its children's; `spans` and `params` are its own."""
+    """A module with parameters, or with children that have parameters.
+
+    spans, params: the module's own. whole: an infinity.leaf or a compiled module. Then spans and params include the children's, and are
+    fetched together, also for backward.
+    """
 
     index: int
     name: str
     spans: tuple[SpanState, ...] = ()
     params: tuple[ParameterState, ...] = ()
-    whole: bool = False  # infinity.leaf, or compiled: they are its children's, too, and are fetched for backward all at once
+    whole: bool = False
 
 
 def ops_of(model: nn.Module, registry: Registry) -> Iterator[tuple[nn.Module, Op]]:
-    """The model is the first, or what torch.compile has made it of."""
+    """Each op with its module. The first is the model, or the module that torch.compile has wrapped."""
     inside, index = inside_leaves(model), 0
     for name, module in model.named_modules():
         if module in inside or is_wrapper(module):
@@ -44,7 +48,7 @@ def ops_of(model: nn.Module, registry: Registry) -> Iterator[tuple[nn.Module, Op
 
 
 def op_of(module: nn.Module, op: Op, registry: Registry) -> Op:
-    """The op with what the module needs now, its own or, of a leaf, all."""
+    """The op with the current parameters of the module."""
     params = module.parameters() if is_leaf(module) else module._parameters.values()
     states = [state for p in params if p is not None and (state := registry.find(p)) is not None]
     spans = dict.fromkeys(registry.span_of(state) for state in states)
@@ -52,8 +56,11 @@ def op_of(module: nn.Module, op: Op, registry: Registry) -> Op:
 
 
 class Frame:
-    """One call of an op under way. `spans` and `params` are held for it, `viewed` as long as views of them are alive, `packed` were
-    saved by autograd, `read` are other ops' parameters that it has read by name."""
+    """A running call of an op.
+
+    spans, params: held until the call ends. viewed: spans held while views of them are alive. packed: spans that autograd has saved. read:
+    parameters of other ops that the call has read. scales: the outputs are those of an fp16 model.
+    """
 
     __slots__ = ("module", "op", "outermost", "packed", "params", "pushed", "read", "scales", "spans", "task", "thread", "viewed")
 
@@ -61,13 +68,13 @@ class Frame:
         self.module = module
         self.op = op
         self.outermost = outermost
-        self.scales = scales  # its outputs are an fp16 model's
+        self.scales = scales
         self.spans: list[SpanState] = []
         self.viewed: list[SpanState] = []
         self.params: Sequence[ParameterState] = ()
         self.packed: set[int] = set()
         self.read: set[int] = set()
-        self.pushed = False  # our saved-tensor hooks, in the graph task `task`, with whose end autograd takes them back by itself
+        self.pushed = False  # the saved-tensor hooks, in the graph task `task`. Autograd removes them when that task ends
         self.task, self.thread = _current_graph_task_id(), threading.get_ident()
 
     def hold(self, params: Sequence[ParameterState]) -> None:

@@ -1,6 +1,6 @@
-"""The hooks of a model of which nothing ever leaves the device: they only look whether an outermost module is called.
+"""Hooks of a model whose parameters never leave the device: they only look for calls of an outermost module.
 
-Knows the same as hooks.py. The first op after a step brings all parameters home, until the next step, and autograd saves them itself.
+Knows and must not know the same as hooks.py. The first op after a step brings all parameters to their storage, and autograd saves them itself.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from torch import nn
 
 from infinity.engine.autograd.hooks import Hooks
 from infinity.engine.autograd.ops import FORWARD, Frame, Op
-from infinity.engine.steps.step_cycle import Cycle
+from infinity.engine.steps.step_cycle import StepCycle
 from infinity.system.interrupts import uninterrupted
 
 
-def hooks_for(cycle: Cycle, model: nn.Module) -> Hooks:
+def hooks_for(cycle: StepCycle, model: nn.Module) -> Hooks:
     """The hooks of the model, attached to it."""
     return (ResidentHooks if _stays(cycle) else Hooks)(cycle, model)
 
 
-def _stays(cycle: Cycle) -> bool:
-    """Whether no op of the model ever needs more of the engine than that its parameters are home."""
+def _stays(cycle: StepCycle) -> bool:
+    """Whether no op of the model needs the engine once all parameters are on the device."""
     registry = cycle.registry
     return (
         cycle.ranks.world == 1
@@ -28,19 +28,19 @@ def _stays(cycle: Cycle) -> bool:
         and all(chunk.on_device for chunk in registry.chunks)
         and not any(state.written_in_forward for state in registry.params)
         and cycle.calls.activations is None
-        and not any(chunk.chunk.format.needs_loss_scale for chunk in registry.chunks)  # whose outermost module is scaled, also where it is recomputed
+        and not any(chunk.chunk.format.needs_loss_scale for chunk in registry.chunks)  # the outermost module is scaled, also when recomputed
         and cycle.events.timeline is None
     )
 
 
 class ResidentHooks(Hooks):
-    """Only outermost calls have a frame, and hold all parameters; their ops need no spans."""
+    """Only outermost calls have a frame. They hold all parameters, and their ops need no spans."""
 
     @torch._dynamo.disable
     @uninterrupted
     def _before(self, module, args, kwargs):
         phase, frames = self._next_phase(module), self.calls.frames
-        op = self.doors.op_of(module)
+        op = self.op_hooks.op_of(module)
         if op is None or (frames and frames[-1].module is not module):
             return
         outermost = not frames and phase == FORWARD

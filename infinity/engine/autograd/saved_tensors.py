@@ -1,19 +1,19 @@
-"""What autograd saves of weights, and what it is given in their place; and what a backward pass holds of them.
+"""Weights among autograd's saved tensors: the handles that are saved in their place, and the spans that a backward pass holds.
 
-Knows autograd's saved tensors, spans and handles. Must not know modules, plans or tiers: it names what it needs and when it no longer does.
+Knows autograd's saved tensors, spans and handles. Must not know modules, plans or tiers.
 """
 
 # [Note: when backward needs a weight]
-# Autograd asks for what it saved. Under our saved-tensor hooks a view of an engine storage is saved as a Handle;
-# unpacking it fetches the span, and the handle's death, when autograd lets go of the node's saved tensors, releases it. So
-# an embedding, which saves no weights, is not fetched for its backward. The hooks are pushed anew inside every checkpointed
-# region, on top of the checkpoint's own, and pass on to those whatever is not ours: weights are never "recomputed", and the
-# region saves the same number of tensors in both forwards. An op whose output comes from a custom autograd function may
-# have stashed a parameter where no hook sees it: its spans are fetched when the gradient of that output is known. So are all
-# spans of an infinity.leaf, whatever ran of it, and they stay until something else is unpacked: ranks whose data chose other
-# parts of it fetch the same, in the same order.
+# Under this engine's saved-tensor hooks, autograd saves a WeightHandle in place of a view of a weight. When autograd unpacks the handle, the
+# span is fetched. When autograd drops the node's saved tensors, the handle dies, and its death releases the span. So an embedding, which
+# saves no weight, is not fetched for backward.
+# The hooks are pushed again inside every checkpointed region, above the hooks of the checkpoint, and pass other tensors on to those. So
+# weights are never recomputed, and the region saves the same number of tensors in both forwards.
+# The backward of a custom autograd function may read a parameter that no hook has seen. So the spans of an op whose output comes from such a
+# function are fetched when the gradient of that output is known. The same holds for an infinity.leaf: all its spans are fetched, and stay
+# until the next fetch. So ranks whose data took different paths through the leaf fetch the same spans in the same order.
 #
-# Saved-tensor hooks switch off autograd's check for in-place changes; ours make it, for weights and activations.
+# Saved-tensor hooks switch off autograd's check for in-place changes. The hooks of this file do that check, for weights and activations.
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from infinity.engine.autograd.ops import BACKWARD, Op
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Need
-from infinity.tiers.activations import Saved
 from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.saved_storage import SavedTensor
 from infinity.tiers.span_state import SpanState
 
 
-class Hold(Need):
-    """What a handle needs of its span, which keeps it: that nothing changes there and, while it is `holding`, that it is home."""
+class HandleNeed(Need):
+    """A handle's need of its span: nothing may change there. While `holding`, the span must also be on the device."""
 
     __slots__ = ("holding", "node", "span")
 
-    def __init__(self, handle: Handle, callback: Callable[[Hold], None]):
+    def __init__(self, handle: WeightHandle, callback: Callable[[HandleNeed], None]):
         super().__init__(handle, callback)
+        self.span = handle.span
         self.holding = False
-        self.node: tuple[int, int] | None = None  # (backward pass, node of the graph) that unpacked it last
+        self.node: tuple[int, int] | None = None  # (backward pass, graph node) that has unpacked the handle last
 
 
-class Handle:
-    """A view of an engine storage that autograd saved, in a call of `op` if there was one."""
+class WeightHandle:
+    """A view of an engine storage that autograd has saved. op: the op that ran, if any."""
 
-    __slots__ = ("__weakref__", "hold", "leaf", "op", "span", "tensor", "version")
+    __slots__ = ("__weakref__", "leaf", "need", "op", "span", "tensor", "version")
 
-    def __init__(self, dropped: deque[Hold], op: Op | None, span: SpanState, tensor: torch.Tensor):
+    def __init__(self, dropped: deque[HandleNeed], op: Op | None, span: SpanState, tensor: torch.Tensor):
         self.op = op
-        self.leaf = op if op is not None and op.whole and span in op.spans else None  # that it is fetched with
+        self.leaf = op if op is not None and op.whole and span in op.spans else None  # fetched as a whole
         self.span = span
         with DisableTorchFunctionSubclass():
             self.tensor = tensor.detach()
         self.version = self.tensor._version
-        self.hold = Hold(self, dropped.append)
-        self.hold.span = span
-        span.handles.add(self.hold)
+        self.need = HandleNeed(self, dropped.append)
+        span.handles.add(self.need)
 
 
 class SavedTensors:
-    """The pair of hooks that is in force while calls are under way. `outer` is what was in force before, such as a checkpoint's."""
+    """The pair of saved-tensor hooks while calls run. outer: the pair that was active before, such as a checkpoint's."""
 
     def __init__(self, calls, outer):
         self.calls = calls
@@ -69,8 +69,8 @@ class SavedTensors:
     @torch._dynamo.disable
     def pack(self, tensor: torch.Tensor):
         state = self.calls.registry.find(tensor)
-        if state is not None and not state.num_holders:  # given to a function whose forward did not look at it
-            return self.calls.compute([state], self.pack, (tensor,), {})
+        if state is not None and not state.num_holders:  # a function saves a parameter that its forward did not read
+            return self.calls.reads.compute([state], self.pack, (tensor,), {})
         span = self.calls.registry.owner(tensor)
         if span is not None:
             return self._handle(span, tensor)
@@ -80,9 +80,9 @@ class SavedTensors:
 
     @torch._dynamo.disable
     def unpack(self, saved):
-        if isinstance(saved, Handle):
+        if isinstance(saved, WeightHandle):
             return self.calls.backward.restore(saved)
-        if isinstance(saved, Saved):
+        if isinstance(saved, SavedTensor):
             if len(set(saved.versions)) > 1:
                 raise _modified(f"a saved tensor of shape {saved.shape}", *saved.versions)
             return self.calls.activations.restore(saved)
@@ -94,14 +94,14 @@ class SavedTensors:
         return second
 
     @uninterrupted
-    def _handle(self, span: SpanState, tensor: torch.Tensor) -> Handle:
+    def _handle(self, span: SpanState, tensor: torch.Tensor) -> WeightHandle:
         frame = self.calls.frames[-1] if self.calls.frames else None
         if frame is not None:
             frame.packed.add(span.index)
-        return Handle(self.calls.weights.dropped, frame.op if frame is not None else None, span, tensor)
+        return WeightHandle(self.calls.weights.dropped, frame.op if frame is not None else None, span, tensor)
 
-    def _activation(self, tensor: torch.Tensor) -> Saved | None:
-        """None: it stays where it is, such as what a backward pass computes anew."""
+    def _activation(self, tensor: torch.Tensor) -> SavedTensor | None:
+        """None if the tensor stays on the device, as recomputed tensors do."""
         activations = self.calls.activations
         if activations is None or not activations.is_on or _current_graph_task_id() != -1:
             return None
@@ -109,88 +109,97 @@ class SavedTensors:
 
 
 class BackwardHolds:
-    """What backward passes hold: what autograd has unpacked, until it lets go of it or a later node needs something; and, until the next
-    event, what the backward of a custom function or a leaf may read."""
+    """Spans that backward passes hold.
+
+    A span that autograd has unpacked is held until autograd drops the handle or a later node needs a weight. Until the next event, the engine
+    also holds the spans that the backward of a custom function or a leaf may read.
+    """
 
     def __init__(self, calls):
         self.calls = calls
         self.weights, self.timeline = calls.weights, calls.timeline
-        self.loose: list[SpanState] = []  # held until the next event
-        self.loose_leaf: Op | None = None  # for whose backward they are
-        self._loose_params: list[ParameterState] = []
-        self._holding: list[Hold] = []  # those, and some that did
-        self._aside: list[Hold] = []  # those that held, and will again when what is recomputed for their node is there
+        self.leaf: Op | None = None  # whose backward comes next
+        self._until_next: list[SpanState] = []  # held until the next event
+        self._params_until_next: list[ParameterState] = []
+        self._needs: list[HandleNeed] = []  # all that are holding, and some that were
+        self._aside: list[HandleNeed] = []  # they hold again when the recomputation for their node is over
 
     @uninterrupted
-    def restore(self, handle: Handle) -> torch.Tensor:
+    def restore(self, handle: WeightHandle) -> torch.Tensor:
+        """The tensor of a handle that autograd unpacks, on the device."""
         if handle.tensor._version != handle.version:
             raise _modified(f"a weight of {handle.span.params[0].name}'s span", handle.version, handle.tensor._version)
         if handle.leaf is not None:
-            if handle.span not in self.loose:
-                self.fetch_loose(handle.leaf)
+            if handle.span not in self._until_next:
+                self.fetch_op(handle.leaf)
             return handle.tensor
         node = (_current_graph_task_id(), _current_node())
-        hold = handle.hold
-        if not hold.holding:
-            self.release_loose()
+        need = handle.need
+        if not need.holding:
+            self.release_until_next()
             self._release_earlier(*node)
             self._hold(handle)
-        hold.node = node
+        need.node = node
         return handle.tensor
 
     @uninterrupted
-    def fetch_loose(self, op: Op) -> None:
-        """The backward of the op comes next, and may read any of its parameters."""
-        self.release_loose()
+    def fetch_op(self, op: Op) -> None:
+        """The backward of the op comes next, and may read any of the op's parameters."""
+        self.release_until_next()
         self._acquire(op, -1, op.spans)
-        self._hold_loose(op)
+        self._hold_op(op)
 
-    def keep_loose(self, leaf: Op) -> None:
-        """As `fetch_loose`, of what a call of the leaf, which has run again, holds."""
-        self.release_loose()
+    def keep_leaf(self, leaf: Op) -> None:
+        """A recomputed call of the leaf ends. Its backward comes next: keep the spans."""
+        self.release_until_next()
         for span in leaf.spans:
             self.weights.hold(span)
-        self._hold_loose(leaf)
+        self._hold_op(leaf)
 
-    def _hold_loose(self, op: Op) -> None:
-        self.loose.extend(op.spans)
+    def _hold_op(self, op: Op) -> None:
+        self._until_next.extend(op.spans)
         for state in op.params:
             state.hold()
-        self._loose_params.extend(op.params)
-        self.loose_leaf = op if op.whole else None
+        self._params_until_next.extend(op.params)
+        self.leaf = op if op.whole else None
 
-    def release_loose(self) -> None:
-        self.loose_leaf = None
-        while self._loose_params:
-            self._loose_params.pop().release()
-        while self.loose:
-            self.weights.release(self.loose.pop())
+    def hold_until_next(self, spans: Iterable[SpanState]) -> None:
+        """Keep the hold on these spans until the next event."""
+        self._until_next.extend(spans)
+
+    def release_until_next(self) -> None:
+        """The next event is here."""
+        self.leaf = None
+        while self._params_until_next:
+            self._params_until_next.pop().release()
+        while self._until_next:
+            self.weights.release(self._until_next.pop())
 
     def release_all(self) -> None:
-        """A backward pass is over: what a retained graph still refers to is held no longer."""
-        self.release_loose()
-        self._release_where(lambda hold: True)
+        """A backward pass is over: release spans that a retained graph still refers to."""
+        self.release_until_next()
+        self._release_where(lambda need: True)
         self._aside = []
 
     def set_aside(self) -> bool:
-        """Give up, until `hold_again`, what autograd has unpacked; whether there was anything. It is brought back to the same storage."""
-        held = [hold for hold in self._holding if hold() is not None and hold.holding]
-        self._release_where(lambda hold: True)
+        """Release the unpacked spans until `hold_again`. Returns whether there were any. Each comes back to the same storage."""
+        held = [need for need in self._needs if need() is not None and need.holding]
+        self._release_where(lambda need: True)
         self._aside += held
         return bool(held)
 
     def hold_again(self) -> None:
-        """What was recomputed for the node under way is there: so is to be what it had unpacked before."""
+        """The recomputation for the current node is over: hold the spans again that the node had unpacked before."""
         aside, self._aside = self._aside, []
-        for hold in aside:
-            handle = hold()
-            if handle is not None and not hold.holding and hold.node == (_current_graph_task_id(), _current_node()):
+        for need in aside:
+            handle = need()
+            if handle is not None and not need.holding and need.node == (_current_graph_task_id(), _current_node()):
                 self._hold(handle)
 
-    def _hold(self, handle: Handle) -> None:
+    def _hold(self, handle: WeightHandle) -> None:
         self._acquire(handle.op, handle.span.index, (handle.span,))
-        handle.hold.holding = True
-        self._holding.append(handle.hold)
+        handle.need.holding = True
+        self._needs.append(handle.need)
 
     def _acquire(self, op: Op | None, span: int, spans: Iterable[SpanState]) -> None:
         if self.timeline is not None:
@@ -200,24 +209,24 @@ class BackwardHolds:
             self.timeline.begin(BACKWARD, op.name if op is not None else "outside of all modules")
 
     def _release_earlier(self, task: int, node: int) -> None:
-        """What earlier nodes of this backward pass unpacked and a retained graph keeps alive is needed no longer."""
-        if self._holding:
-            self._release_where(lambda hold: hold.node[0] == task and hold.node[1] != node)
+        """Release spans that earlier nodes of this backward pass have unpacked, and a retained graph keeps alive."""
+        if self._needs:
+            self._release_where(lambda need: need.node[0] == task and need.node[1] != node)
 
-    def _release_where(self, is_due: Callable[[Hold], bool]) -> None:
-        holds, self._holding = self._holding, []
-        for hold in holds:
-            if hold() is None or not hold.holding:
+    def _release_where(self, is_over: Callable[[HandleNeed], bool]) -> None:
+        needs, self._needs = self._needs, []
+        for need in needs:
+            if need() is None or not need.holding:
                 continue
-            if is_due(hold):
-                hold.holding = False
-                self.weights.release(hold.span)
+            if is_over(need):
+                need.holding = False
+                self.weights.release(need.span)
             else:
-                self._holding.append(hold)
+                self._needs.append(need)
 
 
 def _current_node() -> int:
-    """A number of the graph's node that autograd runs in this thread, -1 outside of backward passes."""
+    """The number of the graph node that autograd runs in this thread, -1 outside of backward passes."""
     node = torch._C._current_autograd_node()
     return node._sequence_nr() if node is not None else -1
 

@@ -1,4 +1,4 @@
-"""What modules take and return: tensors in tuples, lists, dicts and dataclasses, however nested.
+"""Inputs and outputs of modules: tensors in nested tuples, lists, dicts and dataclasses.
 
 Knows containers. Must not know what the tensors are for.
 """
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 
 def parts_of(value) -> list:
-    """A value, or what is in a tuple, list or dict, however nested."""
+    """The items of nested tuples, lists and dicts; the value itself if it is none."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, (tuple, list)):
@@ -25,7 +25,7 @@ def parts_of(value) -> list:
 
 
 def tensors_in(value) -> list[torch.Tensor]:
-    """The tensors of an output: itself, or those in tuples, lists, dicts and dataclasses, however nested."""
+    """The tensors in nested tuples, lists, dicts and dataclasses; the value itself if it is a tensor."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -38,7 +38,7 @@ def tensors_in(value) -> list[torch.Tensor]:
 
 
 def map_tensors(value, function):
-    """A copy of an output in which every tensor is function(tensor); its containers are of the types they were."""
+    """A copy of an output in which every tensor is function(tensor). Containers keep their types."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -59,8 +59,10 @@ def map_tensors(value, function):
 
 
 def flatten(value) -> tuple[list, Callable[[Sequence], object]]:
-    """What is in containers that torch knows and in dataclasses, however nested, and what makes the same ones of other such things: it may
-    live longer, and keeps none of the former."""
+    """The leaves of a value, and a function that builds the same containers around other leaves.
+
+    Containers are those that torch's pytree knows, and dataclasses, nested. The function may live longer, and holds none of the leaves.
+    """
     if _is_record(value):
         names = [field.name for field in dataclasses.fields(value)]
         flat, build = flatten([getattr(value, name) for name in names])
@@ -78,8 +80,7 @@ def flatten(value) -> tuple[list, Callable[[Sequence], object]]:
 
 
 def containers_in(value, copied) -> list[tuple]:
-    """(list, dict or dataclass, the one at its place in a copy, what this holds now) of all those in tuples, lists, dicts and dataclasses,
-    however nested."""
+    """All nested lists, dicts and dataclasses, as (container, its counterpart in the copy, a shallow copy of the counterpart)."""
     if type(value) is not type(copied) or not (isinstance(value, (tuple, list, dict)) or _is_record(value)):
         return []
     found = [(value, copied, copy.copy(copied))] if type(value) in _FILLED or _is_record(value) else []
@@ -87,12 +88,12 @@ def containers_in(value, copied) -> list[tuple]:
 
 
 def is_cache(value) -> bool:
-    """Whether the value is a cache of keys and values, as models of transformers have it."""
+    """Whether the value is a cache of keys and values of transformers."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def copy_of_cache(value):
-    """A cache that holds the same tensors now, and does not change with the other one."""
+    """A cache that holds the same tensors, and does not change with the original."""
     return copy.deepcopy(value, {id(tensor): tensor for tensor in _tensors_of_object(value)})
 
 
@@ -104,7 +105,7 @@ def _tensors_of_object(value) -> list[torch.Tensor]:
 
 
 def write_back(containers: list[tuple]) -> None:
-    """What has been changed in the copies, `containers_in` says since when, changes in what they are copies of."""
+    """Apply changes of the copies to the originals. containers: from `containers_in`, called before the changes."""
     for value, copied, before in containers:
         if _held_by(copied) == _held_by(before):
             continue
@@ -119,7 +120,7 @@ _FILLED = (list, dict, OrderedDict, defaultdict)
 
 
 def _held_by(container) -> list:
-    """By which two are told to hold the very same."""
+    """Two containers hold the same objects if these lists are equal."""
     if isinstance(container, list):
         return [id(item) for item in container]
     return [(key, id(item)) for key, item in (container if isinstance(container, dict) else vars(container)).items()]
@@ -132,14 +133,14 @@ def _items(value) -> Iterable:
 
 
 def _is_record(value) -> bool:
-    """Whether it is a dataclass with tensors that torch takes for something to leave alone, and that holds its fields as most do."""
+    """Whether it is a dataclass with tensors and a `__dict__` that torch's pytree does not know."""
     if not dataclasses.is_dataclass(value) or isinstance(value, (type, dict, torch.nn.Module)) or type(value) in pytree.SUPPORTED_NODES:
         return False
     return hasattr(value, "__dict__") and bool(tensors_in(value))
 
 
 def _with(value, fields: Iterable[tuple[str, object]]):
-    """A copy of a dataclass with other values in some fields."""
+    """A copy of a dataclass with some fields changed."""
     made = copy.copy(value)
     made.__dict__.update(fields)
     return made

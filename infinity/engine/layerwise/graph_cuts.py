@@ -1,23 +1,23 @@
-"""Cutting autograd's graph of a forward pass into segments that go backward one by one, with the gradients of the whole.
+"""Cuts autograd's graph of a forward pass into segments that go backward one by one, with the gradients of the whole graph.
 
 Knows graphs and tensors. Must not know modules, threads or engines.
 """
 
 # [Note: how a graph is cut]
-# What a segment uses of an earlier one, it gets by an `_Enter`: a node that the graph of the segment ends with, whose backward notes the
-# gradient. Later, backward of the segment that made the tensor begins with that gradient, among others, as one of its roots.
+# A segment gets a tensor of an earlier segment through a `_SegmentInput` node. The segment's graph ends at this node, whose backward stores
+# the gradient. Later, backward of the segment that made the tensor starts from this tensor with the stored gradient as one of its roots.
 #
-#     forward     segment 1: x ... y      segment 2: enter(y) ... z      segment 3: enter(y), enter(z) ... loss
+#     forward     segment 1: x ... y      segment 2: input(y) ... z      segment 3: input(y), input(z) ... loss
 #     backward    3: from the loss; y.gradient = a, z.gradient = b
-#                 2: from z with b, and from its enter(y) with a; y.gradient = a + what 2 adds
+#                 2: from z with b, and from its input(y) with a; y.gradient = a + the gradient that segment 2 adds
 #                 1: from y
 #
-# Autograd adds up what a tensor gets from several users in the order in which these go backward, the last first. So it does here: what
-# later segments brought is given to the enter(y) of an earlier one, to be the first term of the sum there. The same bits come of it, and
-# so they do for a parameter that several segments use.
+# Autograd adds the gradients from several users of a tensor in backward order, the last user first. The cut graph keeps this order:
+# the stored gradient of later segments is the first term of the sum at the input(y) of an earlier segment. So the bits are the same. The
+# same holds for a parameter that several segments use.
 #
-# Which segment has made a tensor tells the sequence number of its node: they are counted up in each thread, and a forward pass has a
-# thread of its own. An `_Enter` saves nothing, and shares the memory and the version counter of what it lets in.
+# The sequence number of a node tells which segment made it. Autograd counts nodes in each thread, and each forward pass has its own
+# thread. A `_SegmentInput` saves nothing, and shares memory and version counter with its tensor.
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from infinity.engine.steps.refusals import refuse_in_loss
 from infinity.model.parameters import is_metadata
 
 
-class Cut:
-    """A tensor that later segments use, by its place in the graph of its own, and what its gradient is so far."""
+class CutTensor:
+    """A tensor that later segments use: its edge in the graph of its own segment, and the sum of its gradients so far."""
 
     __slots__ = ("edge", "gradient")
 
@@ -43,25 +43,30 @@ class Cut:
 
 
 class Segment:
-    """The part of a graph between two borders. position: among those of all forward passes; begin: the number that its first node has."""
+    """The part of a graph between two borders.
 
-    def __init__(self, name: str, position: int, begin: int):
-        self.name, self.position, self.begin = name, position, begin
-        self.made: dict[tuple, Cut] = {}  # by it, and used later
-        self.entered: list[tuple[GradientEdge, Cut]] = []  # what it uses
+    position: number of the segment, common to all forward passes. first_node: sequence number of its first node.
+    """
+
+    def __init__(self, name: str, position: int, first_node: int):
+        self.name, self.position, self.first_node = name, position, first_node
+        self.outputs: dict[tuple, CutTensor] = {}  # made here and used by later segments
+        self.inputs: list[tuple[GradientEdge, CutTensor]] = []  # made by earlier segments and used here
         self.touched: set = set()  # parameters of ops that it has called
 
     def roots(self) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """Where its backward pass begins, with which gradients."""
-        begin = [(cut.edge, cut.gradient) for cut in self.made.values() if cut.gradient is not None]
-        return begin + [(edge, cut.gradient) for edge, cut in self.entered if cut.gradient is not None]
+        """Edges at which its backward pass starts, each with a gradient."""
+        outputs = [(cut.edge, cut.gradient) for cut in self.outputs.values() if cut.gradient is not None]
+        return outputs + [(edge, cut.gradient) for edge, cut in self.inputs if cut.gradient is not None]
 
-    def leaves(self, last: torch.Tensor | None = None) -> tuple[set[torch.Tensor], Node | None]:
-        """The leaves of its graph, such as parameters, and the first node of earlier segments that it reaches, if it does. last: that the
-        whole graph ends with, if it is the last one."""
-        stack, seen, found, reached = [cut.edge.node for cut in self.made.values()], set(), set(), None
-        if last is not None and last.grad_fn is not None:
-            stack.append(last.grad_fn)
+    def leaves(self, loss: torch.Tensor | None = None) -> tuple[set[torch.Tensor], Node | None]:
+        """The leaves of its graph, such as parameters, and the first node of an earlier segment that the graph reaches, or None.
+
+        loss: the end of the whole graph, if this segment is the last one.
+        """
+        stack, seen, found, reached = [cut.edge.node for cut in self.outputs.values()], set(), set(), None
+        if loss is not None and loss.grad_fn is not None:
+            stack.append(loss.grad_fn)
         while stack:
             node = stack.pop()
             if node in seen:
@@ -69,59 +74,53 @@ class Segment:
             seen.add(node)
             if isinstance(node, torch._C._functions.AccumulateGrad):
                 found.add(node.variable)
-            elif node._sequence_nr() < self.begin:
+            elif node._sequence_nr() < self.first_node:
                 reached = min(filter(None, (reached, node)), key=lambda node: node._sequence_nr())
                 continue
             stack += [following for following, _ in node.next_functions if following is not None]
         return found, reached
 
 
-class Cutter:
-    """Cuts the graph of one forward pass, in the thread in which it runs. segments: so far."""
+class GraphCutter:
+    """Cuts the graph of one forward pass, in the thread of that pass. segments: those begun so far."""
 
     def __init__(self):
         self.segments = [Segment("", 0, 0)]
-        self._known: dict[tuple, torch.Tensor] = {}  # what has been let into the segment under way
         self.is_over = False  # the forward pass
+        self._inputs: dict[tuple, torch.Tensor] = {}  # of the current segment
         self._handle = torch.empty(0, requires_grad=True, device="cpu")
 
-    def begin(self, name: str, position: int) -> None:
-        """A segment begins here."""
+    def begin_segment(self, name: str, position: int) -> None:
         self.segments.append(Segment(name, position, torch.autograd._get_sequence_nr()))
-        self._known = {}
+        self._inputs = {}
 
     def is_earlier(self, value: object) -> bool:
-        """Whether it is a tensor that an earlier segment has made, and that has a gradient."""
+        """Whether the value is a tensor with a gradient that an earlier segment has made."""
         if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or not value.requires_grad:
             return False
         node = value.grad_fn
-        return node is not None and node._sequence_nr() < self.segments[-1].begin
+        return node is not None and node._sequence_nr() < self.segments[-1].first_node
 
-    def let_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor, made by an earlier segment, for use in this one."""
+    def as_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of an earlier segment, for use in the current segment."""
         edge = get_gradient_edge(tensor)
         key = (edge.node, edge.output_nr)
-        if key not in self._known:
-            cut = self.maker(edge.node).made.setdefault(key, Cut(edge))
-            self._known[key] = _Enter.apply(self._handle, tensor.detach(), cut, self)
-            self.segments[-1].entered.append((get_gradient_edge(self._known[key]), cut))
-        return self._known[key]
+        if key not in self._inputs:
+            cut = self.segment_of(edge.node).outputs.setdefault(key, CutTensor(edge))
+            self._inputs[key] = _SegmentInput.apply(self._handle, tensor.detach(), cut, self)
+            self.segments[-1].inputs.append((get_gradient_edge(self._inputs[key]), cut))
+        return self._inputs[key]
 
-    def maker(self, node: Node) -> Segment:
-        """The segment that a node is of."""
+    def segment_of(self, node: Node) -> Segment:
         number = node._sequence_nr()
-        return next(segment for segment in reversed(self.segments) if segment.begin <= number)
+        return next(segment for segment in reversed(self.segments) if segment.first_node <= number)
 
     def end(self) -> None:
-        """No more comes."""
-        self._known, self.is_over = {}, True
-
-    def drop(self) -> None:
-        """Nobody wants the graph."""
-        self.segments.clear()
+        """The forward pass is over."""
+        self._inputs, self.is_over = {}, True
 
 
-class _Enter(torch.autograd.Function):
+class _SegmentInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, handle, tensor, cut, cutter):
         ctx.cut, ctx.cutter = cut, cutter
@@ -130,36 +129,38 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        refuse_in_loss("backward() or torch.autograd.grad()", runs=not ctx.cutter.is_over)  # its graph ends here
+        refuse_in_loss("backward() or torch.autograd.grad()", runs=not ctx.cutter.is_over)  # the program's graph would end here
         ctx.cut.gradient = grad
         return None, None, None, None
 
 
-class Glue(TorchFunctionMode):
-    """While it is in force, functions of torch get what earlier segments have made by `cutter.let_in`. note(function): one changes that
-    in place."""
+class CutMode(TorchFunctionMode):
+    """While active, passes tensors of earlier segments to torch's functions as segment inputs.
 
-    def __init__(self, cutter: Cutter, note: Callable[[str], None]):
-        self.cutter, self.note = cutter, note
+    note_change(name): the function of this name has changed such a tensor in place.
+    """
+
+    def __init__(self, cutter: GraphCutter, note_change: Callable[[str], None]):
+        self.cutter, self.note_change = cutter, note_change
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if len(self.cutter.segments) == 1 or is_metadata(func, args, kwargs):
             return func(*args, **kwargs)
-        changed = [tensor for tensor in _tensors((args, kwargs)) if self.cutter.is_earlier(tensor)]
-        if not changed:
+        earlier = [tensor for tensor in _tensors((args, kwargs)) if self.cutter.is_earlier(tensor)]
+        if not earlier:
             return func(*args, **kwargs)
-        versions = [tensor._version for tensor in changed]
-        if torch.is_grad_enabled():  # else nothing comes back to what it is given
-            args, kwargs = self._let_in(args), self._let_in(kwargs)
+        versions = [tensor._version for tensor in earlier]
+        if torch.is_grad_enabled():  # otherwise no gradient flows back
+            args, kwargs = self._as_inputs(args), self._as_inputs(kwargs)
         result = func(*args, **kwargs)
-        if versions != [tensor._version for tensor in changed]:
-            self.note(getattr(func, "__name__", str(func)))
+        if versions != [tensor._version for tensor in earlier]:
+            self.note_change(getattr(func, "__name__", str(func)))
         return result
 
     @contextlib.contextmanager
     def paused(self):
-        """It is not in force inside the block, unless another mode was put over it."""
+        """The mode is not active inside the context, unless another mode was entered after this one."""
         if (*[None], *_get_current_function_mode_stack())[-1] is not self:
             yield
             return
@@ -169,13 +170,13 @@ class Glue(TorchFunctionMode):
         finally:
             _push_mode(self)
 
-    def _let_in(self, value):
+    def _as_inputs(self, value):
         if isinstance(value, (tuple, list)):
-            items = [self._let_in(item) for item in value]
+            items = [self._as_inputs(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, dict):
-            return {key: self._let_in(item) for key, item in value.items()}
-        return self.cutter.let_in(value) if self.cutter.is_earlier(value) else value
+            return {key: self._as_inputs(item) for key, item in value.items()}
+        return self.cutter.as_input(value) if self.cutter.is_earlier(value) else value
 
 
 def _tensors(value) -> Iterable[torch.Tensor]:

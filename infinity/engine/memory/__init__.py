@@ -1,4 +1,4 @@
-"""Device memory during training: how much is left beside activations, what else is kept there, and advice about it.
+"""Device memory during training: the room beside activations, its division, and advice about layer-wise accumulation.
 
-Knows spans, budgets and the step times that are measured. Must not know modules or autograd.
+Knows spans, budgets and measured step times. Must not know modules or autograd.
 """

@@ -1,12 +1,12 @@
-"""Whether accumulating by layer would make steps shorter, and how much: told once.
+"""Estimates how much layer-wise accumulation would shorten a step, and reports it once.
 
 Knows clocks and the meters of links. Must not know modules, chunks or plans.
 """
 
 # [Note: what a step by layer would take]
-# In an ordinary step of several micro-batches each pass reads the weights that nothing keeps. A pass between the first and the last reads
-# nothing else, so the fewest bytes of any pass are these; by layer, one pass of a step reads them. What the others take of the drives' time
-# is saved, as far as the step has waited for the drives.
+# In an ordinary step of several micro-batches, each pass reads the weights that no faster tier keeps. A pass between the first and the last one
+# reads nothing else. So the fewest bytes of any pass are the bytes of these weights. Layer-wise, only one pass of a step reads them. The step
+# saves the drive time of the other passes, but at most the time that it has waited for the drives.
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from infinity.output import say
 from infinity.sizes import format_bytes
 from infinity.system.events import Events, now
 
-WORTH = 1.2  # so many times as fast
-NUM_STEPS = 3  # of which each would be
+WORTH = 1.2  # least speedup that is reported
+NUM_STEPS = 3  # consecutive steps with this speedup
 _DRIVES = ("nvme_read", "nvme_write")
 
 
-class Advice:
-    """Of one engine. speedup: how many times as fast steps by layer are expected to be, once that is known. who: begins its line."""
+class LayerwiseAdvice:
+    """One engine's estimate. who: prefix of the message, such as "rank 1 of 2, "."""
 
     def __init__(self, events: Events, who: str = "", tell: Callable[[str], None] = say):
         self._meters, self._who, self._tell = events.meters, who, tell
-        self._began: tuple[float, list[tuple[int, float, float]]] | None = None  # a step: when, and the meters of the drives
-        self._read_nbytes = 0  # when the last pass ended
-        self._passes: list[int] = []  # bytes that each of the step read
+        self._began: tuple[float, list[tuple[int, float, float]]] | None = None  # start of the step, meters of the drives
+        self._read_nbytes = 0  # at the end of the last pass
+        self._passes: list[int] = []  # bytes read by each pass of the step
         self._speedups: deque[float] = deque(maxlen=NUM_STEPS)
         self._has_told = False
 
     @property
     def speedup(self) -> float | None:
+        """Expected speed of layer-wise steps relative to ordinary ones. None until NUM_STEPS steps are measured."""
         return statistics.median(self._speedups) if len(self._speedups) == NUM_STEPS else None
 
     def begin(self) -> None:
@@ -44,7 +45,7 @@ class Advice:
         self._read_nbytes, self._passes = self._meters["nvme_read"].nbytes, []
 
     def pass_done(self) -> None:
-        """A pass, forward and backward, is over."""
+        """A forward and backward pass is over."""
         before, self._read_nbytes = self._read_nbytes, self._meters["nvme_read"].nbytes
         self._passes.append(self._read_nbytes - before)
 
@@ -64,9 +65,9 @@ class Advice:
         if not self._has_told and self.speedup is not None and min(self._speedups) >= WORTH:
             self._has_told = True
             self._tell(
-                f"{self._who}a step reads {format_bytes(read)} from NVMe, {format_bytes(again)} of them weights that it has read before, for "
-                f"{num_passes} micro-batches one after the other. By layer it would read them once, and take some {by_layer:.3g} s instead of "
-                f"{seconds:.3g}: infinity.accumulate(model, micro_batches, loss)"
+                f"{self._who}a step reads {format_bytes(read)} from NVMe for {num_passes} micro-batches one after the other. "
+                f"{format_bytes(again)} of them are weights that the step has read before. infinity.accumulate(model, micro_batches, loss) "
+                f"would read each weight once, and take about {by_layer:.3g} s instead of {seconds:.3g} s"
             )
 
     def _drives(self) -> list[tuple[int, float, float]]:

@@ -1,50 +1,50 @@
-"""Whether a division of the device has made steps longer: it is on trial for a few steps.
+"""The trial of a new division of device memory: whether the steps after it are longer than the step before.
 
-Knows clocks and the shapes of inputs. Must not know what was divided.
+Knows clocks and the shapes of inputs. Must not know the parts of the division.
 """
 
 # [Note: when a division has failed]
-# Steps vary. So it takes two in a row that are longer than the one before, the second of them also longer than the one before the
-# division, all with the same inputs. What is on the device by choice can do that where it pushes out what then has to be read from a drive
-# that tires: 5.1, 6.6, 8.0, 9.7 s were seen. A step lasts from its first pass to step(): where no step() ends passes, as of a model that
-# is only evaluated, how long one lasts is not known, and nothing is on trial.
+# Step times vary. So a division fails after two longer steps in a row, of which the second is also longer than the step before the division.
+# All these steps have the same inputs. A record on the device can lengthen steps, if it displaces bytes that then come from a slow drive:
+# 5.1, 6.6, 8.0, 9.7 s were measured. A step lasts from its first pass to step(). Without step(), as in an evaluation, the length of a step is
+# unknown, and no division is on trial.
 
 from __future__ import annotations
 
 from infinity.system.events import now
 
-NUM_STEPS = 8  # of a trial
-LONGER = 1.05  # a step that takes so many times what the one before took
+NUM_STEPS = 8  # length of a trial
+LONGER = 1.05  # a longer step takes at least this multiple of the step before
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class Trial:
-    """Of the last division. num_failed: divisions that made steps longer."""
+class AllocationTrial:
+    """The trial of the last division. num_failed: divisions that made steps longer."""
 
     def __init__(self):
         self.num_failed = 0
-        self._began: float | None = None  # the step under way, with its first pass
-        self._inputs = 0  # of its passes, a digest: they may be many, and no step() follow
-        self._last = 0, 0.0  # the inputs of the last step, and its seconds
-        self._steps: list[tuple[int, float]] = []  # that before the division, and those after it
+        self._began: float | None = None  # start of the current step
+        self._inputs = 0  # hash of the shapes of its passes
+        self._last = 0, 0.0  # (inputs, seconds) of the last step
+        self._steps: list[tuple[int, float]] = []  # the step before the division, and the steps after
 
     @property
     def is_on(self) -> bool:
         return bool(self._steps)
 
     def begin_pass(self, shapes: Shapes) -> None:
-        """A pass that builds a graph begins, over inputs of these shapes."""
+        """A pass with inputs of these shapes begins, which builds a graph."""
         self._inputs = hash((self._inputs, shapes))
         if self._began is None:
             self._began = now()
 
     def drop_passes(self) -> None:
-        """Those so far are none of the step under way."""
+        """The passes so far do not belong to the current step."""
         self._inputs, self._began = 0, None
 
     def step_done(self) -> bool:
-        """Returns whether steps have become longer."""
+        """The step is over. Returns whether the division has failed."""
         self._last = self._inputs, 0.0 if self._began is None else now() - self._began
         self.drop_passes()
         if len(self._steps) > NUM_STEPS:
@@ -57,7 +57,7 @@ class Trial:
         return is_longer and all(each == inputs[0] for each in inputs[-3:])
 
     def begin(self, is_new: bool) -> None:
-        """The device was divided after the last step, or nothing of it has changed."""
+        """A division was made after the last step. is_new: it differs from the one before."""
         self._steps = [self._last] if is_new else []
 
     def fail(self) -> None:

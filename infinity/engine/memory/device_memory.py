@@ -1,34 +1,34 @@
-"""What the device has room for beside the activations: measures these, and gives what they leave free to weights, records and waiting gradients.
+"""The engine's share of device memory: measures activations, and divides the rest among spans, records and waiting gradients.
 
-Knows budgets, spans and where records live. Must not know ops, what gradients are worth or what an update computes. The
-training thread calls it, on every rank at the same point.
+Knows budgets, spans and the homes of records. Must not know ops, the value of a gradient, or the arithmetic of an update. The training
+thread calls it, on all ranks at the same points.
 """
 
-# [Note: the device margin]
-# What ops allocate for themselves, activations and workspaces, is known only once they ran. So the first step, and a step
-# whose inputs are so much larger than those before that they might not fit, runs on the least that the engine needs, while the
-# allocator's peak in each op is read; what the engine did not hold of it is the op's. After the step, the engine takes what
-# this leaves free. The plan keeps weights there; if there is room for all of them, records follow, those of the first spans
-# first: their gradients come last and their weights are needed first, so nothing else could hide their update. They are
-# updated on the device. Each keeps its place in its home, host memory or NVMe, to which it returns when inputs grow. Gradients that wait
-# for step(), and have no place of their own in host memory, come before records: they stay until their update begins; in
-# a step of several passes that is measured, what has arrived comes to the device behind the first of them. So that more records visit,
-# host memory has places for gradients before it has homes for visitors ([Note: how budgets are spent] in placement.py). Only where host
-# memory and NVMe are too small for the model do the first records live on the device from the start, and stay.
+# [Note: the device budget]
+# The memory of activations and workspaces is known only after ops have run. So the first step runs on the least memory that the engine
+# needs, and so does a step whose inputs are much larger than before. Meanwhile the engine reads the allocator's peak in each op and
+# subtracts its own bytes. After the step, the engine takes the memory that the ops leave free.
+# The plan keeps weights there. If all weights fit, records follow, those of the first spans first: their gradients come last and their
+# weights are needed first, so no other work could hide their update. They are updated on the device. Each record keeps its place in
+# its home, host memory or NVMe, and returns there when inputs grow.
+# Gradients that wait for step(), and have no place in host memory, come before records. They stay until their update begins. In a step of
+# several passes, gradients that have arrived come to the device after the first pass. Host memory has places for gradients before it has
+# homes for visiting records, so that more records can visit ([Note: how budgets are spent] in placement.py). Only if host memory and NVMe are
+# too small for the model, the first records live on the device from the start.
 #
-# An allocation that fails, whoever asked, says that ops need more than they were seen to take: before the next pass all goes home, and
-# that step is measured anew. So a program that catches the error and runs the step again has all the memory that there is.
-# All goes home, too, where the division made steps longer ([Note: when a division has failed] in allocation_trial.py), until inputs grow.
+# A failed allocation, of the engine or the program, shows that ops need more than was measured. Before the next pass all records and
+# gradients go home, and that step is measured again. So a program that catches the error and repeats the step has all the memory.
+# They also go home if the division made steps longer ([Note: when a division has failed] in allocation_trial.py), until inputs grow.
 #
-# Sending records of the host to the device for their update alone does not pay where the host's memory is what bounds both:
-# on a host of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
+# It does not pay to send records from the host to the device for their update only, if the memory bandwidth of the host bounds both. On a
+# host of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable
 
-from infinity.engine.memory.allocation_trial import Shapes, Trial
+from infinity.engine.memory.allocation_trial import Shapes, AllocationTrial
 from infinity.plan import placement as planner
 from infinity.plan.memory_needs import gradient_nbytes
 from infinity.plan.placement import Placement
@@ -38,14 +38,14 @@ from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.span_state import SpanState
 from infinity.tiers.weights import Weights
 
-SLACK = 0.05  # of what the device has for this process: left to the gaps between the allocator's blocks
-GROWTH_EXPONENT = 2  # how fast an op's memory may grow with a dimension of the inputs: attention's does
+SLACK = 0.05  # part of the device memory that is left to gaps between the allocator's blocks
+GROWTH_EXPONENT = 2  # of an op's memory in the size of the inputs, as for attention
 
 
-class Margin:
-    """Divides the engine's device memory between spans, records, and gradients that wait.
+class DeviceBudget:
+    """Divides the engine's device memory among spans, records, and gradients that wait for step().
 
-    bound_nbytes: the most that the engine may hold there; None where only activations bound it.
+    gauge: of the device's memory, None on the CPU. bound_nbytes: most bytes of the engine; None if only activations bound them.
     """
 
     def __init__(self, weights: Weights, gradients: Gradients, placement: Placement, gauge, *, bound_nbytes: int | None):
@@ -56,42 +56,42 @@ class Margin:
         self.gauge = gauge
         self.bound_nbytes = bound_nbytes
         self.holds_records = False
-        self.op_nbytes: dict[Hashable, int] = {}  # the most that each op was seen to allocate, by its key
-        self.promoted: list[tuple[SpanState, int]] = []  # whose records are on the device, and what these take there
-        self.staying: dict[int, int] = {}  # spans whose gradients wait on the device, and what these take there
-        self.movable = not all(home.is_device for home in placement.homes[STATES])  # else all lives on the device and has no other home
+        self.op_nbytes: dict[Hashable, int] = {}  # most bytes that each op has allocated, by key
+        self.promoted: list[tuple[SpanState, int]] = []  # spans with records on the device, and bytes
+        self.staying: dict[int, int] = {}  # spans with gradients that wait on the device -> bytes
+        self.movable = not all(home.is_device for home in placement.homes[STATES])  # otherwise no record has another home
         self.budget_nbytes = placement.least_nbytes if self.movable and gauge is not None else placement.device_nbytes
-        self._measured: dict[bool, list[Shapes]] = {True: [], False: []}  # inputs known to fit, of passes that build a graph or not
-        self._growing: list[tuple[bool, Shapes]] = []  # those of the step under way that none of them covers
-        self._measures = False  # what ops allocate
+        self._measured: dict[bool, list[Shapes]] = {True: [], False: []}  # inputs that fit; by whether the pass builds a graph
+        self._growing: list[tuple[bool, Shapes]] = []  # new inputs of the current step
+        self._measures = False  # whether the current step is measured
         self._op: Hashable = None
         self._held_nbytes = 0  # by the engine when the op began
-        self._unsettled = True
-        self._num_failures = gauge.num_failures() if gauge is not None else 0  # of allocations that are known
-        self.trial = Trial()
+        self._needs_division = True
+        self._num_failures = gauge.num_failures() if gauge is not None else 0  # failed allocations so far
+        self.trial = AllocationTrial()
         self._divide()
 
     @property
     def activation_nbytes(self) -> int:
-        """The most that was allocated beside the engine's own."""
+        """Most bytes that any op has allocated."""
         return max(self.op_nbytes.values(), default=0)
 
     def hold_records(self) -> None:
-        """From now on records may leave their homes for the device."""
-        self.holds_records = self._unsettled = True
+        """From now on records may visit the device."""
+        self.holds_records = self._needs_division = True
         self.trial.drop_passes()  # the model ran without an optimizer
 
     def begin_forward(self, shapes: Shapes, builds_graph: bool) -> None:
-        """A pass over inputs of these shapes begins: measure it if it is larger than those before, make room if it may not fit.
+        """A pass with inputs of these shapes begins: measure new shapes, and make room for activations if they may not fit.
 
-        Inputs in which no shape is to be seen are measured every time, but no room is made for them.
+        Inputs without any shape are measured every time, but no room is made for them.
         """
-        if self.gauge is None or not self.movable:  # nothing to measure, or nothing to give back
+        if self.gauge is None or not self.movable:  # the device has nothing to measure, or nothing can leave
             return
         if failed := self.gauge.num_failures() > self._num_failures:
             self._num_failures = self.gauge.num_failures()
             self._measured, self._growing = {True: [], False: []}, []
-            self.trial.drop_passes()  # the program has given them up
+            self.trial.drop_passes()  # the program has abandoned them
         if builds_graph:
             self.trial.begin_pass(shapes)
         known = self._measured[True] + ([] if builds_graph else self._measured[False])
@@ -104,27 +104,29 @@ class Margin:
         if lacks:
             self._retreat()
         if grows and not self._measures:
-            self._unsettled = True
-            self._measure_on()
+            self._needs_division = True
+            self._reset_peak()
             self._measures = True
 
-    def settle(self, *, by_step: bool) -> bool:
-        """A step is over: divide what its activations left free. by_step: step() has just ended it, so it is known how long it took. Returns
-        whether another plan is due."""
+    def redivide(self, *, by_step: bool) -> bool:
+        """A step is over: divide the memory that its activations left free. Returns whether a new plan is needed.
+
+        by_step: step() has ended it, so that its length is known.
+        """
         is_longer = self.trial.step_done()
-        if not self._unsettled:
+        if not self._needs_division:
             return self.trial.is_on and self._undo(is_longer)
-        self._unsettled = False
+        self._needs_division = False
         if self._measures:
-            self._look()
+            self._note_measured()
             self._measures = False
         budget = self._budget()
         before = self.tier.budget_nbytes, len(self.promoted), list(self.staying)
-        visiting, staying = self._guests(budget)
+        visiting, staying = self._visitors(budget)
         while len(self.promoted) > len(visiting):
             self._demote()
-        guests = {index for index, _ in (*visiting, *staying)}
-        self._send_gradients([span for span in self.staying if span not in guests])
+        chosen = {index for index, _ in (*visiting, *staying)}
+        self._send_gradients([span for span in self.staying if span not in chosen])
         self.budget_nbytes = budget
         self._divide()
         for index, nbytes in visiting[len(self.promoted) :]:
@@ -138,7 +140,7 @@ class Margin:
         return has_changed
 
     def _undo(self, is_longer: bool) -> bool:
-        """All goes home if the division made steps longer, on any rank. Returns whether it does."""
+        """If the division made steps longer on any rank, records and gradients go home. Returns whether they do."""
         if not any(self.ranks.most([is_longer])):
             return False
         self.trial.fail()
@@ -146,12 +148,15 @@ class Margin:
         return True
 
     def pass_done(self) -> None:
-        """A backward pass is over, and another one of the step will add to its gradients: those that have no place in host memory come to
-        the device now, where its activations leave room. Else each pass would read their sums and write them again."""
+        """A backward pass is over, and later passes of the step add to its gradients.
+
+        Gradients without a place in host memory come to the device, if the activations leave room. Otherwise each pass would read and write
+        their sums.
+        """
         if not self._measures or not self.placement.may_stay:
             return
-        self._look()
-        visiting, staying = self._guests(self._budget())
+        self._note_measured()
+        visiting, staying = self._visitors(self._budget())
         nbytes = dict(staying) | {index: self._gradient_nbytes(index) for index, _ in visiting}
         promoted = {span.index for span, _ in self.promoted}
         new = {index: taken for index, taken in nbytes.items() if taken and index not in self.staying and index not in promoted}
@@ -161,15 +166,15 @@ class Margin:
             self.staying |= new
             self._divide()
             self.gradients.stay_on_device([chunk for index in new for chunk in self._may_stay(index)])
-            self._measure_on()  # no op has allocated what came
+            self._reset_peak()  # no op has allocated these gradients
 
-    def _measure_on(self) -> None:
-        """What was allocated so far is no op's."""
+    def _reset_peak(self) -> None:
+        """Allocations so far belong to no op."""
         self.gauge.peak_nbytes()
         self._op, self._held_nbytes = None, self.tier.held_nbytes
 
-    def _look(self) -> None:
-        """Ops were measured: what they took of the device is known, and for which inputs."""
+    def _note_measured(self) -> None:
+        """The new inputs of the step are measured."""
         self.note_op(None)
         for builds_graph, shapes in self._growing:
             known = self._measured[builds_graph]
@@ -177,14 +182,14 @@ class Margin:
         self._growing = []
 
     def _budget(self) -> int:
-        """Device bytes for the engine, on every rank the same."""
+        """Device bytes for the engine, equal on all ranks."""
         budget = self.placement.device_nbytes
         if self.movable and self.gauge is not None:
             budget = max(self._room(self.activation_nbytes), self.placement.least_nbytes)
         return int(self.ranks.least([budget])[0])
 
-    def _guests(self, budget: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Spans whose records, and those whose gradients alone, are to be on the device, each with its bytes there."""
+    def _visitors(self, budget: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Spans whose records shall be on the device, and spans whose gradients only, each with its bytes there."""
         return planner.share_device(
             self.registry.layout,
             [chunk.record for chunk in self.registry.chunks],
@@ -198,12 +203,12 @@ class Margin:
         return sum(gradient_nbytes(chunk.chunk, chunk.chunk.shard_used(0)) for chunk in self._may_stay(span))
 
     def _room(self, activation_nbytes: float) -> float:
-        """Device bytes for the engine beside activations of that many."""
+        """Device bytes for the engine beside activations of this size."""
         room = int(self.gauge.capacity_nbytes() * (1 - SLACK)) - activation_nbytes
         return room if self.bound_nbytes is None else min(room, self.bound_nbytes)
 
     def note_op(self, key: Hashable) -> None:
-        """An op begins: where ops are measured, the allocator's peak was that of the one before."""
+        """An op begins: if the step is measured, the allocator's peak belongs to the op before."""
         if not self._measures:
             return
         held = self.tier.held_nbytes
@@ -212,7 +217,7 @@ class Margin:
         self._op, self._held_nbytes = key, held
 
     def _divide(self) -> None:
-        """What records on the device do not take is for spans that come and go."""
+        """Spans that come and go get the memory that records and waiting gradients leave."""
         taken = self.placement.fixed_nbytes + sum(nbytes for _, nbytes in self.promoted) + sum(self.staying.values())
         if not self.placement.pinned:
             taken += sum(span.nbytes for span, _ in self.promoted)
@@ -220,7 +225,7 @@ class Margin:
         self.tier.limit_nbytes = max(self.placement.device_nbytes - taken, self.tier.budget_nbytes)
 
     def _retreat(self) -> None:
-        """Leave to the activations all but the least."""
+        """Leave to activations all memory but the least that the engine needs."""
         while self.promoted:
             self._demote()
         self._send_gradients(list(self.staying))
@@ -229,10 +234,10 @@ class Margin:
         self.weights.evict_idle()
 
     def _promote(self, span: SpanState, nbytes: int) -> None:
-        """Bring a span's records to the device, for good or until `_demote`."""
+        """Bring a span's records to the device, until `_demote`."""
         for chunk in self.registry.chunks_in(span):
             self.updater.finish(chunk)
-            chunk.save_first()
+            chunk.copy_for_snapshot()
         self.staying.pop(span.index, None)
         self.weights.acquire_aside([span])
         self.values.keep_written(span)
@@ -246,13 +251,13 @@ class Margin:
         self._divide()
 
     def _keep_gradients(self, span: int, nbytes: int) -> None:
-        """From now on those that wait for step() stay on the device."""
+        """From now on gradients of this span that wait for step() stay on the device."""
         for chunk in self._may_stay(span):
             chunk.gradient.stay()
         self.staying[span] = nbytes
 
     def _send_gradients(self, spans: list[int]) -> None:
-        """Those of these spans do not stay on the device any more."""
+        """From now on gradients of these spans leave the device."""
         if spans:
             self.gradients.drain()
             self.updater.drain()  # it may be summing the squares of one
@@ -266,7 +271,7 @@ class Margin:
         return [chunk for chunk in chunks if chunk.index in self.placement.may_stay]
 
     def _demote(self) -> None:
-        """Send the records that were promoted last back to their homes; weights that an op holds stay as long as it does."""
+        """Send the records that were promoted last back to their homes. Weights that an op holds stay until the op ends."""
         span, _ = self.promoted[-1]
         self.gradients.drain()
         self.updater.drain()
@@ -284,7 +289,7 @@ class Margin:
 
 
 def _growth(shapes: Shapes, seen: Shapes) -> float:
-    """By how much one of the inputs exceeds its like, as the product over its dimensions that do; infinite for others in kind."""
+    """The largest growth of any input, as the product over the dimensions that grew. Infinite if inputs differ in number or dimensions."""
     if [len(shape) for shape in shapes] != [len(shape) for shape in seen]:
         return math.inf
     pairs = zip(shapes, seen)

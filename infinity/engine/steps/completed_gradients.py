@@ -1,6 +1,6 @@
-"""When the gradients of a step were complete: from this the plan has its reductions and updates.
+"""Notes when each chunk's gradient was complete. The next plan places reductions and updates accordingly.
 
-Knows the trace of a step and the ranks. Must not know how gradients arrive, or what becomes of them.
+Knows the trace of a step, and the ranks. Must not know how gradients arrive, or how they are used.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from infinity.tiers.route_position import Course
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.updates import Updater
 
-Positions = list[tuple[int, int]]  # in the trace, each with a chunk
+Positions = list[tuple[int, int]]  # (position in the trace, chunk)
 
 
-class Completions:
-    """Of the step under way."""
+class CompletedGradients:
+    """Completed gradients of the current step."""
 
     def __init__(self, course: Course, updater: Updater, registry: Registry, ranks: Ranks):
         self.course = course
@@ -26,25 +26,31 @@ class Completions:
 
     def reset(self) -> None:
         self._found: list[tuple[int, int, int]] = []  # (backward pass, position in the trace, chunk)
-        self._ends: dict[int, int] = {}  # of backward passes, in the trace
+        self._ends: dict[int, int] = {}  # position in the trace where a backward pass ended
 
     def note(self, backward: int, chunk: ChunkState) -> None:
-        """All gradients that are expected of a chunk have arrived, in this backward pass of the step."""
+        """All expected gradients of a chunk have arrived in backward pass number `backward`."""
         self._found.append((backward, max(len(self.course.trace) - 1, 0), chunk.index))
 
     def end_pass(self, backward: int) -> None:
         self._ends[backward] = len(self.course.trace)
 
     def for_plan(self, num_backwards: int) -> tuple[Positions, Positions]:
-        """(position, chunk), in order, of gradients that were complete on every rank, and those of them due for an update then.
-        num_backwards: that may make a step."""
+        """Returns two lists of (position, chunk), in order of position.
+
+        The first list has the gradients that were complete on every rank, the second one those of them whose update begins at once.
+        num_backwards: number of passes of a step.
+        """
         found, chunks = self._found if self.ranks.world == 1 else self._on_all(num_backwards), self.registry.chunks
         early = [(p, c) for b, p, c in found if b == num_backwards - 1 and self.updater.moment(chunks[c]) is Moment.GRADIENT]
         return [(p, c) for _, p, c in found], early
 
     def _on_all(self, num_backwards: int) -> list[tuple[int, int, int]]:
-        """On several ranks: not before the pass's last use of their span, for which of an op's parameters have gradients may
-        differ between ranks and steps. What is complete only after the last use of a pass is reduced with the rest: it comes last."""
+        """On several ranks, a gradient counts as complete not before the last use of its span in the pass.
+
+        The reason: the parameters of an op that get gradients may differ between ranks and steps. If a gradient is complete only after the
+        last use in the pass, it is reduced with the rest, at the end.
+        """
         trace, found = self.course.trace, []
         positions = [[NEVER] * len(self.registry.chunks) for _ in range(num_backwards)]
         for backward, position, chunk in self._found:

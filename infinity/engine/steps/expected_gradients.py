@@ -1,15 +1,16 @@
-"""How many gradients of each parameter a backward pass is expected to bring: so it is known when all of a chunk's are there.
+"""Predicts how many gradients of each parameter a backward pass brings. So the engine knows when a chunk has all its gradients.
 
-Knows parameters, and what the last step's passes brought. Must not know what is done with gradients.
+Knows parameters, and the gradients that the last step's passes brought. Must not know how gradients are used.
 """
 
 # [Note: expected gradients]
-# How many gradients a parameter receives in one backward pass is known from the same one of the last step, if as many forward passes came
-# before that and as many ops used the parameter: several if reentrant checkpoints share it, none if it is unused. In the first step, or if
-# others run than in the last one or parameters are frozen or thawed, a parameter of an op that ran once is expected to receive one, of an
-# op that did not run none. With anything else, such as a backward pass over a graph that is older than the last one, the chunk waits for
-# the end of the pass. So it does once it has received more than was expected, and where one of several forward passes uses a parameter that
-# had no gradient in the last step: the one that goes backward may be another this time.
+# The prediction for a backward pass is the number of gradients that the same pass of the last step brought. The prediction holds if as many
+# forward passes came before and as many ops used the parameter. The number is above one if reentrant checkpoints share the parameter. The
+# number is zero for an unused parameter. The last step says nothing in the first step, after a change of the loop, and for parameters that
+# the program has frozen or thawed. Then the engine expects one gradient if one op has used the parameter, and none without such an op. In all
+# other cases the chunk waits for the end of the pass. An example is a backward pass over an older graph than the last one. A chunk also waits
+# for the end if it has received more gradients than expected. The same holds if one of several forward passes uses a parameter that had no
+# gradient in the last step: another forward pass may go backward this time.
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ from collections.abc import Sequence
 from infinity.tiers.parameter_state import ParameterState
 
 
-class Expectations:
-    """Of the parameters of one engine. Backward passes have numbers, from one step to the next."""
+class ExpectedGradients:
+    """Expected gradients of one engine's parameters. The backward passes of a step are numbered from zero."""
 
     def __init__(self, params: Sequence[ParameterState]):
         self.params = params
-        self._forwards_last: dict[int, int] = {}  # in the step before, by backward pass
+        self._forwards_last: dict[int, int] = {}  # number of forward passes before a backward pass of the last step, by pass number
 
-    def begin_pass(self, number: int, forwards: int, *, known: bool, later: bool) -> None:
-        """forwards: forward passes that came before it. known: the last step was of this kind. later: forward passes are still to come."""
-        as_before = known and forwards and forwards == self._forwards_last.get(number)
+    def begin_pass(self, number: int, forwards: int, *, later: bool) -> None:
+        """forwards: forward passes since the last backward pass. later: more forward passes will run during this backward pass."""
+        as_before = not later and forwards and forwards == self._forwards_last.get(number)
         self._forwards_last[number] = forwards
         for state in self.params:
             if as_before and state.touched == state.touched_last.get(number):
@@ -39,21 +40,21 @@ class Expectations:
             state.touched_last[number] = state.touched
 
     def expect_nothing(self) -> None:
-        """A backward pass begins that only passes through, as far as is known."""
+        """A backward pass begins that brings no gradient, as far as is known."""
         for state in self.params:
             state.arrivals = 0
 
     def expect_anything(self) -> None:
-        """Gradients come that no backward pass brings, of whichever parameters."""
+        """Gradients come without a backward pass, from any parameters."""
         for state in self.params:
             state.expect(math.inf)
 
     def forget(self) -> None:
-        """The last step's passes say nothing of the next ones."""
+        """The last step's passes do not predict the next passes."""
         self._forwards_last.clear()
 
     def end_pass(self, number: int) -> list[ParameterState]:
-        """Remember what it brought. Returns the parameters that had a gradient."""
+        """Remember the gradients of this pass for the next step. Returns the parameters that had a gradient."""
         for state in self.params:
             state.arrived_last[number] = state.arrivals
             state.touched = 0

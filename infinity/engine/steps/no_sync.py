@@ -1,6 +1,6 @@
-"""A step's backward passes, told one by one: `infinity.no_sync`.
+"""`infinity.no_sync`: the program tells which backward passes are not the last of their step.
 
-Knows an engine's window of passes, and whether sums of gradients have a place. Must not know what a pass brings.
+Knows an engine's number of passes per step, and whether the engine accumulates gradients. Must not know gradients.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from infinity.errors import UsageError
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside the block are not the last of their step, as with DistributedDataParallel and FSDP: the first one outside is,
-    however many came. On all ranks alike.
+    """Backward passes inside the block are not the last of their step, as with DistributedDataParallel and FSDP.
 
+    The first backward pass outside is the last one, after any number of passes inside. All ranks must call it alike.
     Raises ConfigError for a model that is in no engine, UsageError unless its optimizer was made with accumulation_steps=2 or more.
     """
     engine = engine_of(model)
     if engine.optimizer is None or not engine.accumulating:
         raise UsageError(
-            "infinity.no_sync with an optimizer of one backward pass a step: sums of gradients have no place. Make it with "
-            "accumulation_steps=2 or more; any number of passes may come then, as no_sync tells."
+            "infinity.no_sync with an optimizer of one backward pass a step: the engine has planned no memory for sums of gradients. Make "
+            "the optimizer with accumulation_steps=2 or more. Any number of passes is then allowed, as no_sync tells."
         )
-    with engine.cycle.window.no_sync():
+    with engine.cycle.passes.no_sync():
         yield

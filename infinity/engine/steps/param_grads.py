@@ -1,17 +1,18 @@
-"""The content of `param.grad`. A gradient that has left for its tier is replaced there by a sign, which can be scaled and has a norm.
+"""The content of `param.grad`. In the place of a gradient that has left for its tier, a sign has a norm and takes a factor.
 
 Knows parameters. Must not know tiers, how a norm is summed, or when a step begins and ends.
 """
 
-# [Note: what may be done with gradients that have left]
-# What torch.nn.utils.clip_grad_norm_ does, which is all that tools ask for: the norm of all of them together, and one factor for all of
-# them. The norm is the engine's own, as of max_grad_norm, and the same on all ranks; the factor waits for step(), whose updates multiply
-# each gradient by it. So both are exact, in whatever tier the gradients are. Of some of them alone neither is known. What finds no gradient
-# clips nothing and says nothing: so each stays in place from its backward pass to step(), but while another pass runs, forward or backward.
+# [Note: operations on gradients that have left]
+# A program may do with the signs the same as torch.nn.utils.clip_grad_norm_: ask for the norm of all gradients together, and multiply all of
+# them by one factor. The norm is the engine's own norm, as for max_grad_norm, and the same on all ranks. The factor waits for step(), whose
+# updates multiply each gradient by it. So both are exact in every tier. The engine knows no norm of some gradients alone, and applies no
+# factor to some of them. A tool that finds no gradient clips nothing and says nothing. So each sign stays in place from its backward pass to
+# step(), except while another forward or backward pass runs.
 #
 # [Note: gradients of the last step]
-# In PyTorch a gradient stays after step(), and the next one is added to it. The engine has given its memory to others by then. So the sign
-# in `param.grad` stays after step(), too, until the program drops it. A gradient that arrives while one is still there is refused.
+# In PyTorch a gradient stays after step(), and autograd adds the next gradient to it. The engine has used the memory for other data by then.
+# So the sign in `param.grad` also stays after step(), until the program drops it. The engine refuses a gradient that arrives before that.
 
 from __future__ import annotations
 
@@ -28,45 +29,45 @@ from infinity.tiers.parameter_state import ParameterState
 
 _ALL = "{what} of {some} gradients, of {all}: the engine has one for all of them. Give it all parameters of the model in one call, each once"
 
-_NO_FACTOR, _GIVEN = -1, -2  # their bits, as a float, are of NaNs that no arithmetic makes
+_NO_FACTOR, _GIVEN = -1, -2  # as float bits, these are NaNs that no arithmetic makes
 
 NOT_DROPPED = (
-    "a gradient arrives while param.grad still has the gradients of the last step, to which plain PyTorch would add it. The engine keeps no "
+    "a gradient arrives while param.grad still has the gradients of the last step. Plain PyTorch would add the two. The engine keeps no "
     "gradient after step(): call optimizer.zero_grad() before the next backward pass. To sum the gradients of several backward passes, call "
     "step() once after them, and declare their number: infinity.AdamW(..., accumulation_steps=...)."
 )
 
 
 class ParamGrads:
-    """Of the parameters of one engine. norm(): of all gradients of the step under way, before step()."""
+    """`param.grad` of all parameters of one engine. norm(): the norm of all gradients of the current step, before step()."""
 
     def __init__(self, states: Iterable[ParameterState], norm: Callable[[], float], ranks: Ranks):
         self._states = list(states)
         for state in self._states:
             state.departed.answer_by(self)
         self._norm, self._ranks = norm, ranks
-        self._departed: dict[ParameterState, None] = {}  # parameters whose gradients have left in this step, or in the last step without being dropped
-        self._hidden = False  # from autograd, which else would add to them, and torch.compile, which would look at them
-        self._wait = False  # for a step() or zero_grad()
-        self._factors: dict[DepartedGradient, float] = {}  # by which those of the last pass were multiplied
-        self.factor = 1.0  # by which step() multiplies all
+        self._departed: dict[ParameterState, None] = {}  # parameters whose gradients have left in this step, or in the last one without a drop
+        self._hidden = False  # signs are out of `param.grad`: autograd would add to them, and torch.compile would see them
+        self._wait = False  # the gradients wait for step() or zero_grad()
+        self._factors: dict[DepartedGradient, float] = {}  # factors of the signs that `common_factor` has not seen yet
+        self.factor = 1.0  # step() multiplies all gradients by it
         self.norm_was_asked = False
 
     def depart(self, states: Iterable[ParameterState]) -> None:
-        """A backward pass is over that has brought gradients of these."""
+        """A backward pass that has brought gradients of these parameters is over."""
         self._departed |= dict.fromkeys(states)
         self._wait = True
         self.show()
 
     def show(self) -> None:
-        """A pass is over: gradients that have left are named in `param.grad` again."""
+        """A pass is over: put the signs into `param.grad` again."""
         self._hidden = False
         with DisableTorchFunctionSubclass():
             for state in self._departed:
                 set_grad(state.param, state.departed)
 
     def end_step(self) -> None:
-        """step() has used them. Their signs stay, see [Note: gradients of the last step]."""
+        """step() has used the gradients. Their signs stay, see [Note: gradients of the last step]."""
         self._wait = False
         self._factors.clear()
         self.factor = 1.0
@@ -87,13 +88,13 @@ class ParamGrads:
         return bool(self._departed) and not self._wait
 
     def departed(self, state: ParameterState) -> DepartedGradient | None:
-        """The sign of a gradient that has left, in this backward pass or before."""
+        """The sign of a gradient that has left in this backward pass or before; otherwise None."""
         return state.departed if state.arrivals or state in self._departed else None
 
     def take_given(self) -> list[tuple[ParameterState, torch.Tensor]]:
-        """Take the gradients that the program has put into `param.grad`. Either all ranks have such gradients, or none has.
+        """Take the gradients that the program has put into `param.grad`.
 
-        Raises UsageError where ranks differ; see also `were_dropped`.
+        Raises UsageError if some ranks have such gradients and others have none; see also `were_dropped`.
         """
         given = []
         with DisableTorchFunctionSubclass():
@@ -110,23 +111,23 @@ class ParamGrads:
                 self._departed.pop(state, None)
         return given
 
-    # What they answer, see [Note: what may be done with gradients that have left].
+    # Methods that signs call, see [Note: operations on gradients that have left].
 
     def norm(self, gradients: Collection[DepartedGradient]) -> float:
-        """Of all gradients, which these must be."""
+        """The norm of all gradients. Raises UsageError unless `gradients` are all of them."""
         self._require_waiting()
         self._require_all(gradients, "the norm")
         self._agree_on_norm()
         self.norm_was_asked = True
-        return self._norm() * self.settled_factor()
+        return self._norm() * self.common_factor()
 
     def scale(self, gradient: DepartedGradient, factor: float) -> None:
-        """Multiply it once step() uses it."""
+        """step() will multiply this gradient by the factor."""
         self._require_waiting()
         self._factors[gradient] = self._factors.get(gradient, 1.0) * factor
 
-    def settled_factor(self) -> float:
-        """By which step() multiplies all gradients. Raises UsageError where the program has scaled some only, or by other factors."""
+    def common_factor(self) -> float:
+        """The factor of all gradients. Raises UsageError if the program has multiplied only some, or by different factors."""
         if self._factors:
             self._require_all(self._factors, "a factor")
             factors = {str(factor) for factor in self._factors.values()}  # no NaN equals another one
@@ -137,8 +138,8 @@ class ParamGrads:
         return self.factor
 
     def agreed_factor(self) -> float:
-        """As `settled_factor`; raises UsageError where ranks would multiply by different ones."""
-        factor = self.settled_factor()
+        """As `common_factor`; also raises UsageError if the ranks have different factors."""
+        factor = self.common_factor()
         if not self._ranks.agree(*struct.unpack("q", struct.pack("d", factor))):
             raise UsageError(
                 f"{self._ranks.name} multiplies gradients by {factor}. Another rank has another factor, is about to clip, or has put gradients "
@@ -147,7 +148,7 @@ class ParamGrads:
         return factor
 
     def _agree_on_norm(self) -> None:
-        """Raises UsageError where another rank has come to `agreed_factor`."""
+        """Raise UsageError if another rank is in `agreed_factor`."""
         if not self._ranks.agree(_NO_FACTOR):
             raise UsageError(
                 f"{self._ranks.name} asks for the norm of all gradients, another rank does not, but calls step(): clip on all ranks alike"
@@ -164,7 +165,7 @@ class ParamGrads:
     def were_dropped(self) -> bool:
         """Whether the program has dropped all gradients of this step, as model.zero_grad() does.
 
-        Raises UsageError where it has dropped some of them, or put others in their place.
+        Raises UsageError if the program has dropped only some of them, or has put others in their place.
         """
         if self._hidden or not self._wait:
             return False
@@ -185,8 +186,8 @@ class ParamGrads:
         return bool(dropped)
 
     def clear(self) -> None:
-        """Take the signs out of `param.grad` until `show`. Gradients of the last step that the program has dropped or replaced are forgotten."""
-        self.settled_factor()
+        """Take the signs out of `param.grad` until `show`. Forget gradients of the last step that the program has dropped or replaced."""
+        self.common_factor()
         with DisableTorchFunctionSubclass():
             if self.are_of_last_step and not self._hidden:
                 self._departed = {state: None for state in self._departed if get_grad(state.param) is state.departed}
@@ -205,7 +206,7 @@ class ParamGrads:
 
 
 def drop_half_arrived(states: Iterable[ParameterState]) -> None:
-    """Of a backward pass that failed: what came, but its hook did not."""
+    """After a failed backward pass, drop gradients in `param.grad` whose hook was not called."""
     with DisableTorchFunctionSubclass():
         for state in states:
             if state.trainable and get_grad(state.param) is not state.departed:

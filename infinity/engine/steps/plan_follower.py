@@ -9,7 +9,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
 
-from infinity.engine.steps.due_updates import Due
+from infinity.engine.steps.chunk_updates import ChunkUpdates
+from infinity.engine.steps.gradient_reductions import GradientReductions
 from infinity.plan import schedule
 from infinity.plan.route import Route
 from infinity.plan.schedule import Use
@@ -20,14 +21,15 @@ from infinity.tiers.weights import Weights
 _LOOK_AHEAD = 64  # uses after a jump in which `catch_up` looks for spans
 
 
-class Follower:
+class PlanFollower:
     """Issues the actions of a plan. keep: spans stay on the device while there is room. slots_ahead: slots of weights that are read into ahead;
     states_ahead: chunks whose states are read ahead."""
 
     def __init__(
         self,
         weights: Weights,
-        due: Due,
+        updates: ChunkUpdates,
+        reductions: GradientReductions,
         *,
         keep: bool,
         slots_ahead: int,
@@ -36,7 +38,7 @@ class Follower:
         self.registry, self.tier, self.ranks = weights.registry, weights.tier, weights.ranks
         self.course = weights.course
         self.weights = weights
-        self.due = due
+        self.updates, self.reductions = updates, reductions
         self.keep = keep
         self.read_ahead = schedule.READ_AHEAD
         self.slots_ahead = slots_ahead
@@ -56,7 +58,7 @@ class Follower:
             course.trace.append(Use(key, tuple([s.index for s in spans]), frozenset(self.weights.held)))
         position = course.advance(key)
         if course.off_plan:
-            self.due.reduce_unplanned()
+            self.reductions.reduce_unplanned()
         if position is None:
             course.off_plan = True
             if not self.keep:
@@ -86,9 +88,9 @@ class Follower:
                 case schedule.Evict(index):
                     self.weights.evict(spans[index])
                 case schedule.ReadStates(index):
-                    self.due.read_states(chunks[index])
+                    self.updates.read_states(chunks[index])
                 case schedule.Reduce(index):
-                    self.due.reduce(chunks[index])
+                    self.reductions.reduce_planned(chunks[index])
             self._pointer += 1
 
     def catch_up(self) -> None:

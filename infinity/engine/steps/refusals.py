@@ -1,6 +1,6 @@
-"""What a program may not do with a model around its passes, whatever the step: each is refused with a UsageError that says what to do.
+"""Messages for calls that the engine refuses around passes and steps, and the checks that need no step.
 
-Knows torch's modes and the parameters. Must not know steps: what is refused because of where a step is, step_cycle.py refuses.
+Knows torch's modes and the parameters. Must not know steps: step_cycle.py and backward_passes.py refuse calls that the step does not allow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from infinity.tiers.parameter_state import ParameterState
 
 
 def refuse_modes(device_type: str, dtype: str) -> None:
-    """In which a forward pass would see weights come and go."""
+    """Raise UsageError in modes of torch in which a forward pass would notice that weights move."""
     if torch._C._are_functorch_transforms_active():
         raise UsageError(
             "torch.func transforms (grad, vjp, vmap, ...) do not see when weights come and go. Use loss.backward() or "
@@ -23,8 +23,8 @@ def refuse_modes(device_type: str, dtype: str) -> None:
         )
     if torch.jit.is_tracing():
         raise UsageError(
-            "torch.jit.trace notes the memory that weights are in for the moment, and would read it when they are elsewhere. Trace a "
-            "model that is in no engine, with this one's values: plain.load_state_dict(model.state_dict())."
+            "torch.jit.trace records the present address of each weight, and would read there after the weight has moved. Trace a model that "
+            "is in no engine. Give it the same values: plain.load_state_dict(model.state_dict())."
         )
     wanted = torch.get_autocast_dtype(device_type)
     if torch.is_autocast_enabled(device_type) and wanted is not TORCH_DTYPES[dtype]:
@@ -35,37 +35,47 @@ def refuse_modes(device_type: str, dtype: str) -> None:
         )
 
 
+# Messages of steps and passes.
+
 SCALED = (
-    "a backward pass after gradients of its step were clipped or multiplied: those that it brings would not be. Clip after the last backward "
-    "pass, before step()."
+    "a backward pass began after the program had clipped or multiplied gradients of the same step. The new gradients would stay as they are. "
+    "Clip after the last backward pass, before step()."
 )
-
-
+TORN = (
+    "a backward pass began after an earlier one that failed half-way and had begun to update: weights are of two steps. Load a checkpoint "
+    "first."
+)
+FAILED = "after a backward pass that raised; call zero_grad() and run it again"
+WEIGHTS_OF_TWO_STEPS = (
+    "the last backward pass failed after some chunks had been updated: weights are of two steps. Load a checkpoint. With "
+    "update='deferred', a failed backward pass can be repeated."
+)
+HALF_LOADED = "the last infinity.load failed half-way: weights are of two states. Load one complete checkpoint."
 LOOK_SCALED = (
-    "torch.autograd.grad of parameters with dtype='fp16': the engine scales the loss, so the gradients would be scaled, too. Use "
+    "torch.autograd.grad of parameters with dtype='fp16': the engine scales the loss, and the gradients with it. Use "
     "infinity.Config(dtype='bf16') or 'fp32', which need no loss scale."
 )
 GIVEN_SCALED = (
-    "param.grad was given a gradient with dtype='fp16', whose gradients the engine scales. Call loss.backward() instead, or use "
-    "infinity.Config(dtype='bf16') or 'fp32', which need no loss scale."
+    "param.grad was given a gradient with dtype='fp16', but the engine expects fp16 gradients that are multiplied by its loss scale. Call "
+    "loss.backward() instead, or use infinity.Config(dtype='bf16') or 'fp32', which need no loss scale."
 )
 GIVEN_LATE = (
-    "param.grad was given a gradient after a backward pass that has begun to update weights. Put it there before that backward pass, or use "
+    "param.grad was given a gradient after a backward pass that has begun to update weights. Set it before that backward pass, or use "
     "infinity.Config(update='deferred')."
 )
 
 
 def too_late_to_clip(optimizer: str, made_at: str) -> str:
-    """Gradients are clipped, or their norm is asked for. made_at: file and line where the program makes the optimizer."""
+    """The message for a norm, or a clip, after updates have begun. made_at: file and line where the program makes the optimizer."""
     return (
         f"clip_grad_norm_ was called, or the norm of all gradients was asked for, but the optimizer already updates weights during the "
-        f"backward pass. Change the line that makes the optimizer, {made_at}: infinity.{optimizer}(..., max_grad_norm=1.0), with the limit "
-        f"that you clip to; the call of clip_grad_norm_ may then go. To know the norm without clipping, use max_grad_norm=math.inf."
+        f"backward pass. Change the line that makes the optimizer, {made_at}: infinity.{optimizer}(..., max_grad_norm=1.0), with your "
+        f"limit, and remove the call of clip_grad_norm_. To know the norm without clipping, use max_grad_norm=math.inf."
     )
 
 
 def has_optimizer(made_at: str) -> str:
-    """A second optimizer is made for a model that has been trained. made_at: file and line where the program makes the first one."""
+    """The message for a second optimizer of a model that has been trained. made_at: file and line where the program makes the first one."""
     return (
         f"the model has an optimizer already, made at {made_at}, and has been trained with it. Go on with that one; its parameter groups take "
         f"several settings. For a new start, close() the engine, and build model, engine and optimizer anew."
@@ -73,7 +83,7 @@ def has_optimizer(made_at: str) -> str:
 
 
 def planned_otherwise(made_at: str | None) -> str:
-    """An optimizer needs other memory than the engine has planned. made_at: where the one is made that it would replace, if there is one."""
+    """The message for an optimizer that needs other memory than planned. made_at: where the program makes the optimizer before it, or None."""
     if made_at is None:
         return (
             "the engine started before its optimizer was made, as by a call of the model, stats() or infinity.load, and the optimizer needs "
@@ -86,22 +96,22 @@ def planned_otherwise(made_at: str | None) -> str:
 
 
 def sums_in_hook(name: str) -> str:
-    """The message for a hook on an accumulated gradient in a step of several backward passes."""
+    """The message for a hook on an accumulated gradient in a step of several backward passes. name: of the parameter."""
     return (
         f"{name} has a hook of register_post_accumulate_grad_hook, and this is not the first backward pass of its step. In plain PyTorch the "
-        f"hook would find the sum of all passes in param.grad; here the earlier ones have left for the engine's tiers. Use "
-        f"param.register_hook(...), which is given each pass's gradient."
+        f"hook finds the sum of all passes in param.grad. Here, the earlier gradients have left for the engine's tiers. Use "
+        f"param.register_hook(...), which gets the gradient of each pass."
     )
 
 
 def refuse_sparse(state: ParameterState, grad: torch.Tensor) -> None:
-    """Raise UsageError for a gradient that no tier can hold."""
+    """Raise UsageError for a sparse gradient, which no tier can hold."""
     if grad.is_sparse:
         raise UsageError(f"{state.name} has a sparse gradient, which no tier can hold; build its module with sparse=False")
 
 
 def no_optimizer(name: str) -> str:
-    """A gradient of a parameter comes."""
+    """The message for a gradient in an engine without an optimizer. name: of the parameter."""
     return (
         f"a backward pass brings a gradient to {name}, and its engine has no optimizer. Make infinity.AdamW(model.parameters()) before "
         f"the first forward pass; or freeze the model, with model.requires_grad_(False), where gradients are only to pass through, as "
@@ -110,7 +120,7 @@ def no_optimizer(name: str) -> str:
 
 
 def no_more_passes(num_backwards: int, num_passes: int, *, by_layer: bool) -> str:
-    """A backward pass comes after so many, of so many that make a step."""
+    """The message for a backward pass after `num_backwards` passes. num_passes: passes of a step."""
     if by_layer:
         return "a backward pass after infinity.accumulate, which brings all gradients of a step: call step() first"
     return (
@@ -119,8 +129,35 @@ def no_more_passes(num_backwards: int, num_passes: int, *, by_layer: bool) -> st
     )
 
 
+def late_gradient(name: str) -> str:
+    """The message for a gradient that arrives after the update of its chunk. name: of the parameter."""
+    return (
+        f"{name} received a gradient after it was updated in this backward pass, which the last step did not show. Use update='deferred' for "
+        f"a model whose gradients come in changing numbers."
+    )
+
+
+def not_scaled(name: str) -> str:
+    """The message for an fp16 gradient outside of the model's outputs. name: of the parameter."""
+    return (
+        f"{name} has a gradient that comes from no output of the model, so it is not loss-scaled, as dtype='fp16' needs it. Return what the "
+        f"loss is made of as tensors, in tuples, lists, dicts or dataclasses; or use bf16."
+    )
+
+
+def half_updated(what: str) -> str:
+    """The message for a call between a backward pass that updates and its step(). what: the call."""
+    return (
+        f"{what} between a backward pass that has begun to update and its step(): some weights are new already. Call step() first, or use "
+        f"update='deferred'. Where several backward passes make a step, declare it: infinity.AdamW(..., accumulation_steps=...)."
+    )
+
+
 def refuse_by_layer(*, runs: bool, failed: bool, begun: bool) -> None:
-    """It brings all gradients of a step. runs: a backward pass is under way; failed: the last one raised; begun: this step has had one."""
+    """Raise UsageError if infinity.accumulate may not begin: this call brings all gradients of a step.
+
+    runs: a backward pass runs. failed: a backward pass has raised. begun: a backward pass of this step is over.
+    """
     if runs:
         raise UsageError("infinity.accumulate inside a backward pass or another accumulation by layer")
     if failed:
@@ -130,7 +167,7 @@ def refuse_by_layer(*, runs: bool, failed: bool, begun: bool) -> None:
 
 
 def refuse_in_loss(what: str, *, runs: bool) -> None:
-    """Raise UsageError if a loss function of infinity.accumulate runs. what: the call in that function, for the message."""
+    """Raise UsageError if a loss function of infinity.accumulate runs. what: the call inside this function, for the message."""
     if runs:
         raise UsageError(
             f"{what} inside the loss function of infinity.accumulate. The loss function returns the scalar loss and does nothing more: "
@@ -139,7 +176,7 @@ def refuse_in_loss(what: str, *, runs: bool) -> None:
 
 
 class LossFunction:
-    """The loss function of infinity.accumulate: a context manager in which it, or a part of it, runs."""
+    """The loss function of infinity.accumulate: a context manager around the function, or around a part of it."""
 
     def __init__(self):
         self._runs = False
@@ -151,12 +188,12 @@ class LossFunction:
         self._runs = False
 
     def refuse(self, what: str) -> None:
-        """Raise UsageError while the loss function runs. what: the call in that function, for the message."""
+        """Raise UsageError while the loss function runs. what: the call inside this function, for the message."""
         refuse_in_loss(what, runs=self._runs)
 
 
 def refuse_loss(value: object, *, number: int) -> None:
-    """The loss function has returned the value for micro-batch `number`: it must be a real scalar with a graph of its own."""
+    """Raise UsageError unless the value is a real scalar with a graph of its own. The loss function returned it for micro-batch `number`."""
     problem = None
     if not isinstance(value, torch.Tensor):
         problem = f"a {type(value).__name__}, expected a tensor"
@@ -176,7 +213,7 @@ _RETURNED = "infinity: the micro-batch whose loss it made"
 
 
 def beside(what: str) -> str:
-    """What is called while another thread is in a pass of the model."""
+    """The message for a call while another thread is in a pass of the model. what: the call."""
     return (
         f"{what} is called while another thread is in a forward or backward pass of the model. Passes of a model come one after the other: "
         f"hold one threading.Lock around each training step and around each evaluation."
@@ -184,7 +221,7 @@ def beside(what: str) -> str:
 
 
 def refuse_thawed(frozen: Iterable[ParameterState]) -> None:
-    """frozen: parameters that were frozen when the engine started."""
+    """Raise UsageError if the program has thawed a parameter that was frozen when the engine started. frozen: all of these."""
     for state in frozen:
         if state.param.requires_grad:
             raise UsageError(

@@ -1,6 +1,6 @@
-"""Steps whose gradients are not finite: they change no state, on any rank.
+"""Skips a step whose gradients are not finite. Such a step changes no state, on any rank.
 
-Knows an engine's steps. Must not know how the norm of gradients is found.
+Knows an engine's steps. Must not know how the norm of gradients is computed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from infinity.tiers.chunk_state import ChunkState
 
 
 def skip(cycle, ready: list[ChunkState]) -> None:
-    """Forget the gradients of a step, which are not finite on some rank. Raises NonFiniteError where the configuration says so."""
+    """Drop the gradients of a step, which are not finite on some rank. Raises NonFiniteError if the configuration has nonfinite="raise"."""
+    cycle.state.count_skipped()
     raises = cycle.config.nonfinite == "raise"
-    found = cycle.due.first_nonfinite(ready) if raises else None
+    found = cycle.norm.first_nonfinite(ready) if raises else None
     for chunk in ready:
         cycle.gradients.wait_for(chunk)
         cycle.gradients.drop(chunk)

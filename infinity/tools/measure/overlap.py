@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from infinity.config import DEFAULT_SWAP_DIR, Config
-from infinity.engine.access.parameter_values import FirstValues
+from infinity.engine.access.parameter_values import InitialValues
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, SwapError
 from infinity.output import check_file, check_plot, give, pyplot, table
@@ -328,7 +328,7 @@ class Bench:
                 )
 
 
-class _Shifted(FirstValues):
+class _Shifted(InitialValues):
     """Each layer has the numbers of the layer before, shifted by _SHIFT."""
 
     def __init__(self, numbers: torch.Tensor):

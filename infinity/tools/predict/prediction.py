@@ -203,7 +203,7 @@ def arrangement(
     homes = placement.homes[STATES]
     on_device = tuple(span.index for span in layout.spans if homes[span.chunks[0]].is_device)
     nbytes_of = [span.nbytes for span in layout.spans]
-    if not all(home.is_device for home in homes):  # as Margin.settle, after the first step
+    if not all(home.is_device for home in homes):  # as DeviceBudget.redivide, after the first step
         placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
         if planner.records_may_visit(weights=choice_of(config.param_tier), states=choice_of(config.optimizer_state_tier), keep=config.residency == "auto"):
             room = placement.device_nbytes - placement.gradient_limit_nbytes

@@ -101,7 +101,7 @@ class Rank:
         return schedule.moment(deferred=self.step.deferred, on_device=on_device, in_memory=in_memory)
 
     def may_wait(self, chunk: PlayedChunk) -> bool:
-        """As Due._may_wait."""
+        """As ChunkUpdates._may_wait."""
         return not chunk.homes[GRADIENTS].is_storage or self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
 
     def begin_step(self) -> None:

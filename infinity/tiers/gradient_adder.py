@@ -1,4 +1,4 @@
-"""Puts a part of a gradient into its place in a shard, or adds it to what is there.
+"""Copies a part of a gradient to its place in a shard, or adds the part to earlier gradients there.
 
 Knows memory and the stream of the gc link. Must not know chunks, or which part comes first.
 """
@@ -13,8 +13,11 @@ from infinity.optim.adam import accumulate_
 from infinity.system.events import Events
 
 
-class Adder:
-    """staging: pinned memory of the largest part, in which what is added to host memory arrives; None on the CPU. accumulate: in fp32."""
+class GradientAdder:
+    """staging: pinned memory with room for the largest part, for gradients that are added in host memory; None on the CPU.
+
+    accumulate: add in fp32.
+    """
 
     def __init__(self, device: torch.device, events: Events, *, staging: torch.Tensor | None, accumulate: bool):
         self.cuda = device.type == "cuda"
@@ -24,7 +27,7 @@ class Adder:
         self.accumulate = accumulate
 
     def put(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready):
-        """target = source if first, else += source. Over when it returns; on CUDA it returns the marks of the copy."""
+        """target = source if first, otherwise target += source. The copy is over on return. Returns its marks on CUDA, None on the CPU."""
         if not self.cuda:
             if self.accumulate:
                 accumulate_(target, source, first, threads=1)

@@ -1,12 +1,12 @@
-"""How many backward passes make the step under way: as many as were declared, or as the program tells pass by pass.
+"""The number of backward passes in a step: declared by accumulation_steps, or told pass by pass by `infinity.no_sync`.
 
-Knows numbers of passes. Must not know what a pass brings, or what is done with it.
+Knows numbers of passes. Must not know gradients.
 """
 
-# [Note: windows that are told]
-# A pass inside `infinity.no_sync` is not the last of its step, and the first one outside is: so updates that may begin in the last pass
-# begin in it, and sums of squares with it. A step that has had a pass inside is told, and takes any number of them; of another one the
-# optimizer's accumulation_steps counts. step() may come before the last one of either, as at the end of an epoch.
+# [Note: numbers of passes that no_sync tells]
+# A pass inside `infinity.no_sync` is not the last one of its step. The first pass outside is the last one. So the updates and sums of squares
+# that may begin in a last pass begin in this pass. Once a step has had a pass inside `no_sync`, any number of passes may follow. In other
+# steps, the optimizer's accumulation_steps counts. The program may call step() before the last pass, for example at the end of an epoch.
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Iterator
 
 
-class Window:
+class PassesPerStep:
     def __init__(self):
         self._more_come = False
         self._told: int | None = None
@@ -29,7 +29,7 @@ class Window:
             self._more_come = before
 
     def begin_pass(self, num_backwards: int) -> None:
-        """A backward pass begins, after so many of its step."""
+        """A backward pass begins. num_backwards: passes of the same step before this one."""
         if self._more_come:
             self._told = num_backwards + 2  # at least
         elif self._told is not None:
@@ -39,5 +39,5 @@ class Window:
         self._told = None
 
     def num_passes(self, declared: int) -> int:
-        """Of the step under way, as far as is known. declared: by the optimizer."""
+        """Backward passes of the current step, as far as is known. declared: the optimizer's accumulation_steps."""
         return declared if self._told is None else self._told

@@ -1,0 +1,202 @@
+"""Decides when the update of each chunk begins: during the backward pass, in step(), or later.
+
+Knows the gradients that are complete, and who moves weights and records. Must not know how they move, plans, hooks, or when a step begins
+and ends.
+"""
+
+# [Note: when a chunk is updated]
+# Deferred: step() begins a chunk's update if its record and its gradient are in memory. For all other chunks with a gradient, step()
+# announces the update ([Note: life of an update] in update_state.py) and remembers the hyper-parameters. The update begins when the next
+# forward pass fetches the chunk, or earlier if its next gradient or a read needs the record.
+# Backward: in the last backward pass before step(), the update begins when all gradients of the chunk are there, and no op and no saved view
+# needs its weights any more. step() begins the remaining updates. Both ways compute the same bits, see updates.py.
+#
+# [Note: the split update]
+# A step moves 26 bytes a parameter from and to drives: 24 in the backward pass, 2 in the forward pass. If drives are slower than compute, the
+# backward pass alone is too short for them. Updates fall behind, the first layers are updated last, and the next forward pass waits for these
+# layers. So the engine puts some of the updates off: step() announces them, as if updates were deferred, and the next forward pass begins
+# them. No plan chooses these updates, because a plan would have to know the drives' speed. Instead, the engine looks at the slots for states
+# when the plan reads the states of a chunk ahead. If updates still pin two thirds of the slots, drives are behind, and the update of this
+# chunk is put off. So the updates that are put off lie between the others. Their number follows from the drives' speed, and is zero if
+# compute hides all transfers. The gradient of such a chunk needs a place to wait: its own, or a slot that would be free otherwise ([Note: how
+# budgets are spent] in placement.py). Without a place the update begins at once. Ranks may differ in their choice, because the device copy is
+# stale in both cases. (Simulated, 3.4 B parameters on one drive, where drives and compute need the same time: a step takes 1.02 to 1.06 times
+# this time, and 1.13 to 1.21 times without putting off. The forward pass is 1/4 to 1/3 of compute.)
+
+from __future__ import annotations
+
+import torch
+
+from infinity.engine.steps.gradient_norm import GradientNorm
+from infinity.engine.steps.refusals import too_late_to_clip
+from infinity.errors import UsageError
+from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
+from infinity.plan.record import GRADIENTS, STATES
+from infinity.plan.schedule import Moment
+from infinity.tiers.arithmetic import Hyper
+from infinity.tiers.gradients import Gradients
+from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.span_state import Presence
+from infinity.tiers.updates import Updater
+from infinity.tiers.weights import Weights
+
+
+class ChunkUpdates:
+    """Updates of the current step.
+
+    early_hyper: hyper-parameters of the updates that the current backward pass begins; None if it begins none.
+    ready: chunks whose update is READY.
+    behind: chunks whose next update in a backward pass is put off. step() marks the first ones for the next step, so no reset clears the set.
+    """
+
+    def __init__(self, weights: Weights, gradients: Gradients, updater: Updater, norm: GradientNorm):
+        self.registry, self.records = weights.registry, weights.records
+        self.weights = weights
+        self.gradients = gradients
+        self.updater = updater
+        self.norm = norm
+        self._all_on_device = all(chunk.on_device for chunk in self.registry.chunks if chunk.trainable)  # these homes never change
+        self.behind: set[ChunkState] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """A step is over, or its gradients are dropped."""
+        self.early_hyper: Hyper | None = None
+        self.norm.expect(False)
+        self.ready: list[ChunkState] = []
+        self.updater.end_step()
+
+    def expect(self, early_hyper: Hyper | None) -> None:
+        """The current backward pass begins updates with these hyper-parameters, or none before step()."""
+        self.early_hyper = early_hyper
+
+    @property
+    def are_early(self) -> bool:
+        """Whether the backward pass has begun an update whose step() has not come."""
+        return any(chunk.update.is_early for chunk in self.registry.chunks)
+
+    # During a backward pass.
+
+    def gradient_complete(self, chunk: ChunkState) -> None:
+        """The chunk's gradient is complete, on all ranks."""
+        if self.early_hyper is not None and self.updater.moment(chunk) is Moment.GRADIENT:
+            self.updater.ready(chunk)
+            self.ready.append(chunk)
+            self.begin_ready()
+        else:
+            self.norm.add_complete(chunk)
+
+    def begin_ready(self) -> None:
+        """Begin the updates of chunks whose gradient is complete and whose weights no op needs any more."""
+        if not self.ready:
+            return
+        self.weights.drain_dropped()
+        for chunk in list(self.ready):
+            if not chunk.span.holds and not chunk.span.handles:
+                self.ready.remove(chunk)
+                is_behind = chunk in self.behind
+                self.behind.discard(chunk)
+                if is_behind and self._may_wait(chunk):
+                    self.make_stale(chunk)
+                    self.updater.put_off(chunk)
+                else:
+                    self.begin(chunk, self.early_hyper, early=True)
+
+    def _may_wait(self, chunk: ChunkState) -> bool:
+        """Whether the chunk's gradient has a place until the next forward pass."""
+        if chunk.extents[GRADIENTS] is None or chunk.gradient_on_device:
+            return True
+        return self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
+
+    def read_states(self, chunk: ChunkState) -> None:
+        """The plan reads the optimizer states ahead, because the chunk's update comes soon."""
+        if chunk.states_home.is_storage and chunk.trainable and not (chunk.update.is_early or chunk.update.is_announced):
+            if self.records.is_crowded(STATES):
+                self.behind.add(chunk)
+            else:
+                self.behind.discard(chunk)
+                self.records.request(chunk, STATES, pin=False)
+
+    # In step().
+
+    def begin_or_announce(self, ready: list[ChunkState], hyper: Hyper) -> None:
+        """Begin the updates of these chunks, and announce those that wait for a fetch."""
+        for chunk in ready:
+            if self.updater.moment(chunk) is Moment.FETCH:
+                self.announce(chunk, hyper)
+            else:
+                self.gradients.wait_for(chunk)
+                self.begin(chunk, hyper)
+        self._announce_put_off(hyper)
+
+    def _announce_put_off(self, hyper: Hyper) -> None:
+        """Announce the updates that the backward pass has put off.
+
+        Old weights may have come to the device meanwhile, if the pass has left its plan. If one rank put an update off, old weights may have
+        come to all ranks. So all ranks also invalidate the spans that were updated early.
+        """
+        for chunk in self.registry.chunks:
+            if chunk.update.is_early and chunk.span.presence is not Presence.AWAY:
+                self.make_stale(chunk)
+            if chunk.update.is_put_off:
+                self.updater.announce(chunk, hyper)
+
+    def announce(self, chunk: ChunkState, hyper: Hyper) -> None:
+        """The chunk is updated at its next use. Its device copy is stale until then."""
+        self.make_stale(chunk)  # first: this may adopt a write of the forward pass, which would wait for an announced update
+        self.updater.announce(chunk, hyper)
+
+    def begin(self, chunk: ChunkState, hyper: Hyper, *, early: bool = False) -> None:
+        """Begin an update that was not announced. early: before step()."""
+        self.make_stale(chunk)
+        self.updater.begin(chunk, hyper, early=early)
+
+    def make_stale(self, chunk: ChunkState) -> None:
+        """The chunk's weights change, or have changed: invalidate the device copy."""
+        self.weights.invalidate(chunk.span)
+        for param in chunk.whole_pieces:
+            note_change(self.registry.params[param])
+
+    # Gradients that no update has used.
+
+    def pending(self) -> list[ChunkState]:
+        """Chunks with a gradient that no update has taken."""
+        found = [chunk for chunk in self.registry.chunks if chunk.gradient.job is not None]
+        return [chunk for chunk in found if not (chunk.update.is_early or chunk.update.is_announced)]
+
+    def drop_pending(self) -> None:
+        """Drop all gradients that no update has taken."""
+        dropped = [
+            chunk
+            for chunk in self.registry.chunks
+            if chunk.update.is_put_off or not (chunk.update.is_early or chunk.update.is_announced)
+            if chunk.gradient.has_arrived
+            if not chunk.update.is_running
+        ]
+        if dropped:
+            self.gradients.drain()
+            self.updater.drain()  # sums of squares
+        for chunk in dropped:
+            self.gradients.drop(chunk)
+
+    # What is refused.
+
+    def refuse_late(self, optimizer) -> None:
+        """Raise UsageError if updates may have begun: the norm of all gradients must be known before the first update."""
+        if self.early_hyper is not None and not self._all_on_device:
+            raise UsageError(too_late_to_clip(type(optimizer).__name__, optimizer.made_at))
+
+    def refuse_changed(self, hyper: Hyper) -> None:
+        """Raise UsageError if the backward pass has begun updates with other hyper-parameters than these."""
+        if self.early_hyper is not None and self.early_hyper.groups != hyper.groups:
+            raise UsageError(
+                "hyper-parameters changed between the backward pass, which has begun to update, and step(). Change them after "
+                "step(), or use update='deferred'."
+            )
+
+
+def note_change(state: ParameterState) -> None:
+    """Invalidate the views of the parameter that autograd has saved. The engine already has the new value."""
+    torch.autograd.graph.increment_version(state.counter)
+    state.version = state.counter._version
