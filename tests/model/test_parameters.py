@@ -362,8 +362,8 @@ def test_a_step_inside_gathered_is_refused_and_made_after_it(place, tmp_path):
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_a_bf16_engine_computes_with_all_parameters_in_bf16(tmp_path):
-    """Also with those that were made in another floating-point type; buffers keep theirs."""
+def test_parameters_of_one_dtype_are_cast_and_those_of_several_are_kept(tmp_path):
+    """The dtype of the configuration is for a model of one dtype. Buffers always keep theirs."""
 
     def build(self):
         self.layer, self.norm = nn.Linear(H, H), nn.LayerNorm(H)
@@ -377,14 +377,20 @@ def test_a_bf16_engine_computes_with_all_parameters_in_bf16(tmp_path):
     def mixed():
         model = Model(build, run)
         model.layer.bfloat16()
-        model.norm.weight.data = torch.full((H,), 1 / 3, dtype=torch.float64)
+        torch.nn.init.constant_(model.norm.weight, 1 / 3)
         return model
+
+    def made_in_fp64():
+        return Model(build, run).double()
 
     train_both(lambda: Model(build, run), tmp_path, dtype="bf16")
     with training(mixed, tmp_path, dtype="bf16") as (model, engine, optimizer):
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert (model.layer.weight.dtype, model.norm.weight.dtype) == (torch.bfloat16, torch.float32)
         assert (model.scale.dtype, model.count.dtype) == (torch.float32, torch.int64)
-        assert (engine.read_state(model.norm.weight)["weight"] == torch.tensor(1 / 3).bfloat16()).all()
+        assert (engine.read_state(model.norm.weight)["weight"] == torch.tensor(1 / 3)).all()
+    with training(made_in_fp64, tmp_path, dtype="bf16") as (model, engine, optimizer):
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert (model.scale.dtype, model.count.dtype) == (torch.float64, torch.int64)
         one_step(model, optimizer)
 
 

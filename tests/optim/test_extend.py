@@ -9,8 +9,10 @@ from helpers import NVME, assert_same_states, states_of, training
 from torch import nn
 
 import infinity
+from infinity.config import CHOICES
 from infinity.formats.format import STORAGES
 from infinity.model.gpt import GPT
+from infinity.optim.shard import CODECS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,8 +32,11 @@ DTYPE = "int16_block128"
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    if DTYPE not in STORAGES:
-        SCALED.register_format()
+    """The format is known to this file alone."""
+    SCALED.register_format()
+    yield
+    del STORAGES[DTYPE], CODECS[DTYPE]
+    CHOICES["dtype"] = tuple(name for name in CHOICES["dtype"] if name != DTYPE)
 
 
 def step(model, optimizer, number):
