@@ -308,7 +308,7 @@ def place(whole, records, *, first=None, least_crowded_out=0, **options):
 def arranged(model, config, *, compresses=False, **options):
     """Layout, records and placement of one rank, by the fields of Budgets (those of a tier as `device_budget`) and of Training together."""
     budgets = {name.replace("_budget", "_nbytes"): options.pop(name) for name in list(options) if name.endswith("_budget")}
-    how = Training(**{"optimizer_state_dtype": ADAM_MOMENTS, "deferred": False, "accumulating": False} | options)
+    how = Training(**{"moments": ADAM_MOMENTS, "deferred": False, "accumulating": False} | options)
     return arrange(model, list(model.named_parameters()), config, Budgets(**budgets), how, (0, 1), compresses=compresses)
 
 

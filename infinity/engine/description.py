@@ -235,4 +235,4 @@ def _bytes_in(tier: Tier, layout: Layout, placement: planner.Placement) -> TierB
         found[WEIGHTS] = sum(span.nbytes for span in layout.spans)
     used = {DEVICE: placement.fixed_nbytes, HOST: placement.host_nbytes, NVME: placement.nvme_nbytes}[tier]
     left = max(0, tier.capacity_nbytes - used)
-    return TierBytes(param_tier=found[WEIGHTS], optimizer_state_tier=found[STATES], gradients=found[GRADIENTS], used=used, left=left)
+    return TierBytes(weights=found[WEIGHTS], states=found[STATES], gradients=found[GRADIENTS], used=used, left=left)

@@ -29,6 +29,7 @@ from infinity.engine.access.save_window import finish_reading
 from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
 from infinity.engine.autograd.resident_model import hooks_for
 from infinity.engine.sizing import Training, budgets, is_deferred
+from infinity.engine.stats import EngineStats, stats_of
 from infinity.engine.steps.step_cycle import StepCycle
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.errors import ConfigError, UsageError

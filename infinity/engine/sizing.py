@@ -53,7 +53,7 @@ class Training:
     def of(cls, optimizer, config: Config, *, scales_loss: bool) -> Training:
         """The training that an optimizer asks for; AdamW's where there is none. Raises ConfigError as `is_deferred` does."""
         return cls(
-            optimizer_state_dtype=optimizer.rule.moments if optimizer is not None else ADAM_MOMENTS,
+            moments=optimizer.rule.moments if optimizer is not None else ADAM_MOMENTS,
             deferred=is_deferred(optimizer, config, scales_loss=scales_loss),
             accumulating=optimizer is not None and optimizer.accumulation_steps > 1,
             can_advance=optimizer is None or optimizer.rule.can_advance,

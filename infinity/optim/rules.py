@@ -226,7 +226,7 @@ def check_elementwise(rule: Rule, group: dict) -> None:
     found = []
     for parts in ([slice(0, 512)], [slice(0, 100), slice(100, 511), slice(511, 512)]):
         segments = {"weight": start.clone()} | {name: torch.zeros(512, **usual) for name in rule.moments}
-        shard = Shard(Format("fp32", optimizer_state_dtype=rule.moments), segments)
+        shard = Shard(Format("fp32", moments=rule.moments), segments)
         for step, grad in enumerate(grads, start=1):
             for part in parts:
                 of_part = shard.part(part.start, part.stop)

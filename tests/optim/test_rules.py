@@ -30,7 +30,7 @@ def shard(rule, dtype, moments_dtype, numel):
     made = {"bf16": {"weight": weight, "residual": residual}, "fp16": {"weight": master.half(), "master": master}}
     made["fp32"] = {"weight": master}
     moments = {name: torch.rand(numel, generator=generator).to(moments_dtype) for name in rule.moments}
-    return Shard(Format(dtype, optimizer_state_dtype=rule.moments), made[dtype] | moments)
+    return Shard(Format(dtype, moments=rule.moments), made[dtype] | moments)
 
 
 @pytest.mark.parametrize("name", RULES)

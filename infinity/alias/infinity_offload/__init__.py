@@ -1,6 +1,6 @@
 """Another name of the package `infinity`, the same module: another project on the package index is imported as `infinity`, too.
 
-Knows Python's import system. Must not know the package. The wheel installs this folder beside `infinity`.
+Knows Python's import system. Must not know chunks or ranks. The wheel installs this folder beside `infinity`.
 """
 
 import importlib

@@ -52,7 +52,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     the whole model runs as in the ordinary loop. Each reason is printed once and is listed in stats()["by_layer_uncut"].
 
     On one rank a step also begins anew if the device has no room before its last backward passes. Then block inputs go to host memory,
-    in this step and in later steps with as many micro-batches, unless Config(activations=...) names a place. If host memory has no room
+    in this step and in later steps with as many micro-batches, unless Config(activation_tier=...) names a place. If host memory has no room
     either, half as many micro-batches pass the model at a time, in the end one.
 
     Gradients are bit for bit those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, with one exception. It concerns
