@@ -27,9 +27,9 @@ import torch
 
 import infinity
 from infinity.config import Config
+from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.model.gpt import GPT
 from infinity.output import pyplot, table, write_json
-from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.tools.measure import probes
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.planning import gpt

@@ -7,10 +7,11 @@ from infinity.checkpoints.load import Loaded, load
 from infinity.checkpoints.load_safetensors import load_safetensors
 from infinity.checkpoints.save import Saving, save
 from infinity.config import Config
-from infinity.engine.layerwise.accumulate import accumulate
 from infinity.engine.construction import init
 from infinity.engine.description import Description, describe
-from infinity.engine.engine import Engine, engine_of, gathered, offload
+from infinity.engine.engine import Engine, gathered, offload
+from infinity.engine.engines import engine_of
+from infinity.engine.layerwise.accumulate import accumulate
 from infinity.engine.steps.no_sync import no_sync
 from infinity.engine.trace_file import save_trace
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError

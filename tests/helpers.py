@@ -166,6 +166,18 @@ def assert_equals_reference(engine, model, reference_model, reference):
             assert chunk.steps.get(registered.index, 0) == expected["step"], f"{name} step"
 
 
+def assert_moves(state, attribute, moves, become, before, after, message):
+    """The state moves from one value of an enum to another if the table has the move, and raises AssertionError otherwise."""
+    setattr(state, attribute, before)
+    if (before, after) in moves:
+        become(after)
+        assert getattr(state, attribute) is after
+        return
+    with pytest.raises(AssertionError, match=message.format(before=before.value, after=after.value)):
+        become(after)
+    assert getattr(state, attribute) is before
+
+
 def states_of(engine, model):
     return {name: engine.read_state(param) for name, param in model.named_parameters()}
 

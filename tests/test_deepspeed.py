@@ -8,9 +8,9 @@ import torch
 
 import infinity
 from infinity.config import Config
+from infinity.errors import ConfigError
 from infinity.integrations.deepspeed import convert
 from infinity.integrations.deepspeed_keys import UNMATCHED, UNNEEDED
-from infinity.errors import ConfigError
 
 STAGE_3 = {"zero_optimization": {"stage": 3}}
 LISTS = ("mapped", "to_optimizer", "unneeded", "unmatched")

@@ -339,12 +339,11 @@ class _Checked:
     def _check_places(self, chunks, places) -> None:
         """Records lie inside their files, and not on one another."""
         held: list[array] = [array("Q") for _ in self.files]  # (offset, bytes, chunk) one behind the other
-        segments = {id(format): format.segments for format in self._formats.values()}
         for chunk, row in zip(chunks, places):
             own = enumerate(zip(row.table["file"].tolist(), row.table["offset"].tolist()))
             for rank, (file, offset) in own:
                 used = chunk.shard_used(rank)
-                nbytes = sum([-(-segment.nbytes(used) // ALIGNMENT) * ALIGNMENT for segment in segments[id(chunk.format)]])
+                nbytes = sum([-(-segment.nbytes(used) // ALIGNMENT) * ALIGNMENT for segment in chunk.format.segments])
                 if file >= len(held):
                     raise CheckpointError(f"chunk {chunk.index}: a record lies in file {file} of {len(held)}")
                 if nbytes > self.files[file].nbytes or offset > self.files[file].nbytes - nbytes:

@@ -20,13 +20,13 @@ import torch
 import aio_ext
 from infinity.checkpoints.encoding import decode
 from infinity.checkpoints.files import QUEUE, Progress, failed, open_direct, read_manifest
-from infinity.checkpoints.manifest import ALIGNMENT, TENSOR_DTYPES, TENSORS_NAME
+from infinity.checkpoints.manifest import ALIGNMENT, TENSORS_NAME, TENSOR_DTYPES
 from infinity.errors import NO_DESCRIPTORS, CheckpointError
+from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.optim.shard import Shard
 from infinity.plan.record import Record
 from infinity.sizes import format_bytes
 from infinity.system.arena import Arena, Region
-from infinity.formats.dtypes import TORCH_DTYPES
 
 _NUM_RECORDS_IN_MEMORY = 3
 

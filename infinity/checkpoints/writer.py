@@ -15,7 +15,7 @@ import torch
 
 import aio_ext
 from infinity.checkpoints.files import QUEUE, failed, open_direct, write_whole
-from infinity.checkpoints.manifest import TENSOR_DTYPES, TENSORS_NAME, File, StoredTensor
+from infinity.checkpoints.manifest import TENSORS_NAME, TENSOR_DTYPES, File, StoredTensor
 from infinity.errors import CheckpointError
 
 Places = Sequence[tuple[int, int]] | Mapping[object, tuple[int, int]]  # (file, offset) of each record

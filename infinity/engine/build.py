@@ -15,13 +15,15 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.sizing import Named, Training, arrange, budgets, expected_device_nbytes, may_compress, written_in_forward
+from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.plan import compression
 from infinity.plan import placement as planner
+from infinity.plan.late_moments import most_late
 from infinity.plan.memory_needs import Budgets
 from infinity.plan.packing import Layout
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
-from infinity.plan.late_moments import most_late
 from infinity.plan.slots import HostCache
+from infinity.plan.tiers import Tier, leaves_device, tier_of, with_capacities
 from infinity.system.arena import PAGE_NBYTES, Arena, Slots
 from infinity.system.capacity import host_free_nbytes
 from infinity.system.events import Events
@@ -34,16 +36,14 @@ from infinity.system.ranks import Ranks
 from infinity.system.storage import Extent, Storage, make_storage
 from infinity.system.swap_directory import reclaim, room_nbytes
 from infinity.tiers.activations import Activations
+from infinity.tiers.chunk_state import ChunkState, Registry, Resident
 from infinity.tiers.compression import Compressor
-from infinity.tiers.route_position import Course
 from infinity.tiers.gradient_reduction import ReduceScatter
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.record_mover import RecordMover
 from infinity.tiers.late_moments import redo_logs
-from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.plan.tiers import Tier, leaves_device, tier_of, with_capacities
-from infinity.tiers.chunk_state import ChunkState, Registry, Resident
 from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.record_mover import RecordMover
+from infinity.tiers.route_position import Course
 from infinity.tiers.span_state import DeviceTier, SpanState
 from infinity.tiers.updates import Updater
 from infinity.tiers.values import Values

@@ -25,8 +25,8 @@ from infinity.errors import UsageError
 from infinity.model.tiled_layers import Tiled
 from infinity.output import say, table
 from infinity.plan import placement as planner
-from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.packing import Layout
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.tiers import DEVICE, HOST, NVME, TIERS, Tier, choice_of, tier_of
 from infinity.plan.traffic import Step, step_nbytes
 from infinity.renamed import LINKS as OLD_LINKS

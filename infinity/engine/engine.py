@@ -19,21 +19,21 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine import engines
-from infinity.engine.access.parameter_values import ParameterValues, InitialValues
+from infinity.engine.access.lifecycle import Lifecycle
+from infinity.engine.access.parameter_values import InitialValues, ParameterValues
+from infinity.engine.access.save_window import finish_reading
+from infinity.engine.autograd.resident_model import hooks_for
 from infinity.engine.build import assemble
 from infinity.engine.description import tell_start
-from infinity.engine.refused_wrappers import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
-from infinity.engine.access.lifecycle import Lifecycle
 from infinity.engine.memory.device_memory import DeviceBudget
-from infinity.engine.access.save_window import finish_reading
-from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
-from infinity.engine.autograd.resident_model import hooks_for
+from infinity.engine.refused_trainers import refuse_trainers
+from infinity.engine.refused_wrappers import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
 from infinity.engine.sizing import Training, budgets, is_deferred
 from infinity.engine.stats import EngineStats, stats_of
+from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
 from infinity.engine.steps.step_cycle import StepCycle
-from infinity.engine.refused_trainers import refuse_trainers
 from infinity.errors import ConfigError, UsageError
-from infinity.formats.assignment import ParameterDtypes
+from infinity.formats.assignment import ParameterDtypes, floating_parameters
 from infinity.formats.format import DTYPE_NBYTES, STORAGES
 from infinity.model.buffers import refuse_unmixed
 from infinity.model.compiled import find_compiled, watch_wrappers
@@ -44,6 +44,7 @@ from infinity.model.state_dict import Facade
 from infinity.model.tiling import tile_to_fit
 from infinity.optim.loss_scale import LossScale, Scaler
 from infinity.plan import placement as planner
+from infinity.plan.tiers import choice_of
 from infinity.system import interrupts
 from infinity.system.capacity import device_of, gauge_of
 from infinity.system.dropped_objects import close_with
@@ -54,7 +55,6 @@ from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.system.timeline import timeline_of
 from infinity.tiers.activations import Activations
-from infinity.plan.tiers import choice_of
 
 
 class Engine(NotCopied):
@@ -450,15 +450,15 @@ def _refuse_untrainable(model: nn.Module, config: Config) -> None:
     """Raise ConfigError or UsageError for a model that no engine can train."""
     refuse_replicas(model)
     refuse_shared(model)
-    named = [(name, param) for name, param in model.named_parameters() if param.is_floating_point() and param.numel()]
+    named = floating_parameters(model)
     dtypes = zip(named, ParameterDtypes.of(named, config.dtype).of_torch)
     refuse_unmixed(model, {id(param): dtype for (_, param), dtype in dtypes}, device_of(config.device))
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every floating-point parameter with elements, once, in registration order. Raises ConfigError for those that cannot be offloaded."""
+    """The parameters that the engine manages. Raises ConfigError for those that cannot be offloaded."""
     refuse_wrappers(model)
-    named = [(name, param) for name, param in model.named_parameters() if param.is_floating_point() and param.numel()]
+    named = floating_parameters(model)
     if not named:
         raise ConfigError(f"{type(model).__name__} has no floating-point parameters; there is nothing to offload")
     if meta := [name for name, param in named if param.is_meta]:

@@ -24,11 +24,11 @@ from infinity.plan.chunk_size import Way
 from infinity.plan.memory_needs import Budgets, Candidate, Needs
 from infinity.plan.packing import Layout, ParameterSpec, default_chunk_numel, layout
 from infinity.plan.record import Record, record_layout
+from infinity.plan.tiers import DEVICE, choice_of, leaves_device
 from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.mapped import MappedFiles
 from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES
-from infinity.plan.tiers import DEVICE, choice_of, leaves_device
 
 ACTIVATION_SHARE = 1 / 4  # of host memory, at least, where they live there
 HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"

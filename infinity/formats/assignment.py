@@ -1,4 +1,4 @@
-"""Which compute dtype each parameter of a model has in an engine.
+"""Which parameters an engine manages, and the compute dtype of each.
 
 Knows torch's dtypes and the parameters of a model. Must not know configurations, chunks or tiers.
 """
@@ -21,6 +21,11 @@ from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.formats.format import STORAGES, Format, trainable_names
 
 _NAMES = {TORCH_DTYPES[storage.compute]: name for name, storage in STORAGES.items()}
+
+
+def floating_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Every floating-point parameter with elements, once, with the name, in registration order. An engine manages these parameters."""
+    return [(name, param) for name, param in model.named_parameters() if param.is_floating_point() and param.numel()]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.engine.refused_trainers import note_integration
-from infinity.formats.assignment import ParameterDtypes
+from infinity.formats.assignment import ParameterDtypes, floating_parameters
 from infinity.output import say
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -36,7 +36,7 @@ def taken(
     Without autocast, an engine of bf16 or fp16 also takes a model of another dtype. Then rank 0 prints one line.
     """
     engine = infinity.engine_of(model) if has_engine(model) else None
-    named = [(name, param) for name, param in model.named_parameters() if param.is_floating_point() and param.numel()]
+    named = floating_parameters(model)
     dtype = (engine.dtypes if engine is not None else ParameterDtypes.of(named, (config or infinity.Config()).dtype)).main
     if precision not in ("no", dtype):
         change = f"use infinity.Config(dtype={precision!r}), which keeps fp32 masters, or " if precision in _DTYPES else ""

@@ -9,8 +9,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
+def autograd_runs() -> bool:
+    """Whether this thread is in a backward pass, of an engine or not."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -31,6 +31,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.errors import UsageError
+from infinity.model.autograd_state import autograd_runs
 
 set_data = torch._C.TensorBase.data.__set__  # torch's own setter, whatever the parameter's class does with `.data`
 get_grad, set_grad = torch._C.TensorBase.grad.__get__, torch._C.TensorBase.grad.__set__
@@ -133,7 +134,7 @@ class Managed:
     def grad(self) -> torch.Tensor | None:
         with DisableTorchFunctionSubclass():
             found = get_grad(self)
-        if found is None and torch._C._current_graph_task_id() != -1 and is_open(engine := owner_of(self)):
+        if found is None and autograd_runs() and is_open(engine := owner_of(self)):
             return engine.parameter_values.departed_gradient(self)
         return found
 

@@ -17,10 +17,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from infinity.errors import ConfigError, UsageError
+from infinity.formats.format import STORAGES
 from infinity.model.parameters import engine_joined, owner_of
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise, failures_named
-from infinity.formats.format import STORAGES
 
 # [Note: a state_dict that refers]
 # Moments are too large for a dict in memory. The dict therefore names a checkpoint: the one that infinity.save made of this state, or that

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from infinity.formats.format import ADAM_MOMENTS, DTYPE_NBYTES, Segment
-from infinity.plan.record import LATE_GRADIENT, STATES, WEIGHTS, Record
 from infinity.plan.late_moments import BLOCK_NBYTES
+from infinity.plan.record import LATE_GRADIENT, STATES, WEIGHTS, Record
 from infinity.sizes import round_up
 
 CODED = {"bf16", "fp16", "fp32"}  # dtypes that the codec takes

@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
+from infinity.plan.late_moments import needed_nbytes, pool_for
 from infinity.plan.memory_needs import Budgets, Candidate, Needs
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
-from infinity.plan.late_moments import needed_nbytes, pool_for
 from infinity.plan.tiers import DEVICE, HOST, NVME, Tier, in_storage
 from infinity.sizes import format_bytes
 

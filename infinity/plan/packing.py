@@ -30,6 +30,7 @@ import functools
 import math
 import operator
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -43,17 +44,29 @@ DEFAULT_CHUNK_MIB = 8
 TAIL_FRACTION = 8  # a span's tail, and each parameter in it, is at most this part of a chunk
 
 
-@dataclass(frozen=True)
-class ParameterSpec:
-    """The name, the size and the format of one parameter."""
+class Formatted:
+    """Elements of one format."""
 
-    name: str
     numel: int
     format: Format
 
     @property
     def trainable(self) -> bool:
         return self.format.trainable
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements on the device, padding included."""
+        return self.numel * self.format.itemsize
+
+
+@dataclass(frozen=True)
+class ParameterSpec(Formatted):
+    """The name, the size and the format of one parameter."""
+
+    name: str
+    numel: int
+    format: Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +83,7 @@ class Piece:
 
 
 @dataclass(frozen=True, repr=False)
-class Chunk:
+class Chunk(Formatted):
     """The unit of every tier. `offset` is in its span; `used` ends with its last parameter; numel is a multiple of
     world * BLOCK_NUMEL."""
 
@@ -82,15 +95,6 @@ class Chunk:
     pieces: tuple[Piece, ...]
     format: Format
     world: int
-
-    @property
-    def trainable(self) -> bool:
-        return self.format.trainable
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights on the device, padding included."""
-        return self.numel * self.format.itemsize
 
     @property
     def shard_numel(self) -> int:
@@ -117,7 +121,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, repr=False)
-class Span:
+class Span(Formatted):
     """Contiguous device storage: one chunk, or the chunks of one large parameter. `params` in order of offset."""
 
     index: int
@@ -125,15 +129,6 @@ class Span:
     numel: int
     format: Format
     params: tuple[int, ...]
-
-    @property
-    def trainable(self) -> bool:
-        return self.format.trainable
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return self.numel * self.format.itemsize
 
     def __repr__(self):
         return f"Span({self.index}, chunks {self.chunks[0]}-{self.chunks[-1]}, {self.numel} {self.format.compute})"
@@ -207,10 +202,10 @@ class Layout:
 
 def _most_first(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Sums by key, the largest sum first."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for key, number in pairs:
-        totals[key] = totals.get(key, 0) + number
-    return dict(sorted(totals.items(), key=lambda pair: -pair[1]))
+        totals[key] += number
+    return dict(totals.most_common())
 
 
 def default_chunk_numel(chunk_mib: float | None, world: int) -> int:

@@ -36,10 +36,10 @@ import torch
 import torch.distributed as dist
 
 from infinity.errors import CheckpointError, PeerError, UsageError
-from infinity.system import interrupts
 from infinity.system import failure_watch as watch
-from infinity.system.waits import waits
+from infinity.system import interrupts
 from infinity.system.failure_watch import PROGRAM, REMEDY, Place, Watch
+from infinity.system.waits import waits
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

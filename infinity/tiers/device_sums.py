@@ -25,8 +25,8 @@ from collections.abc import Collection, Iterable
 
 from infinity.plan.slots import farthest_first
 from infinity.system.lanes import Job
-from infinity.tiers.gradients import Gradients
 from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.gradients import Gradients
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.weights import Weights
 

@@ -22,18 +22,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
 from infinity.plan.record import GRADIENTS
 from infinity.system.events import now
 from infinity.system.lanes import Job, Lane, Monitor
 from infinity.tiers.bytes_in_flight import BytesInFlight
+from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.gradient_adder import GradientAdder
 from infinity.tiers.gradient_reduction import ReduceScatter
 from infinity.tiers.gradient_state import DeviceShard
-from infinity.tiers.record_mover import Lease, RecordMover
-from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.record_mover import Lease, RecordMover
 
 MAX_BATCH_NBYTES = 4 << 20  # of a batch, unless a single gradient is larger
 SMALL_NBYTES = 256 << 10  # a smaller gradient is not worth a change of threads: it leaves together with the next one

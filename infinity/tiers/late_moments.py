@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.formats.format import ADAM_MOMENTS
-from infinity.plan.record import STATES, Record
 from infinity.plan.late_moments import BLOCK_NBYTES
+from infinity.plan.record import STATES, Record
 from infinity.system.arena import Arena, Slot, Slots
 from infinity.tiers.arithmetic import Computed
-from infinity.formats.dtypes import TORCH_DTYPES
 
 
 class RedoLog:

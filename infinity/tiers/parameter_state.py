@@ -1,6 +1,6 @@
-"""What the engine knows of one parameter, and the data that the parameter points to.
+"""State of one parameter in an engine, and the data that the parameter points to.
 
-Knows the parameter, its placeholder and its class. Must not know chunks, or where the bytes of its value are.
+Knows the parameter, the placeholder and the class of the parameter. Must not know chunks, or where the bytes of the value are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from infinity.model.state_dict import DepartedGradient
 
 
 class ParameterState:
-    """What the engine knows of one parameter; the registry finds it by the parameter itself."""
+    """State of one parameter. The registry finds the state by the parameter."""
 
     def __init__(self, index: int, name: str, param: torch.nn.Parameter, bank: torch.Tensor, *, trainable: bool):
         """bank: 1-D, all NaN, of the parameter's dtype on the device. Element `index` is the placeholder's only element."""
@@ -25,33 +25,33 @@ class ParameterState:
         self.name = name
         self.param = param
         self.held_class, self.unheld_class = classes_of(type(param))
-        self.num_holders = 0  # whoever may read it now, see [Note: parameters with two classes] in parameters.py
-        self.counter = param.detach()  # shares the count of writes with the parameter, and none of its functions
+        self.num_holders = 0  # readers that may use the value now, see [Note: parameters with two classes] in parameters.py
+        self.counter = param.detach()  # shares the count of writes with the parameter, but no functions
         set_data(self.counter, placeholder)
         self.shape, self.stride = param.shape, torch.empty(param.shape, device="meta").stride()
         self.numel = param.numel()
         self.trainable = trainable
         self.placeholder = placeholder
-        # Its bits, read without a torch operation, which would let go of the GIL and wait to have it back.
+        # The bits of the placeholder, read without a torch operation. Such an operation would release the GIL and wait for the GIL again.
         self._bits = as_integers(bank).numpy() if bank.device.type == "cpu" else None
         self._untouched = self._bits[index].item() if self._bits is not None else None
-        self.view: torch.Tensor | None = None  # of the span's storage, made when it is first home
-        self.version = 0  # of the parameter when it last came home or left
+        self.view: torch.Tensor | None = None  # of the span's storage, made when the span is first HOME
+        self.version = 0  # write count of the parameter at the last arrival or departure
         self.group: int | None = None  # index of the optimizer's parameter group
         self.arrivals = 0  # gradients in this backward pass
         self.arrived_last: dict[int, int] = {}  # in those of the step before, by number
         self.expected: float = 1  # gradients that this backward pass brings, as far as is known, else infinite
-        self.touched = 0  # uses by ops in this step's forward passes, while it trains
+        self.touched = 0  # uses by ops in the forward passes of this step, in training
         self.touched_last: dict[int, int] = {}  # in the step before, by backward pass
         self.written_in_forward = False
         self.departed = DepartedGradient(placeholder)
 
     def expect(self, num_gradients: float) -> None:
-        """A backward pass begins that brings so many gradients of it, infinite if nobody knows."""
+        """A backward pass begins that brings so many gradients of the parameter; infinite if the number is not known."""
         self.arrivals, self.expected = 0, num_gradients
 
     def hold(self) -> None:
-        """One more may read and change it; its span is home."""
+        """One more reader may use and change the value. The span is HOME."""
         self.num_holders += 1
         if self.num_holders == 1:
             self.param.__class__ = self.held_class
@@ -63,7 +63,7 @@ class ParameterState:
             self.param.__class__ = self.unheld_class
 
     def leave(self) -> None:
-        """Its value is in a record from now on, or nowhere."""
+        """The value is in a record from now on, or nowhere."""
         self.num_holders = 0
         self.param.__class__ = self.unheld_class
         self.point_to(self.placeholder)
@@ -75,12 +75,12 @@ class ParameterState:
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written to in place since it last came home or left."""
+        """Whether the parameter was written to in place since the last arrival or departure."""
         return self.counter._version != self.version
 
     @property
     def has_hooks(self) -> bool:
-        """Whether the program looks at its gradients, or changes them, beside the engine, which has one hook of each kind."""
+        """Whether the program has hooks on the gradients. The engine itself has one hook of each kind."""
         return num_gradient_hooks(self.param) > 1 or self.has_gradient_hooks
 
     @property
@@ -89,8 +89,9 @@ class ParameterState:
         return num_accumulated_hooks(self.param) > 1
 
     def check_untouched(self) -> None:
-        """The last guard, for what went by all others, such as code in C: raise UsageError if somebody wrote to the placeholder or put
-        something else in its place. Called with torch functions of classes switched off."""
+        """Raise UsageError if the placeholder was written to or replaced. This is the last guard, for code in C that passes all others.
+
+        The caller switches torch functions of classes off."""
         placeholder = self.placeholder
         replaced = self.param.data_ptr() != placeholder.data_ptr()
         if not replaced and not self.is_written:
@@ -104,9 +105,9 @@ class ParameterState:
         )
 
     def take_replaced(self) -> None:
-        """Where the program has put other data into the parameter, which is home, as with `set_`, make that its value.
+        """Make data that the program put into a HOME parameter, as with `set_`, the value of the parameter.
 
-        Raises UsageError if it cannot be.
+        Raises UsageError for data of another shape, dtype or device.
         """
         view = self.view
         with DisableTorchFunctionSubclass():
@@ -117,7 +118,7 @@ class ParameterState:
         self.put(data)
 
     def put(self, data: torch.Tensor) -> None:
-        """Make other data the value of the parameter, which is home, counted as a write to it. Raises UsageError if it cannot be."""
+        """Make data the value of a HOME parameter. This counts as a write. Raises UsageError for another shape, dtype or device."""
         view = self.view
         if data.shape != view.shape:
             raise UsageError(

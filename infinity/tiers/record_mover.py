@@ -21,6 +21,7 @@ import torch
 
 import aio_ext
 from infinity.errors import UsageError
+from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.optim.shard import Shard
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, Record
 from infinity.plan.slots import Entry, HostCache, HostState, Requests, keeps
@@ -28,7 +29,6 @@ from infinity.system.events import Events, now
 from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Job, Lane, Monitor
 from infinity.system.waits import waits
-from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.tiers.chunk_state import ChunkState
 
 

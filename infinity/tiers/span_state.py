@@ -4,20 +4,18 @@ Knows spans, their parameters and device memory. Must not know plans, records or
 """
 
 # [Note: parameters that come and go]
+# A span owns one UntypedStorage for life. Eviction resizes the storage to 0, and a fetch resizes the same object back. So views that autograd
+# saved are valid again once the bytes are back. While the span is HOME, a parameter's `.data` is a view of the storage. Otherwise the data is
+# the parameter's placeholder: one element of NaN, expanded to the parameter's shape, so that shape and dtype stay true. The class of the
+# parameter decides who sees either ([Note: parameters with two classes] in parameters.py). Code in C that ignores the class finds NaN instead
+# of stale numbers, and the engine notices writes to the placeholder.
 #
-# A span owns one UntypedStorage for life. Evicting resizes it to 0, fetching resizes it back: the same object, so views
-# that autograd saved are valid again when the bytes are back. A parameter's `.data` is a view of that storage while the
-# span is HOME, and its placeholder while it is not: one element of NaN, its own, expanded to the parameter's shape, so
-# that shape and dtype stay true. Who may see either is the business of the parameter's class ([Note: parameters with two classes] in
-# parameters.py); where code in C goes by it, it finds NaN, not stale numbers, and what it writes there is noticed.
-#
-# A storage is not resized while the program has a tensor of its own that looks into it, as `self.kept = self.weight.t()` leaves one: to
-# read that would end the process. Its span is away, its memory stays until the tensor is gone.
+# The engine does not resize a storage while a tensor of the program looks into the storage, as `self.kept = self.weight.t()` does: reading
+# such a tensor would end the process. The span is away then, and the memory stays until the tensor is gone.
 #
 # [Note: weights written in forward]
-# An embedding with max_norm scales rows of its weight in forward. A row that changed loses its residual, which was of the
-# old value. What changed is seen by comparing with the host copy; a split master that lives on the device has none, so
-# its span keeps a snapshot if it holds such a parameter.
+# An embedding with max_norm scales rows of the weight in forward. A changed row loses the residual of the old value. The engine finds changed
+# rows by comparing with the host copy. A split master on the device has no host copy, so a span with such a parameter keeps a snapshot.
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from infinity.errors import BudgetError, UsageError
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.model.autograd_state import flat_tensor, in_backward, parameter_view
+from infinity.model.autograd_state import autograd_runs, flat_tensor, parameter_view
 from infinity.model.parameters import set_data
 from infinity.plan.packing import Layout, Span
 from infinity.sizes import format_bytes
@@ -55,7 +53,7 @@ _SPAN_MOVES = {
 
 
 class SpanState:
-    """One span on the device. `holds` counts the ops that need it now, `handles` has a Hold for each view that autograd saved."""
+    """One span on the device. `holds` counts the running ops that need the span. `handles` has a handle for each view that autograd saved."""
 
     def __init__(self, span: Span, params: list[ParameterState], device: torch.device):
         self.span = span
@@ -64,17 +62,17 @@ class SpanState:
         self.dtype = TORCH_DTYPES[span.format.compute]
         self.nbytes = span.nbytes
         self.storage = torch.UntypedStorage(0, device=device)
-        self.flat: torch.Tensor | None = None  # [span.numel] over the storage, made when it is first allocated
+        self.flat: torch.Tensor | None = None  # [span.numel] over the storage, made at the first allocation
         self.presence = Presence.AWAY
-        self.pinned = False  # its storage is never freed
+        self.pinned = False  # the storage is never freed
         self.allocated = False
-        self.evict_pending = False  # evicted by the plan while an op still held it
+        self.evict_pending = False  # the plan evicted the span while an op held the span
         self.holds = 0
         self.handles: set = set()
         self.attached = False  # parameters point into the storage
         self.snapshot: torch.Tensor | None = None  # of `flat` after the last update, see [Note: weights written in forward]
         self.fetch: object | None = None  # of the pipeline, while FETCHING
-        self.num_aliases: int | None = None  # tensors that look into the storage, since it was allocated and first held
+        self.num_aliases: int | None = None  # tensors that looked into the storage at the first hold after allocation
 
     def become(self, presence: Presence) -> None:
         assert (self.presence, presence) in _SPAN_MOVES, f"{self}: {presence} from {self.presence}"
@@ -107,7 +105,7 @@ class SpanState:
         return written
 
     def let_go(self) -> None:
-        """End: the parameters are placeholders, whatever they were. What was pinned, others may refer to: it goes when they do."""
+        """Make the parameters placeholders at the end. Other tensors may refer to pinned memory, which is freed after the last of them."""
         for state in self.params:
             state.leave()
             state.view = None
@@ -129,7 +127,7 @@ class SpanState:
         return [state for state in self.params if state.is_written]
 
     def count_aliases(self) -> None:
-        """Note how many tensors look into the storage before a program gets to see it."""
+        """Count the tensors that look into the storage, before the program sees the storage."""
         if self.num_aliases is None and not self.pinned:
             self.num_aliases = self._num_aliases()
 
@@ -137,9 +135,9 @@ class SpanState:
     def has_escaped(self) -> bool:
         """Whether a program has kept a tensor that looks into the storage. A read of this tensor after the storage is freed would end the
         process. False during a backward pass, which has such tensors of its own."""
-        if self.allocated and not self.storage.resizable():  # a NumPy array has looked into it, and may still
+        if self.allocated and not self.storage.resizable():  # a NumPy array may look into the storage
             return True
-        if self.num_aliases is None or (self.handles and in_backward()):
+        if self.num_aliases is None or (self.handles and autograd_runs()):
             return False
         return self._num_aliases() > self.num_aliases
 
@@ -153,14 +151,14 @@ class SpanState:
 
 
 class DeviceTier:
-    """Device memory of all spans, with its budget. The training thread allocates and frees, or one that it waits for; any may `book`.
+    """Device memory of all spans, with its budget. The training thread, or a thread that the training thread waits for, allocates and frees. Any thread may `book`.
 
     on_allocated(nbytes): called after the memory of a span was allocated; None where nobody asks.
     """
 
     def __init__(self, budget_nbytes: int, on_allocated: Callable[[int], None] | None = None):
         self.on_allocated = on_allocated
-        self.budget_nbytes = budget_nbytes  # for spans that come and go, what else the engine holds is booked by `book`
+        self.budget_nbytes = budget_nbytes  # for spans that are not pinned; `book` counts all other memory of the engine
         self.limit_nbytes = budget_nbytes  # up to which ops under way may hold more than that
         self.used_nbytes = 0
         self.other_nbytes = 0
@@ -201,12 +199,12 @@ class DeviceTier:
         self._note_peak()
 
     def lend(self, nbytes: int) -> None:
-        """So much of what spans may take is something else's, which books it; less than nothing: it is given back."""
+        """Take so many bytes from the budget of spans for another purpose, which books them. A negative number gives them back."""
         self.used_nbytes += nbytes
         self.book(-nbytes)
 
     def pin(self, span: SpanState) -> None:
-        """An allocated span is there to stay; it no longer counts against the budget of those that come and go."""
+        """Keep an allocated span on the device. The span no longer counts against the budget of the other spans."""
         span.pinned = True
         self.used_nbytes -= span.nbytes
         self.book(span.nbytes)

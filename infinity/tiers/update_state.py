@@ -1,19 +1,17 @@
 """The states of a chunk's update, and which state may follow which.
 
-Knows the stages of an update. Must not know when an update is due, or what it computes.
+Knows the stages of an update. Must not know when an update is due, or the arithmetic of an update.
 """
 
 # [Note: life of an update]
-# What is due for a chunk's record. updates.py alone moves it on, in the training thread or in one that this waits for, as while a
-# checkpoint is loaded; lanes look at it:
+# updates.py alone changes the stage, in the training thread or in a thread that the training thread waits for. Lanes read the stage.
 #
-#     backward:  IDLE --a backward pass begins--> EXPECTED --its gradients are there--> READY --nobody needs its weights-->
-#                EARLY (begun, weights are of the next step) --step()--> IDLE
-#     deferred:  IDLE --step(), of what is on NVMe in part--> ANNOUNCED --begun, by what needs it--> IDLE
-#     split:     READY --updates are behind--> PUT_OFF --step()--> ANNOUNCED
+#     backward:  IDLE --a backward pass begins--> EXPECTED --gradients complete--> READY --weights not held--> EARLY --step()--> IDLE
+#     deferred:  IDLE --step(), if the record is partly on NVMe--> ANNOUNCED --begun by a reader of the record--> IDLE
+#     split:     READY --updates fall behind--> PUT_OFF --step()--> ANNOUNCED
 #
-# step() also begins at once what is neither EARLY nor to be announced, such as what waits for no drive; what is given up is IDLE.
-# Whether an update that has begun is over, its job knows.
+# EARLY: the update has begun, and the weights are of the next step. step() begins other updates at once, such as those that wait for no
+# drive. An abandoned update is IDLE. The job of a begun update knows whether the update is over.
 
 from __future__ import annotations
 
@@ -33,11 +31,11 @@ class UpdateStage(enum.Enum):
 
 _UPDATE_MOVES = {
     (UpdateStage.IDLE, UpdateStage.EXPECTED),
-    (UpdateStage.EXPECTED, UpdateStage.IDLE),  # no gradient came, or step() began it
+    (UpdateStage.EXPECTED, UpdateStage.IDLE),  # no gradient came, or step() began the update
     (UpdateStage.IDLE, UpdateStage.READY),  # other ranks have brought gradients
     (UpdateStage.EXPECTED, UpdateStage.READY),
     (UpdateStage.READY, UpdateStage.EARLY),
-    (UpdateStage.READY, UpdateStage.IDLE),  # its weights were needed until step(), or the step was given up
+    (UpdateStage.READY, UpdateStage.IDLE),  # the weights were needed until step(), or the step was abandoned
     (UpdateStage.EARLY, UpdateStage.IDLE),
     (UpdateStage.READY, UpdateStage.PUT_OFF),
     (UpdateStage.PUT_OFF, UpdateStage.ANNOUNCED),
@@ -63,18 +61,18 @@ class UpdateState:
 
     @property
     def is_expected(self) -> bool:
-        """Whether it follows in this backward pass."""
+        """Whether the update follows in this backward pass."""
         return self.stage in (UpdateStage.EXPECTED, UpdateStage.READY)
 
     @property
     def is_early(self) -> bool:
-        """Whether the backward pass has begun it, before the step() that it belongs to, or has put it off: what is refused from then on does
-        not depend on how fast drives are."""
+        """Whether the backward pass has begun the update before step(), or has put the update off. Both count, so that the speed of drives
+        does not decide which calls are refused."""
         return self.stage in (UpdateStage.EARLY, UpdateStage.PUT_OFF)
 
     @property
     def is_put_off(self) -> bool:
-        """Whether it was to begin in this backward pass, and is to be announced by step() instead."""
+        """Whether step() announces the update, which was to begin in this backward pass."""
         return self.stage is UpdateStage.PUT_OFF
 
     @property

@@ -23,10 +23,10 @@ from infinity.plan.tiers import in_storage
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, update
-from infinity.tiers.route_position import Course
+from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.record_mover import RecordMover
-from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.route_position import Course
 from infinity.tiers.update_state import UpdateStage
 
 

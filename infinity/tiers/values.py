@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
+from infinity.formats.dtypes import TORCH_DTYPES, as_integers
 from infinity.formats.format import Segment
 from infinity.optim.adam import split_master
 from infinity.plan.record import STATES, WEIGHTS
-from infinity.system.ranks import Ranks
-from infinity.tiers.record_mover import RecordMover, segments
-from infinity.formats.dtypes import TORCH_DTYPES, as_integers
 from infinity.plan.tiers import DEVICE, Tier
+from infinity.system.ranks import Ranks
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.record_mover import RecordMover, segments
 from infinity.tiers.span_state import DeviceTier, SpanState
 from infinity.tiers.updates import Updater
 

@@ -30,9 +30,9 @@ from infinity.plan.record import WEIGHTS
 from infinity.plan.slots import victims
 from infinity.system.events import Events
 from infinity.system.lanes import Lane
-from infinity.tiers.route_position import Course
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.fetch_lanes import ChunkFetch, FetchLanes
+from infinity.tiers.route_position import Course
 from infinity.tiers.span_state import Presence, SpanState, no_room
 from infinity.tiers.values import Values
 

@@ -49,8 +49,8 @@ from infinity.errors import CheckpointError, SwapError, UsageError
 from infinity.formats.format import Format
 from infinity.plan import packing
 from infinity.plan.record import record_layout
-from infinity.system import ranks
 from infinity.system import failure_watch as watch
+from infinity.system import ranks
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30  # after which a process that does not answer is taken to hang

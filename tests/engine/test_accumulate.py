@@ -24,9 +24,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import infinity
+from infinity.engine.autograd.trees import flatten
 from infinity.engine.layerwise import layerwise_step
 from infinity.engine.layerwise.state_conflicts import AttributeConflicts
-from infinity.engine.autograd.trees import flatten
 from infinity.errors import BudgetError
 from infinity.optim.loss_scale import LossScale
 from infinity.plan.record import GRADIENTS
@@ -35,8 +35,8 @@ from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers import activations
 from infinity.tiers.gradient_adder import GradientAdder
-from infinity.tiers.saved_storage import StorageState
 from infinity.tiers.gradients import Gradients
+from infinity.tiers.saved_storage import StorageState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

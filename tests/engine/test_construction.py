@@ -20,14 +20,14 @@ from test_ranks import World
 from torch import nn
 
 import infinity
-from infinity.engine.sizing import budgets
 from infinity.engine.refused_wrappers import watch_replicas
+from infinity.engine.sizing import budgets
 from infinity.errors import UsageError
+from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.model import deferred_init as draws
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.system.ranks import Ranks
 from infinity.system.scratch import Scratch
-from infinity.formats.dtypes import TORCH_DTYPES
 
 construction = sys.modules["infinity.engine.construction"]
 

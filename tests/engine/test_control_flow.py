@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.system.missing_ranks import Peer
 from infinity.system.failure_watch import Board
+from infinity.system.missing_ranks import Peer
 from infinity.tiers.route_position import MAX_ROUTES
 
 pytestmark = pytest.mark.usefixtures("one_thread")

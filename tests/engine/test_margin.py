@@ -14,8 +14,8 @@ from torch import nn
 
 import infinity
 from infinity.engine import build
-from infinity.engine.memory import device_memory as margin
 from infinity.engine.memory import allocation_trial as trial
+from infinity.engine.memory import device_memory as margin
 from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
 from infinity.plan.record import STATES, WEIGHTS

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from helpers import training
+from helpers import assert_moves, training
 from models import inputs, loss_of, mlp
 
 from infinity.engine.steps.step_state import _DAMAGE_MOVES, _STEP_MOVES, Damage, StepPhase, StepState
@@ -20,26 +20,14 @@ def state():
 
 @pytest.mark.parametrize("before, after", list(itertools.product(StepPhase, repeat=2)))
 def test_a_step_changes_its_phase_only_as_its_table_allows(before, after, state):
-    state.phase = before
+    assert_moves(state, "phase", _STEP_MOVES, state.become, before, after, "a step is {after} after it was {before}")
     if (before, after) in _STEP_MOVES:
-        state.become(after)
-        assert state.phase is after and state._course.in_backward is (after in (PASSING, EXPECTING, RECEIVING, LAYERWISE))
-    else:
-        with pytest.raises(AssertionError, match=f"a step is {after.value} after it was {before.value}"):
-            state.become(after)
-        assert state.phase is before
+        assert state._course.in_backward is (after in (PASSING, EXPECTING, RECEIVING, LAYERWISE))
 
 
 @pytest.mark.parametrize("before, after", list(itertools.product(Damage, repeat=2)))
 def test_damage_changes_only_as_its_table_allows(before, after, state):
-    state.damage = before
-    if (before, after) in _DAMAGE_MOVES:
-        state.become_damaged(after)
-        assert state.damage is after
-    else:
-        with pytest.raises(AssertionError, match=f"damage: {after.value} after {before.value}"):
-            state.become_damaged(after)
-        assert state.damage is before
+    assert_moves(state, "damage", _DAMAGE_MOVES, state.become_damaged, before, after, "damage: {after} after {before}")
 
 
 @pytest.mark.parametrize("begun_in", [EMPTY, BETWEEN])

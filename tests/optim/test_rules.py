@@ -6,8 +6,8 @@ from helpers import NVME, assert_same_bits, training
 from models import gpt_step, tiny_gpt
 
 import infinity
-from infinity.optim.adam import Dither, split_master
 from infinity.formats.format import Format
+from infinity.optim.adam import Dither, split_master
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule
 from infinity.optim.shard import Shard
 

@@ -9,8 +9,8 @@ from infinity.system.freed_memory import LEAST_NBYTES, LOOK_NBYTES, MOST_NBYTES,
 TRAINING = """
     import ctypes, sys
     import torch, infinity
-    from infinity.system.freed_memory import resident_nbytes
     from infinity.model.gpt import GPT
+    from infinity.system.freed_memory import resident_nbytes
 
     directory, hidden, layers, device_mib, host_mib = sys.argv[1], *map(int, sys.argv[2:])
     x = torch.randint(0, 256, (1, 64))

@@ -574,8 +574,8 @@ def test_close_survives_a_directory_that_is_gone(paths):
 # A process that has imported everything forks the runs that are killed: a fresh interpreter would import torch each time.
 KILLS = """
     import mmap, os, random, signal, sys, time
-    from infinity.system.swap import Swap
     from infinity.errors import SwapError
+    from infinity.system.swap import Swap
     path, num_kills = sys.argv[1], int(sys.argv[2])
 
     def child(work):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import training
+from helpers import assert_moves, training
 from models import inputs, mlp
 
 from infinity.tiers.gradient_state import _GRADIENT_MOVES, DeviceShard, GradientPlace, GradientState
@@ -15,14 +15,8 @@ ABSENT, ON_DEVICE, OFFLOADING, OFFLOADED = GradientPlace
 @pytest.mark.parametrize("before, after", list(itertools.product(GradientPlace, repeat=2)))
 def test_a_gradient_moves_only_as_its_table_allows(before, after):
     gradient = GradientState()
-    gradient.place = before
-    if (before, after) in _GRADIENT_MOVES:
-        gradient.become(after)
-        assert gradient.place is after
-    else:
-        with pytest.raises(AssertionError, match=f"a gradient is {after.value} after it was {before.value}"):
-            gradient.become(after)
-        assert gradient.place is before
+    message = "a gradient is {after} after it was {before}"
+    assert_moves(gradient, "place", _GRADIENT_MOVES, gradient.become, before, after, message)
 
 
 def stays_here(gradient):

@@ -20,13 +20,13 @@ from infinity.optim.adam import Dither
 from infinity.optim.rules import AdamRule, LionRule, SGDRule
 from infinity.optim.shard import Shard
 from infinity.plan import chunk_size, compression
-from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.late_moments import BLOCK_NBYTES, MOST_LATE, pool_for
+from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.tiers import HOST, in_storage
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
+from infinity.tiers.late_moments import CatchUp, GradientPool, LateUpdate, late_gradient
 from infinity.tiers.record_mover import RecordMover
-from infinity.tiers.late_moments import CatchUp, LateUpdate, GradientPool, late_gradient
 
 MIB = 1 << 20
 NUMEL = 500_000

@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
-from helpers import training
+from helpers import assert_moves, training
 from models import inputs, mlp
 
-from infinity.tiers.update_state import UpdateStage, UpdateState, _UPDATE_MOVES
+from infinity.tiers.update_state import _UPDATE_MOVES, UpdateStage, UpdateState
 
 IDLE, EXPECTED, READY, EARLY, PUT_OFF, ANNOUNCED = UpdateStage
 
@@ -14,14 +14,8 @@ IDLE, EXPECTED, READY, EARLY, PUT_OFF, ANNOUNCED = UpdateStage
 @pytest.mark.parametrize("before, after", list(itertools.product(UpdateStage, repeat=2)))
 def test_an_update_moves_on_as_its_table_says_or_not_at_all(before, after):
     update = UpdateState()
-    update.stage = before
-    if (before, after) in _UPDATE_MOVES:
-        update.become(after)
-        assert update.stage is after
-    else:
-        with pytest.raises(AssertionError, match=f"an update is {after.value} after it was {before.value}"):
-            update.become(after)
-        assert update.stage is before
+    message = "an update is {after} after it was {before}"
+    assert_moves(update, "stage", _UPDATE_MOVES, update.become, before, after, message)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.checkpoints.safetensors import TensorFiles
 from infinity.checkpoints.reader import Checkpoint
+from infinity.checkpoints.safetensors import TensorFiles
 from infinity.model.gpt import GPT
 from infinity.tools.cli import main
 

@@ -140,8 +140,8 @@ def test_a_device_that_is_not_there_is_refused(name):
 RANKS = """
     import contextlib, os, sys
     import torch
-    from infinity.tools.measure import probes
     from infinity.errors import SwapError
+    from infinity.tools.measure import probes
     torch.set_num_threads(1)
     os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
     with probes.launched("cpu") as (device, ranks):

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from infinity.engine.steps.chunk_updates import note_change
 from infinity.engine.access.lifecycle import Lifecycle
-from infinity.engine.steps.step_cycle import autograd_runs
+from infinity.engine.steps.chunk_updates import note_change
 from infinity.errors import ConfigError, UsageError
+from infinity.model.autograd_state import autograd_runs
 from infinity.model.parameters import forget_owner
 from infinity.system.interrupts import uninterrupted
 from infinity.system.ranks import Ranks

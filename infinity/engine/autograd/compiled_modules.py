@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.engine.autograd.ops import Op, op_of, ops_of
 from infinity.errors import BudgetError, UsageError
-from infinity.model.compiled import CompiledCall, compiles, compiled_call_of, find_wrappers, has_compiled_forward, is_wrapper
+from infinity.model.compiled import CompiledCall, compiled_call_of, compiles, find_wrappers, has_compiled_forward, is_wrapper
 from infinity.model.leaf_modules import note_region
 from infinity.model.parameters import NO_COPY, NotCopied
 from infinity.sizes import format_bytes

@@ -17,10 +17,11 @@ from torch.autograd.function import BackwardCFunction
 
 from infinity.engine.autograd.compiled_modules import OpHooks
 from infinity.engine.autograd.ops import BACKWARD, FORWARD, RECOMPUTE, Frame, Op
+from infinity.engine.autograd.trees import map_tensors, tensors_in
 from infinity.engine.steps.refusals import beside, refuse_sparse
 from infinity.engine.steps.step_cycle import StepCycle
-from infinity.engine.autograd.trees import map_tensors, tensors_in
 from infinity.errors import UsageError
+from infinity.model.autograd_state import autograd_runs
 from infinity.model.compiled import module_of
 from infinity.model.parameters import LastHook, NotCopied, get_grad, set_grad
 from infinity.system.interrupts import uninterrupted
@@ -76,7 +77,7 @@ class Hooks(NotCopied):
 
     def _next_phase(self, module: nn.Module) -> str:
         """The phase of a call of the module that begins. Ends calls that were interrupted."""
-        phase = RECOMPUTE if _current_graph_task_id() != -1 else FORWARD
+        phase = RECOMPUTE if autograd_runs() else FORWARD
         if phase == RECOMPUTE:
             self.cycle.backward.await_end()  # before a reentrant checkpoint starts an inner backward pass
         elif self.calls.thread not in (None, threading.get_ident()):

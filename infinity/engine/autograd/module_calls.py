@@ -41,6 +41,7 @@ from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.engine.steps.plan_follower import PlanFollower
 from infinity.engine.steps.refusals import LossFunction
 from infinity.errors import UsageError
+from infinity.model.autograd_state import autograd_runs
 from infinity.system import interrupts
 from infinity.system.interrupts import uninterrupted
 from infinity.tiers.activations import Activations
@@ -153,7 +154,7 @@ class Calls:
             frame.release()
             if frame.pushed and frame.task == _current_graph_task_id():
                 _pop_saved_tensors_default_hooks()
-            if frame.op.whole and frame.spans and _current_graph_task_id() != -1:
+            if frame.op.whole and frame.spans and autograd_runs():
                 self.backward.keep_leaf(frame.op)  # backward of the leaf follows, and each rank computes with other parts of it
             self._release_frame(frame, self._escaping(output) if (frame.spans or frame.viewed) and frame.module is module else ())
             if frame.module is module:
@@ -179,7 +180,7 @@ class Calls:
 
     def _trace_end(self, op: Op) -> None:
         """The trace shows the work that follows a call of the op."""
-        in_backward = _current_graph_task_id() != -1
+        in_backward = autograd_runs()
         if self.frames:
             self.timeline.begin(RECOMPUTE if in_backward else FORWARD, self.frames[-1].op.name)
         elif in_backward:
@@ -293,7 +294,7 @@ class Calls:
 
         Views that an evaluation has returned are the program's own, and are released.
         """
-        runs = bool(self.frames) or _current_graph_task_id() != -1
+        runs = bool(self.frames) or autograd_runs()
         if not runs:
             self.release_escaped()
         self.weights.drain_dropped()
@@ -312,7 +313,7 @@ class Calls:
         for frame, span in gone:
             frame.viewed.remove(span)
             self.weights.release(span)
-        recomputes = bool(self.frames) and _current_graph_task_id() != -1
+        recomputes = bool(self.frames) and autograd_runs()
         return had_segment or bool(gone) or (recomputes and self.backward.set_aside())
 
 

@@ -12,11 +12,12 @@ import contextlib
 import threading
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+from torch._C import DisableTorchFunctionSubclass
 
 from infinity.engine.autograd.ops import ATTRIBUTE
 from infinity.engine.autograd.saved_tensors import WeightHandle
 from infinity.engine.autograd.trees import parts_of
+from infinity.model.autograd_state import autograd_runs
 from infinity.system.interrupts import uninterrupted
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.saved_storage import SavedTensor
@@ -32,7 +33,7 @@ class ParameterReads:
 
     def may_compute(self, states: list[ParameterState]) -> bool:
         """Whether the program may read these parameters: in an op of this thread, in a backward pass, or if the model has returned them."""
-        if _current_graph_task_id() != -1:
+        if autograd_runs():
             return True
         return self.calls.thread == threading.get_ident() and (bool(self.calls.frames) or self.calls.was_returned(states))
 
@@ -42,7 +43,7 @@ class ParameterReads:
         held, keep = self._hold(states), True
         by_address = func is torch.Tensor.data_ptr
         try:
-            outside = not self.calls.frames and _current_graph_task_id() == -1
+            outside = not self.calls.frames and not autograd_runs()
             with self.calls.saved_tensors() if outside else contextlib.nullcontext():
                 result = func(*args, **kwargs)
             keep = any(map(self._may_be_view, parts_of(result)))
@@ -52,7 +53,7 @@ class ParameterReads:
 
     @uninterrupted
     def _hold(self, states: list[ParameterState]) -> list[SpanState]:
-        in_backward = _current_graph_task_id() != -1
+        in_backward = autograd_runs()
         if self.calls.recording and not in_backward:
             for state in states:
                 self._count(state)
@@ -82,7 +83,7 @@ class ParameterReads:
         frames = self.calls.frames
         if keep and frames:
             (frames[-1].viewed if viewed else frames[-1].spans).extend(held)
-        elif keep and _current_graph_task_id() != -1:
+        elif keep and autograd_runs():
             self.calls.backward.hold_until_next(held)
         elif keep:
             self.calls.hold_escaped(held)

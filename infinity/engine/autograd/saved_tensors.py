@@ -24,6 +24,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from infinity.engine.autograd.ops import BACKWARD, Op
+from infinity.model.autograd_state import autograd_runs
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Need
 from infinity.tiers.parameter_state import ParameterState
@@ -103,7 +104,7 @@ class SavedTensors:
     def _activation(self, tensor: torch.Tensor) -> SavedTensor | None:
         """None if the tensor stays on the device, as recomputed tensors do."""
         activations = self.calls.activations
-        if activations is None or not activations.is_on or _current_graph_task_id() != -1:
+        if activations is None or not activations.is_on or autograd_runs():
             return None
         return activations.save(tensor)
 

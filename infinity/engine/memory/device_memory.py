@@ -28,13 +28,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from infinity.engine.memory.allocation_trial import Shapes, AllocationTrial
+from infinity.engine.memory.allocation_trial import AllocationTrial, Shapes
 from infinity.plan import placement as planner
 from infinity.plan.memory_needs import gradient_nbytes
 from infinity.plan.placement import Placement
 from infinity.plan.record import STATES, WEIGHTS
-from infinity.tiers.gradients import Gradients
 from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.gradients import Gradients
 from infinity.tiers.span_state import SpanState
 from infinity.tiers.weights import Weights
 

@@ -34,8 +34,8 @@ from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
 from infinity.plan.record import GRADIENTS, STATES
 from infinity.plan.schedule import Moment
 from infinity.tiers.arithmetic import Hyper
-from infinity.tiers.gradients import Gradients
 from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.gradients import Gradients
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import Presence
 from infinity.tiers.updates import Updater

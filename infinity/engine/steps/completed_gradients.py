@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from infinity.plan.schedule import NEVER, Moment
 from infinity.system.ranks import Ranks
-from infinity.tiers.route_position import Course
 from infinity.tiers.chunk_state import ChunkState, Registry
+from infinity.tiers.route_position import Course
 from infinity.tiers.updates import Updater
 
 Positions = list[tuple[int, int]]  # (position in the trace, chunk)

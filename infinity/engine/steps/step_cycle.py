@@ -14,9 +14,14 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.memory.advice import LayerwiseAdvice
-from infinity.engine.build import Assembly
 from infinity.engine.autograd.module_calls import Calls
+from infinity.engine.autograd.trees import tensors_in
+from infinity.engine.build import Assembly
+from infinity.engine.layerwise.limits import LayerwiseLimits
+from infinity.engine.memory.advice import LayerwiseAdvice
+from infinity.engine.memory.device_memory import DeviceBudget
+from infinity.engine.refused_trainers import refuse_trainers
+from infinity.engine.refused_wrappers import refuse_optimizers
 from infinity.engine.steps.backward_passes import BackwardPasses
 from infinity.engine.steps.chunk_updates import ChunkUpdates
 from infinity.engine.steps.completed_gradients import CompletedGradients
@@ -31,20 +36,16 @@ from infinity.engine.steps.plan_follower import PlanFollower
 from infinity.engine.steps.refusals import FAILED, HALF_LOADED, WEIGHTS_OF_TWO_STEPS, half_updated, refuse_modes, refuse_thawed
 from infinity.engine.steps.skipped_steps import skip
 from infinity.engine.steps.step_state import BETWEEN, LAYERWISE, Damage, StepKind, StepState
-from infinity.engine.refused_wrappers import refuse_optimizers
-from infinity.engine.memory.device_memory import DeviceBudget
-from infinity.engine.refused_trainers import refuse_trainers
-from infinity.engine.autograd.trees import tensors_in
-from infinity.engine.layerwise.limits import LayerwiseLimits
 from infinity.errors import UsageError
+from infinity.model.autograd_state import autograd_runs
 from infinity.model.parameters import owner_of
 from infinity.optim.loss_scale import Scaler
 from infinity.plan.placement import look_ahead
 from infinity.system import interrupts
 from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
-from infinity.system.slow_steps import Pace
 from infinity.system.ranks import Ranks
+from infinity.system.slow_steps import Pace
 from infinity.tiers.arithmetic import Hyper
 from infinity.tiers.chunk_state import ChunkState
 
@@ -326,8 +327,3 @@ class StepCycle:
         self.state.begin_load()
         yield
         self.state.end_load()
-
-
-def autograd_runs() -> bool:
-    """Whether this thread is in a backward pass, of the engine or not."""
-    return torch._C._current_graph_task_id() != -1

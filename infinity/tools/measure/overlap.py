@@ -44,8 +44,8 @@ from infinity.engine.access.parameter_values import InitialValues
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, SwapError
 from infinity.output import check_file, check_plot, give, pyplot, table
-from infinity.plan.packing import default_chunk_numel
 from infinity.plan.host_memory import WEIGHT_SLOTS
+from infinity.plan.packing import default_chunk_numel
 from infinity.plan.record import WEIGHTS
 from infinity.plan.tiers import NVME
 from infinity.sizes import format_bytes

@@ -22,15 +22,15 @@ from torch.overrides import TorchFunctionMode
 from infinity import config_files
 from infinity.config import Config, command_layers
 from infinity.errors import BudgetError, ConfigError, UsageError
+from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.formats.format import DTYPE_NBYTES, STORAGES, Format
 from infinity.model.gpt import GPT
 from infinity.model.tiling import tile_limits, tile_to_fit
 from infinity.output import check_file, check_plot, give, pyplot, table
 from infinity.plan.record import record_layout
+from infinity.plan.tiers import DEVICE, HOST, NVME
 from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS
-from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.formats.format import DTYPE_NBYTES, STORAGES, Format
-from infinity.plan.tiers import DEVICE, HOST, NVME
 from infinity.tools.predict import formulas
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.prediction import Prediction, arrangement, auto_device_nbytes, predict
