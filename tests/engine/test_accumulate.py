@@ -655,7 +655,7 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
     assert len(calls) == 3 * num_tries + 2 + 3 * 3  # the third one had no room, and of two the second
     assert len(looks) == num_tries + 2  # what modules keep is looked at until a step of the kind has had its forward passes
     said = capfd.readouterr().err
-    assert said.count("Config(activations='host')") == 2 and said.count("rounds of 2") == said.count("one after the other") == 1
+    assert said.count("Config(activation_tier='host')") == 2 and said.count("rounds of 2") == said.count("one after the other") == 1
 
 
 @pytest.mark.few(4)
@@ -728,7 +728,7 @@ def test_what_has_no_room_in_host_memory_stays_on_the_device(num_in_host_memory,
         with training(crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
             assert sum(three_steps(model, engine, optimizer), []) == expected[0]
             assert_same_states(states_of(engine, model), expected[1])
-            assert away(engine) and engine.stats()["by_layer_uncut"] == []
+            assert away(engine) and engine.stats()["layerwise_unsplit_reasons"] == []
             assert engine.activations.store.heap.peak_nbytes == num_in_host_memory * 4096
 
 

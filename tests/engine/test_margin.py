@@ -424,7 +424,7 @@ def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge
             optimizer.step()
             optimizer.zero_grad()
             counts.append(len(engine.device_budget.promoted))
-        assert engine.stats()["num_steps_back"] == steps_back
+        assert engine.stats()["num_placement_rollbacks"] == steps_back
         assert counts[0] > 0 and (counts[-1] == 0) == bool(steps_back), counts
         assert_same_states(states_of(engine, model), expected)
 
@@ -459,14 +459,14 @@ def test_each_division_is_on_trial_whatever_it_was_made_for(gauge, clock, tmp_pa
             assert not engine.device_budget.trial.is_on
             for seconds in LONGER_AND_LONGER:
                 timed_step(model, optimizer, clock, seconds, batch + 4)
-            found.append((engine.stats()["num_steps_back"], len(engine.device_budget.promoted)))
+            found.append((engine.stats()["num_placement_rollbacks"], len(engine.device_budget.promoted)))
         model(*tokens(0, batch=20))  # finds no room, and takes its time
         clock[0] += 100.0
         gauge.failures += 1
         optimizer.zero_grad()
         for seconds in LONGER_AND_LONGER:
             timed_step(model, optimizer, clock, seconds, 20)
-        found.append((engine.stats()["num_steps_back"], len(engine.device_budget.promoted)))
+        found.append((engine.stats()["num_placement_rollbacks"], len(engine.device_budget.promoted)))
     assert found == [(1, 0), (2, 0), (3, 0)]
 
 

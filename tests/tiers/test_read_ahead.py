@@ -69,6 +69,6 @@ def test_weights_that_an_update_has_asked_for_are_wanted_before_all_others(train
 
 def test_reads_go_as_far_ahead_as_slots_that_updates_leave(trained):
     engine, _ = trained
-    assert engine.placement.slots == {"param_tier": LAYERS, "optimizer_state_tier": LAYERS, "gradients": 8} and engine.follower.slots_ahead == LAYERS
-    fewer = dataclasses.replace(engine.placement, slots={"param_tier": 8, "optimizer_state_tier": 3, "gradients": 2})
+    assert engine.placement.slots == {"weights": LAYERS, "states": LAYERS, "gradients": 8} and engine.follower.slots_ahead == LAYERS
+    fewer = dataclasses.replace(engine.placement, slots={"weights": 8, "states": 3, "gradients": 2})
     assert planner.look_ahead(fewer) == (3, 1)

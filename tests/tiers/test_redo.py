@@ -510,7 +510,7 @@ def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch
             chunks = [chunk for chunk in engine.registry.chunks if chunk.redo and chunk.redo.late]
             assert not any(chunk.on_device for chunk in chunks)
             held.append(sum(len(pooled.blocks) for chunk in chunks for late in chunk.redo.late for pooled in late.pooled))
-            assert engine.stats()["late_gradients_nbytes"] == held[-1] * BLOCK_NBYTES
+            assert engine.stats()["replay_grad_nbytes"] == held[-1] * BLOCK_NBYTES
         assert engine.device_budget.promoted and any(held)
 
 

@@ -49,7 +49,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     of the model run again in backward, with their hooks, as with activation checkpointing.
 
     The first step finds the places where the model cannot be cut, and begins anew. The parts between them run as one, and in the worst case
-    the whole model runs as in the ordinary loop. Each reason is printed once and is listed in stats()["by_layer_uncut"].
+    the whole model runs as in the ordinary loop. Each reason is printed once and is listed in stats()["layerwise_unsplit_reasons"].
 
     On one rank a step also begins anew if the device has no room before its last backward passes. Then block inputs go to host memory,
     in this step and in later steps with as many micro-batches, unless Config(activation_tier=...) names a place. If host memory has no room
