@@ -32,7 +32,7 @@ C_TESTS := $(wildcard tests/aio/*.py tests/optim/test_adam*.py) tests/tiers/test
 
 # Every state lives in ./infinity-swap: ten times the device budget, four times the host budget.
 train: build
-	$(PY) -m infinity train --weights nvme --states nvme --device-memory 12MiB --host-memory 32MiB $(TRAIN)
+	$(PY) -m infinity train --param-tier nvme --optimizer-state-tier nvme --device-memory 12MiB --host-memory 32MiB $(TRAIN)
 
 test: build
 	$(PY) -m pytest -n $(JOBS) $(TESTS)

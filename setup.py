@@ -67,7 +67,8 @@ def extension(name, sources, *, depends=(), flags=(), libraries=()):
 
 
 setup(
-    packages=find_packages(include=["infinity", "infinity.*", "aio_ext"]),
+    packages=[*find_packages(include=["infinity", "infinity.*", "aio_ext"]), "infinity_offload"],
+    package_dir={"infinity_offload": "infinity/alias/infinity_offload"},
     cmdclass={"build_ext": BuildWithChecks},
     options={"bdist_wheel": {"py_limited_api": "cp{}{}".format(*LIMITED_API)}} if IS_LIMITED else {},
     ext_modules=[

@@ -126,7 +126,7 @@ def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
 
     def moved():
         stats = engine.stats()
-        links = [stats["links"][link]["nbytes"] if job.place != "device" else 0 for link in ("cg", "gc")]
+        links = [stats["links"][link]["nbytes"] if job.place != "device" else 0 for link in ("h2d", "d2h")]
         return stats["nvme_read_nbytes"], stats["nvme_write_nbytes"], *links
 
     def save_trace():
@@ -143,8 +143,8 @@ def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
 
     def remarks():
         stats = engine.stats()
-        away = (stats["activations"] or {}).get("moved_nbytes", 0)
-        found = list(stats["by_layer_uncut"])
+        away = (stats["activation_offload"] or {}).get("moved_nbytes", 0)
+        found = list(stats["layerwise_unsplit_reasons"])
         if away:
             found.append(f"{away / 1e9:.1f} GB of activations have left the device")
         return found

@@ -75,7 +75,7 @@ def measure(options, hidden: int, folder: str) -> dict:
     worst = max(apart(losses["device"], losses[place]) for place in PLACES[1:])
     print(f"hidden {hidden:6d}: losses differ by {worst:.1e}")
     num_steps = options.rounds * options.steps
-    moved = {place: ((engine(model).stats()["activations"] or {}).get("moved_nbytes", 0)) / num_steps for place, (model, _) in trainings.items()}
+    moved = {place: ((engine(model).stats()["activation_offload"] or {}).get("moved_nbytes", 0)) / num_steps for place, (model, _) in trainings.items()}
     for model, _ in trainings.values():
         engine(model).close()
     return {"seconds": seconds, "peak_nbytes": peak_nbytes, "moved_nbytes": moved, "losses": losses, "difference": worst}
@@ -89,8 +89,8 @@ def training(options, hidden: int, folder: str, place: str):
     """(model, optimizer) of a new engine, all with the same initial weights."""
     torch.manual_seed(0)
     path = tempfile.mkdtemp(dir=folder)
-    config = {"device": options.device, "dtype": options.dtype, "host_memory": options.host_memory, "nvme": path}
-    with infinity.init(infinity.Config(activations=place, **config)):
+    config = {"device": options.device, "dtype": options.dtype, "host_memory": options.host_memory, "swap_dirs": path}
+    with infinity.init(infinity.Config(activation_tier=place, **config)):
         heads = max(1, hidden // 128)
         model = GPT(hidden, options.layers, heads, options.vocab, options.seq, checkpoint_activations=True)
     return model, infinity.AdamW(model.parameters(), lr=1e-4)

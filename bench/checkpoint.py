@@ -98,11 +98,11 @@ def speed(options, folder: Path, home: str) -> dict:
 def training(options, folder: Path, home: str):
     (folder / "swap").mkdir(exist_ok=True)
     config = infinity.Config(
-        nvme=folder / "swap",
+        swap_dirs=folder / "swap",
         device=options.device,
         dtype=options.dtype,
-        weights=home,
-        states=home,
+        param_tier=home,
+        optimizer_state_tier=home,
         residency="auto" if home == "host" else "none",
     )
     torch.manual_seed(0)

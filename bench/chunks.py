@@ -23,9 +23,9 @@ import infinity
 from infinity.model.gpt import GPT
 
 PLACES = {
-    "nvme": {"weights": "nvme", "states": "nvme", "residency": "none"},
+    "nvme": {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"},
     "mixed": {"device_memory": "100MiB"},
-    "host": {"weights": "host", "states": "host"},
+    "host": {"param_tier": "host", "optimizer_state_tier": "host"},
 }
 
 
@@ -96,7 +96,7 @@ def run(options, name, size):
     with torch.device("meta"):
         num_parameters = sum(param.numel() for param in make().parameters())
     host_memory = "auto" if options.place == "host" else int(options.fraction * 12 * num_parameters)
-    config = {"nvme": options.nvme, "device": options.device, "dtype": options.dtype, "host_memory": host_memory, "chunk_mib": size}
+    config = {"swap_dirs": options.nvme, "device": options.device, "dtype": options.dtype, "host_memory": host_memory, "chunk_mib": size}
     torch.manual_seed(0)
     with infinity.init(infinity.Config(**config, **PLACES[options.place])):
         model = make()

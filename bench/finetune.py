@@ -2,7 +2,7 @@
 
     python bench/finetune.py [--model 3b] [--engines infinity,fsdp2,deepspeed,plain] [--micro-batch 4] [--accumulation 1]
                              [--sequence 4096] [--clip 1.0] [--curve 8k,16k,32k,64k] [--rounds 2] [--steps 6] [--limit 300] [--ranks 1]
-                             [--states nvme] [--device-memory 8GiB] [--host-memory 24GiB] [--compile] [--json FILE] [--plot FILE]
+                             [--optimizer-state-tier nvme] [--device-memory 8GiB] [--host-memory 24GiB] [--compile] [--json FILE] [--plot FILE]
 
 Models have random weights: 1b and 3b have the shapes of Llama 3.2, 8b of Llama 3.1, qwen7b of Qwen2.5-7B. 14b is a Llama with the
 dimensions of Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of them for keys, 152,064 tokens), 14.77 B parameters. All
@@ -63,12 +63,17 @@ from _shapes import SHAPES, Size, make, size_of, vocab_of
 
 from infinity import output
 from infinity.errors import ConfigError
+from infinity.renamed import CONFIG_FIELDS
 from infinity.sizes import format_bytes
 from infinity.system.capacity import host_free_nbytes
 
 ENGINES = ("infinity", "by-layer", "fsdp2", "deepspeed", "plain")
 OURS = ("infinity", "by-layer")
-SETTINGS = ("device_memory", "host_memory", "weights", "states", "activations", "moments", "compression", "update")
+SETTINGS = (
+    *("device_memory", "host_memory", "param_tier", "optimizer_state_tier", "activation_tier", "optimizer_state_dtype"),
+    *("compression", "update"),
+)
+OLD_NAMES = {new: old for old, new in CONFIG_FIELDS.items()}  # options of commands in RESULTS.md
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 HOST_NBYTES = {"fsdp2": 19, "deepspeed": 24}  # bytes a parameter, measured with 3.2 B
 NUM_WARM = 2  # steps that are not counted
@@ -93,7 +98,8 @@ def main() -> int:
     parser.add_argument("--loss-tokens", type=at_least(0), default=4096)
     parser.add_argument("--compile", action="store_true", help="each layer, by layer.compile(fullgraph=True)")
     for name in SETTINGS:
-        parser.add_argument(f"--{name.replace('_', '-')}", help="of infinity")
+        names = [name, OLD_NAMES[name]] if name in OLD_NAMES else [name]
+        parser.add_argument(*(f"--{each.replace('_', '-')}" for each in names), help="of infinity")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=kind)
     parser.add_argument("--ranks", type=positive, default=1)
     parser.add_argument("--nvme", type=directory, default=".", help="a directory is made in it, and removed")
@@ -177,7 +183,7 @@ def measure(options, row: Row, engine: str, tokens: int, round_: int, num_parame
             raise RunError(f"not tried: it would take some {format_bytes(needed)} of host memory, and {format_bytes(free)} are free")
         with folder_on(options.nvme, "finetune") as folder:
             trace = options.trace and str(Path(options.trace, f"{options.model}-{tokens}-{round_}.json").resolve())
-            case = given(options) | cut(options, tokens) | {"engine": engine, "nvme": folder, "trace": trace}
+            case = given(options) | cut(options, tokens) | {"engine": engine, "swap_dirs": folder, "trace": trace}
             if engine == "deepspeed" and not round_ and tokens == (options.curve or [tokens])[0]:
                 on_ranks(__file__, ["--case", json.dumps(case | TINY)], options.ranks, options.limit)  # compiles DeepSpeed's kernels
 
@@ -396,7 +402,7 @@ def job_of(options, device) -> Job:
         hyper=HYPER,
         accumulation=options.accumulation,
         clip=options.clip or None,
-        config={"nvme": options.nvme, "device": options.device, "dtype": "bf16", **told},
+        config={"swap_dirs": options.nvme, "device": options.device, "dtype": "bf16", **told},
         trace=options.trace,
     )
 

@@ -86,7 +86,7 @@ def measure(options) -> dict:
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     torch.manual_seed(0)
-    places = {"weights": "device", "states": "host", "update": "deferred"}
+    places = {"param_tier": "device", "optimizer_state_tier": "host", "update": "deferred"}
     with infinity.init(infinity.Config(device=options.device, dtype=options.dtype, **places)):
         shape = (options.hidden, options.layers, max(1, options.hidden // 128), options.vocab, options.seq)
         model = GPT(*shape, checkpoint_activations=True)

@@ -3,7 +3,7 @@
     python bench/margin.py [--device cuda] [--margins 8GiB,14GiB] [--hidden 4096] [--layers 4] [--rounds 3]
                            [--json FILE] [--plot FILE]
 
-Every record has its home in host memory. `host` means weights="host", states="host". The other engines get the given device memory, and
+Every record has its home in host memory. `host` means param_tier="host", optimizer_state_tier="host". The other engines get the given device memory, and
 weights take their part first. Engines take turns in blocks of steps, so an update hides behind the next forward pass as in training. The
 first two steps of a block are not counted. Losses must agree with those of `host` within --tolerance, or the exit status is 1.
 """
@@ -34,7 +34,7 @@ def main() -> int:
     add_tolerance(parser)
     options = parse(parser)
 
-    trainings = {"host": training(options, weights="host", states="host")}
+    trainings = {"host": training(options, param_tier="host", optimizer_state_tier="host")}
     for margin in options.margins.split(","):
         trainings[margin] = training(options, device_memory=margin)
     seconds = {name: [] for name in trainings}

@@ -57,7 +57,7 @@ def run(options, text, seed: int, moments: str, factor: float = 1.0) -> dict:
     seq, batch = 128, 16
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as swap:
-        config = infinity.Config(nvme=swap, device=options.device, dtype="bf16", moments=moments, seed=seed)
+        config = infinity.Config(swap_dirs=swap, device=options.device, dtype="bf16", optimizer_state_dtype=moments, seed=seed)
         with infinity.init(config):
             model = GPT(options.hidden, options.layers, 4, 256, seq)
             with torch.no_grad():  # here, while values are fp32: a bf16 weight would not move

@@ -38,7 +38,7 @@ def main() -> int:
     plain = GPT(*shape).to(device, torch.float32 if options.dtype == "fp32" else torch.bfloat16)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)
     torch.manual_seed(0)
-    config = infinity.Config(device=options.device, dtype=options.dtype, update=options.update, weights="device", states="device")
+    config = infinity.Config(device=options.device, dtype=options.dtype, update=options.update, param_tier="device", optimizer_state_tier="device")
     with infinity.init(config):
         ours = GPT(*shape)
     our_optimizer = infinity.AdamW(ours.parameters(), lr=1e-4)

@@ -155,7 +155,7 @@ def run_ranks(case: dict, place: str, engine: str) -> dict:
     os.sync()  # pending writes of the previous process are not charged to this one
     check_can_run(engine, case["ranks"], case["device"])
     with folder_on(case["nvme"], "peers") as folder:
-        told = json.dumps(case | {"place": place, "engine": engine, "nvme": folder})
+        told = json.dumps(case | {"place": place, "engine": engine, "swap_dirs": folder})
         ranks = on_ranks(__file__, ["--case", told], case["ranks"], case["timeout"])
     return {
         "seconds": [max(times) for times in zip(*(rank["seconds"] for rank in ranks))],
@@ -211,7 +211,7 @@ def show(options, rows: dict, failed: dict, worst: dict) -> None:
 
 def of_infinity(options) -> str:
     """The options of infinity that differ from the defaults."""
-    usual = {"host_memory": "auto", "device_memory": "auto", "moments": "fp32", "residency": "none", "trace": None}
+    usual = {"host_memory": "auto", "device_memory": "auto", "optimizer_state_dtype": "fp32", "residency": "none", "trace": None}
     told = [f"{name.replace('_', ' ')} {getattr(options, name)}" for name, value in usual.items() if getattr(options, name) != value]
     return f"; infinity: {', '.join(told)}" if told else ""
 
@@ -294,12 +294,12 @@ def same_start(options) -> GPT:
 
 
 def job_of(options, device) -> Job:
-    names = ("nvme", "device", "dtype", "host_memory", "device_memory", "moments", "compression")
-    places = {"weights": options.place, "states": options.place}
+    names = ("device", "dtype", "host_memory", "device_memory", "compression")
+    places = {"param_tier": options.place, "optimizer_state_tier": options.place}
     if options.place == "nvme" and options.residency == "auto":
         places = {}
     elif options.place == "nvme":
-        places = {"weights": "host" if options.residency == "weights" else "nvme", "states": "nvme", "residency": "none"}
+        places = {"param_tier": "host" if options.residency == "weights" else "nvme", "optimizer_state_tier": "nvme", "residency": "none"}
     return Job(
         make=lambda: same_start(options),
         blocks=lambda model: model.blocks,
@@ -309,7 +309,7 @@ def job_of(options, device) -> Job:
         nvme=options.nvme,
         micro_batch=options.batch,
         hyper=HYPER,
-        config={name: getattr(options, name) for name in names} | places,
+        config={name: getattr(options, name) for name in names} | {"swap_dirs": options.nvme, "optimizer_state_dtype": options.moments} | places,
         window=options.window,
         trace=options.trace,
     )

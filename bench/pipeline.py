@@ -38,9 +38,9 @@ def main():
     num_layers = max(1, round(options.gigabytes * 1e9 / 12 / (1 << 21)))
     model = nn.ModuleList(nn.Linear(1 << 11, 1 << 10, bias=False) for _ in range(num_layers))
     config = infinity.Config(
-        nvme=options.nvme,
-        weights="nvme",
-        states="nvme",
+        swap_dirs=options.nvme,
+        param_tier="nvme",
+        optimizer_state_tier="nvme",
         residency="none",
         compression="off",
         device="cpu",
@@ -51,7 +51,7 @@ def main():
     )
     with infinity.offload(model, config) as engine:
         optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
-        nbytes = engine.stats()["state_nbytes"]
+        nbytes = engine.stats()["model_state_nbytes"]
         settings = [(block << 20, inflight << 20) for block in (1, 2) for inflight in (4, 8, 16)]
         pipeline_seconds(engine, optimizer)  # first: a record's moments are on the drive only after an update
         raw = {setting: [raw_seconds(engine, *setting)] for setting in settings}

@@ -44,22 +44,22 @@ LEAST_CONFIGURATIONS = 8  # for the bar to count
 CUDA_MODEL = {"hidden": 1536, "layers": 4, "heads": 12, "vocab": 32000, "seq": 1024, "batch": 4}
 CPU_MODEL = {"hidden": 768, "layers": 6, "heads": 12, "vocab": 8000, "seq": 128, "batch": 1}
 
-NVME = {"weights": "nvme", "states": "nvme"}
+NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme"}
 CONFIGURATIONS = {
     "nvme": NVME | {"residency": "none", "update": "backward"},
     "nvme, deferred": NVME | {"residency": "none", "update": "deferred"},
     "nvme, chunks of 2 MiB": NVME | {"residency": "none", "chunk_mib": 2.0},
     "nvme, chunks of 16 MiB": NVME | {"residency": "none", "chunk_mib": 16.0},
     "nvme, batch x 4": NVME | {"residency": "none", "batch": 4},
-    "weights host, states nvme": {"weights": "host", "states": "nvme"},
+    "weights host, states nvme": {"param_tier": "host", "optimizer_state_tier": "nvme"},
     "half in host memory": {"host_share": 0.5},
-    "host": {"weights": "host", "states": "host", "update": "backward"},
-    "host, deferred": {"weights": "host", "states": "host", "update": "deferred"},
-    "host, batch x 4": {"weights": "host", "states": "host", "batch": 4},
-    "host, no checkpointing": {"weights": "host", "states": "host", "checkpoint": False},
-    "device": {"weights": "device", "states": "device"},
+    "host": {"param_tier": "host", "optimizer_state_tier": "host", "update": "backward"},
+    "host, deferred": {"param_tier": "host", "optimizer_state_tier": "host", "update": "deferred"},
+    "host, batch x 4": {"param_tier": "host", "optimizer_state_tier": "host", "batch": 4},
+    "host, no checkpointing": {"param_tier": "host", "optimizer_state_tier": "host", "checkpoint": False},
+    "device": {"param_tier": "device", "optimizer_state_tier": "device"},
 }
-BF16_ONLY = {"nvme, bf16 moments": NVME | {"residency": "none", "moments": "bf16"}}
+BF16_ONLY = {"nvme, bf16 moments": NVME | {"residency": "none", "optimizer_state_dtype": "bf16"}}
 
 
 def main() -> int:
@@ -111,7 +111,7 @@ def run(options, machine: Machine, base: dict, settings: dict) -> dict:
     settings |= {"dtype": dtype}
     told = {"model": model, "checkpoint": checkpoint, "device": machine.device}
     samples = []
-    with runner(told | {"settings": None}) as plain, runner(told | {"settings": settings | {"nvme": str(options.nvme)}}) as engine:
+    with runner(told | {"settings": None}) as plain, runner(told | {"settings": settings | {"swap_dirs": str(options.nvme)}}) as engine:
         plain(WARM_UP_STEPS)
         engine(WARM_UP_STEPS)
         for _ in range(options.samples):
@@ -201,7 +201,7 @@ def measured(nvme: Path) -> Machine:
     """This machine, measured by `infinity tune`. If tune fails, its message and exit status are used."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "infinity.toml"
-        done = subprocess.run([sys.executable, "-m", "infinity", "tune", str(nvme), "--output", str(output)])
+        done = subprocess.run([sys.executable, "-m", "infinity", "calibrate", str(nvme), "--output", str(output)])
         if done.returncode:
             sys.exit(done.returncode)
         return Machine.load(output)

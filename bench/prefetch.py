@@ -58,8 +58,8 @@ def measure(options, batch: int, folder: str) -> dict:
     """Seconds of steps, a list a block, and the share of fetches issued ahead, by way."""
     options = argparse.Namespace(**vars(options) | {"batch": batch})
     torch.manual_seed(0)
-    config = {"device": options.device, "dtype": options.dtype, "host_memory": options.host_memory, "nvme": folder}
-    with infinity.init(infinity.Config(weights=options.place, states=options.place, residency="none", **config)):
+    config = {"device": options.device, "dtype": options.dtype, "host_memory": options.host_memory, "swap_dirs": folder}
+    with infinity.init(infinity.Config(param_tier=options.place, optimizer_state_tier=options.place, residency="none", **config)):
         shape = (options.hidden, options.layers, max(1, options.hidden // 128), options.vocab, options.seq)
         model = GPT(*shape, checkpoint_activations=True)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
@@ -76,7 +76,7 @@ def measure(options, batch: int, folder: str) -> dict:
                 before = engine.stats()
                 seconds[way].append([step(options, model, optimizer, number)[0] for number in range(1, options.steps)])
                 after = engine.stats()
-                for index, name in enumerate(("num_fetches_ahead", "num_fetches_late")):
+                for index, name in enumerate(("num_prefetch_hits", "num_prefetch_misses")):
                     fetches[way][index] += after[name] - before[name]
     return {"seconds": seconds, "ahead": {way: ahead / max(1, ahead + late) for way, (ahead, late) in fetches.items()}}
 

@@ -52,9 +52,9 @@ def measure(options, folder, mode) -> dict:
     """Seconds of a step, and bytes read and written per parameter."""
     model = nn.Sequential(*(Timed(options) for _ in range(options.layers)))
     config = infinity.Config(
-        nvme=folder,
-        weights="nvme",
-        states="nvme",
+        swap_dirs=folder,
+        param_tier="nvme",
+        optimizer_state_tier="nvme",
         residency="none",
         compression="off",
         device="cpu",
@@ -76,7 +76,7 @@ def measure(options, folder, mode) -> dict:
             optimizer.zero_grad()
         seconds = (time.perf_counter() - begin) / options.steps
         after, num = engine.stats()["links"], options.layers * options.hidden**2 * options.steps
-    nbytes = {name: (after[link]["nbytes"] - before[link]["nbytes"]) / num for name, link in (("read", "nc"), ("written", "cn"))}
+    nbytes = {name: (after[link]["nbytes"] - before[link]["nbytes"]) / num for name, link in (("read", "nvme_read"), ("written", "nvme_write"))}
     return {"seconds": round(seconds, 3)} | {name: round(number, 2) for name, number in nbytes.items()}
 
 

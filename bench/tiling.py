@@ -123,7 +123,7 @@ class Layer(nn.Module):
 def train(options, factor, hidden):
     """Two steps of one size: sizes in bytes, or why this size does not train."""
     block = int(options.block_mib * 2**20)
-    config = {"device": options.device, "weights": "host", "states": "host", "residency": "none"}
+    config = {"device": options.device, "param_tier": "host", "optimizer_state_tier": "host", "residency": "none"}
     side = 1 if factor == "auto" else math.isqrt(int(factor))
     if factor != "auto":
         config["tile_above"] = None
@@ -133,7 +133,7 @@ def train(options, factor, hidden):
         config["device_memory"] = 2 * block
     held = None
     with tempfile.TemporaryDirectory() as directory:
-        config["nvme"] = directory
+        config["swap_dirs"] = directory
         try:
             if options.device != "cpu":
                 steps(options, 128, 1, config | {"device_memory": "auto"})  # loads kernels, makes streams and workspaces

@@ -4,25 +4,26 @@ import infinity
 import torch
 from infinity.integrations.lightning import EngineStrategy
 from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from tiny import batches, llama
 
 
 class Language(LightningModule):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.model = llama()
 
-    def training_step(self, batch, index):
-        loss = self.model(**batch).loss
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
         losses.append(loss.item())
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
 
 
-losses = []
+losses: list[float] = []
 trainer = Trainer(
     strategy=EngineStrategy(infinity.Config(dtype="fp32")),
     max_epochs=2,

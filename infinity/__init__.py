@@ -1,5 +1,7 @@
 """Train PyTorch models far larger than device memory: every state lives on the device, in host memory or on NVMe."""
 
+from typing import TYPE_CHECKING
+
 from infinity.checkpoints.latest import latest
 from infinity.checkpoints.load import Loaded, load
 from infinity.checkpoints.load_safetensors import load_safetensors
@@ -65,11 +67,15 @@ __all__ = [
     "tile_large_layers",
 ]
 
+if TYPE_CHECKING:
+    from infinity.checkpoints.dcp_load import load_dcp
+    from infinity.checkpoints.dcp_save import save_dcp
+else:
 
-def __getattr__(name: str):
-    """The bridge to torch.distributed.checkpoint comes when it is asked for: that package alone takes a second to import."""
-    if name in ("load_dcp", "save_dcp"):
-        from infinity.checkpoints import dcp_load, dcp_save
+    def __getattr__(name: str):
+        """Imports the bridge to torch.distributed.checkpoint when a program asks for it: that package alone takes a second to import."""
+        if name in ("load_dcp", "save_dcp"):
+            from infinity.checkpoints import dcp_load, dcp_save
 
-        return dcp_load.load_dcp if name == "load_dcp" else dcp_save.save_dcp
-    raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+            return dcp_load.load_dcp if name == "load_dcp" else dcp_save.save_dcp
+        raise AttributeError(f"module 'infinity' has no attribute {name!r}")

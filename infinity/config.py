@@ -12,10 +12,11 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin
 
 from infinity import config_files
 from infinity.errors import ConfigError
+from infinity.renamed import CONFIG_FIELDS, Renamed, warn_renamed, with_new_names
 from infinity.sizes import format_bytes, parse_budget
 from infinity.spelling import nearest
 from infinity.system.mounts import why_no_path
@@ -23,31 +24,22 @@ from infinity.system.mounts import why_no_path
 if TYPE_CHECKING:
     from infinity.integrations.deepspeed import Conversion
 
-DEFAULT_NVME = Path("infinity-swap")
+DEFAULT_SWAP_DIR = Path("infinity-swap")
 LEAST_CHUNK_MIB, LARGEST_CHUNK_MIB = 2**-9, 2**30  # the least is a block
 LARGEST_NBYTES = 2**60
 LARGEST_SEED = 2**64 - 1  # that torch.manual_seed takes
 Layer = tuple[str, Mapping[str, object]]  # where values come from, and the values by field
 
-CHOICES = {
-    "weights": ("auto", "device", "host", "nvme"),
-    "states": ("auto", "device", "host", "nvme"),
-    "activations": ("auto", "device", "host", "nvme"),
-    "dtype": ("bf16", "fp16", "fp32"),
-    "moments": ("fp32", "bf16"),
-    "compression": ("auto", "on", "off"),
-    "residency": ("auto", "none"),
-    "update": ("auto", "deferred", "backward"),
-    "nonfinite": ("auto", "ignore", "raise", "skip"),
-}
+TierName = Literal["auto", "device", "host", "nvme"]
 
 
-def _refuse_unknown_fields(cls):
-    """Make the constructor name the nearest field when a keyword is none."""
+def _with_checked_names(cls):
+    """Make the constructor accept old names of fields, and name the nearest field when a keyword is none."""
     construct = cls.__init__
 
     @functools.wraps(construct)
     def __init__(self, **values):
+        values = with_new_names(values, CONFIG_FIELDS, f"{cls.__name__}: ")
         if problems := _unknown_fields(cls, values):
             raise ConfigError("\n".join(problems))
         construct(self, **values)
@@ -66,7 +58,7 @@ def _unknown_fields(cls, values):
     return problems
 
 
-@_refuse_unknown_fields
+@_with_checked_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Settings of an engine. Every field has a default; values are normalised (paths, bytes) and cannot change.
@@ -75,13 +67,13 @@ class Config:
     """
 
     origins: ClassVar[Mapping[str, str]] = {}
-    """Where values came from, by name, such as "infinity.toml", "--set" or "--nvme". What is absent is the default, or was
+    """Where values came from, by name, such as "infinity.toml", "--set" or "--swap-dirs". What is absent is the default, or was
     given in Python. Says nothing about the value: equal configurations may have different origins."""
 
     conversion: "ClassVar[Conversion | None]" = None
     """Of `from_deepspeed`: what became of every key."""
 
-    nvme: str | os.PathLike | Sequence[str | os.PathLike] = (DEFAULT_NVME,)
+    swap_dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (DEFAULT_SWAP_DIR,)
     """Directories for swap files, best one a drive; a tuple of paths after construction. They must exist, except for
     the default, `infinity-swap` in the current directory, which is created when some state really goes there."""
 
@@ -91,26 +83,26 @@ class Config:
     device_memory: int | str = "auto"
     """Bound of what the engine itself holds on the device: bytes, "20GiB", or "auto" for what activations leave free."""
 
-    weights: str = "auto"
+    param_tier: TierName = "auto"
     """Where weights live between uses: auto (the fastest tier with room), device, host or nvme."""
 
-    states: str = "auto"
+    optimizer_state_tier: TierName = "auto"
     """Where optimizer states live: auto (the fastest tier with room), device, host or nvme."""
 
-    activations: str = "auto"
+    activation_tier: TierName = "auto"
     """Where the activations live that autograd saves while the model runs, such as the inputs of checkpointed blocks, until
     backward: device, host (in what weights and states leave of host_memory, of which a quarter is kept from them; the rest goes
     on to NVMe) or nvme; auto is device, and by layer (`infinity.accumulate`) on one rank the host, where the device has no room."""
 
-    dtype: str = "bf16"
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """What the model computes in: bf16 (a full fp32 master is kept, as weight and residual), fp16 (an fp32 master beside
     it, and a dynamic loss scale) or fp32."""
 
-    moments: str = "fp32"
+    optimizer_state_dtype: Literal["fp32", "bf16"] = "fp32"
     """How the optimizer's moments are stored: fp32, or bf16, stochastically rounded, for dtype bf16: 8 bytes a parameter
     instead of 12."""
 
-    compression: str = "auto"
+    compression: Literal["auto", "on", "off"] = "auto"
     """Whether weights and optimizer states move to and from NVMe in fewer bytes, without loss. off: all of them, each time. Else most
     updates leave AdamW's moments there as they are, of a bf16 model, and keep the gradient in host_memory. on: floats
     are coded, too, in about 3/4 of their bytes; auto: beside a CUDA device, if a quarter of the host's cores keeps up with the drives. Their
@@ -123,17 +115,17 @@ class Config:
     chunk_mib: float | None = None
     """Size of a chunk, in MiB of 16-bit weights; None chooses one."""
 
-    residency: str = "auto"
+    residency: Literal["auto", "none"] = "auto"
     """auto keeps in faster tiers whatever fits; none keeps nothing beyond what the pipeline needs, for benchmarks."""
 
     device: str | None = None
     """"cpu", "cuda" or "cuda:1"; None takes CUDA where there is one, else the CPU."""
 
-    update: str = "auto"
+    update: Literal["auto", "deferred", "backward"] = "auto"
     """When records are updated: deferred (behind the next forward), backward (as gradients arrive, or, of some, behind the next
     forward, where drives are behind), or auto, which takes backward whenever nothing known only later can matter. All give the same bits."""
 
-    nonfinite: str = "auto"
+    nonfinite: Literal["auto", "ignore", "raise", "skip"] = "auto"
     """What a gradient that is infinite or not a number, on any rank, does: ignore (it enters the update, as in plain
     PyTorch), skip (the step changes nothing), raise (step() raises NonFiniteError, and changes nothing), or auto: skip for
     fp16, whose loss scale then shrinks, else ignore."""
@@ -164,7 +156,7 @@ class Config:
             except ConfigError as error:
                 problems.append(self._told(name, str(error)))
 
-        settle("nvme", _paths)
+        settle("swap_dirs", _paths)
         settle("host_memory", _budget)
         settle("device_memory", _budget)
         for name in CHOICES:
@@ -181,10 +173,10 @@ class Config:
             raise ConfigError("\n".join(problems))
 
     @classmethod
-    def load(cls, path: str | os.PathLike, **overrides) -> "Config":
+    def load(cls, path: str | os.PathLike[str], **overrides: Any) -> "Config":
         """The table [config] of a TOML file, or "config" of a JSON file; overrides count more.
 
-        A relative path of `nvme` in the file is relative to the file's directory. Raises ConfigError that names the file.
+        A relative path of `swap_dirs` in the file is relative to the file's directory. Raises ConfigError that names the file.
         """
         return cls.layered([(str(path), _table_of(checked_path(path))), ("argument", overrides)])
 
@@ -199,19 +191,24 @@ class Config:
             origin, conversion = converted(deepspeed)
             layers = [(origin, conversion.config), *layers]
         for origin, layer in layers:
+            try:
+                layer = with_new_names(layer, CONFIG_FIELDS, f"{origin}: ")
+            except ConfigError as error:
+                problems.append(str(error))
+                continue
             problems += [f"{origin}: {problem}" for problem in _unknown_fields(cls, layer)]
             values |= layer
             origins |= dict.fromkeys(layer, origin)
         if problems:
             raise ConfigError("\n".join(problems))
         config = cls.__new__(cls)
-        object.__setattr__(config, "origins", origins)  # before values are checked, for errors to name them
+        object.__setattr__(config, "origins", Renamed(origins, CONFIG_FIELDS))  # before values are checked, for errors to name them
         object.__setattr__(config, "conversion", conversion)
         config.__init__(**values)
         return config
 
     @classmethod
-    def from_deepspeed(cls, source: Mapping | str | os.PathLike, **overrides) -> "Config":
+    def from_deepspeed(cls, source: Mapping[str, Any] | str | os.PathLike[str], **overrides: Any) -> "Config":
         """What a configuration of DeepSpeed's ZeRO-Infinity, a dict or a JSON file, means here; overrides count more.
 
         `conversion` of the result says what became of every key. Raises ConfigError for a ZeRO stage other than 3, among others.
@@ -229,7 +226,7 @@ class Config:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             table[field.name] = "none" if value is None else value
-        table["nvme"] = [str(path if self.creates_nvme else path.absolute()) for path in self.nvme]
+        table["swap_dirs"] = [str(path if self.creates_swap_dir else path.absolute()) for path in self.swap_dirs]
         return table
 
     def _told(self, name, problem) -> str:
@@ -241,10 +238,9 @@ class Config:
 
     def _contradictions(self) -> list[str]:
         found = []
-        if self.moments == "bf16" and self.dtype in ("fp16", "fp32"):
-            found.append(
-                self._told("moments", f"moments='bf16' with dtype={self.dtype!r}: bf16 moments go with dtype='bf16' only"),
-            )
+        if self.optimizer_state_dtype == "bf16" and self.dtype in ("fp16", "fp32"):
+            problem = f"optimizer_state_dtype='bf16' with dtype={self.dtype!r}: bf16 moments go with dtype='bf16' only"
+            found.append(self._told("optimizer_state_dtype", problem))
         if self.dtype == "fp16" and self.nonfinite in ("ignore", "raise"):
             found.append(
                 self._told(
@@ -270,9 +266,23 @@ class Config:
         return self.dtype == "fp16" or self.nonfinite in ("raise", "skip")
 
     @property
-    def creates_nvme(self) -> bool:
+    def creates_swap_dir(self) -> bool:
         """Whether the swap directory may be created: only the default one."""
-        return self.nvme == (DEFAULT_NVME,)
+        return self.swap_dirs == (DEFAULT_SWAP_DIR,)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str):
+            """Old names of fields, with a warning."""
+            if name not in CONFIG_FIELDS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            warn_renamed(f"Config.{name}", f"Config.{CONFIG_FIELDS[name]}")
+            return getattr(self, CONFIG_FIELDS[name])
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    field.name: get_args(field.type) for field in dataclasses.fields(Config) if get_origin(field.type) is Literal
+}
 
 
 def command_layers(arguments, options: Sequence[str] = ()) -> list[Layer]:
@@ -303,16 +313,16 @@ def set_layers(arguments) -> list[Layer]:
 
 
 def _table_of(path):
-    """[config] of a file, paths of nvme as seen from here."""
+    """[config] of a file, by new names, paths of swap_dirs as seen from here."""
     content = config_files.read(path).get("config")
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} has no table [config]; put the settings of the engine into one")
-    table = dict(content)
-    nvme = table.get("nvme")
-    if isinstance(nvme, (str, list)):
+    table = with_new_names(content, CONFIG_FIELDS, f"{path}: ")
+    swap_dirs = table.get("swap_dirs")
+    if isinstance(swap_dirs, (str, list)):
         here = Path(path).parent
-        paths = [nvme] if isinstance(nvme, str) else nvme
-        table["nvme"] = [here / os.path.expanduser(name) if name and isinstance(name, str) else name for name in paths]
+        paths = [swap_dirs] if isinstance(swap_dirs, str) else swap_dirs
+        table["swap_dirs"] = [here / os.path.expanduser(name) if name and isinstance(name, str) else name for name in paths]
     return table
 
 
@@ -349,7 +359,7 @@ def _paths(name, value):
     paths = tuple(Path(os.path.expanduser(path)) for path in given)
     seen = {}
     for path in paths:
-        if path == DEFAULT_NVME and len(paths) == 1 and not path.exists():
+        if path == DEFAULT_SWAP_DIR and len(paths) == 1 and not path.exists():
             continue
         if not path.is_dir():
             if os.path.lexists(path):

@@ -4,6 +4,7 @@ A message says what is wrong, what was expected, what was found and what to do a
 """
 
 import errno
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -27,13 +28,22 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text)
 
 
-def warn(text: str) -> None:
-    """A RuntimeWarning that shows the program's line, not one of this package. A thread of ours has no line of the program."""
-    package = str(Path(__file__).parent)
+class RenamedWarning(DeprecationWarning):
+    """The program uses an old name; the message gives the new one. The next version removes the old name."""
+
+
+def warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
+    """A warning that shows the program's line, not one of this package. A thread of this package has no line of the program.
+
+    Python shows a DeprecationWarning only for lines of `__main__`. So the program's line in `python -m infinity` is one of this package.
+    """
+    package = str(Path(__file__).parent) + os.sep
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package) and frame.f_globals.get("__name__") != "__main__":
         frame = frame.f_back
-    warnings.warn_explicit(text, RuntimeWarning, frame.f_code.co_filename, frame.f_lineno)
+    module = frame.f_globals.get("__name__")
+    seen = frame.f_globals.setdefault("__warningregistry__", {}) if issubclass(category, DeprecationWarning) else None
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, seen)
 
 
 class ConfigError(ValueError):

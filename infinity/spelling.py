@@ -21,8 +21,8 @@ _OUR_WORDS = {  # by other libraries' word, both without dashes and in small let
     "max_steps": "steps",
     "cpu_memory": "host_memory",
     "gpu_memory": "device_memory",
-    "nvme_path": "nvme",
-    "swap": "nvme",
+    "nvme_path": "swap_dirs",
+    "swap": "swap_dirs",
 }
 
 

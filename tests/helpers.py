@@ -27,7 +27,7 @@ from infinity.system.arena import Arena
 from infinity.system.swap import Swap
 from infinity.tiers.compression import Compressor
 
-NVME = {"weights": "nvme", "states": "nvme", "residency": "none"}
+NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"}
 
 
 def on_gpu(test):
@@ -202,7 +202,7 @@ def training(make, directory, *, seed=0, optimizer=infinity.AdamW, groups=None, 
     torch.manual_seed(seed)
     model = make()
     directory.mkdir(exist_ok=True)
-    config = {"nvme": directory, "device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 512, "host_memory": "64MiB"} | config
+    config = {"swap_dirs": directory, "device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 512, "host_memory": "64MiB"} | config
     engine = infinity.offload(model, infinity.Config(**config))
     try:
         params = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]

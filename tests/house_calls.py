@@ -121,7 +121,7 @@ class Run:
     def __init__(self, watch, folder, *, micro_batches=1):
         torch.manual_seed(0)
         self.watch, self.folder, self.micro_batches = watch, folder, micro_batches
-        placed = {"nvme": folder, "weights": "nvme", "states": "nvme", "residency": "none"}
+        placed = {"swap_dirs": folder, "param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"}
         sizes = {"host_memory": "64MiB", "device_memory": "8MiB", "chunk_mib": 0.25}
         with infinity.init(infinity.Config(dtype="fp32", device="cpu", **placed, **sizes)):
             self.model = GPT(hidden=128, layers=6, heads=4, vocab=256, seq=32)

@@ -25,14 +25,14 @@ def empty_directory(tmp_path, monkeypatch):
 def test_everything_has_a_default(empty_directory):
     config = Config()
     assert config == Config(
-        nvme="infinity-swap",
+        swap_dirs="infinity-swap",
         host_memory="auto",
         device_memory="auto",
-        weights="auto",
-        states="auto",
-        activations="auto",
+        param_tier="auto",
+        optimizer_state_tier="auto",
+        activation_tier="auto",
         dtype="bf16",
-        moments="fp32",
+        optimizer_state_dtype="fp32",
         chunk_mib=None,
         residency="auto",
         device=None,
@@ -42,18 +42,18 @@ def test_everything_has_a_default(empty_directory):
         trace=False,
         seed=0,
     )
-    assert config.creates_nvme
+    assert config.creates_swap_dir
     assert os.listdir(empty_directory) == []  # asking for a configuration creates nothing
 
 
 def test_values_are_normalised(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    config = Config(nvme=["a", tmp_path / "b"], host_memory="2 GiB", device_memory=10_000, chunk_mib=4)
-    assert config.nvme == (Path("a"), tmp_path / "b")
+    config = Config(swap_dirs=["a", tmp_path / "b"], host_memory="2 GiB", device_memory=10_000, chunk_mib=4)
+    assert config.swap_dirs == (Path("a"), tmp_path / "b")
     assert (config.host_memory, config.device_memory, config.chunk_mib) == (2**31, 10_000, 4)
-    assert not config.creates_nvme
-    assert Config(nvme="a").nvme == Config(nvme=Path("a")).nvme == (Path("a"),)
+    assert not config.creates_swap_dir
+    assert Config(swap_dirs="a").swap_dirs == Config(swap_dirs=Path("a")).swap_dirs == (Path("a"),)
 
 
 def test_the_size_of_tiles_is_auto_bytes_or_none():
@@ -77,7 +77,7 @@ def test_it_is_frozen_and_can_be_replaced_and_copied():
         ("host_memroy", "did you mean 'host_memory'?"),
         ("devise", "did you mean 'device'?"),
         ("chunk_mb", "did you mean 'chunk_mib'?"),
-        ("zzz", "the fields are nvme, host_memory"),
+        ("zzz", "the fields are swap_dirs, host_memory"),
     ],
 )
 def test_an_unknown_field_is_an_error_with_the_nearest_name(unknown, expected):
@@ -90,15 +90,15 @@ def test_an_unknown_field_is_an_error_with_the_nearest_name(unknown, expected):
 @pytest.mark.parametrize(
     "field, value, expected",
     [
-        ("nvme", "missing", "missing does not exist; create it (mkdir -p missing)"),
-        ("nvme", [], "expected a directory"),
-        ("nvme", 5, "expected a directory"),
-        ("nvme", "", "a name is empty"),
-        ("nvme", ["a", ""], "a name is empty"),
-        ("nvme", ["a", None], "expected a directory"),
-        ("nvme", ["infinity-swap", "a"], "infinity-swap does not exist"),
-        ("nvme", ["a", "./a/../a"], "one directory"),
-        ("nvme", "file", "file is not a directory"),
+        ("swap_dirs", "missing", "missing does not exist; create it (mkdir -p missing)"),
+        ("swap_dirs", [], "expected a directory"),
+        ("swap_dirs", 5, "expected a directory"),
+        ("swap_dirs", "", "a name is empty"),
+        ("swap_dirs", ["a", ""], "a name is empty"),
+        ("swap_dirs", ["a", None], "expected a directory"),
+        ("swap_dirs", ["infinity-swap", "a"], "infinity-swap does not exist"),
+        ("swap_dirs", ["a", "./a/../a"], "one directory"),
+        ("swap_dirs", "file", "file is not a directory"),
         ("host_memory", "20G", 'expected bytes, such as 1073741824, "20GiB" or "4 GB"; got \'20G\', or "auto"'),
         ("host_memory", 0, "expected at least 1024 bytes; got 0"),
         ("host_memory", -1, "expected bytes"),
@@ -106,12 +106,12 @@ def test_an_unknown_field_is_an_error_with_the_nearest_name(unknown, expected):
         ("device_memory", "", "expected bytes"),
         ("device_memory", None, "expected bytes"),
         ("device_memory", 1.5, "expected bytes"),
-        ("weights", "nvm", "did you mean 'nvme'?"),
-        ("states", "disk", "expected 'auto', 'device', 'host' or 'nvme'"),
-        ("activations", "gpu", "expected 'auto', 'device', 'host' or 'nvme'"),
+        ("param_tier", "nvm", "did you mean 'nvme'?"),
+        ("optimizer_state_tier", "disk", "expected 'auto', 'device', 'host' or 'nvme'"),
+        ("activation_tier", "gpu", "expected 'auto', 'device', 'host' or 'nvme'"),
         ("dtype", "fp17", "dtype='fp17': expected 'bf16', 'fp16' or 'fp32'; did you mean 'fp16'?"),
         ("dtype", "BF16", "did you mean 'bf16'?"),
-        ("moments", "fp8", "expected 'fp32' or 'bf16'"),
+        ("optimizer_state_dtype", "fp8", "expected 'fp32' or 'bf16'"),
         ("residency", "all", "expected 'auto' or 'none'"),
         ("residency", None, "expected 'auto' or 'none'"),
         ("update", "eager", "expected 'auto', 'deferred' or 'backward'"),
@@ -146,13 +146,13 @@ def test_a_wrong_value_names_field_value_and_cure(tmp_path, field, value, expect
 def test_a_directory_that_is_not_writable_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write anywhere
     with pytest.raises(ConfigError, match="not writable"):
-        Config(nvme=tmp_path)
+        Config(swap_dirs=tmp_path)
 
 
 def test_all_mistakes_are_reported_together():
     with pytest.raises(ConfigError) as raised:
-        Config(nvme="missing", dtype="fp8", seed=-1)
-    assert [line.split(":")[0].split("=")[0] for line in str(raised.value).splitlines()] == ["nvme", "dtype", "seed"]
+        Config(swap_dirs="missing", dtype="fp8", seed=-1)
+    assert [line.split(":")[0].split("=")[0] for line in str(raised.value).splitlines()] == ["swap_dirs", "dtype", "seed"]
 
 
 def test_every_choice_is_accepted():
@@ -233,8 +233,8 @@ def test_the_pure_layers_do_not_import_torch(module):
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({"moments": "bf16", "dtype": "fp32"}, "bf16 moments go with dtype='bf16' only"),
-        ({"moments": "bf16", "dtype": "fp16"}, "bf16 moments go with dtype='bf16' only"),
+        ({"optimizer_state_dtype": "bf16", "dtype": "fp32"}, "bf16 moments go with dtype='bf16' only"),
+        ({"optimizer_state_dtype": "bf16", "dtype": "fp16"}, "bf16 moments go with dtype='bf16' only"),
         ({"dtype": "fp16", "nonfinite": "raise"}, "Use nonfinite='auto'"),
         ({"dtype": "fp16", "update": "backward"}, "Use update='deferred' or 'auto'"),
         ({"nonfinite": "skip", "update": "backward"}, "update='backward' with nonfinite='skip'"),
@@ -261,7 +261,7 @@ def random_config(draw, directories):
     while True:
         try:
             return Config(
-                nvme=draw.choice([Path("infinity-swap"), draw.sample(directories, draw.randrange(1, 4))]),
+                swap_dirs=draw.choice([Path("infinity-swap"), draw.sample(directories, draw.randrange(1, 4))]),
                 host_memory=draw.choice(["auto", draw.randrange(1, 2**63)]),
                 device_memory=draw.choice(["auto", f"{draw.randrange(1, 99)}.5 GiB"]),
                 tile_above=draw.choice(["auto", None, draw.randrange(1, 2**63)]),
@@ -287,7 +287,7 @@ def test_a_configuration_that_was_written_is_loaded_as_it_was(tmp_path, name):
         loaded = Config.load(name)
         assert loaded == config
         assert set(loaded.origins.values()) == {name} and set(loaded.origins) == {field.name for field in dataclasses.fields(Config)}
-        if not config.creates_nvme:  # the default directory is one of where the program runs
+        if not config.creates_swap_dir:  # the default directory is one of where the program runs
             assert Config.load(tmp_path / name) == config
 
 
@@ -299,12 +299,12 @@ def test_relative_paths_of_a_file_are_relative_to_it(tmp_path, monkeypatch):
     (tmp_path / "settings" / "swap").mkdir(parents=True)
     (tmp_path / "home" / "swap").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    write(tmp_path / "settings" / "a.toml", nvme=["swap", "~/swap", str(tmp_path)])
-    assert Config.load("settings/a.toml").nvme == (Path("settings/swap"), tmp_path / "home" / "swap", tmp_path)
-    write(tmp_path / "settings" / "b.json", nvme="swap")
-    assert Config.load("settings/b.json").nvme == (Path("settings/swap"),)
+    write(tmp_path / "settings" / "a.toml", swap_dirs=["swap", "~/swap", str(tmp_path)])
+    assert Config.load("settings/a.toml").swap_dirs == (Path("settings/swap"), tmp_path / "home" / "swap", tmp_path)
+    write(tmp_path / "settings" / "b.json", swap_dirs="swap")
+    assert Config.load("settings/b.json").swap_dirs == (Path("settings/swap"),)
     monkeypatch.chdir(tmp_path / "settings")
-    assert Config.load("b.json").to_table()["nvme"] == [str(tmp_path / "settings" / "swap")]
+    assert Config.load("b.json").to_table()["swap_dirs"] == [str(tmp_path / "settings" / "swap")]
 
 
 def test_overrides_count_more_than_the_file(tmp_path):
@@ -332,15 +332,15 @@ def test_origins_are_no_part_of_the_value(tmp_path):
     [
         ("[config]\nhost_memroy = 1", {}, "a.toml: Config has no field 'host_memroy': did you mean 'host_memory'?"),
         ("[config]\norigins = {}", {}, "a.toml: Config has no field 'origins'"),
-        ("[config.nvme]\npath = 1", {}, "a.toml: nvme={'path': 1}: expected a directory"),
-        ("[config]\nnvme = [5]", {}, "a.toml: nvme=[5]: expected a directory"),
-        ("[config]\nnvme = ''", {}, "a.toml: nvme=['']: a name is empty"),
-        ("[config]\nnvme = 'missing'", {}, "a.toml: nvme: missing does not exist"),
+        ("[config.swap_dirs]\npath = 1", {}, "a.toml: swap_dirs={'path': 1}: expected a directory"),
+        ("[config]\nswap_dirs = [5]", {}, "a.toml: swap_dirs=[5]: expected a directory"),
+        ("[config]\nswap_dirs = ''", {}, "a.toml: swap_dirs=['']: a name is empty"),
+        ("[config]\nswap_dirs = 'missing'", {}, "a.toml: swap_dirs: missing does not exist"),
         ("[config]\nhost_memory = 1e9", {}, "a.toml: host_memory: expected bytes"),
         ("[config]\nseed = 2024-01-01", {}, "a.toml: seed=datetime.date(2024, 1, 1): expected an integer"),
         ("[config]\nchunk_mib = inf", {}, "a.toml: chunk_mib=inf: expected a number of MiB"),
         ("[config]\ndtype = 'fp32'", {"sed": 1}, "argument: Config has no field 'sed': did you mean 'seed'?"),
-        ("[config]\ndtype = 'fp32'", {"moments": "bf16"}, "argument: moments='bf16' with dtype='fp32'"),
+        ("[config]\ndtype = 'fp32'", {"optimizer_state_dtype": "bf16"}, "argument: optimizer_state_dtype='bf16' with dtype='fp32'"),
         ("[config]\nupdate = 'backward'", {"dtype": "fp16"}, "a.toml: update='backward' with dtype='fp16'"),
         ("[config]\nnonfinite = 'raise'", {"dtype": "fp16"}, "a.toml: nonfinite='raise' with dtype='fp16'"),
         ("[machine]", {}, "a.toml has no table [config]"),
@@ -366,15 +366,15 @@ def of_command(*, config=None, set=(), options=(), **values):
 
 
 def test_what_is_nearer_to_the_command_counts_more(tmp_path):
-    fields = ("seed", "dtype", "weights", "states", "chunk_mib")
+    fields = ("seed", "dtype", "param_tier", "optimizer_state_tier", "chunk_mib")
     write(tmp_path / "infinity.toml", **dict(zip(fields, (1, "fp16", "host", "host", 1))))
     assert of_command().origins == dict.fromkeys(fields, "infinity.toml")
     other = write(tmp_path / "other.json", **dict(zip(fields[1:], ("fp32", "nvme", "nvme", 2))))
-    told = ["weights=device", "states=auto", "chunk_mib=3", "chunk_mib=4"]
-    options = {"states": "device", "chunk_mib": None, "host_memory": None}
+    told = ["param_tier=device", "optimizer_state_tier=auto", "chunk_mib=3", "chunk_mib=4"]
+    options = {"optimizer_state_tier": "device", "chunk_mib": None, "host_memory": None}
     config = of_command(config=other, set=told, options=tuple(options), **options)
-    assert config == Config(seed=1, dtype="fp32", weights="device", states="device", chunk_mib=4)
-    assert [config.origins[name] for name in fields] == ["infinity.toml", str(other), "--set", "--states", "--set"]
+    assert config == Config(seed=1, dtype="fp32", param_tier="device", optimizer_state_tier="device", chunk_mib=4)
+    assert [config.origins[name] for name in fields] == ["infinity.toml", str(other), "--set", "--optimizer-state-tier", "--set"]
 
 
 def test_an_option_has_its_own_spelling_as_origin():

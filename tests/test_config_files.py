@@ -54,9 +54,9 @@ def test_random_tables_come_back_as_they_were():
 
 
 def test_what_is_written_is_for_people():
-    config = {"dtype": "fp32", "nvme": ("/a", Path("/b")), "chunk_mib": None, "trace": True}
+    config = {"dtype": "fp32", "swap_dirs": ("/a", Path("/b")), "chunk_mib": None, "trace": True}
     assert config_files.to_toml({"config": config, "drives": [{"gbps": 3.5}, {"gbps": 4}]}) == (
-        '[config]\ndtype = "fp32"\nnvme = ["/a", "/b"]\ntrace = true\n\n[[drives]]\ngbps = 3.5\n\n[[drives]]\ngbps = 4\n'
+        '[config]\ndtype = "fp32"\nswap_dirs = ["/a", "/b"]\ntrace = true\n\n[[drives]]\ngbps = 3.5\n\n[[drives]]\ngbps = 4\n'
     )
 
 
@@ -132,12 +132,12 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, monkeypat
         ("dtype=fp32", ("dtype", "fp32")),
         ('dtype="fp32"', ("dtype", "fp32")),
         ("host_memory=48GiB", ("host_memory", "48GiB")),
-        ("nvme=/ssd0/swap", ("nvme", "/ssd0/swap")),
-        ("nvme=/a=b", ("nvme", "/a=b")),
-        ('nvme=["/a", "/b"]', ("nvme", ["/a", "/b"])),
-        ("nvme=", ("nvme", "")),
-        ("nvme=2024-01-01", ("nvme", "2024-01-01")),
-        ("nvme={a=1}", ("nvme", "{a=1}")),
+        ("swap_dirs=/ssd0/swap", ("swap_dirs", "/ssd0/swap")),
+        ("swap_dirs=/a=b", ("swap_dirs", "/a=b")),
+        ('swap_dirs=["/a", "/b"]', ("swap_dirs", ["/a", "/b"])),
+        ("swap_dirs=", ("swap_dirs", "")),
+        ("swap_dirs=2024-01-01", ("swap_dirs", "2024-01-01")),
+        ("swap_dirs={a=1}", ("swap_dirs", "{a=1}")),
         ("seed=1\nother=2", ("seed", "1\nother=2")),
         ("seed=" + "[" * 10_000, ("seed", "[" * 10_000)),
         ("seed=" + "9" * 5000, ("seed", "9" * 5000)),

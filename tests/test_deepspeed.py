@@ -111,7 +111,7 @@ def directories(tmp_path, monkeypatch):
 
 def test_a_configuration_of_zero_infinity_becomes_one_of_ours():
     config = Config.from_deepspeed(INFINITY)
-    assert config == Config(nvme=["one", "two"], weights="nvme", states="nvme", activations="host", dtype="bf16", nonfinite="skip")
+    assert config == Config(swap_dirs=["one", "two"], param_tier="nvme", optimizer_state_tier="nvme", activation_tier="host", dtype="bf16", nonfinite="skip")
     conversion = config.conversion
     assert conversion.arguments == {
         "lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1.0, "accumulation_steps": 8
@@ -122,12 +122,12 @@ def test_a_configuration_of_zero_infinity_becomes_one_of_ours():
         "max_grad_norm=1.0, accumulation_steps=8)"
     )
     assert conversion.mapped == {
-        "zero_optimization.offload_param.device": "weights = nvme",
-        "zero_optimization.offload_param.nvme_path": "nvme = one",
-        "zero_optimization.offload_optimizer.device": "states = nvme",
-        "zero_optimization.offload_optimizer.nvme_path": "nvme = two",
+        "zero_optimization.offload_param.device": "param_tier = nvme",
+        "zero_optimization.offload_param.nvme_path": "swap_dirs = one",
+        "zero_optimization.offload_optimizer.device": "optimizer_state_tier = nvme",
+        "zero_optimization.offload_optimizer.nvme_path": "swap_dirs = two",
         "bf16.enabled": "dtype = bf16",
-        "activation_checkpointing.cpu_checkpointing": "activations = host",
+        "activation_checkpointing.cpu_checkpointing": "activation_tier = host",
     }
     assert sorted(conversion.unmatched) == [
         "scheduler.params.warmup_num_steps",
@@ -142,7 +142,7 @@ def test_a_configuration_of_zero_infinity_becomes_one_of_ours():
 
 def test_auto_counts_as_not_set():
     conversion = convert(HUGGING_FACE)
-    assert conversion.config == {"weights": "host", "states": "host"}
+    assert conversion.config == {"param_tier": "host", "optimizer_state_tier": "host"}
     assert conversion.arguments == {"weight_decay": 0.0}
     assert conversion.loss_scale == {}
     assert {key for key, why in conversion.unneeded.items() if why.startswith("auto: left to the trainer there")} == {
@@ -164,17 +164,17 @@ def test_auto_counts_as_not_set():
         ({"bfloat16": {"enabled": True}}, {"dtype": "bf16", "nonfinite": "skip"}),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, {"dtype": "bf16", "nonfinite": "ignore"}),
         ({"bf16": {"enabled": True, "check_grad_overflow": "auto"}}, {"dtype": "bf16", "nonfinite": "skip"}),
-        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, {"dtype": "bf16", "moments": "bf16", "nonfinite": "skip"}),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, {"dtype": "bf16", "optimizer_state_dtype": "bf16", "nonfinite": "skip"}),
         ({"bf16": {"enabled": False, "bf16_optimizer_states": True}}, {"dtype": "fp32"}),
         ({"activation_checkpointing": {"cpu_checkpointing": False}}, {"dtype": "fp32"}),
         (
             with_zero(offload_param={"device": "none"}, offload_optimizer={"device": "cpu"}),
-            {"weights": "device", "states": "host", "dtype": "fp32"},
+            {"param_tier": "device", "optimizer_state_tier": "host", "dtype": "fp32"},
         ),
-        (with_zero(offload_param={"device": "cpu", "nvme_path": "one"}), {"weights": "host", "dtype": "fp32"}),
+        (with_zero(offload_param={"device": "cpu", "nvme_path": "one"}), {"param_tier": "host", "dtype": "fp32"}),
         (
             with_zero(offload_param={"device": "nvme", "nvme_path": "one"}, offload_optimizer={"device": "nvme", "nvme_path": "one"}),
-            {"weights": "nvme", "states": "nvme", "nvme": ["one"], "dtype": "fp32"},
+            {"param_tier": "nvme", "optimizer_state_tier": "nvme", "swap_dirs": ["one"], "dtype": "fp32"},
         ),
         (with_zero(offload_param=None, offload_optimizer={"device": None}), {"dtype": "fp32"}),
     ],
@@ -344,7 +344,7 @@ def test_a_conversion_prints_as_lists():
     assert str(convert(source)) == "\n".join(
         [
             "Mapped",
-            "  zero_optimization.offload_param.device  weights = host",
+            "  zero_optimization.offload_param.device  param_tier = host",
             "",
             "For the optimizer",
             "  gradient_clipping                       max_grad_norm = 1.0",
@@ -426,19 +426,19 @@ def test_a_file_and_a_dict_are_the_same_but_for_where_values_came_from(directori
     config = Config.from_deepspeed("ds")
     assert config == Config.from_deepspeed(INFINITY)
     assert config.conversion == Config.from_deepspeed(INFINITY).conversion
-    assert config.origins == dict.fromkeys(("weights", "states", "nvme", "activations", "dtype", "nonfinite"), "ds")
+    assert config.origins == dict.fromkeys(("param_tier", "optimizer_state_tier", "swap_dirs", "activation_tier", "dtype", "nonfinite"), "ds")
     assert Config.from_deepspeed(INFINITY).origins["dtype"] == "DeepSpeed"
     assert pickle.loads(pickle.dumps(config)).conversion == config.conversion
 
 
 def test_overrides_count_more():
-    config = Config.from_deepspeed(INFINITY, nvme="two", nonfinite="auto")
-    assert config == Config(nvme="two", weights="nvme", states="nvme", activations="host", dtype="bf16")
-    assert (config.origins["nvme"], config.origins["weights"]) == ("argument", "DeepSpeed")
+    config = Config.from_deepspeed(INFINITY, swap_dirs="two", nonfinite="auto")
+    assert config == Config(swap_dirs="two", param_tier="nvme", optimizer_state_tier="nvme", activation_tier="host", dtype="bf16")
+    assert (config.origins["swap_dirs"], config.origins["param_tier"]) == ("argument", "DeepSpeed")
 
 
 def test_a_directory_that_is_not_here_is_named_with_the_file(directories):
     (directories / "ds.json").write_text(json.dumps(with_zero(offload_param={"device": "nvme", "nvme_path": "three"})))
     with pytest.raises(ConfigError) as raised:
         Config.from_deepspeed("ds.json")
-    assert str(raised.value) == "ds.json: nvme: three does not exist; create it (mkdir -p three) or name another"
+    assert str(raised.value) == "ds.json: swap_dirs: three does not exist; create it (mkdir -p three) or name another"

@@ -83,7 +83,7 @@ def test_the_wheel_is_of_every_python_and_says_whose_it_is(wheel):
     if not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled():
         assert wheel.name.startswith(f"infinity_offload-{infinity.__version__}-cp311-abi3-linux_")
         assert {"aio_ext/_aio.abi3.so", "infinity/optim/_adam.abi3.so"} <= names
-    assert {name.split("/")[0] for name in names} == {"infinity", "aio_ext"}
+    assert {name.split("/")[0] for name in names} == {"infinity", "infinity_offload", "aio_ext"}
     assert {Path(name).suffix for name in names} == {".py", ".so", ".typed", ".toml"}
     assert (said["Name"], said["Version"], said["Author"]) == ("infinity-offload", infinity.__version__, "The infinity authors")
     assert said["License-Expression"] == "MIT" and said["Summary"] and said["Requires-Python"] == ">=3.11"
@@ -100,9 +100,34 @@ def test_the_wheel_works_outside_of_a_checkout(installed, tmp_path):
     assert where == f"{installed}/infinity/__init__.py {installed}/aio_ext/__init__.py\n8 x H200, 8 x NVMe\n"
     assert command(program, "--version").startswith(f"infinity {infinity.__version__}, PyTorch ")
     small = "--hidden 64 --layers 2 --heads 4 --seq 32 --batch 4 --steps 3 --device cpu --dtype fp32".split()
-    assert "loss " in command(program, "train", *small, "--weights", "nvme", "--states", "nvme")
+    assert "loss " in command(program, "train", *small, "--param-tier", "nvme", "--optimizer-state-tier", "nvme")
     report = command(program, "doctor", "--seconds", "0", statuses=(0, 1))  # 1: something of this machine needs attention
     assert "[ok] libaio" in report and "the check failed" not in report
+
+
+SAME = """
+import infinity_offload
+import infinity
+import infinity_offload.config as config
+from infinity_offload import AdamW
+from infinity_offload.engine.engine import Engine
+import infinity.config
+assert infinity_offload is infinity and config is infinity.config and (AdamW, Engine) == (infinity.AdamW, infinity.Engine)
+assert (config.__name__, config.__spec__.name) == ("infinity.config", "infinity.config")
+try:
+    import infinity_offload.nothing
+except ModuleNotFoundError as error:
+    assert error.name == "infinity.nothing"
+"""
+
+
+@pytest.mark.parametrize("where", ["installed", "checkout"])
+def test_both_import_names_are_one_module(where, request, tmp_path):
+    site = [request.getfixturevalue("installed")] if where == "installed" else [ROOT, ROOT / "infinity/alias"]
+    path = os.pathsep.join(map(str, site))
+    run(sys.executable, "-c", SAME, cwd=tmp_path, PYTHONPATH=path)
+    said = run(sys.executable, "-m", "infinity_offload", "--version", cwd=tmp_path, PYTHONPATH=path)
+    assert said.startswith(f"infinity {infinity.__version__}, PyTorch ")
 
 
 def test_what_is_advised_to_install_is_this_distribution(monkeypatch):

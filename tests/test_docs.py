@@ -183,7 +183,7 @@ def test_every_error_and_its_kind_is_in_the_table_of_errors():
 def test_every_key_of_stats_is_in_its_table(tmp_path):
     told = re.search(r"(?s)All of `stats\(\)`.*?\n\n(.*?)\n\n", TEXTS[ROOT / "docs/slow.md"])[1]
     keys = [key for row in told.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])]
-    with infinity.offload(torch.nn.Linear(4, 4), infinity.Config(nvme=tmp_path, device="cpu")) as engine:
+    with infinity.offload(torch.nn.Linear(4, 4), infinity.Config(swap_dirs=tmp_path, device="cpu")) as engine:
         assert keys == list(engine.stats())
 
 

@@ -67,7 +67,7 @@ def test_no_checkpoint_is_written_to_or_read_from_such_a_path(strange, name):
     (strange / "swap").mkdir()
     before = sorted(os.listdir(strange))
     model = nn.Linear(4, 4)
-    with infinity.offload(model, infinity.Config(nvme="swap", device="cpu", dtype="fp32", states="host")):
+    with infinity.offload(model, infinity.Config(swap_dirs="swap", device="cpu", dtype="fp32", optimizer_state_tier="host")):
         optimizer = infinity.AdamW(model.parameters())
         for call in (
             lambda: infinity.save(name, model, optimizer),

@@ -49,7 +49,8 @@ class BlockScaled(Codec):
         return self._values(shard).bfloat16()
 
     def _values(self, shard: Shard) -> torch.Tensor:
-        return shard["weight"].float() * shard["scale"].repeat_interleave(BLOCK)[: len(shard["weight"])]
+        values: torch.Tensor = shard["weight"].float() * shard["scale"].repeat_interleave(BLOCK)[: len(shard["weight"])]
+        return values
 
 
 def register_format() -> None:

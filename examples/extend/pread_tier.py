@@ -7,16 +7,20 @@ import errno
 import os
 import shutil
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import infinity
 import torch
+from infinity.engine.stats import EngineStats
 from infinity.system.storage import use_storage
 from torch import nn
 
 PAGE_NBYTES = 4096
+Move = Callable[[int, list[memoryview], int], int]  # os.preadv and os.pwritev: descriptor, buffers, offset
 
 
 @dataclass(frozen=True)
@@ -28,21 +32,21 @@ class FileExtent:
 class FileTransfer:
     """A read or a write in the thread."""
 
-    def __init__(self, job, words, nbytes):
+    def __init__(self, job: Future[None], words: str, nbytes: int) -> None:
         self.nbytes = nbytes
         self._job, self._words = job, words
 
     @property
-    def done(self):
+    def done(self) -> bool:
         return self._job.done()
 
-    def wait(self):
+    def wait(self) -> None:
         self._job.result()
 
-    def promote(self, priority=0):
+    def promote(self, priority: int = 0) -> None:
         """The thread works in the order of submission."""
 
-    def in_words(self):
+    def in_words(self) -> str:
         return self._words
 
 
@@ -51,69 +55,69 @@ class FileStorage:
 
     nbytes_per_s = 0.0
 
-    def __init__(self, paths, *, rank=0, world=1, run=None, expected_nbytes=0, checksums=True):
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], *, rank: int = 0, **options: Any) -> None:
         self.read_nbytes = self.write_nbytes = 0
         self._folders = [Path(tempfile.mkdtemp(prefix=f"rank{rank}-", dir=path)) for path in paths]
-        self._files = {}  # descriptors, by path
+        self._files: dict[Path, int] = {}  # descriptors
         self._thread = ThreadPoolExecutor(1, "file-storage")
 
-    def allocate(self, nbytes):
+    def allocate(self, nbytes: int) -> FileExtent:
         number = len(self._files)
         path = self._folders[number % len(self._folders)] / f"{number}.bin"
         self._files[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         return FileExtent(path, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
 
-    def reserve(self):
+    def reserve(self) -> None:
         """Files grow as they are written."""
 
-    def extend(self, nbytes):
+    def extend(self, nbytes: int) -> FileExtent:
         return self.allocate(nbytes)
 
-    def read(self, extent, buffer, *, offset=0, priority=0, what=""):
+    def read(self, extent: Any, buffer: memoryview, *, offset: int = 0, priority: int = 0, what: str = "") -> FileTransfer:
         self.read_nbytes += len(buffer)
-        return self._submit("read", os.preadv, extent, [buffer], offset, what)
+        return self._submit("read", os.preadv, extent, buffer, offset, what)
 
-    def write(self, extent, buffer, *, offset=0, priority=0, what=""):
+    def write(self, extent: Any, buffer: memoryview, *, offset: int = 0, priority: int = 0, what: str = "") -> FileTransfer:
         self.write_nbytes += len(buffer)
-        return self._submit("write", os.pwritev, extent, [buffer], offset, what)
+        return self._submit("write", os.pwritev, extent, buffer, offset, what)
 
-    def path_of(self, extent):
+    def path_of(self, extent: Any) -> Any:
         return extent.path
 
-    def close(self):
+    def close(self) -> None:
         self._thread.shutdown()
         while self._files:
             os.close(self._files.popitem()[1])
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _submit(self, op, move, extent, buffers, offset, what):
-        nbytes = len(buffers[0])
-        job = self._thread.submit(self._run, op, move, extent, buffers, offset, what)
-        return FileTransfer(job, f"a {op} of {nbytes} bytes, {extent.path.name}", nbytes)
+    def _submit(self, op: str, move: Move, extent: FileExtent, buffer: memoryview, offset: int, what: str) -> FileTransfer:
+        job = self._thread.submit(self._run, op, move, extent, buffer, offset, what)
+        return FileTransfer(job, f"a {op} of {len(buffer)} bytes, {extent.path.name}", len(buffer))
 
-    def _run(self, op, move, extent, buffers, offset, what):
+    def _run(self, op: str, move: Move, extent: FileExtent, buffer: memoryview, offset: int, what: str) -> None:
         try:
-            moved = move(self._files[extent.path], buffers, offset)
+            moved = move(self._files[extent.path], [buffer], offset)
         except OSError as error:
             raise infinity.SwapError(error.errno, f"{what}{error.strerror}", str(extent.path)) from error
-        if moved != len(buffers[0]):
-            raise infinity.SwapError(errno.EIO, f"{what}short {op}, {moved} of {len(buffers[0])} bytes", str(extent.path))
+        if moved != len(buffer):
+            raise infinity.SwapError(errno.EIO, f"{what}short {op}, {moved} of {len(buffer)} bytes", str(extent.path))
 
 
-def train(directory, num_steps=4, **config):
+def train(directory: str | os.PathLike[str], num_steps: int = 4, **config: Any) -> tuple[list[float], list[torch.Tensor], EngineStats]:
     """Train a small model whose weights and optimizer states are in the storage tier. Returns the losses and the trained weights."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
-    options = {"weights": "nvme", "states": "nvme", "residency": "none", "host_memory": "8MiB", "chunk_mib": 0.0625, "dtype": "fp32"}
-    engine = infinity.offload(model, infinity.Config(nvme=directory, device="cpu", verbose=False, **options | config))
+    options: dict[str, Any] = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none", "dtype": "fp32"}
+    options |= {"host_memory": "8MiB", "chunk_mib": 0.0625}
+    engine = infinity.offload(model, infinity.Config(swap_dirs=directory, device="cpu", verbose=False, **options | config))
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
-    x, y = torch.randn(2, 16, 128).to(model[0].weight.dtype)
+    x, y = torch.randn(2, 16, 128).to(next(model.parameters()).dtype)
     losses = []
     with engine:
         for _ in range(num_steps):
             loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())

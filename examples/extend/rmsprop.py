@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 import infinity
 from infinity.optim.rules import Rule
@@ -17,16 +18,16 @@ from infinity.optim.rules import Rule
 class RMSpropRule(Rule):
     moments = ("square_avg",)
 
-    def check(self, group: dict) -> list[str]:
+    def check(self, group: dict[str, Any]) -> list[str]:
         return [f"{name}={group[name]!r}: expected 0 or more" for name in ("lr", "alpha", "eps") if not group[name] >= 0]
 
-    def update(self, p: torch.Tensor, g: torch.Tensor, moments: dict[str, torch.Tensor], scalars: dict) -> None:
+    def update(self, p: torch.Tensor, g: torch.Tensor, moments: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
         square_avg = moments["square_avg"]
         square_avg *= scalars["alpha"]
         square_avg += g * g * (1 - scalars["alpha"])
         p -= g * scalars["lr"] / (square_avg.sqrt() + scalars["eps"])
 
 
-def RMSprop(params: Iterable[torch.nn.Parameter], lr: float = 1e-2, alpha: float = 0.99, eps: float = 1e-8, **options) -> infinity.Elementwise:
+def RMSprop(params: ParamsT, lr: float = 1e-2, alpha: float = 0.99, eps: float = 1e-8, **options: Any) -> infinity.Elementwise:
     """options: of `infinity.Elementwise`, such as accumulation_steps and max_grad_norm."""
     return infinity.Elementwise(params, RMSpropRule(), {"lr": lr, "alpha": alpha, "eps": eps}, **options)

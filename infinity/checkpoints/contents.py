@@ -46,7 +46,7 @@ def draft(state: TrainingState, **rest) -> Manifest:
     return Manifest(
         world=state.ranks.world,
         dtype=state.layout.main_storage,
-        moments_dtype=state.config.moments,
+        moments_dtype=state.config.optimizer_state_dtype,
         moments=state.moments,
         seed=state.config.seed if state.seed is None else state.seed,
         parameters=tuple(parameters),

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,11 +38,11 @@ from infinity.system.interrupts import Shield
 
 
 def load(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    scheduler=None,
+    scheduler: Any = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Bring a model and its optimizer to the state of a checkpoint.
@@ -202,8 +203,8 @@ class _Load:
 
     def _match_optimizer(self) -> None:
         state, manifest = self.state, self.manifest
-        if manifest.moments != state.moments or manifest.moments_dtype != state.config.moments:
-            pairs = (state.moments, state.config.moments), (manifest.moments, manifest.moments_dtype)
+        if manifest.moments != state.moments or manifest.moments_dtype != state.config.optimizer_state_dtype:
+            pairs = (state.moments, state.config.optimizer_state_dtype), (manifest.moments, manifest.moments_dtype)
             here, there = (f"{', '.join(moments) or 'none'} in {dtype}" for moments, dtype in pairs)
             self._wrong.append(f"the optimizer has moments {here}, there are {there}; load without the optimizer to begin anew")
             return
@@ -302,7 +303,7 @@ class _Load:
         here = [(c.numel, c.trainable, c.pieces) for c in state.layout.chunks]
         there = [(c.numel, c.trainable, c.pieces) for c in manifest.chunks]
         same = all(sources == [(p.begin, i, p.numel)] for i, (p, sources) in enumerate(zip(self.parameters, self._sources)))
-        formats = (state.moments, state.config.moments) == (manifest.moments, manifest.moments_dtype)
+        formats = (state.moments, state.config.optimizer_state_dtype) == (manifest.moments, manifest.moments_dtype)
         return self.with_states and manifest.world == state.ranks.world and here == there and same and formats
 
     def _read_as_it_lies(self) -> None:

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,11 +49,11 @@ PATIENCE_S = 10.0  # how long a checkpoint waits for a step that brings records 
 
 
 def save(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    scheduler=None,
+    scheduler: Any = None,
     extra: object = None,
     wait: bool = True,
     host_memory: int | str = "64MiB",

@@ -106,9 +106,9 @@ def assemble(
     with contextlib.ExitStack() as undo:  # what is made is closed again if something after it cannot be made
         ahead = _read_ahead(named, host_free_nbytes() // ranks.num_local - host_budget)
         undo.callback(ahead.close)
-        reclaim(config.nvme)
+        reclaim(config.swap_dirs)
         compresses = may_compress(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
-        nvme_budget, compresses = ranks.least([room_nbytes(config.nvme) // ranks.num_local, compresses])
+        nvme_budget, compresses = ranks.least([room_nbytes(config.swap_dirs) // ranks.num_local, compresses])
         layout_, records, placement = arrange(
             model,
             named,
@@ -250,7 +250,7 @@ def _connect(
     )
     undo.callback(gradients.close)
     threads = num_cores - (num_cores // 8 if cuda else 0)  # these are for whoever gives the device its work
-    seed = config.seed if config.moments == "bf16" else None
+    seed = config.seed if config.optimizer_state_dtype == "bf16" else None
     updater = Updater(records_, gradients, course, ranks.rank, events, deferred=training.deferred, threads=threads, seed=seed)
     undo.callback(updater.close)
     values = Values(registry, records_, updater, tier, ranks)
@@ -258,8 +258,8 @@ def _connect(
     undo.callback(weights.close)
     parts = (layout_, placement, swap, compressor_, arena, registry, tier, course, records_, gradients, updater, values, weights)
     made = Assembly(*parts, activations=None, host_nbytes=host_budget, freed=freed)
-    if leaves_device(config.activations):
-        made.keep_activations(tier_of(config.activations))
+    if leaves_device(config.activation_tier):
+        made.keep_activations(tier_of(config.activation_tier))
     return made
 
 
@@ -268,10 +268,10 @@ def _make_swap(
 ) -> tuple[Storage | None, dict[str, list[Extent | None]], bool]:
     """The storage at its full size; the extents by kind and chunk, None for a copy without bytes there; whether records are compressed."""
     (total,) = ranks.most([placement.nvme_nbytes])
-    if not total and not leaves_device(config.activations):
+    if not total and not leaves_device(config.activation_tier):
         return None, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}, False
-    if config.creates_nvme:
-        for path in config.nvme:
+    if config.creates_swap_dir:
+        for path in config.swap_dirs:
             path.mkdir(exist_ok=True)
     local_world = ranks.num_local
     local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank % local_world))
@@ -282,7 +282,7 @@ def _make_swap(
     # Activations make their room on NVMe when it is known how large they are.
     expected_nbytes = total * local_world
     sharing = {"rank": local_rank, "world": local_world, "run": run}
-    swap = make_storage(config.nvme, **sharing, expected_nbytes=expected_nbytes, checksums=config.checksums)
+    swap = make_storage(config.swap_dirs, **sharing, expected_nbytes=expected_nbytes, checksums=config.checksums)
     rate = swap.nbytes_per_s / local_world
     compresses = placement.compression_nbytes > 0 and compression.pays(config.compression, rate, num_cores)
     sizes = placement.on_nvme if compresses else placement.sizes

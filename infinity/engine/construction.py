@@ -24,7 +24,7 @@ import collections
 import contextlib
 import os
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -134,7 +134,7 @@ class ConstructionMode(TorchFunctionMode):
         super().__init__()
         self.ranks = ranks
         self.windows, self.whole_nbytes = windows, whole_nbytes
-        self.scratch = Scratch(config.nvme[0], creates=config.creates_nvme, checksums=config.checksums)
+        self.scratch = Scratch(config.swap_dirs[0], creates=config.creates_swap_dir, checksums=config.checksums)
         self.num_homecomings = 0  # parameters that were brought back
         self._num_threads = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
         self._present: dict[int, PresentParameter] = {}  # by id, oldest first

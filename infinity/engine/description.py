@@ -29,8 +29,9 @@ from infinity.plan.packing import Layout
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.tiers import DEVICE, HOST, NVME, TIERS, Tier, choice_of, tier_of
 from infinity.plan.traffic import Step, step_nbytes
+from infinity.renamed import LINKS as OLD_LINKS
+from infinity.renamed import Renamed
 from infinity.sizes import format_bytes
-from infinity.system.events import LINKS
 
 _NUM_COLUMNS = 98  # of a line, behind its indent
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -88,8 +89,8 @@ class Description:
     """The tier of the activations that autograd saves: device, host or nvme."""
 
     step_nbytes: Mapping[str, int]
-    """Expected bytes a step and link: nc (NVMe to host), cg (host to device), gg (all-gather), rs (reduce-scatter), gc (device to host),
-    cn (host to NVMe). Counted as [Note: how the bytes of a step are counted] in infinity/plan/traffic.py says."""
+    """Expected bytes a step, by link: nvme_read, h2d (host to device), all_gather, reduce_scatter, d2h (device to host), nvme_write.
+    Counted as [Note: how the bytes of a step are counted] in infinity/plan/traffic.py says."""
 
     drive_seconds: float | None
     """Seconds that the drives need for one step's bytes, at their measured rate. None: no bytes, or no measurement."""
@@ -126,16 +127,16 @@ class Description:
         return [*lines, f"activations: {tier_of(self.activations).title}"]
 
     def _step(self) -> list[str]:
-        moved = [f"{LINKS[link]} {format_bytes(nbytes)}".replace(" ", _NO_BREAK) for link, nbytes in self.step_nbytes.items() if nbytes]
+        moved = [f"{link} {format_bytes(nbytes)}".replace(" ", _NO_BREAK) for link, nbytes in self.step_nbytes.items() if nbytes]
         if not moved:
             return ["a step moves no bytes between tiers: its time is that of the computation"]
-        drives = self.step_nbytes["nc"] + self.step_nbytes["cn"]
+        drives = self.step_nbytes["nvme_read"] + self.step_nbytes["nvme_write"]
         if self.drive_seconds is not None:
             rate = drives / self.drive_seconds / 1e9
             expected = f"at least {self.drive_seconds:.3g} s a step for {format_bytes(drives)} at the measured {rate:.2f} GB/s"
         else:
             expected = "time a step unknown, drives are not measured" if drives else "time a step unknown before the first"
-        return [*_lines(f"a step moves about: {', '.join(moved)}"), *_lines(f"bottleneck: {LINKS[self.bottleneck]}; {expected}")]
+        return [*_lines(f"a step moves about: {', '.join(moved)}"), *_lines(f"bottleneck: {self.bottleneck}; {expected}")]
 
     def _tiles(self) -> list[str]:
         if not self.tiled:
@@ -179,9 +180,9 @@ def description_of(engine) -> Description:
     layout, placement, swap, config = engine.layout, engine.placement, engine.swap, engine.config
     model, records = engine.model, [chunk.record for chunk in engine.registry.chunks]
     moved = step_nbytes(layout, records, placement, _step(engine))
-    drives, rate = moved["nc"] + moved["cn"], swap.nbytes_per_s / engine.ranks.num_local if swap is not None else 0.0
+    drives, rate = moved["nvme_read"] + moved["nvme_write"], swap.nbytes_per_s / engine.ranks.num_local if swap is not None else 0.0
     of_one = _main_record(records)
-    links = [link for link in ("nc", "cn") if moved[link]] or [link for link in moved if moved[link]]
+    links = [link for link in ("nvme_read", "nvme_write") if moved[link]] or [link for link in moved if moved[link]]
     return Description(
         model=type(model).__name__,
         num_parameters=layout.num_parameters,
@@ -192,8 +193,8 @@ def description_of(engine) -> Description:
         dtypes=layout.dtypes,
         stored={segment.name: segment.dtype for segment in of_one.segments},
         tiers=_tiers(engine),
-        activations=(choice_of(config.activations) or DEVICE).name,
-        step_nbytes=moved,
+        activations=(choice_of(config.activation_tier) or DEVICE).name,
+        step_nbytes=Renamed(moved, OLD_LINKS),
         drive_seconds=drives / rate if drives and rate else None,
         bottleneck=max(links, key=moved.get, default=None),
         tiled={name: len(module.tiles) for name, module in model.named_modules() if isinstance(module, Tiled)},
@@ -218,7 +219,7 @@ def _step(engine) -> Step:
         deferred=engine.updater.deferred,
         keep=keep,
         may_visit=not engine.layout.is_coded
-        and planner.records_may_visit(weights=choice_of(config.weights), states=choice_of(config.states), keep=keep),
+        and planner.records_may_visit(weights=choice_of(config.param_tier), states=choice_of(config.optimizer_state_tier), keep=keep),
         compresses=engine.compressor is not None and engine.compressor.codes,
     )
 

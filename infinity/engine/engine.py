@@ -11,7 +11,8 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.engine.refused_wrappers import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
 from infinity.engine.sizing import Training, budgets, is_deferred
+from infinity.engine.stats import EngineStats, stats_of
 from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
 from infinity.engine.steps.step_cycle import StepCycle
 from infinity.errors import ConfigError, UsageError
@@ -91,34 +93,10 @@ class Engine(NotCopied):
 
     # The user's face.
 
-    def stats(self) -> dict:
-        """Sizes in bytes, and what has happened so far on this rank, by link."""
+    def stats(self) -> EngineStats:
+        """Sizes in bytes, and counts since the start, of this rank."""
         self.start()
-        return {
-            "num_parameters": self.layout.num_parameters,
-            "state_nbytes": sum(chunk.record.nbytes for chunk in self.registry.chunks),
-            "device_budget_nbytes": self.device_budget.budget_nbytes,
-            "device_nbytes": self.tier.held_nbytes,
-            "peak_device_nbytes": self.tier.peak_nbytes,
-            "peak_activation_nbytes": self.device_budget.activation_nbytes,  # all that is not the engine's; 0 on the CPU
-            "peak_allocated_nbytes": self.device_budget.gauge.most_nbytes() if self.device_budget.gauge else 0,  # by the process; 0 on the CPU
-            "num_steps_back": self.device_budget.trial.num_failed,  # divisions of the device that made steps longer, and were undone
-            "num_chunks_on_device": sum(chunk.on_device for chunk in self.registry.chunks),
-            "host_arena_nbytes": self.arena.nbytes,
-            "nvme_read_nbytes": self.swap.read_nbytes if self.swap else 0,
-            "nvme_write_nbytes": self.swap.write_nbytes if self.swap else 0,
-            "compresses_nvme": self.compressor is not None and self.compressor.codes,
-            "late_gradients_nbytes": self.compressor.pool.used_nbytes if self.compressor and self.compressor.pool else 0,
-            "num_plans": self.follower.num_plans,
-            "num_fetches_ahead": self.weights.num_ahead,  # to the device, before an op needed them
-            "num_fetches_late": self.weights.num_late,
-            "loss_scale": self.cycle.scaler.scale if self.cycle.scaler is not None else None,
-            "num_skipped_steps": self.cycle.num_skipped,
-            "activations": self.activations.stats() if self.activations is not None else None,
-            "by_layer_speedup": self.cycle.advice.speedup,  # expected of infinity.accumulate; None where that is not known
-            "by_layer_uncut": list(self.cycle.layerwise_limits.reasons),  # why parts of the model are one segment there, or not all pass at once
-            "links": {link: meter.totals() for link, meter in self.events.meters.items()},
-        }
+        return stats_of(self)
 
     @uninterrupted
     def flush(self) -> None:
@@ -155,7 +133,7 @@ class Engine(NotCopied):
         return self.lifecycle.has_started
 
     @contextlib.contextmanager
-    def gathered(self, params: Iterable[torch.Tensor]):
+    def gathered(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
         """The parameters are whole on the device inside the block; what it changes is kept, on every rank as on rank 0."""
         self.lifecycle.check_access("infinity.gathered")
         with self.parameter_values.gathered(params) if self.has_started else self.parameter_values.gathered_first(params, self.device):
@@ -220,15 +198,17 @@ class Engine(NotCopied):
                 self.saving.was_told = True
         self.close()
 
-    def __getattr__(self, name: str):
-        """Only for what an engine has not: as of `model = infinity.offload(model)`, after which nothing else may know the model."""
-        message = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if hasattr(nn.Module, name) or (not name.startswith("_") and hasattr(self.__dict__.get("_model", lambda: None)(), name)):
-            message += f": {_NO_MODEL}"
-        raise AttributeError(message, name=name, obj=self)
+    if not TYPE_CHECKING:  # a type checker finds these mistakes itself
 
-    def __call__(self, *args, **kwargs):
-        raise UsageError(f"an Engine is not called: {_NO_MODEL}")
+        def __getattr__(self, name: str):
+            """Only for what an engine has not: as of `model = infinity.offload(model)`, after which nothing else may know the model."""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if hasattr(nn.Module, name) or (not name.startswith("_") and hasattr(self.__dict__.get("_model", lambda: None)(), name)):
+                message += f": {_NO_MODEL}"
+            raise AttributeError(message, name=name, obj=self)
+
+        def __call__(self, *args, **kwargs):
+            raise UsageError(f"an Engine is not called: {_NO_MODEL}")
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "running" if self.has_started else "not started"
@@ -257,7 +237,7 @@ class Engine(NotCopied):
         if before is not None:
             before.be_replaced(optimizer.made_at)
         self.cycle.attach(optimizer, scaler)
-        choices = {"weights": choice_of(self.config.weights), "states": choice_of(self.config.states)}
+        choices = {"weights": choice_of(self.config.param_tier), "states": choice_of(self.config.optimizer_state_tier)}
         if not self.layout.is_coded and planner.records_may_visit(**choices, keep=self.config.residency == "auto"):
             self.device_budget.hold_records()
         groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
@@ -444,8 +424,13 @@ def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tup
     return tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=DTYPE_NBYTES[STORAGES[config.dtype].compute])
 
 
+def engine_of(model: nn.Module) -> Engine:
+    """The engine that trains a model. Raises ConfigError if there is none."""
+    return engines.engine_of(model)
+
+
 @contextlib.contextmanager
-def gathered(params: torch.Tensor | Iterable[torch.Tensor]):
+def gathered(params: torch.Tensor | Iterable[torch.Tensor]) -> Iterator[None]:
     """Parameters of one engine are whole, on the device, inside the block; changes made there are kept.
 
     Every rank must enter it; rank 0's values count. A change of a bf16 weight sets its fp32 master to that weight.

@@ -10,6 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -39,7 +40,7 @@ def find(model: nn.Module):
     return reference() if reference is not None else None
 
 
-def engine_of(model: nn.Module):
+def engine_of(model: nn.Module) -> Any:
     """The engine that trains a model. Raises ConfigError if none does."""
     engine = find(model)
     if engine is None:

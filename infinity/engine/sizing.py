@@ -96,7 +96,7 @@ def arrange(
     """
     rank, world = ranks
     cuts = _Cuts(model, named, config, training, world)
-    share = 1 - ACTIVATION_SHARE if leaves_device(config.activations) else 1.0
+    share = 1 - ACTIVATION_SHARE if leaves_device(config.activation_tier) else 1.0
     budgets = dataclasses.replace(budgets, host_share=share)
 
     def place(way: Way, numel: int) -> tuple[Layout, planner.Placement]:  # of rank 0, which needs the most
@@ -122,7 +122,7 @@ def _specs(named: Named, config: Config, training: Training) -> list[ParameterSp
     """Name, size and format of each parameter."""
 
     def format_of(dtype: str, param: nn.Parameter) -> Format:
-        options = {"moments": training.moments, "moments_dtype": config.moments, "accumulates": training.accumulating}
+        options = {"moments": training.moments, "moments_dtype": config.optimizer_state_dtype, "accumulates": training.accumulating}
         return Format(dtype, param.requires_grad, **options)
 
     pairs = zip(named, ParameterDtypes.of(named, config.dtype).names)
@@ -139,12 +139,13 @@ class _Cuts:
         self.num_parameters = sum(spec.numel for spec in self.specs)
         self.written = written_in_forward(model, named)
         is_coded = any(spec.format.is_coded for spec in self.specs)
-        if is_coded and any(choice_of(choice) == DEVICE for choice in (config.weights, config.states)):
-            raise ConfigError("weights='device' or states='device' with a coded dtype: coded weights live in host memory or on NVMe")
+        if is_coded and any(choice_of(choice) == DEVICE for choice in (config.param_tier, config.optimizer_state_tier)):
+            tiers = "param_tier='device' or optimizer_state_tier='device'"
+            raise ConfigError(f"{tiers} with a coded dtype: coded weights live in host memory or on NVMe")
         self.needs = Needs(
             on_device=not is_coded,
-            weights=choice_of(config.weights),
-            states=choice_of(config.states),
+            weights=choice_of(config.param_tier),
+            states=choice_of(config.optimizer_state_tier),
             keep=config.residency == "auto",
             deferred=training.deferred or training.accumulating,
         )
@@ -165,8 +166,8 @@ class _Cuts:
             snapshot_nbytes=sum(span.nbytes for span in spans if span.format.has_master),
             compression_nbytes=compression.buffers_nbytes(records) if way.compresses else 0,
             late_nbytes=[pooled[record] for record in records] if way.late else None,
-            late_on_nvme=way.compresses and config.moments == "fp32",  # else it saves little or nothing
-            late_first=not way.compresses and config.moments == "fp32",  # else states save as much
+            late_on_nvme=way.compresses and config.optimizer_state_dtype == "fp32",  # else it saves little or nothing
+            late_first=not way.compresses and config.optimizer_state_dtype == "fp32",  # else states save as much
         )
 
 
@@ -198,7 +199,7 @@ def may_compress(config: Config, device: str, num_parameters: int) -> bool:
     """Whether records on NVMe may take fewer bytes, whatever the drives are. num_parameters: of a node's ranks. "auto" takes drives that
     are measured, and cores that do not compute."""
     if config.compression == "auto":
-        return device == "cuda" and 12 * num_parameters >= MEASURE_FROM_NBYTES * len(config.nvme)
+        return device == "cuda" and 12 * num_parameters >= MEASURE_FROM_NBYTES * len(config.swap_dirs)
     return config.compression == "on"
 
 

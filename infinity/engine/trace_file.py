@@ -14,11 +14,14 @@ Knows events, their lanes' titles, and that file. Must not know how they are not
 from __future__ import annotations
 
 import json
+import os
 import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from torch import nn
 
 from infinity.config import checked_path
 from infinity.engine.engine import Engine
@@ -26,23 +29,18 @@ from infinity.engine.engines import engine_of
 from infinity.errors import UsageError
 from infinity.ordinary_file import open_ordinary
 from infinity.output import check_file, write_text
+from infinity.renamed import LINKS as OLD_LINKS
 from infinity.system.events import COMPUTE, SLOTS, STALL, STEP, Event, now
 
 LANES = {  # in the order in which they are shown
     STEP: "steps",
     COMPUTE: "device compute",
     STALL: "waits",
-    "gg": "all-gather (gg)",
-    "cg": "host to device (cg)",
-    "nc": "NVMe reads (nc)",
-    "update": "update",
-    "rs": "reduce-scatter (rs)",
-    "gc": "device to host (gc)",
-    "cn": "NVMe writes (cn)",
+    **{link: link for link in ("all_gather", "h2d", "nvme_read", "update", "reduce_scatter", "d2h", "nvme_write")},
 }
 SLOTS_COUNTER, QUEUE_COUNTER, RATE_COUNTER = "slots in use", "bytes queued", "GB/s"
 FORMAT = 1  # of otherData["infinity"]
-_DRIVES = {"nc": "read", "cn": "written"}
+_DRIVES = {"nvme_read": "read", "nvme_write": "written"}
 _DETAIL = {COMPUTE: "phase", STALL: "link"}
 _ROWS = 1000  # a lane has at most
 
@@ -73,7 +71,7 @@ class RankTrace:
     complete_since: float = 0.0
 
 
-def save_trace(path, model) -> None:
+def save_trace(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Write what all ranks of a model's engine have traced so far into one file. Needs Config(trace=True).
 
     Every rank must call it, before the engine is closed; rank 0 writes. The device is waited for. Raises UsageError if nothing was
@@ -211,8 +209,9 @@ def _from_perfetto(value: dict) -> list[RankTrace]:
     for event in value["traceEvents"]:
         trace = ranks[event["pid"]]
         if event["ph"] == "X":
-            lane, args = event["cat"], event.get("args", {})
+            lane, args = OLD_LINKS.get(event["cat"], event["cat"]), event.get("args", {})
             detail = args[_DETAIL[lane]] if lane in _DETAIL else ""
+            detail = OLD_LINKS.get(detail, detail) if lane == STALL else detail
             name = event["name"].removesuffix(f" {detail}") if lane == COMPUTE else event["name"]
             start, end = round(event["ts"] / 1e6, 9), round((event["ts"] + event["dur"]) / 1e6, 9)
             trace.slices.append(Slice(lane, name, start, end, args.get("bytes", 0), detail))

@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 import weakref
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -24,6 +25,7 @@ import infinity
 from infinity.integrations.engines import has_engine, taken
 from infinity.integrations.optimizers import convert
 
+Kind = TypeVar("Kind", bound=Accelerator)
 
 def offloaded(accelerator: type[Accelerator] = Accelerator, config: infinity.Config | None = None) -> type[Accelerator]:
     """A class of Accelerator that trains with engines: `offloaded(Accelerator, config)(gradient_accumulation_steps=4)`.

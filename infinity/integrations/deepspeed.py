@@ -103,8 +103,8 @@ def convert(source: Mapping) -> Conversion:
     that are none."""
     converter = _Converter(source)
     converter.check_stage()
-    converter.convert_tier("zero_optimization.offload_param", "weights")
-    converter.convert_tier("zero_optimization.offload_optimizer", "states")
+    converter.convert_tier("zero_optimization.offload_param", "param_tier")
+    converter.convert_tier("zero_optimization.offload_optimizer", "optimizer_state_tier")
     converter.convert_dtype()
     converter.convert_activations()
     converter.convert_optimizer()
@@ -164,10 +164,10 @@ class _Converter:
             self.map(f"{section}.device", name, _TIERS[device])
         path = self.take(f"{section}.nvme_path", lambda value: isinstance(value, str), "a directory")
         if path is not None and device == "nvme":
-            paths = self.done.config.setdefault("nvme", [])
+            paths = self.done.config.setdefault("swap_dirs", [])
             if path not in paths:
                 paths.append(path)
-            self.done.mapped[f"{section}.nvme_path"] = f"nvme = {path}"
+            self.done.mapped[f"{section}.nvme_path"] = f"swap_dirs = {path}"
         elif path is not None:
             self.done.unneeded[f"{section}.nvme_path"] = "nothing goes to NVMe from here"
 
@@ -239,7 +239,7 @@ class _Converter:
                 nonfinite = "skip" if checks else "ignore"
                 self.map(f"{table}.check_grad_overflow", "nonfinite", nonfinite)
             if is_on and small is not None:
-                self.map(f"{table}.bf16_optimizer_states", "moments", "bf16" if small else "fp32")
+                self.map(f"{table}.bf16_optimizer_states", "optimizer_state_dtype", "bf16" if small else "fp32")
         if is_on and nonfinite is None:
             self.done.config["nonfinite"] = "skip"
             self.done.implied["nonfinite = skip"] = "bf16.check_grad_overflow; here it is ignore, as in plain PyTorch"
@@ -248,7 +248,7 @@ class _Converter:
         key = "activation_checkpointing.cpu_checkpointing"
         offload = self.flag(key)
         if offload:
-            self.map(key, "activations", "host")
+            self.map(key, "activation_tier", "host")
         elif offload is False:
             self.done.unneeded[key] = "off"
 

@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import warnings
+from typing import Any
 
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
@@ -44,7 +45,7 @@ class EngineStrategy(DDPStrategy):
 
     strategy_name = "infinity"
 
-    def __init__(self, config: infinity.Config | None = None, **options):
+    def __init__(self, config: infinity.Config | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._config = config
 
@@ -141,7 +142,7 @@ class EngineFabricStrategy(FabricDDPStrategy):
     last. Pass model and optimizer to one call of setup, or the model first.
     """
 
-    def __init__(self, config: infinity.Config | None = None, *, accumulation_steps: int = 1, **options):
+    def __init__(self, config: infinity.Config | None = None, *, accumulation_steps: int = 1, **options: Any) -> None:
         super().__init__(**options)
         self._config, self._num_passes = config, accumulation_steps
         self._backward_sync_control = _Passes()

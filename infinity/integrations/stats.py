@@ -5,12 +5,14 @@ Knows nested dicts of numbers. Must not know their meaning.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 
-def flattened(stats: dict, prefix: str = "infinity/") -> dict[str, float]:
-    """`Engine.stats()` as numbers by name, such as "infinity/links/nc/nbytes"; what is not known (None), or said in words, is left out."""
+
+def flattened(stats: Mapping[str, object], prefix: str = "infinity/") -> dict[str, float]:
+    """`Engine.stats()` as numbers by name, such as "infinity/links/nvme_read/nbytes"; what is not known (None), or said in words, is left out."""
     found: dict[str, float] = {}
     for name, value in stats.items():
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             found |= flattened(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)):
             found[prefix + name] = int(value) if isinstance(value, bool) else value

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from typing import TypeVar
 
 import torch
 from transformers import Trainer
@@ -24,6 +25,7 @@ from infinity.integrations.engines import taken
 from infinity.integrations.optimizers import counterpart
 from infinity.integrations.stats import flattened
 
+Kind = TypeVar("Kind", bound=Trainer)
 STATES = "infinity"  # the folder of infinity.save in a checkpoint of Trainer
 
 

@@ -7,11 +7,14 @@ Knows parameter groups and hyper-parameters. Must not know how the engine works.
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from infinity.errors import ConfigError, UsageError
 from infinity.formats.format import STORAGES
@@ -45,19 +48,23 @@ class Elementwise(torch.optim.Optimizer):
     without fp16.
     """
 
+    if not TYPE_CHECKING:  # a type checker sees __init__ alone
+
+        def __new__(cls, *args, **options):
+            """Raises TypeError for an option that __init__ does not have. The message names the option that was meant."""
+            _refuse_unknown(cls, options)
+            return super().__new__(cls)
+
     def __init__(
         self,
-        params,
+        params: ParamsT,
         rule: Rule,
-        defaults: dict,
+        defaults: dict[str, Any],
         *,
         max_grad_norm: float | None = None,
         accumulation_steps: int = 1,
         loss_scale: LossScale | None = None,
-        **unknown,
-    ):
-        if unknown:
-            self._refuse_unknown(next(iter(unknown)), defaults)
+    ) -> None:
         if max_grad_norm is not None and (isinstance(max_grad_norm, str) or not max_grad_norm > 0):
             raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above zero, or None")
         if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
@@ -92,17 +99,7 @@ class Elementwise(torch.optim.Optimizer):
         self.made_at, self._replaced_by = _caller(), None
         self._engine.attach(self)
 
-    def _refuse_unknown(self, name: str, defaults: dict) -> None:
-        kind, known = type(self).__name__, [*defaults, "max_grad_norm", "accumulation_steps", "loss_scale"]
-        if name in _OF_KERNELS:
-            remedy = "Leave the argument out: it selects a kernel of torch, and the engine has its own kernels."
-        elif close := difflib.get_close_matches(name, known, 1):
-            remedy = f"Did you mean {close[0]}?"
-        else:
-            remedy = f"The arguments are {', '.join(known)}. For another update, write an infinity.Rule."
-        raise TypeError(f"infinity.{kind} has no argument {name!r}. {remedy}")
-
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Raises UsageError without a backward pass since the last step."""
         loss = None
         if closure is not None:
@@ -263,7 +260,19 @@ class AdamW(Elementwise):
     Source: Loshchilov & Hutter 2019, Algorithm 2.
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, **options):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+        accumulation_steps: int = 1,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        options = {"max_grad_norm": max_grad_norm, "accumulation_steps": accumulation_steps, "loss_scale": loss_scale}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, AdamRule(decoupled=True), defaults, **options)
 
@@ -271,7 +280,19 @@ class AdamW(Elementwise):
 class Adam(Elementwise):
     """Adam with weight decay as an L2 term of the gradient, like plain PyTorch's Adam. Arguments as of `AdamW`. Source: Kingma & Ba 2015."""
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **options):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_grad_norm: float | None = None,
+        accumulation_steps: int = 1,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        options = {"max_grad_norm": max_grad_norm, "accumulation_steps": accumulation_steps, "loss_scale": loss_scale}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, AdamRule(decoupled=False), defaults, **options)
 
@@ -282,7 +303,20 @@ class SGD(Elementwise):
     Records have a momentum only if `momentum` is above zero here. Groups may then have momenta of their own.
     """
 
-    def __init__(self, params, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, **options):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        max_grad_norm: float | None = None,
+        accumulation_steps: int = 1,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        options = {"max_grad_norm": max_grad_norm, "accumulation_steps": accumulation_steps, "loss_scale": loss_scale}
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, SGDRule(with_momentum=momentum != 0), defaults, **options)
 
@@ -290,8 +324,34 @@ class SGD(Elementwise):
 class Lion(Elementwise):
     """Lion: the sign of an interpolated momentum. Source: Chen et al. 2023, Program 1. options: see `Elementwise`."""
 
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **options):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        max_grad_norm: float | None = None,
+        accumulation_steps: int = 1,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        options = {"max_grad_norm": max_grad_norm, "accumulation_steps": accumulation_steps, "loss_scale": loss_scale}
         super().__init__(params, LionRule(), {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
+
+
+def _refuse_unknown(kind: type[Elementwise], options: dict[str, Any]) -> None:
+    parameters = inspect.signature(kind.__init__).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    known = [name for name in parameters if name not in ("self", "params")]
+    for name in [name for name in options if name not in {"params", *known}]:
+        if name in _OF_KERNELS:
+            remedy = "Leave the argument out: it selects a kernel of torch, and the engine has its own kernels."
+        elif close := difflib.get_close_matches(name, known, 1):
+            remedy = f"Did you mean {close[0]}?"
+        else:
+            remedy = f"The arguments are {', '.join(known)}. For another update, write an infinity.Rule."
+        raise TypeError(f"infinity.{kind.__name__} has no argument {name!r}. {remedy}")
 
 
 def _caller() -> str:

@@ -331,6 +331,6 @@ def _require_whole(needed: int, budget: int) -> None:
     """Raise BudgetError where the device has no room for all that states on the device need."""
     if needed > budget:
         raise BudgetError(
-            f"states='device' needs {exact(needed)} for weights, states, gradients and their buffers on the device, but "
-            f"device_memory={format_bytes(budget)}. Raise device_memory or choose states='host'."
+            f"optimizer_state_tier='device' needs {exact(needed)} for weights, states, gradients and their buffers on the device, but "
+            f"device_memory={format_bytes(budget)}. Raise device_memory or choose optimizer_state_tier='host'."
         )

@@ -25,7 +25,7 @@ from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.schedule import Use
 
 MOST_GROUPS = 128  # groups of spans in the simulated trace
-LINKS = ("nc", "cg", "gg", "rs", "gc", "cn")
+LINKS = ("nvme_read", "h2d", "all_gather", "reduce_scatter", "d2h", "nvme_write")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,12 @@ def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement,
         whole, shard = (numel * chunk.format.itemsize for numel in (chunk.numel, record.numel))  # of weights, and of gradients
         homes = {kind: placement.homes[kind][chunk.index] for kind in KINDS}
         if layout.world > 1:
-            found["gg"] += gathers[chunk.span] * whole
-            found["rs"] += step.num_passes * whole if chunk.trainable else 0
+            found["all_gather"] += gathers[chunk.span] * whole
+            found["reduce_scatter"] += step.num_passes * whole if chunk.trainable else 0
         if chunk.span in visiting or homes[STATES].is_device or (placement.pinned and not chunk.trainable):
             continue  # the record needs no other tier
-        found["cg"] += copies[chunk.span] * shard
-        found["gc"] += step.num_passes * shard if chunk.trainable else 0
+        found["h2d"] += copies[chunk.span] * shard
+        found["d2h"] += step.num_passes * shard if chunk.trainable else 0
         for kind, num_reads in ((WEIGHTS, copies[chunk.span]), (STATES, 1), (GRADIENTS, step.num_passes)):
             if not homes[kind].is_storage or (kind == GRADIENTS and (not _spills(step) or chunk.index in stay)):
                 continue
@@ -70,8 +70,8 @@ def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement,
                 num_kept[kind] -= 1
                 num_reads, num_writes = 0, 0 if kind == GRADIENTS else num_writes
             read, written = nvme_nbytes(placement, record, kind, chunk.index, compresses=step.compresses)
-            found["nc"] += num_reads * read
-            found["cn"] += num_writes * written
+            found["nvme_read"] += num_reads * read
+            found["nvme_write"] += num_writes * written
     return found
 
 

@@ -12,15 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-LINKS = {  # with their names for people
-    "nc": "NVMe to host",
-    "cg": "host to device",
-    "gg": "all-gather",
-    "rs": "reduce-scatter",
-    "gc": "device to host",
-    "update": "update",
-    "cn": "host to NVMe",
-}
+LINKS = ("nvme_read", "h2d", "all_gather", "reduce_scatter", "d2h", "update", "nvme_write")  # h2d: host to device; d2h: device to host
 COMPUTE, STALL, STEP, SLOTS = "compute", "stall", "step", "slots"  # lanes of a trace beside the links
 MAX_EVENTS = 1 << 18  # capacity of a trace, some 70 MiB; the oldest events go first
 

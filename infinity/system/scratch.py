@@ -51,7 +51,7 @@ class Scratch:
             raise SwapError(
                 error.errno,
                 f"the scratch file for parameters under construction could not take {format_bytes(part.nbytes)} more; free "
-                f"some space or name another directory in `nvme`",
+                f"some space or name another directory in `swap_dirs`",
                 str(self.path),
             ) from error
         offsets.pop()
@@ -63,7 +63,7 @@ class Scratch:
         try:
             self._transfer("readinto", place.offset, part)
         except OSError as error:
-            text = f"{what}its scratch file could not be read ({error.strerror}); see dmesg, and name another directory in `nvme`"
+            text = f"{what}its scratch file could not be read ({error.strerror}); see dmesg, and name another directory in `swap_dirs`"
             raise SwapError(error.errno, text, str(self.path)) from error
         if place.crc32c not in (None, aio_ext.crc32c(_memory(part))):
             raise changed_error(what, f", from offset {place.offset} of a scratch file on", self.path)

@@ -74,7 +74,7 @@ class Pace:
 
     def _by_link(self) -> str:
         """Earlier waits of the step, of at least a tenth of a second, longest first."""
-        spans = zip(LINKS.values(), self._stalls(), self._stalled)
+        spans = zip(LINKS, self._stalls(), self._stalled)
         waited = sorted(((after - before, title) for title, after, before in spans if after - before >= 0.1), reverse=True)
         return "; before that " + ", ".join(f"{seconds:.1f} s for {title}" for seconds, title in waited) if waited else ""
 

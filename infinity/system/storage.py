@@ -24,9 +24,11 @@ from infinity.system.swap import Swap
 
 
 class Extent(Protocol):
-    """A range of storage. nbytes: its size in bytes, a multiple of 4096."""
+    """A range of storage."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, a multiple of 4096."""
 
 
 class Transfer(Protocol):

@@ -344,7 +344,7 @@ class Swap:
                 raise SwapError(
                     errno.ENOSPC,
                     f"swap needs {needed:,} bytes{ranks} on this filesystem and {available:,} are available: free space there, "
-                    "name another directory in `nvme`, or raise host_memory or device_memory",
+                    "name another directory in `swap_dirs`, or raise host_memory or device_memory",
                     ", ".join(str(directory.path) for directory in directories),
                 )
 

@@ -225,7 +225,7 @@ class Directory:
         for its_rank, pid, its_run in living:
             if its_rank == rank or its_run != run:
                 text = f"the swap directory is in use by rank {its_rank} of a run with process {pid}: end that run, or name "
-                text += "another directory in `nvme`"
+                text += "another directory in `swap_dirs`"
                 if pid == str(os.getpid()):
                     text += "; that is this process: close() the engine that has it, infinity.engine_of(its_model).close(), or give each "
                     text += "model a Config with directories of its own"
@@ -334,7 +334,7 @@ def room_nbytes(paths: Sequence[str | os.PathLike]) -> int:
 
 def check_paths(paths: list[Path]) -> None:
     if not paths:
-        raise ConfigError("no swap directory: name at least one in `nvme`")
+        raise ConfigError("no swap directory: name at least one in `swap_dirs`")
     seen = {}
     for path in paths:
         try:
@@ -344,7 +344,7 @@ def check_paths(paths: list[Path]) -> None:
         except OSError as error:
             raise swap_error(error.errno, f"the swap directory cannot be used ({error.strerror})", path) from None
         if not stat.S_ISDIR(status.st_mode):
-            raise SwapError(errno.ENOTDIR, "the swap path is not a directory: name a directory in `nvme`", str(path))
+            raise SwapError(errno.ENOTDIR, "the swap path is not a directory: name a directory in `swap_dirs`", str(path))
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
             raise SwapError(errno.EACCES, f"the swap directory is not writable; {REMEDIES[errno.EACCES]}", str(path))
         twin = seen.setdefault((status.st_dev, status.st_ino), path)

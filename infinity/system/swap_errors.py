@@ -8,7 +8,7 @@ import errno
 from infinity.errors import NO_DESCRIPTORS, SwapError
 
 REMEDIES = {
-    errno.EBADMSG: "see dmesg, and name another directory in `nvme`; the last checkpoint does not depend on swap files",
+    errno.EBADMSG: "see dmesg, and name another directory in `swap_dirs`; the last checkpoint does not depend on swap files",
     errno.EIO: "the drive failed or the file was cut: see dmesg, and use another directory",
     errno.ENOSPC: "free space there or name another directory",
     errno.ENOMEM: "free memory, or raise the limit of this process's control group",

@@ -48,7 +48,7 @@ def slow_directories(rates: Mapping[Path, float]) -> list[Remark]:
         Remark(
             f"swap directory {path} is slow: {rate / 1e6:,.0f} MB/s, and {fastest} reaches {rates[fastest] / 1e6:,.0f} MB/s. It gets "
             f"{rate / sum(rates.values()):.0%} of the bytes",
-            f"leave it out of `nvme` if a step waits for it, and check its drive with `infinity doctor {path}`",
+            f"leave it out of `swap_dirs` if a step waits for it, and check its drive with `infinity doctor {path}`",
         )
         for path, rate in rates.items()
         if rate * SLOW_RATIO < rates[fastest]
@@ -70,5 +70,5 @@ def _on_one(paths: list[Path]) -> Remark:
     shared = "its bandwidth and its free space" if len({os.stat(path).st_dev for path in paths}) == 1 else "its bandwidth"
     return Remark(
         f"swap directories {', '.join(map(str, paths[:-1]))} and {paths[-1]} lie on {where}: they share {shared}",
-        "name one directory a drive in `nvme`",
+        "name one directory a drive in `swap_dirs`",
     )

@@ -219,7 +219,7 @@ class Activations:
             if self.store.swap is None or not self._leaving:
                 raise BudgetError(
                     f"{self.store.who}a saved activation of {format_bytes(nbytes)} does not fit into what is left of host_memory for "
-                    f"activations, {format_bytes(self.store.heap.budget_nbytes)}. Raise host_memory, or use activations='device'."
+                    f"activations, {format_bytes(self.store.heap.budget_nbytes)}. Raise host_memory, or use activation_tier='device'."
                 )
             self._let_go()  # then it can be written
         return memory

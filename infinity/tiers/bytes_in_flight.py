@@ -39,4 +39,4 @@ class BytesInFlight:
                 while self.nbytes > self.limit_nbytes:
                     self._failure.check()
                     self._changed.wait(1.0)
-            self._events.stalled("gc", "room for gradients", start, now())
+            self._events.stalled("d2h", "room for gradients", start, now())

@@ -76,23 +76,23 @@ class FetchLanes:
         else:
             fetch.copy.wait()
         if fetch.gather is not None:
-            self.events.wait("gg", fetch.gather, fetch.chunk.index)
+            self.events.wait("all_gather", fetch.gather, fetch.chunk.index)
         if self.cuda:
             event = (fetch.gather or fetch.copy).result
             if event is not None:
                 since = self.events.device_mark()
                 torch.cuda.current_stream(self.device).wait_event(event)
-                self.events.device_waited("gg" if fetch.gather else "cg", fetch.chunk.index, since)
+                self.events.device_waited("all_gather" if fetch.gather else "h2d", fetch.chunk.index, since)
 
     def _wait_for_copy(self, fetch: ChunkFetch) -> None:
         if fetch.update is not None:
             self.events.wait("update", fetch.update, fetch.chunk.index)
         if fetch.request is not None:
-            self.events.wait("nc", fetch.request, fetch.chunk.index)
+            self.events.wait("nvme_read", fetch.request, fetch.chunk.index)
             source = fetch.request.result.source
             if source is not None and not source.done:
-                self.events.wait("nc", source, fetch.chunk.index)
-        self.events.wait("cg", fetch.copy, fetch.chunk.index)
+                self.events.wait("nvme_read", source, fetch.chunk.index)
+        self.events.wait("h2d", fetch.copy, fetch.chunk.index)
 
     # Jobs.
 
@@ -118,7 +118,7 @@ class FetchLanes:
                 decode(chunk.record, source, shard)
             else:
                 ctypes.memmove(shard.data_ptr(), source.data_ptr(), nbytes)
-            self.events.moved("cg", chunk.index, nbytes, start, now())
+            self.events.moved("h2d", chunk.index, nbytes, start, now())
             self.records.unpin(chunk, WEIGHTS, entry)
             return None
         with torch.cuda.stream(self.copy_stream):
@@ -136,7 +136,7 @@ class FetchLanes:
     def _finish_copy(self, chunk: ChunkState, entry: Entry, event: torch.cuda.Event, nbytes: int, start: float, marks) -> None:
         """Give the slot back once the device has read it."""
         event.synchronize()
-        self.events.moved("cg", chunk.index, nbytes, start, now(), marks)
+        self.events.moved("h2d", chunk.index, nbytes, start, now(), marks)
         self.records.unpin(chunk, WEIGHTS, entry)
 
     def _run_gather(self, fetch: ChunkFetch, order: tuple[int, int, int] | None) -> torch.cuda.Event | None:
@@ -158,7 +158,7 @@ class FetchLanes:
                 done = self.gather_stream.record_event()
         else:
             self.ranks.gather(whole, fetch.chunk.title)
-        self.events.moved("gg", chunk.index, whole.numel() * whole.element_size(), start, now(), marks)
+        self.events.moved("all_gather", chunk.index, whole.numel() * whole.element_size(), start, now(), marks)
         return done
 
 

@@ -92,5 +92,5 @@ class ReduceScatter:
                 done = self.stream.record_event()
         else:
             shard, done = self.ranks.reduce_scatter(flat, chunk.title), None
-        self.events.moved("rs", chunk.index, flat.numel() * flat.element_size(), start, now(), marks)
+        self.events.moved("reduce_scatter", chunk.index, flat.numel() * flat.element_size(), start, now(), marks)
         return shard, done

@@ -164,7 +164,7 @@ class Gradients:
             with self._open(chunk) as target:
                 begin = now()
                 marks = self.adder.put(target, (left or chunk.gradient.device_shard).memory, True, ready)
-            self.events.moved("gc", chunk.index, target.nbytes, begin, now(), marks)
+            self.events.moved("d2h", chunk.index, target.nbytes, begin, now(), marks)
 
         return self.gc.push(work, chunk.title)
 
@@ -196,7 +196,7 @@ class Gradients:
 
     def wait_for(self, chunk: ChunkState) -> None:
         """Wait until every transfer of the chunk's gradient is over. Raises the error of a failed one."""
-        self.events.wait("gc", chunk.gradient.job, chunk.index)
+        self.events.wait("d2h", chunk.gradient.job, chunk.index)
         self.failure.check()
 
     def hurry(self) -> None:
@@ -310,7 +310,7 @@ class Gradients:
             begin = now()
             moves = [self.adder.put(memory[start : start + part.numel()], part, first, ready) for part, start, first, ready in batch.parts]
         marks = (moves[0][0], moves[-1][1]) if self.cuda else None
-        self.events.moved("gc", batch.chunk.index, batch.nbytes, begin, now(), marks)
+        self.events.moved("d2h", batch.chunk.index, batch.nbytes, begin, now(), marks)
 
     def _collect_shard(self, chunk: ChunkState, scattered: Job, params: list[int]) -> None:
         """On several ranks: put this rank's shard, and the numbers behind it, into their places."""
@@ -328,4 +328,4 @@ class Gradients:
         flags = shard[numel:].tolist()
         chunk.gradient.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
         if not stays:
-            self.events.moved("gc", chunk.index, chunk.record.numel * shard.element_size(), begin, now(), marks)
+            self.events.moved("d2h", chunk.index, chunk.record.numel * shard.element_size(), begin, now(), marks)

@@ -349,7 +349,7 @@ class RecordMover:
     def _finish_writes(self, chunk: ChunkState, started) -> None:
         for kind, entry, transfer, start in started:
             transfer.wait()
-            self.events.moved("cn", (chunk.index, kind), transfer.nbytes, start, now())
+            self.events.moved("nvme_write", (chunk.index, kind), transfer.nbytes, start, now())
             with self.lock:
                 entry.become(HostState.CLEAN)
                 self.unpin(chunk, kind, entry)
@@ -405,7 +405,7 @@ class RecordMover:
     def _note_read(self, entry: Entry, what: tuple[int, str], start: float) -> None:
         transfer = entry.source
         transfer.wait()  # the lane notes an error: perhaps no thread has asked for the copy yet, and the slot is lost
-        self.events.moved("nc", what, transfer.nbytes, start, now())
+        self.events.moved("nvme_read", what, transfer.nbytes, start, now())
         with self.lock:
             if entry.state is HostState.READING:
                 entry.become(HostState.CLEAN)

@@ -18,6 +18,7 @@ from infinity.config_files import DEFAULT_NAME
 from infinity.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError, printable
 from infinity.output import check_different
 from infinity.spelling import nearest
+from infinity.renamed import COMMANDS, OPTIONS, warn_renamed, with_new_names
 from infinity.tools import checkpoints, completion, configuration
 from infinity.tools.doctor import doctor
 from infinity.tools.measure import benchmarks, breakdown, overlap, tuning
@@ -88,11 +89,25 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message + hint)
 
     def parse_known_args(self, args=None, namespace=None):
+        args = self._with_new_names(sys.argv[1:] if args is None else args)
         # The parser of a subcommand reports unknown options itself, with its own hint.
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
+
+    def _with_new_names(self, words):
+        """The words of a command line with the new names of its options, or of its command. Raises ConfigError for an option by both names."""
+        known = self._option_string_actions
+        names = {old: new for old, new in OPTIONS.items() if new in known and old not in known}
+        end = words.index("--") if "--" in words else len(words)
+        given = [word.partition("=")[0] for word in words[:end]]
+        with_new_names(dict.fromkeys(given), names)
+        found = [names.get(name, name) + word.removeprefix(name) for name, word in zip(given, words)] + words[end:]
+        if self._subparsers is not None and found and found[0] in COMMANDS:
+            warn_renamed(f"infinity {found[0]}", f"infinity {COMMANDS[found[0]]}")
+            found[0] = COMMANDS[found[0]]
+        return found
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -112,7 +127,7 @@ def _parser():
     _add_trace(commands)
     _add_config(commands)
     _add_doctor(commands)
-    _add_tune(commands)
+    _add_calibrate(commands)
     _add_bench(commands)
     _add_plan(commands)
     _add_completion(commands)
@@ -199,14 +214,14 @@ def _add_placement(command):
     """Options of `train` for fields of Config."""
     place = command.add_argument_group("placement")
     place.add_argument("--dtype", metavar=one_of("dtype"), help="by default bf16 on CUDA and fp32 on the CPU")
-    place.add_argument("--moments", metavar=one_of("moments"), help="dtype of the optimizer's moments (default: fp32)")
+    place.add_argument("--optimizer-state-dtype", metavar=one_of("optimizer_state_dtype"), help="dtype of the optimizer's moments (default: fp32)")
     place.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
-    place.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
+    place.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
     place.add_argument("--host-memory", metavar="SIZE", help="bound of pinned host memory, such as 48GiB (default: auto)")
     place.add_argument("--device-memory", metavar="SIZE", help="bound of the engine's device memory (default: auto)")
-    place.add_argument("--weights", metavar=one_of("weights"), help="tier of the weights (default: auto)")
-    place.add_argument("--states", metavar=one_of("states"), help="tier of the optimizer states (default: auto)")
-    place.add_argument("--activations", metavar=one_of("activations"), help="tier of what backward needs of forward (default: auto)")
+    place.add_argument("--param-tier", metavar=one_of("param_tier"), help="tier of the weights (default: auto)")
+    place.add_argument("--optimizer-state-tier", metavar=one_of("optimizer_state_tier"), help="tier of the optimizer states (default: auto)")
+    place.add_argument("--activation-tier", metavar=one_of("activation_tier"), help="tier of what backward needs of forward (default: auto)")
     place.add_argument("--tile-above", metavar="SIZE", help="cut larger layers into tiles (default: auto, if they do not fit)")
     place.add_argument("--residency", metavar=one_of("residency"), help="none: only what is in use stays (default: auto)")
     place.add_argument("--chunk-mib", type=chunk_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
@@ -292,12 +307,12 @@ def _add_config_options(command):
     )
 
 
-def _add_tune(commands):
-    """The `tune` command."""
+def _add_calibrate(commands):
+    """The `calibrate` command."""
     command = _command(
         commands,
-        "tune",
-        tuning.tune,
+        "calibrate",
+        tuning.calibrate,
         "measure this machine",
         "Find the fastest settings of each drive, measure what the machine's links carry, and write both to a file that every "
         "command reads. Run it under torchrun, a process a device, to measure collectives and links together.",
@@ -318,7 +333,7 @@ def _add_bench(commands):
         command.add_argument("--repeats", type=whole, default=7, metavar="N", help="measurements of each size")
         command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
         if link in benchmarks.NVME_LINKS:
-            command.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
+            command.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
         _add_json(command, with_output=True)
         command.add_argument("--plot", type=path, metavar="FILE", help="draw bandwidth against size into FILE, such as nc.png")
     command = _command(
@@ -329,7 +344,7 @@ def _add_bench(commands):
         "Measure the whole pipeline: passes over a model of equal layers whose weights are read from NVMe in every pass, against each "
         "stage alone. Runs under torchrun, too.",
     )
-    command.add_argument("--nvme", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
+    command.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
     command.add_argument("--chunk-mib", nargs="+", type=chunk_mib, default=[4.0, 16.0], metavar="X", help="sizes of a layer, in MiB")
     depths = "how many layers ahead of the ops reads are"
     command.add_argument("--depth", nargs="+", type=whole, default=[2, 4, 8], metavar="N", help=depths)
@@ -380,7 +395,7 @@ def _add_plan(commands):
     model.add_argument("--batch", type=whole, default=1, metavar="N", help="sequences a device and step")
     model.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in backward")
     machine = command.add_argument_group("machine")
-    table = f"a file with a table [machine], or h200x8; by default ./{DEFAULT_NAME}, as `infinity tune` writes it"
+    table = f"a file with a table [machine], or h200x8; by default ./{DEFAULT_NAME}, as `infinity calibrate` writes it"
     machine.add_argument("--machine", type=path, metavar="FILE", help=table)
     machine.add_argument("--nodes", type=whole, metavar="N", help="so many nodes of the kind")
     machine.add_argument("--devices", type=whole, metavar="N", help="devices a node")

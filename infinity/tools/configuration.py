@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from infinity.config import DEFAULT_NVME, Config, command_layers, converted, set_layers
+from infinity.config import DEFAULT_SWAP_DIR, Config, command_layers, converted, set_layers
 from infinity.errors import ConfigError
 from infinity.sizes import format_bytes
 
@@ -28,44 +28,44 @@ def show(arguments) -> int:
     origins = {name: config.origins.get(name, "default") for name in names}
     for path in elsewhere:
         print(
-            f"infinity: {arguments.from_deepspeed}: nvme: {path} is not here, as on the machine that it was written for: before you train, "
-            f"create it (mkdir -p {path}) or name another (--set nvme=DIR)",
+            f"infinity: {arguments.from_deepspeed}: swap_dirs: {path} is not here, as on the machine that it was written for: before you "
+            f"train, create it (mkdir -p {path}) or name another (--set swap_dirs=DIR)",
             file=sys.stderr,
         )
     if arguments.json:
         report = {"config": config.to_table(), "origins": origins}
         if elsewhere:
-            report["config"]["nvme"] = list(map(str, config.conversion.config["nvme"]))
+            report["config"]["swap_dirs"] = list(map(str, config.conversion.config["swap_dirs"]))
         if config.conversion is not None:
             report["conversion"] = dataclasses.asdict(config.conversion)
         print(json.dumps(report, indent=2))
         return 0
     texts = {name: _text(name, getattr(config, name)) for name in names}
     if elsewhere:
-        texts["nvme"] = _text("nvme", config.conversion.config["nvme"])
-    width = max(map(len, texts.values()))
+        texts["swap_dirs"] = _text("swap_dirs", config.conversion.config["swap_dirs"])
+    width, name_width = max(map(len, texts.values())), max(map(len, names))
     for name in names:
-        print(f"{name:<14}  {texts[name]:<{width}}  {origins[name]}")
+        print(f"{name:<{name_width}}  {texts[name]:<{width}}  {origins[name]}")
     if config.conversion is not None:
         print(f"\n{config.conversion}")
     return 0
 
 
 def _from_deepspeed(arguments):
-    """What the source and --set make, and those of its directories that are not here, where it is only shown: then nvme has its default,
+    """What the source and --set make, and those of its directories that are not here, where it is only shown: then swap_dirs has its default,
     and all else is checked."""
     layers = set_layers(arguments)
     origin, conversion = converted(arguments.from_deepspeed)
     elsewhere = []
-    if not any("nvme" in layer for _, layer in layers):
-        elsewhere = [path for path in conversion.config.get("nvme", ()) if not Path(path).expanduser().exists()]
+    if not any("swap_dirs" in layer for _, layer in layers):
+        elsewhere = [path for path in conversion.config.get("swap_dirs", ()) if not Path(path).expanduser().exists()]
     if elsewhere:
-        layers = [(origin, {"nvme": DEFAULT_NVME}), *layers]
+        layers = [(origin, {"swap_dirs": DEFAULT_SWAP_DIR}), *layers]
     return Config.layered(layers, deepspeed=arguments.from_deepspeed), elsewhere
 
 
 def _text(name, value):
-    if name == "nvme":
+    if name == "swap_dirs":
         return ", ".join(map(str, value))
     if name in BYTES and isinstance(value, int):
         return format_bytes(value)

@@ -306,7 +306,7 @@ def test_without_libaio_all_but_transfers_goes_on_and_these_say_what_to_install(
         import errno, os, sys
         import torch, infinity, aio_ext
         model = torch.nn.Linear(8, 8)
-        infinity.offload(model, infinity.Config(device="cpu", dtype="fp32", weights="host", states="host"))
+        infinity.offload(model, infinity.Config(device="cpu", dtype="fp32", param_tier="host", optimizer_state_tier="host"))
         optimizer = infinity.AdamW(model.parameters())
         model(torch.ones(1, 8)).sum().backward()
         optimizer.step()

@@ -303,11 +303,11 @@ def test_without_an_optimizer_only_the_model_is_written(tmp_path, dtype):
 
 
 def test_bf16_moments_are_written_in_fp32_and_come_back(tmp_path):
-    with trained(tmp_path / "a", dtype="bf16", moments="bf16") as (model, engine, optimizer):
+    with trained(tmp_path / "a", dtype="bf16", optimizer_state_dtype="bf16") as (model, engine, optimizer):
         save_dcp(tmp_path / "saved", model, optimizer)
         expected = engine_states(engine, model)
     assert everything(tmp_path / "saved", tmp_path)["optim"]["state"]["up.weight"]["exp_avg"].dtype is torch.float32
-    with other(tmp_path / "b", dtype="bf16", moments="bf16") as (model, engine, optimizer):
+    with other(tmp_path / "b", dtype="bf16", optimizer_state_dtype="bf16") as (model, engine, optimizer):
         load_dcp(tmp_path / "saved", model, optimizer, trust_pickle=True)
         assert_same(engine_states(engine, model), expected)
 
@@ -431,7 +431,7 @@ def fsdp_loads(path):
 @contextlib.contextmanager
 def on_ranks(folder, seed, **config):
     """`trained` where all ranks share a folder."""
-    options = {"nvme": folder, "device": "cpu", "chunk_mib": 1 / 256, "host_memory": "64MiB", "dtype": "fp32"} | config
+    options = {"swap_dirs": folder, "device": "cpu", "chunk_mib": 1 / 256, "host_memory": "64MiB", "dtype": "fp32"} | config
     model = net(seed, scalar=False)
     with infinity.offload(model, infinity.Config(**options)) as engine:
         yield model, engine, infinity.AdamW(in_groups(model), lr=LR)
@@ -681,7 +681,7 @@ def test_extra_state_is_refused(tmp_path):
 def test_a_model_without_an_optimizer(tmp_path):
     save_plain(tmp_path / "saved", *plain())
     model = net(seed=9)
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, host_memory="64MiB")
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, host_memory="64MiB")
     with infinity.offload(model, config) as engine:
         load_dcp(tmp_path / "saved", model, trust_pickle=True)
         save_dcp(tmp_path / "again", model)

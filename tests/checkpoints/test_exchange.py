@@ -46,7 +46,7 @@ class Odd(nn.Module):
 def made(folder, build, *, seed=0, window=1 << 30, **config):
     folder.mkdir(exist_ok=True)
     torch.manual_seed(seed)
-    with infinity.init(infinity.Config(nvme=folder, **SMALL | config), window=window):
+    with infinity.init(infinity.Config(swap_dirs=folder, **SMALL | config), window=window):
         model = build()
     return model
 
@@ -191,7 +191,7 @@ def test_the_refusal_of_renamed_tensors_has_the_lines_that_load_them(tmp_path, k
         infinity.load_safetensors(made(tmp_path / "swap", build, dtype="fp32"), tmp_path / "files")
     _, lines = str(caught.value).split("before the optimizer is made:\n")
     (tmp_path / "again").mkdir()
-    names = {"infinity": infinity, kind_of.__name__: kind_of, "config": infinity.Config(nvme=tmp_path / "again", dtype="fp32", **SMALL)}
+    names = {"infinity": infinity, kind_of.__name__: kind_of, "config": infinity.Config(swap_dirs=tmp_path / "again", dtype="fp32", **SMALL)}
     exec(textwrap.dedent(lines), names)
     infinity.AdamW(names["model"].parameters())
     with infinity.engine_of(names["model"]):

@@ -28,7 +28,7 @@ from infinity.tools.train.rotation import Rotation
 
 ROOT = Path(__file__).parents[2]
 MODEL = "--hidden 64 --layers 2 --heads 4 --seq 16 --batch 4 --device cpu --dtype fp32 --data text".split()
-ON_NVME = "--weights nvme --states nvme --residency none --chunk-mib 0.0625 --host-memory 64MiB --device-memory 8MiB".split()
+ON_NVME = "--param-tier nvme --optimizer-state-tier nvme --residency none --chunk-mib 0.0625 --host-memory 64MiB --device-memory 8MiB".split()
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 ENDLESS = 100_000  # steps
 
@@ -116,7 +116,7 @@ def swap_files():
 
 @pytest.mark.parametrize(
     "options",
-    ["", "--accumulate 2 --max-grad-norm 0.5 --update deferred", "--optimizer lion --weights device --states host --residency auto"],
+    ["", "--accumulate 2 --max-grad-norm 0.5 --update deferred", "--optimizer lion --param-tier device --optimizer-state-tier host --residency auto"],
 )
 def test_three_steps_and_three_more_are_six(capsys, options):
     options = options.split()
@@ -139,7 +139,7 @@ def test_another_placement_and_learning_rate_may_resume():
     shutil.copytree("saved", "other")
     here = train("--save", "saved", "--optimizer", "sgd", "--resume", "--lr", "1000", steps=5)
     assert here[1] > 100  # the rate of this run, not that of the checkpoint
-    options = "--weights device --states host --residency auto --chunk-mib 1 --optimizer sgd --save other --resume --lr 1000".split()
+    options = "--param-tier device --optimizer-state-tier host --residency auto --chunk-mib 1 --optimizer sgd --save other --resume --lr 1000".split()
     assert train(*options, steps=5) == here
 
 

@@ -584,7 +584,7 @@ def test_a_tensor_that_torch_has_no_dtype_for_hinders_no_other_and_is_named_when
         with pytest.raises(CheckpointError, match=f"'scale' is of {code}, for which PyTorch .* has no dtype; convert it, or upgrade"):
             files.read("scale")
     engine_model = nn.Linear(2, 2)
-    with infinity.offload(engine_model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32")):
+    with infinity.offload(engine_model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")):
         with pytest.raises(CheckpointError, match="unknown here: scale"):
             infinity.load_safetensors(engine_model, path)
         infinity.load_safetensors(engine_model, path, strict=False)

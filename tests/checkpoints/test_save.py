@@ -59,8 +59,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LONG = pytest.mark.long
 TIERS = ("device", "host", "nvme")
-PLACES = [{"weights": weights, "states": states} for weights, states in itertools.product(TIERS, TIERS)]
-ON_DEVICE = {"weights": "device", "states": "device"}
+PLACES = [{"param_tier": weights, "optimizer_state_tier": states} for weights, states in itertools.product(TIERS, TIERS)]
+ON_DEVICE = {"param_tier": "device", "optimizer_state_tier": "device"}
 
 
 def sample(cases, default):
@@ -193,7 +193,7 @@ def assert_resumes(case, folder, other=None):
 
 
 PLACED = {
-    f"{places['weights']}-{places['states']}-{residency}-{update}-{dtype}": places
+    f"{places['param_tier']}-{places['optimizer_state_tier']}-{residency}-{update}-{dtype}": places
     | {"residency": residency, "update": update, "dtype": dtype, "chunk_mib": chunk_mib}
     for (index, places), residency, update, dtype in itertools.product(
         enumerate(PLACES), ("auto", "none"), ("deferred", "backward"), ("fp32", "bf16", "fp16")
@@ -253,7 +253,7 @@ class Halves:
         return self.factor**epoch
 
 
-MOMENTS = {"dtype": "bf16", "moments": "bf16"} | NVME
+MOMENTS = {"dtype": "bf16", "optimizer_state_dtype": "bf16"} | NVME
 CASES = {
     "adam": Case(optimizer=infinity.Adam, options={"weight_decay": 0.1}),
     "sgd-momentum": Case(optimizer=infinity.SGD, options={"momentum": 0.9, "nesterov": True}),
@@ -281,7 +281,7 @@ CASES = {
     ),
     "by-layer": Case(make=Chain, train=train_by_layer, options={"accumulation_steps": 8}),
     "by-layer-bf16-host": Case(
-        make=Chain, train=train_by_layer, options={"accumulation_steps": 8}, config={"dtype": "bf16", "weights": "host", "states": "nvme"}
+        make=Chain, train=train_by_layer, options={"accumulation_steps": 8}, config={"dtype": "bf16", "param_tier": "host", "optimizer_state_tier": "nvme"}
     ),
     "tight": Case(config=NVME | {"device_memory": "tight", "host_memory": "tight"}),
 }
@@ -397,7 +397,7 @@ def test_the_seed_of_rounding_outlives_two_resumptions(tmp_path):
     def go(steps, seed, load=None, save=None):
         torch.manual_seed(seed)
         model = tiny_gpt()
-        with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", seed=seed, **MOMENTS)) as engine:
+        with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", seed=seed, **MOMENTS)) as engine:
             optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
             if load is not None:
                 infinity.load(load, model, optimizer)
@@ -417,8 +417,8 @@ ELSEWHERE = {
     "chunks": (NVME, NVME | {"chunk_mib": 1 / 32}),
     "to-device": (NVME, ON_DEVICE | {"chunk_mib": 1 / 128}),
     "from-device": (ON_DEVICE | {"dtype": "bf16"}, NVME | {"dtype": "bf16"}),
-    "bf16-moments": (MOMENTS, ON_DEVICE | {"dtype": "bf16", "moments": "bf16", "chunk_mib": 1}),
-    "fp16": (NVME | {"dtype": "fp16"}, {"dtype": "fp16", "weights": "host", "states": "host", "chunk_mib": 1 / 100}),
+    "bf16-moments": (MOMENTS, ON_DEVICE | {"dtype": "bf16", "optimizer_state_dtype": "bf16", "chunk_mib": 1}),
+    "fp16": (NVME | {"dtype": "fp16"}, {"dtype": "fp16", "param_tier": "host", "optimizer_state_tier": "host", "chunk_mib": 1 / 100}),
     "update": (NVME | {"update": "backward"}, NVME | {"update": "deferred", "residency": "auto", "chunk_mib": 1}),
 }
 
@@ -523,7 +523,7 @@ def goes_on(folder, what, make=deep, **config):
 
 
 GOING = {
-    f"{config['weights']}-{config['states']}-{config['residency']}-{config['update']}-{config['dtype']}-{delay}": (config, delay)
+    f"{config['param_tier']}-{config['optimizer_state_tier']}-{config['residency']}-{config['update']}-{config['dtype']}-{delay}": (config, delay)
     for config in PLACED.values()
     for delay in DELAYS
 }
@@ -666,10 +666,10 @@ MEANWHILE = [
 WHERE = {
     "nvme": NVME | {"update": "deferred"},
     "nvme-backward": NVME | {"update": "backward"},
-    "host": {"weights": "host", "states": "host", "residency": "none", "update": "deferred"},
+    "host": {"param_tier": "host", "optimizer_state_tier": "host", "residency": "none", "update": "deferred"},
     "device": ON_DEVICE,
     "device-none": ON_DEVICE | {"residency": "none", "update": "backward"},
-    "weights-on-device": {"weights": "device", "states": "nvme"},
+    "weights-on-device": {"param_tier": "device", "optimizer_state_tier": "nvme"},
 }
 
 
@@ -830,9 +830,9 @@ def on(worlds, size, function, *arguments, **options):
     return worlds(size).run(function, *arguments, **options) if size > 1 else [function(*arguments, **options)]
 
 
-RANKS_NVME = {"weights": "nvme", "states": "nvme", "residency": "none", "chunk_mib": 1 / 64}
-RANKS_HOST = {"weights": "host", "states": "nvme", "chunk_mib": 1 / 100}
-RANKS_DEVICE = {"weights": "device", "states": "device", "chunk_mib": 1 / 32}
+RANKS_NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none", "chunk_mib": 1 / 64}
+RANKS_HOST = {"param_tier": "host", "optimizer_state_tier": "nvme", "chunk_mib": 1 / 100}
+RANKS_DEVICE = {"param_tier": "device", "optimizer_state_tier": "device", "chunk_mib": 1 / 32}
 CHANGES = {"same": {}, "chunks": {"chunk_mib": 1 / 24}, "host": RANKS_HOST, "device": RANKS_DEVICE}
 BY_RANKS = [
     pytest.param(
@@ -1797,7 +1797,7 @@ def test_a_path_may_be_text_relative_or_a_link(tmp_path, monkeypatch):
 @pytest.mark.parametrize("memory", [0, "1GiB"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(
-    "place", [NVME, {"weights": "host", "states": "host"}, {"device_memory": "40MiB"}, {}], ids=["nvme", "host", "margin", "device"]
+    "place", [NVME, {"param_tier": "host", "optimizer_state_tier": "host"}, {"device_memory": "40MiB"}, {}], ids=["nvme", "host", "margin", "device"]
 )
 def test_on_a_gpu_a_resumed_run_is_the_uninterrupted_one(place, dtype, memory, tmp_path, deterministic):
     def make():
@@ -1821,7 +1821,7 @@ def test_on_a_gpu_a_resumed_run_is_the_uninterrupted_one(place, dtype, memory, t
         stats = engine.stats()
         expected = states_of(engine, model)
     if place in ({}, {"device_memory": "40MiB"}):  # beside much other work steps may become longer by themselves, and all goes home
-        assert stats["num_chunks_on_device"] or stats["num_steps_back"]
+        assert stats["num_chunks_on_device"] or stats["num_placement_rollbacks"]
     else:
         assert not stats["num_chunks_on_device"]
     with training(make, tmp_path, seed=1, **config) as (model, engine, optimizer):
@@ -1859,7 +1859,7 @@ def test_a_program_that_ends_has_its_checkpoint(tmp_path):
     source = """
         import os, sys, torch, infinity
         from infinity.model.gpt import GPT
-        config = infinity.Config(nvme=sys.argv[1], device="cpu", dtype="fp32", weights="nvme", states="nvme", residency="none", chunk_mib=0.02)
+        config = infinity.Config(swap_dirs=sys.argv[1], device="cpu", dtype="fp32", param_tier="nvme", optimizer_state_tier="nvme", residency="none", chunk_mib=0.02)
         with infinity.init(config):
             model = GPT(32, 2, 2, 64, 16)
         optimizer = infinity.AdamW(model.parameters())

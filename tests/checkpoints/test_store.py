@@ -55,8 +55,8 @@ from infinity.system import ranks
 ROOT = Path(__file__).parents[2]
 SECONDS = 30  # after which a process that does not answer is taken to hang
 FOLDER = re.compile(r"data-[0-9a-f]{12}")
-ON_HOST = {"weights": "host", "states": "host"}
-ON_NVME = {"weights": "nvme", "states": "nvme", "residency": "none"}
+ON_HOST = {"param_tier": "host", "optimizer_state_tier": "host"}
+ON_NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"}
 
 
 # ---- engines ----
@@ -84,7 +84,7 @@ class Run:
         torch.manual_seed(5)
         self.model = Net()
         config = ON_HOST | {"device": "cpu", "dtype": "bf16", "chunk_mib": 1 / 512, "host_memory": "64MiB"} | config
-        self.engine = infinity.offload(self.model, infinity.Config(nvme=swap, **config))
+        self.engine = infinity.offload(self.model, infinity.Config(swap_dirs=swap, **config))
         self.optimizer = infinity.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
         self.step = 0
 
@@ -992,7 +992,7 @@ def test_weights_of_two_states_are_not_read(run, tmp_path):
             act()
 
 
-@pytest.mark.parametrize("places", [ON_HOST, {"weights": "device", "states": "device"}], ids=["host", "device"])
+@pytest.mark.parametrize("places", [ON_HOST, {"param_tier": "device", "optimizer_state_tier": "device"}], ids=["host", "device"])
 def test_a_flipped_bit_of_padding_is_found_by_load_and_verify(tmp_path, places):
     target = tmp_path / "target"
     with Run(tmp_path / "swap", **places) as run:

@@ -96,9 +96,9 @@ def assert_as_the_ordinary_loop(directory, **how):
 
 PLACES = {
     "nvme": NVME,
-    "host": {"weights": "host", "states": "host"},
-    "device": {"weights": "device", "states": "device"},
-    "states on nvme": {"weights": "host", "states": "nvme"},
+    "host": {"param_tier": "host", "optimizer_state_tier": "host"},
+    "device": {"param_tier": "device", "optimizer_state_tier": "device"},
+    "states on nvme": {"param_tier": "host", "optimizer_state_tier": "nvme"},
     "as it comes": {},
 }
 
@@ -318,9 +318,9 @@ def test_steps_have_one_plan_whatever_the_number_of_micro_batches(make, tmp_path
             optimizer.step()
             optimizer.zero_grad()
             if step == 2:
-                late = engine.stats()["num_fetches_late"]
-        assert engine.stats()["num_plans"] == 1
-        assert engine.stats()["num_fetches_late"] == late
+                late = engine.stats()["num_prefetch_misses"]
+        assert engine.stats()["num_prefetch_plans"] == 1
+        assert engine.stats()["num_prefetch_misses"] == late
 
 
 def test_the_number_of_micro_batches_may_change_and_ordinary_steps_may_come_between(tmp_path):
@@ -514,11 +514,11 @@ def test_blocks_that_the_program_checkpoints_are_left_alone(use_reentrant, tmp_p
 @pytest.mark.parametrize("make", [Chain, Odd])
 def test_activations_may_leave_the_device(make, activations, tmp_path, monkeypatch):
     monkeypatch.setattr("infinity.tiers.activations.MIN_NBYTES", 64)
-    assert_as_the_ordinary_loop(tmp_path, make=make, activations=activations, **NVME)
-    with training(make, tmp_path, options={"accumulation_steps": 3}, activations=activations, **NVME) as (model, engine, optimizer):
+    assert_as_the_ordinary_loop(tmp_path, make=make, activation_tier=activations, **NVME)
+    with training(make, tmp_path, options={"accumulation_steps": 3}, activation_tier=activations, **NVME) as (model, engine, optimizer):
         infinity.accumulate(model, tokens(0), loss_of)
         optimizer.step()
-        assert engine.stats()["activations"]["moved_nbytes"] > 0
+        assert engine.stats()["activation_offload"]["moved_nbytes"] > 0
 
 
 def test_blocks_that_are_compiled_are_cut_like_others(tmp_path):
@@ -620,7 +620,7 @@ def test_what_makes_containers_again_keeps_nothing_of_the_first_ones():
 
 def away(engine):
     """Bytes of what blocks were given that have left the device."""
-    return (engine.stats()["activations"] or {}).get("moved_nbytes", 0)
+    return (engine.stats()["activation_offload"] or {}).get("moved_nbytes", 0)
 
 
 def three_steps(model, engine, optimizer, loss=loss_of, batches=tokens):
@@ -641,7 +641,7 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
     looks = []
     monkeypatch.setattr(Crowding, "room", 8)
     monkeypatch.setattr(layerwise_step, "AttributeConflicts", lambda model: looks.append(model) or AttributeConflicts(model))
-    config = {"activations": place, "options": {"accumulation_steps": 3}, "update": update}
+    config = {"activation_tier": place, "options": {"accumulation_steps": 3}, "update": update}
     expected = run(tmp_path, False, update=update, **NVME)
     with pytest.raises(torch.OutOfMemoryError):  # where all of a graph is kept, one micro-batch is too many
         run(tmp_path, False, make=Crowded, update=update, **NVME)
@@ -650,12 +650,12 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
     with training(Crowded, tmp_path, **config, **NVME) as (model, engine, optimizer):
         assert sum(three_steps(model, engine, optimizer, counting(loss_of, calls)), []) == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
-        assert engine.stats()["by_layer_uncut"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
+        assert engine.stats()["layerwise_unsplit_reasons"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
     num_tries = 1 + (place == "auto")
     assert len(calls) == 3 * num_tries + 2 + 3 * 3  # the third one had no room, and of two the second
     assert len(looks) == num_tries + 2  # what modules keep is looked at until a step of the kind has had its forward passes
     said = capfd.readouterr().err
-    assert said.count("Config(activations='host')") == 2 and said.count("rounds of 2") == said.count("one after the other") == 1
+    assert said.count("Config(activation_tier='host')") == 2 and said.count("rounds of 2") == said.count("one after the other") == 1
 
 
 @pytest.mark.few(4)
@@ -676,7 +676,7 @@ def test_micro_batches_for_which_there_is_no_room_take_turns(num, how, tmp_path)
     for plain, crowded in ((Chain, Crowded), (lambda: tied(Chain()), lambda: tied(Crowded()))):
         losses, states, _, nbytes = run(tmp_path, False, make=plain, n=num, **config)
         calls = []
-        found = run(tmp_path, True, make=crowded, n=num, loss=counting(loss_of, calls), activations="device", **config)
+        found = run(tmp_path, True, make=crowded, n=num, loss=counting(loss_of, calls), activation_tier="device", **config)
         assert found[0] == losses
         assert_same_states(found[1], states)
         assert found[3] < nbytes
@@ -695,7 +695,7 @@ def test_what_blocks_are_given_goes_to_host_memory_where_the_device_has_no_room(
             moved.append(away(engine))
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
-        assert moved[0] < moved[1] < moved[2] < moved[3] and engine.stats()["by_layer_uncut"] == []
+        assert moved[0] < moved[1] < moved[2] < moved[3] and engine.stats()["layerwise_unsplit_reasons"] == []
         infinity.accumulate(model, tokens(3, 2), loss_of)  # of fewer the device has room
         assert away(engine) == moved[3] and not engine.activations.is_on
     assert len(calls) == 3 + 3 * 3  # one pass had no room
@@ -728,7 +728,7 @@ def test_what_has_no_room_in_host_memory_stays_on_the_device(num_in_host_memory,
         with training(crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
             assert sum(three_steps(model, engine, optimizer), []) == expected[0]
             assert_same_states(states_of(engine, model), expected[1])
-            assert away(engine) and engine.stats()["by_layer_uncut"] == []
+            assert away(engine) and engine.stats()["layerwise_unsplit_reasons"] == []
             assert engine.activations.store.heap.peak_nbytes == num_in_host_memory * 4096
 
 
@@ -760,11 +760,11 @@ def test_zero_grad_after_a_step_that_failed_lets_go_of_what_stayed(where, tmp_pa
 
 def test_what_blocks_are_given_leaves_the_device_where_that_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
-    calls, config = [], {"activations": "host", "options": {"accumulation_steps": 3}}
+    calls, config = [], {"activation_tier": "host", "options": {"accumulation_steps": 3}}
     with training(Crowded, tmp_path, **config, **NVME) as (model, engine, optimizer):
         infinity.accumulate(model, tokens(0), counting(loss_of, calls))
         optimizer.step()
-        assert len(calls) == 3 and engine.stats()["by_layer_uncut"] == []
+        assert len(calls) == 3 and engine.stats()["layerwise_unsplit_reasons"] == []
 
 
 def test_what_the_next_micro_batch_needs_is_on_the_device_when_it_asks(tmp_path, monkeypatch):
@@ -778,19 +778,19 @@ def test_what_the_next_micro_batch_needs_is_on_the_device_when_it_asks(tmp_path,
         return restore(self, saved)
 
     monkeypatch.setattr(activations.Activations, "restore", restored)
-    assert_as_the_ordinary_loop(tmp_path, activations="host", n=6, num_steps=2, **NVME)
+    assert_as_the_ordinary_loop(tmp_path, activation_tier="host", n=6, num_steps=2, **NVME)
     late.clear()
-    run(tmp_path, True, activations="host", n=6, num_steps=2, **NVME)
+    run(tmp_path, True, activation_tier="host", n=6, num_steps=2, **NVME)
     assert late == []
 
 
 def test_host_memory_that_was_asked_for_and_has_no_room_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
-    with training(Crowded, tmp_path, activations="host", options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
+    with training(Crowded, tmp_path, activation_tier="host", options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         engine.activations.store.heap.budget_nbytes = 0
         with pytest.raises(BudgetError, match="does not fit into what is left of host_memory"):
             infinity.accumulate(model, tokens(0), loss_of)
-        assert engine.stats()["by_layer_uncut"] == []
+        assert engine.stats()["layerwise_unsplit_reasons"] == []
 
 
 def test_a_gradient_that_waits_stays_on_the_device_where_host_memory_has_no_room(tmp_path, monkeypatch):
@@ -803,7 +803,7 @@ def test_a_gradient_that_waits_stays_on_the_device_where_host_memory_has_no_room
         return save(self, tensor)
 
     monkeypatch.setattr(activations.Activations, "save", refuse_gradients)
-    assert_as_the_ordinary_loop(tmp_path, make=Odd, activations="host", **NVME)
+    assert_as_the_ordinary_loop(tmp_path, make=Odd, activation_tier="host", **NVME)
     assert refused
 
 
@@ -824,7 +824,7 @@ def test_where_host_memory_has_no_room_either_they_run_one_after_the_other_and_i
             assert engine.arena.nbytes == before and engine.activations.store.heap.peak_nbytes == 2 * 4096
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
-        assert engine.stats()["by_layer_uncut"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
+        assert engine.stats()["layerwise_unsplit_reasons"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
     said = capfd.readouterr().err
     assert "8.0 KiB for them" in said and said.count("one after the other") == 1
 
@@ -852,7 +852,7 @@ def test_an_interrupt_while_host_memory_is_given_back_loses_none_of_it(tmp_path,
         give_back(self, region)
 
     with training(Crowded, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
-        before = engine.stats()["host_arena_nbytes"]
+        before = engine.stats()["pinned_host_nbytes"]
         infinity.accumulate(model, tokens(0), loss_of)
         assert engine.arena.nbytes == before + engine.activations.store.heap.nbytes > before
         monkeypatch.setattr(Arena, "give_back", interrupted)
@@ -891,7 +891,7 @@ def test_a_device_that_is_full_in_a_later_turn(number, tmp_path):
     pass, which has begun to update, it is an error."""
     losses, states, buffers, _ = run(tmp_path, False, make=centred, n=4, num_steps=1, **NVME)
     options = {"accumulation_steps": 4}
-    with training(full_once(centred, "blocks.2.up", number), tmp_path, activations="device", options=options, **NVME) as (model, engine, optimizer):
+    with training(full_once(centred, "blocks.2.up", number), tmp_path, activation_tier="device", options=options, **NVME) as (model, engine, optimizer):
         engine.cycle.layerwise_limits.most = 2
         if number == 6:
             with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as found:
@@ -962,7 +962,7 @@ def test_what_backward_passes_of_a_turn_write_is_not_taken_for_the_next_ones(tmp
         assert [value.item() for value in infinity.accumulate(model, tokens(0, 4), loss_of)] == losses
         optimizer.step()
         assert_same_states(states_of(engine, model), states)
-        assert engine.stats()["by_layer_uncut"] == []
+        assert engine.stats()["layerwise_unsplit_reasons"] == []
 
 
 class ChangingSingle(Block):
@@ -986,7 +986,7 @@ def test_what_cannot_be_cut_is_found_in_a_later_turn(tmp_path):
         assert [value.item() for value in infinity.accumulate(model, batches(0, 4), loss_of)] == expected[0]
         optimizer.step()
         assert_same_states(states_of(engine, model), expected[1])
-        (reason,) = engine.stats()["by_layer_uncut"]
+        (reason,) = engine.stats()["layerwise_unsplit_reasons"]
         assert "changes in place what it is given" in reason
 
 
@@ -1040,7 +1040,7 @@ def test_what_is_not_cut_after_all_keeps_its_activations_on_the_device(tmp_path,
             optimizer.zero_grad()
         assert losses == expected[0] and away(engine) == 0
         assert_same_states(states_of(engine, model), expected[1])
-        (reason,) = engine.stats()["by_layer_uncut"]
+        (reason,) = engine.stats()["layerwise_unsplit_reasons"]
         assert "another one for each micro-batch" in reason
 
 
@@ -1052,7 +1052,7 @@ def test_a_device_that_is_full_in_backward_is_an_error_that_says_what_is_kept_th
         model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as found:
             infinity.accumulate(model, tokens(0), loss_of)
-        assert ["Config(activations='host')" in note for note in found.value.__notes__] == [True]
+        assert ["Config(activation_tier='host')" in note for note in found.value.__notes__] == [True]
 
 
 @pytest.mark.parametrize("num_in_host_memory", [4, 100])
@@ -1070,15 +1070,15 @@ def test_a_device_that_is_full_in_backward_of_what_had_no_room_in_host_memory_is
         with pytest.raises(torch.OutOfMemoryError) as found:
             infinity.accumulate(model, tokens(1), loss_of)
         notes = getattr(found.value, "__notes__", [])
-        assert ["Config(activations='nvme')" in note for note in notes] == [True] * (num_in_host_memory == 4)
-        assert engine.stats()["by_layer_uncut"] == []
+        assert ["Config(activation_tier='nvme')" in note for note in notes] == [True] * (num_in_host_memory == 4)
+        assert engine.stats()["layerwise_unsplit_reasons"] == []
 
 
 def test_where_the_device_keeps_nothing_that_is_no_remedy(tmp_path, capfd):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    config = {"options": {"accumulation_steps": 3}, "activations": "host"} | NVME
+    config = {"options": {"accumulation_steps": 3}, "activation_tier": "host"} | NVME
     with training(full_once(Chain, "blocks.2"), tmp_path, **config) as (model, engine, optimizer):
         infinity.accumulate(model, tokens(0), loss_of)
         optimizer.step()
@@ -1172,7 +1172,7 @@ def assert_runs_as_one(directory, capfd, match, *, whole, make, most=3, **how):
         assert losses == expected_losses
         assert_same_states(states_of(engine, model), expected_states)
         assert all(torch.equal(buffer, expected_buffers[name]) for name, buffer in model.named_buffers())
-        reasons = engine.stats()["by_layer_uncut"]
+        reasons = engine.stats()["layerwise_unsplit_reasons"]
         assert len(reasons) == 1 and match in reasons[0], reasons
         assert engine.cycle.layerwise_limits.whole is whole
         assert capfd.readouterr().err.count(reasons[0]) == 1
@@ -1806,12 +1806,12 @@ def test_gradients_leave_the_device_once_a_turn(make, dtype, n, num_turns, tmp_p
     with training(make, tmp_path, options={"accumulation_steps": 2}, dtype=dtype, **NVME) as (model, engine, optimizer):
         engine.cycle.layerwise_limits.most = -(-n // num_turns)
         for step in range(3):
-            before = engine.stats()["links"]["gc"]["nbytes"]
+            before = engine.stats()["links"]["d2h"]["nbytes"]
             infinity.accumulate(model, tokens(step, n), loss_of)
             optimizer.step()
             optimizer.zero_grad()
         trained = sum(chunk.record.numel for chunk in engine.registry.chunks if chunk.trainable and any(chunk.steps.values()))
-        assert engine.stats()["links"]["gc"]["nbytes"] - before == 4 * num_turns * trained
+        assert engine.stats()["links"]["d2h"]["nbytes"] - before == 4 * num_turns * trained
         assert engine.tier.held_nbytes == sum(span.nbytes for span in engine.registry.spans if span.allocated)
 
 
@@ -1827,11 +1827,11 @@ def test_a_sum_that_has_made_way_adds_up_in_host_memory_until_the_turn_is_over(t
 
         model.last.register_forward_hook(leave_no_room)
         for step in range(3):
-            before = engine.stats()["links"]["gc"]["nbytes"]
+            before = engine.stats()["links"]["d2h"]["nbytes"]
             infinity.accumulate(model, tokens(step), loss_of)
             optimizer.step()
             optimizer.zero_grad()
-            sent.append(engine.stats()["links"]["gc"]["nbytes"] - before)
+            sent.append(engine.stats()["links"]["d2h"]["nbytes"] - before)
         assert sent == [sent[0]] * 3
 
 

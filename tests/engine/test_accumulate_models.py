@@ -48,11 +48,17 @@ def how(case, dtype="fp32", **config):
     return found | scaled(dtype) | config
 
 
+def told_of_limits(capfd):
+    """The lines that say why some part of a model is not cut. The line that says that a cache is off is not one of them."""
+    lines = capfd.readouterr().err.splitlines()
+    return [line for line in lines if "infinity.accumulate: " in line and "the cache of the model" not in line]
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name, dtype", WAYS)
 def test_losses_and_states_are_those_of_the_ordinary_loop(name, dtype, tmp_path, capfd):
     assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], dtype), **NVME)
-    assert "infinity.accumulate: " not in capfd.readouterr().err  # nothing runs as one
+    assert not told_of_limits(capfd)
 
 
 @pytest.mark.few(4)
@@ -88,7 +94,7 @@ def test_adapters_train_on_a_frozen_model(name, tmp_path, capfd):
         return peft.get_peft_model(CASES[name].build(), peft.LoraConfig(r=4, lora_alpha=8, **options))
 
     assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], "bf16") | {"make": build}, **NVME)
-    assert "infinity.accumulate: " not in capfd.readouterr().err
+    assert not told_of_limits(capfd)
 
 
 @pytest.mark.few(1)
@@ -257,11 +263,11 @@ def leaves_once(dtype, update, folder):
     config = NVME | {"dtype": dtype, "update": update, "options": {"accumulation_steps": 2}}
     with training(Chain, folder, **config) as (model, engine, optimizer):
         for step, n in enumerate((2, 5)):
-            before = engine.stats()["links"]["gc"]["nbytes"]
+            before = engine.stats()["links"]["d2h"]["nbytes"]
             infinity.accumulate(model, tokens(2 * step + dist.get_rank(), n), loss_of_tokens)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(engine.stats()["links"]["gc"]["nbytes"] - before)
+            found.append(engine.stats()["links"]["d2h"]["nbytes"] - before)
         assert engine.tier.held_nbytes == sum(span.nbytes for span in engine.registry.spans if span.allocated)
         return found, sum(chunk.record.numel for chunk in engine.registry.chunks)
 

@@ -25,11 +25,11 @@ class Steps:
         self.advice.begin()
         for number, read in enumerate(passes):
             drive = read / 100
-            self.events.moved("nc", 0, read * MIB, self.time, self.time + drive)
+            self.events.moved("nvme_read", 0, read * MIB, self.time, self.time + drive)
             last = written / 100 if number == len(passes) - 1 else 0.0
-            self.events.moved("cn", 0, written * MIB if last else 0, self.time, self.time + last)
+            self.events.moved("nvme_write", 0, written * MIB if last else 0, self.time, self.time + last)
             waits = max(0.0, max(drive, last) - compute)
-            self.events.stalled("nc", 0, self.time, self.time + waits)
+            self.events.stalled("nvme_read", 0, self.time, self.time + waits)
             self.time += compute + waits
             self.advice.pass_done()
         self.advice.step_done()
@@ -63,7 +63,7 @@ def test_steps_that_were_given_up_count_for_nothing(monkeypatch):
     steps = Steps(monkeypatch)
     for _ in range(3 * NUM_STEPS):
         steps.advice.begin()
-        steps.events.moved("nc", 0, 400 * MIB, steps.time, steps.time + 4)
+        steps.events.moved("nvme_read", 0, 400 * MIB, steps.time, steps.time + 4)
         steps.time += 4
         steps.advice.pass_done()  # then zero_grad()
         steps.advice.begin()
@@ -78,7 +78,7 @@ def test_steps_that_were_given_up_count_for_nothing(monkeypatch):
 def test_an_engine_that_reads_weights_again_says_so_and_by_layer_nothing(tmp_path, capsys, monkeypatch, by_layer):
     monkeypatch.setattr(module, "WORTH", 0.0)  # however fast this drive is
     config = infinity.Config(
-        nvme=tmp_path, device="cpu", dtype="fp32", weights="nvme", states="nvme", residency="none", host_memory="16MiB", device_memory="8MiB", chunk_mib=0.25
+        swap_dirs=tmp_path, device="cpu", dtype="fp32", param_tier="nvme", optimizer_state_tier="nvme", residency="none", host_memory="16MiB", device_memory="8MiB", chunk_mib=0.25
     )
     with infinity.init(config):
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(12)))
@@ -93,7 +93,7 @@ def test_an_engine_that_reads_weights_again_says_so_and_by_layer_nothing(tmp_pat
                 model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    speedup = engine.stats()["by_layer_speedup"]
+    speedup = engine.stats()["layerwise_speedup"]
     engine.close()
     said = capsys.readouterr().err
     if by_layer:

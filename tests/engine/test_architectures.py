@@ -237,7 +237,7 @@ def with_budget(case, folder, nbytes):
     torch.manual_seed(0)
     model = case.build()
     options = {"device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 128, "host_memory": "32MiB", "tile_above": None}
-    engine = infinity.offload(model, infinity.Config(nvme=folder, device_memory=nbytes, **options | NVME))
+    engine = infinity.offload(model, infinity.Config(swap_dirs=folder, device_memory=nbytes, **options | NVME))
     return model, engine, infinity.AdamW([param for param in model.parameters() if param.requires_grad], **OPTIONS)
 
 

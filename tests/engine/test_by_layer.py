@@ -40,7 +40,7 @@ def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("places", [NVME, {"weights": "device", "states": "device"}, {"weights": "host", "states": "nvme"}], ids=str)
+@pytest.mark.parametrize("places", [NVME, {"param_tier": "device", "optimizer_state_tier": "device"}, {"param_tier": "host", "optimizer_state_tier": "nvme"}], ids=str)
 @pytest.mark.parametrize(
     "update, dtype",
     [
@@ -148,7 +148,7 @@ class Tied(Chain):
 )
 def test_steps_by_layer_and_ordinary_ones_may_alternate(order, make, update, tmp_path):
     with training(make, tmp_path, options={"accumulation_steps": MICROS}, update=update, **NVME) as (model, engine, optimizer):
-        with training(make, tmp_path / "other", options={"accumulation_steps": MICROS}, weights="host", states="host") as other:
+        with training(make, tmp_path / "other", options={"accumulation_steps": MICROS}, param_tier="host", optimizer_state_tier="host") as other:
             for step, by_layer in enumerate(order):
                 for net, adam in ((model, optimizer), (other[0], other[2])):
                     run_micro_batches(net, micro_batches(step), loss_of, by_layer and net is model)

@@ -19,8 +19,8 @@ from infinity.model.gpt import GPT
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
 PLACES = {
-    "device": {"weights": "device", "states": "device", "residency": "auto", "device_memory": "auto"},
-    "host": {"weights": "host", "states": "host", "residency": "auto", "device_memory": "auto"},
+    "device": {"param_tier": "device", "optimizer_state_tier": "device", "residency": "auto", "device_memory": "auto"},
+    "host": {"param_tier": "host", "optimizer_state_tier": "host", "residency": "auto", "device_memory": "auto"},
     "nvme": NVME | {"device_memory": "auto"},
 }
 
@@ -272,7 +272,7 @@ def test_the_loss_scale_is_outside_of_what_is_compiled(way, tmp_path):
 
 
 def test_activations_of_what_is_compiled_leave_the_device(tmp_path):
-    assert_as_plain(gpt, tmp_path, "in place", dtype="bf16", activations="host", **PLACES["nvme"])
+    assert_as_plain(gpt, tmp_path, "in place", dtype="bf16", activation_tier="host", **PLACES["nvme"])
 
 
 @pytest.mark.few(1)
@@ -282,7 +282,7 @@ def test_compiled_inside_init(way, tmp_path):
     reference_model, reference = plain(gpt)
     expected, _ = train(WAYS[way](reference_model, **options), reference)
     torch.manual_seed(0)
-    with infinity.init(infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **NVME)):
+    with infinity.init(infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **NVME)):
         called = WAYS[way](gpt(), **options)
     with infinity.engine_of(called):
         losses, found = train(called, infinity.AdamW(called.parameters(), lr=1e-2))
@@ -300,7 +300,7 @@ def test_evaluated_before_the_optimizer_is_made(way, before, tmp_path):
     torch.manual_seed(0)
     model = gpt()
     called = WAYS[way](model, backend="eager") if before else None
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **NVME)) as engine:
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **NVME)) as engine:
         called = called if before else WAYS[way](model, backend="eager")
         for _ in range(2):
             with torch.no_grad():

@@ -34,7 +34,7 @@ construction = sys.modules["infinity.engine.construction"]
 
 @pytest.fixture
 def config(tmp_path):
-    return infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, host_memory="64MiB")
+    return infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, host_memory="64MiB")
 
 
 def applied():
@@ -173,7 +173,7 @@ def test_each_memory_has_a_window_of_its_own(tmp_path, monkeypatch):
     torch.manual_seed(0)
     expected = build()
     torch.manual_seed(0)
-    with infinity.init(infinity.Config(nvme=tmp_path, device="cuda", dtype="fp32", host_memory="64MiB"), window=window):
+    with infinity.init(infinity.Config(swap_dirs=tmp_path, device="cuda", dtype="fp32", host_memory="64MiB"), window=window):
         model = build()
     for kind, found in held.items():
         assert window - 4 * H * H < max(found) <= window + 4 * H * H, kind
@@ -189,11 +189,11 @@ def test_what_parameters_take_when_the_engine_starts_counts_as_free(monkeypatch,
     taken = sum(param.numel() * 4 for param in model.parameters()) + 4000
     for free in (1 << 40, taken // 2):
         monkeypatch.setattr("infinity.engine.sizing.host_free_nbytes", lambda: free)
-        found = budgets(infinity.Config(nvme=tmp_path, device="cpu"), device, Ranks(device), [*model.parameters(), twice, part])
+        found = budgets(infinity.Config(swap_dirs=tmp_path, device="cpu"), device, Ranks(device), [*model.parameters(), twice, part])
         assert sum(found) == min((free + taken) * 3 // 4, int(0.95 * free))
         assert found == pytest.approx((sum(found) / 3, sum(found) * 2 / 3), abs=1)
     away = [torch.full((), float("nan")).expand(param.shape) for param in model.parameters()]
-    assert sum(budgets(infinity.Config(nvme=tmp_path, device="cpu"), device, Ranks(device), away)) == free * 3 // 4
+    assert sum(budgets(infinity.Config(swap_dirs=tmp_path, device="cpu"), device, Ranks(device), away)) == free * 3 // 4
 
 
 def grown():
@@ -262,7 +262,7 @@ def test_a_model_built_inside_trains_as_one_built_outside(config, tmp_path):
 
 
 def test_an_engine_that_nobody_else_holds_lives_as_long_as_its_model(config):
-    for changes in ({}, {"weights": "host", "states": "host"}):
+    for changes in ({}, {"param_tier": "host", "optimizer_state_tier": "host"}):
         with infinity.init(dataclasses.replace(config, **changes)):
             model = mlp(2)
         first = model(torch.ones(1, H))
@@ -338,7 +338,7 @@ def test_a_scratch_file_that_changed_is_named(when, harm, config, monkeypatch):
                     layer.weight.data.zero_()
         for param in model.parameters():
             infinity.engine_of(model).read_state(param)
-    assert caught.value.errno == errno.EIO and caught.value.filename == str(config.nvme[0])
+    assert caught.value.errno == errno.EIO and caught.value.filename == str(config.swap_dirs[0])
 
 
 class Counts:
@@ -572,7 +572,7 @@ def test_memory_of_mapped_files_counts_as_free_once(monkeypatch, tmp_path):
     path.write_bytes(bytes(1 << 20))
     mapped = nn.Parameter(torch.from_file(str(path), shared=False, size=1 << 18))
     monkeypatch.setattr("infinity.engine.sizing.host_free_nbytes", lambda: 1 << 40)
-    settings, device = infinity.Config(nvme=tmp_path, device="cpu"), torch.device("cpu")
+    settings, device = infinity.Config(swap_dirs=tmp_path, device="cpu"), torch.device("cpu")
     assert budgets(settings, device, Ranks(device), [mapped]) == budgets(settings, device, Ranks(device))
     other = nn.Parameter(mapped.detach().clone())
     assert sum(budgets(settings, device, Ranks(device), [other])) == (1 << 40) * 3 // 4 + (3 << 18)
@@ -597,11 +597,11 @@ def test_first_moments_are_not_written_to_nvme(compression, host_memory, num_lat
     """All moments are zero before the first update. host_memory: with room for gradients of late moments, and without. dtype: that of
     the model's values; a value that is bf16 is its own master, and its residual is zero, too."""
     config = infinity.Config(
-        nvme=tmp_path,
+        swap_dirs=tmp_path,
         device="cpu",
         dtype="bf16",
-        weights="nvme",
-        states="nvme",
+        param_tier="nvme",
+        optimizer_state_tier="nvme",
         residency="none",
         compression=compression,
         chunk_mib=1 / 64,
@@ -632,7 +632,7 @@ def test_what_a_parameter_costs_does_not_grow_with_their_number(tmp_path, monkey
         calls = []
         asked = construction.ConstructionMode.__torch_function__
         monkeypatch.setattr(construction.ConstructionMode, "__torch_function__", lambda *args, **how: calls.append(1) or asked(*args, **how))
-        with infinity.init(infinity.Config(nvme=tmp_path, device="cpu", host_memory="64MiB"), window=1 << 20):
+        with infinity.init(infinity.Config(swap_dirs=tmp_path, device="cpu", host_memory="64MiB"), window=1 << 20):
             nn.Sequential(*(nn.Linear(256, 256) for _ in range(num_layers)))
         monkeypatch.undo()
         counts.append(len(calls) / num_layers)
@@ -724,7 +724,7 @@ def test_the_engine_may_start_while_values_are_gathered(config):
 
 def changed_on_rank_0(folder):
     torch.manual_seed(0)
-    with infinity.init(infinity.Config(nvme=folder, device="cpu", dtype="fp32", host_memory="64MiB"), window=1):
+    with infinity.init(infinity.Config(swap_dirs=folder, device="cpu", dtype="fp32", host_memory="64MiB"), window=1):
         model = mlp(4)
     with infinity.engine_of(model) as engine:
         for param in model.parameters():

@@ -205,7 +205,7 @@ def shares_ahead(directory, orders, between=None, **config):
             optimizer.zero_grad()
             found.append(share_ahead(before, fetched(engine)))
         assert len(engine.course.routes) <= MAX_ROUTES
-        return found, engine.stats()["num_plans"]
+        return found, engine.stats()["num_prefetch_plans"]
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
@@ -356,7 +356,7 @@ def chosen(step, rank, choice):
     return hits
 
 
-ON_RANKS = {"weights": "nvme", "states": "nvme", "residency": "none", "chunk_mib": 1 / 512, "host_memory": "16MiB"}
+ON_RANKS = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none", "chunk_mib": 1 / 512, "host_memory": "16MiB"}
 ON_RANKS |= {"device": "cpu", "dtype": "fp32", "device_memory": 64 * LAYER_NBYTES}
 
 
@@ -364,7 +364,7 @@ def mixture(folder, options, choice, *, steps=6, leaf=True, adam=None, **config)
     """Losses over all ranks, states, the share fetched ahead in each step, of a mixture on every rank."""
     torch.manual_seed(0)
     model = Mixture(leaf=leaf, **options)
-    engine = infinity.offload(model, infinity.Config(nvme=folder, **{**ON_RANKS, **config}))
+    engine = infinity.offload(model, infinity.Config(swap_dirs=folder, **{**ON_RANKS, **config}))
     optimizer = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **(adam or {}))
     losses, ahead = [], []
     with engine:
@@ -381,7 +381,7 @@ def mixture(folder, options, choice, *, steps=6, leaf=True, adam=None, **config)
 
 def fetched(engine):
     stats = engine.stats()
-    return stats["num_fetches_ahead"], stats["num_fetches_late"]
+    return stats["num_prefetch_hits"], stats["num_prefetch_misses"]
 
 
 def share_ahead(before, after):
@@ -484,7 +484,7 @@ def changing(folder, order, *, steps=8, repeat=1, **config):
     """Losses over all ranks, states, num_plans, the most bytes on the device from the fourth step on."""
     torch.manual_seed(0)
     model = Layers()
-    engine = infinity.offload(model, infinity.Config(nvme=folder, **{**ON_RANKS, "device_memory": 12 * LAYER_NBYTES, **config}))
+    engine = infinity.offload(model, infinity.Config(swap_dirs=folder, **{**ON_RANKS, "device_memory": 12 * LAYER_NBYTES, **config}))
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     losses = []
     with engine:
@@ -497,7 +497,7 @@ def changing(folder, order, *, steps=8, repeat=1, **config):
             optimizer.zero_grad()
             losses.append(total(loss.item()))
         states = {name: engine.read_state(p)["weight"] for name, p in model.named_parameters()}
-        return losses, states, engine.stats()["num_plans"], engine.stats()["peak_device_nbytes"]
+        return losses, states, engine.stats()["num_prefetch_plans"], engine.stats()["peak_device_nbytes"]
 
 
 def plain_changing(order, steps=8, repeat=1):
@@ -551,11 +551,11 @@ def peak_at_least(folder, kind, **config):
     config = {**ON_RANKS, **config, "chunk_mib": 1 / 256}
     with pytest.raises(infinity.BudgetError) as refused:
         model = SEVERAL[kind]()
-        infinity.offload(model, infinity.Config(nvme=folder, **{**config, "device_memory": 1024}))
+        infinity.offload(model, infinity.Config(swap_dirs=folder, **{**config, "device_memory": 1024}))
         infinity.AdamW(model.parameters())
     least = int(re.search(r"needs (\d+) bytes", str(refused.value))[1])
     model, peaks = SEVERAL[kind](), []
-    with infinity.offload(model, infinity.Config(nvme=folder, **{**config, "device_memory": least})) as engine:
+    with infinity.offload(model, infinity.Config(swap_dirs=folder, **{**config, "device_memory": least})) as engine:
         optimizer = infinity.AdamW(model.parameters())
         for step in range(4):
             model(share(batch(step)), UP).backward()
@@ -577,7 +577,7 @@ def accumulating(folder, orders, **config):
     """States after steps of two micro-batches: forward and backward by turns (p), or all forward passes first (f)."""
     torch.manual_seed(0)
     model = Layers()
-    engine = infinity.offload(model, infinity.Config(nvme=folder, **{**ON_RANKS, **config}))
+    engine = infinity.offload(model, infinity.Config(swap_dirs=folder, **{**ON_RANKS, **config}))
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2, accumulation_steps=2)
     with engine:
         for step, order in enumerate(orders):
@@ -626,7 +626,7 @@ def parting(folder, what, when, update):
     odd_rank = dist.get_rank() == 1
     torch.manual_seed(0)
     model = Mixture(leaf=False) if what == "experts" else Layers()
-    engine = infinity.offload(model, infinity.Config(nvme=folder, update=update, **ON_RANKS))
+    engine = infinity.offload(model, infinity.Config(swap_dirs=folder, update=update, **ON_RANKS))
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     with engine:
         for step in range(when + 4):
@@ -701,7 +701,7 @@ def slow(folder, where, update):
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Layers()
-    engine = infinity.offload(model, infinity.Config(nvme=folder, update=update, **{**ON_RANKS, "device_memory": 12 * LAYER_NBYTES}))
+    engine = infinity.offload(model, infinity.Config(swap_dirs=folder, update=update, **{**ON_RANKS, "device_memory": 12 * LAYER_NBYTES}))
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     pauses = []
 
@@ -774,7 +774,7 @@ def slow_of_three(folder):
             pauses.append(time.sleep(2.0))  # twenty looks; six are enough to call ranks parted
 
     model.layers[3].register_full_backward_hook(pause)
-    with infinity.offload(model, infinity.Config(nvme=folder, **{**ON_RANKS, "device_memory": 24 * LAYER_NBYTES})) as engine:
+    with infinity.offload(model, infinity.Config(swap_dirs=folder, **{**ON_RANKS, "device_memory": 24 * LAYER_NBYTES})) as engine:
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             model(batch(step), UP).backward()

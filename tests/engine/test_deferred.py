@@ -16,7 +16,7 @@ from infinity.plan.record import GRADIENTS, WEIGHTS
 from infinity.system.lanes import Job
 from infinity.tiers import updates
 
-PLACES = {"weights": "nvme", "states": "nvme", "update": "deferred", "device": "cpu", "dtype": "fp32"}
+PLACES = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "update": "deferred", "device": "cpu", "dtype": "fp32"}
 BUDGETS = {"device_memory": "64MiB", "host_memory": "64MiB"}
 
 
@@ -54,7 +54,7 @@ def test_what_a_forward_pass_wrote_is_kept_when_the_update_is_announced(tmp_path
     train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), inputs)
     torch.manual_seed(0)
     model = Renormalising()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, **PLACES, **BUDGETS)) as engine:
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, **PLACES, **BUDGETS)) as engine:
         train(model, infinity.AdamW(model.parameters(), lr=0.1), inputs)
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(engine.read_state(ours)["weight"], theirs.detach(), rtol=1e-5, atol=1e-6)
@@ -66,7 +66,7 @@ def test_an_update_that_outlasts_the_next_step_is_neither_lost_nor_done_twice(tm
     flags = (1, 0, 0, 1, 1)
     torch.manual_seed(0)
     model = Conditional()
-    config = infinity.Config(nvme=tmp_path, chunk_mib=0.25, **PLACES, **BUDGETS)
+    config = infinity.Config(swap_dirs=tmp_path, chunk_mib=0.25, **PLACES, **BUDGETS)
     with infinity.offload(model, config) as engine:
         optimizer = infinity.AdamW(model.parameters(), lr=0.01, max_grad_norm=max_grad_norm)
         go_on = threading.Event()
@@ -92,7 +92,7 @@ def test_an_update_that_outlasts_the_next_step_is_neither_lost_nor_done_twice(tm
 def test_closing_with_few_slots_finishes_the_updates_that_were_begun(tmp_path):
     """Copies read ahead for the next ops hold the last slots, and nobody will come for them."""
     make = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(40)])
-    config = {"update": "deferred", "residency": "none", "weights": "nvme", "states": "nvme"}
+    config = {"update": "deferred", "residency": "none", "param_tier": "nvme", "optimizer_state_tier": "nvme"}
     config["host_memory"] = helpers.least_host_memory(make, tmp_path, **config)
     with helpers.training(make, tmp_path, **config) as (model, engine, optimizer):
         for _ in range(5):
@@ -108,7 +108,7 @@ def test_closing_with_few_slots_finishes_the_updates_that_were_begun(tmp_path):
 def test_gradients_are_dropped_only_once_nobody_sums_their_squares(tmp_path):
     """Such a sum would read from NVMe what was never written there."""
     make = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
-    config = {"update": "deferred", "weights": "nvme", "states": "nvme", "options": {"max_grad_norm": 1.0}}
+    config = {"update": "deferred", "param_tier": "nvme", "optimizer_state_tier": "nvme", "options": {"max_grad_norm": 1.0}}
     config["host_memory"] = helpers.least_host_memory(make, tmp_path, **config)
     found = []
     for num_dropped in (0, 3):
@@ -144,7 +144,7 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("max_grad_norm", [None, 1e6])
 def test_updates_begun_for_layers_that_a_pass_leaves_out_hold_up_nobody(tmp_path, max_grad_norm):
     """At the least budget such an update wants the slots of weights that were read ahead for the next ops, which wait for it."""
-    config = {"update": "deferred", "weights": "nvme", "states": "nvme", "chunk_mib": 1 / 32}
+    config = {"update": "deferred", "param_tier": "nvme", "optimizer_state_tier": "nvme", "chunk_mib": 1 / 32}
     options = {"max_grad_norm": max_grad_norm}
     inputs = [(torch.ones(4, 128), count) for count in (10, 10, 10, 3, 4, 5, 6, 7, 8, 1, 2, 10, 3, 8, 10)]
     states = []
@@ -160,7 +160,7 @@ def test_updates_begun_for_layers_that_a_pass_leaves_out_hold_up_nobody(tmp_path
 
 def test_a_sum_of_squares_at_the_head_of_the_lane_frees_no_gradient(tmp_path):
     """It waits for its gradient, which may wait for a slot: a gradient must leave for NVMe, whatever is ready behind it."""
-    with helpers.training(Stack, tmp_path, update="deferred", weights="nvme", states="nvme") as (_, engine, _):
+    with helpers.training(Stack, tmp_path, update="deferred", param_tier="nvme", optimizer_state_tier="nvme") as (_, engine, _):
         gradients, gate, ready = engine.records.caches[GRADIENTS], threading.Event(), Job.over()
         total = engine.updater.sum_squares(lambda: gate.wait(20))
         with engine.records.lock:
@@ -175,7 +175,7 @@ def test_a_sum_of_squares_at_the_head_of_the_lane_frees_no_gradient(tmp_path):
 
 def test_a_copy_at_the_head_of_its_lane_takes_a_slot_from_what_is_read_ahead(tmp_path):
     """Gathers and closing wait for the lane, and what is read ahead for sooner ops is used up by the training thread alone."""
-    config = {"update": "backward", "residency": "none", "weights": "nvme", "states": "nvme", "chunk_mib": 1 / 32}
+    config = {"update": "backward", "residency": "none", "param_tier": "nvme", "optimizer_state_tier": "nvme", "chunk_mib": 1 / 32}
     config["host_memory"] = helpers.least_host_memory(Stack, tmp_path, **config)
     with helpers.training(Stack, tmp_path, **config) as (model, engine, optimizer):
         train(model, optimizer, [(torch.ones(4, 128), 10)] * 3)

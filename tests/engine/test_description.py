@@ -15,15 +15,15 @@ import infinity
 from infinity.model.gpt import GPT
 from infinity.plan.traffic import MOST_GROUPS, _groups
 
-ON_NVME = {"weights": "nvme", "states": "nvme", "residency": "none"}
-STEP_LINKS = ("nc", "cg", "gg", "rs", "gc", "cn")
+ON_NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"}
+STEP_LINKS = ("nvme_read", "h2d", "all_gather", "reduce_scatter", "d2h", "nvme_write")
 
 
 def build(folder, **options):
     """A GPT of 230,000 parameters and its optimizer. options: of Config, and of the optimizer."""
     own = {name: options.pop(name) for name in ("max_grad_norm", "accumulation_steps") if name in options}
     torch.manual_seed(0)
-    with infinity.init(infinity.Config(nvme=folder, device="cpu", chunk_mib=1 / 16, **options)):
+    with infinity.init(infinity.Config(swap_dirs=folder, device="cpu", chunk_mib=1 / 16, **options)):
         model = GPT(hidden=64, layers=4, heads=4, vocab=256, seq=16)
     return model, infinity.AdamW(model.parameters(), **own)
 
@@ -46,8 +46,8 @@ def moved(model, optimizer, num_steps):
         ON_NVME | {"compression": "off", "host_memory": "1MiB", "device_memory": "512KiB"},
         ON_NVME | {"dtype": "fp32", "max_grad_norm": 1.0, "host_memory": "2MiB", "device_memory": "1MiB"},
         {"host_memory": "3MiB", "device_memory": "512KiB", "accumulation_steps": 3, "max_grad_norm": 1.0},
-        {"weights": "host", "states": "host", "device_memory": "512KiB"},
-        {"weights": "device", "states": "host", "device_memory": "2MiB"},
+        {"param_tier": "host", "optimizer_state_tier": "host", "device_memory": "512KiB"},
+        {"param_tier": "device", "optimizer_state_tier": "host", "device_memory": "2MiB"},
         {"device_memory": "64MiB"},
     ],
     ids=["nvme", "nvme fp32", "passes", "host", "weights on the device", "device"],
@@ -57,11 +57,11 @@ def test_bytes_a_step_are_about_those_that_a_step_moves(options, tmp_path):
     with infinity.engine_of(model):
         expected = infinity.describe(model).step_nbytes
         found = moved(model, optimizer, 16)
-    for link in ("cg", "gc"):
+    for link in ("h2d", "d2h"):
         assert expected[link] == pytest.approx(found[link], rel=0.06)
-    for link in ("nc", "cn"):
+    for link in ("nvme_read", "nvme_write"):
         assert expected[link] == pytest.approx(found[link], rel=0.25)
-    assert expected["gg"] == expected["rs"] == 0
+    assert expected["all_gather"] == expected["reduce_scatter"] == 0
 
 
 @pytest.mark.long
@@ -71,12 +71,12 @@ def test_two_ranks_expect_what_they_gather_and_reduce(tmp_path):
     world.close()
     for description, found in results:
         assert description.num_ranks == 2 and "2 ranks, bytes are of one" in str(description)
-        for link in ("gg", "rs", "cg", "gc"):
+        for link in ("all_gather", "reduce_scatter", "h2d", "d2h"):
             assert description.step_nbytes[link] == pytest.approx(found[link], rel=0.06), link
 
 
 def _of_two_ranks(folder):
-    model, optimizer = build(folder, weights="host", states="host", device_memory="1MiB")
+    model, optimizer = build(folder, param_tier="host", optimizer_state_tier="host", device_memory="1MiB")
     with infinity.engine_of(model):
         return infinity.describe(model), moved(model, optimizer, 16)
 
@@ -85,7 +85,7 @@ def test_tiers_hold_what_the_placement_says_and_what_is_left(tmp_path):
     model, _ = build(tmp_path, host_memory="2MiB", device_memory="512KiB", compression="off")
     with infinity.engine_of(model) as engine:
         found, stats = infinity.describe(model), engine.stats()
-        assert sum(tier.weights + tier.states for tier in found.tiers.values()) == stats["state_nbytes"]
+        assert sum(tier.weights + tier.states for tier in found.tiers.values()) == stats["model_state_nbytes"]
         assert found.tiers["host"].used + found.tiers["host"].left == 2 << 20
         assert found.tiers["device"].used + found.tiers["device"].left == 512 << 10
         assert found.tiers["nvme"].used == engine.placement.nvme_nbytes > 0 and found.tiers["nvme"].left > 0
@@ -96,14 +96,14 @@ def test_tiers_hold_what_the_placement_says_and_what_is_left(tmp_path):
 
 
 def test_seconds_and_bottleneck_come_from_the_drives_if_these_were_measured(tmp_path, monkeypatch):
-    model, _ = build(tmp_path, weights="nvme", states="nvme", residency="none", compression="off")
+    model, _ = build(tmp_path, param_tier="nvme", optimizer_state_tier="nvme", residency="none", compression="off")
     with infinity.engine_of(model) as engine:
         found = infinity.describe(model)
         assert found.drive_seconds is None and "drives are not measured" in str(found)
         monkeypatch.setattr(type(engine.swap), "nbytes_per_s", 1e6)
         found = infinity.describe(model)
-        assert found.drive_seconds == (found.step_nbytes["nc"] + found.step_nbytes["cn"]) / 1e6
-        assert found.bottleneck == "nc" and "bottleneck: NVMe to host; at least" in str(found)
+        assert found.drive_seconds == (found.step_nbytes["nvme_read"] + found.step_nbytes["nvme_write"]) / 1e6
+        assert found.bottleneck == "nvme_read" and "bottleneck: nvme_read; at least" in str(found)
 
 
 def test_the_block_has_at_most_12_lines_of_100_columns(tmp_path):
@@ -154,7 +154,7 @@ def test_the_block_goes_to_stderr_only_if_no_handler_would_get_it(tmp_path, caps
             monkeypatch.setattr(logger, "level", logging.WARNING)
             logger.manager._clear_cache()
         model = nn.Linear(8, 8)
-        with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu")):
+        with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu")):
             infinity.AdamW(model.parameters())
             assert capsys.readouterr().err.partition("\n")[0] == expected
             assert len(caplog.records) == (number >= 1)
@@ -168,7 +168,7 @@ def test_standard_error_that_cannot_be_written_ends_no_program(tmp_path, monkeyp
         for stderr in None, closed, full:
             monkeypatch.setattr(sys, "stderr", stderr)
             model = nn.Linear(8, 8)
-            with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu")):
+            with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu")):
                 infinity.AdamW(model.parameters())
                 assert infinity.describe(model).num_parameters == 72
         with contextlib.suppress(OSError):
@@ -179,7 +179,7 @@ def test_a_model_whose_engine_has_not_started_or_is_closed_is_refused(tmp_path):
     model = nn.Linear(8, 8)
     with pytest.raises(infinity.ConfigError, match="is in no engine"):
         infinity.describe(model)
-    engine = infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu"))
+    engine = infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu"))
     with pytest.raises(infinity.UsageError, match="Create the optimizer first"):
         infinity.describe(model)
     infinity.AdamW(model.parameters())

@@ -46,7 +46,7 @@ class ReentrantGPT(GPT):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-ON_HOST = {"weights": "host", "states": "host"}
+ON_HOST = {"param_tier": "host", "optimizer_state_tier": "host"}
 
 MODELS = {
     "plain": tiny_gpt,
@@ -129,7 +129,7 @@ def run(options, directory, num_steps=20, **config):
         if isinstance(config.get("device_memory"), int):
             assert stats["peak_device_nbytes"] <= config["device_memory"]
         if isinstance(config.get("host_memory"), int):
-            assert stats["host_arena_nbytes"] <= config["host_memory"]
+            assert stats["pinned_host_nbytes"] <= config["host_memory"]
     return losses, norm, states
 
 
@@ -156,7 +156,7 @@ SAMPLE = random.Random(0).sample(CASES, 8)
 
 def check_placement(case, directory, expected):
     name, dtype, weights, states, residency, update, chunk_mib, budget = case
-    config = {"dtype": dtype, "weights": weights, "states": states, "residency": residency, "update": update}
+    config = {"dtype": dtype, "param_tier": weights, "optimizer_state_tier": states, "residency": residency, "update": update}
     config |= {"chunk_mib": chunk_mib}
     for field, least in (("device_memory", helpers.least_device_memory), ("host_memory", helpers.least_host_memory)):
         if budget in (field.split("_")[0], "both"):
@@ -195,7 +195,7 @@ def test_peaks_stay_within_budgets(divisor, update, tmp_path):
     config |= {"device_memory": least_device * 20 // divisor, "host_memory": least_host * 20 // divisor}
     for residency in ("auto", "none"):
         for tier in ("auto", "nvme"):
-            run({}, tmp_path, 4, **config | {"residency": residency, "weights": tier, "states": tier})
+            run({}, tmp_path, 4, **config | {"residency": residency, "param_tier": tier, "optimizer_state_tier": tier})
 
 
 def test_accumulation_sums_in_fp32(tmp_path):
@@ -433,7 +433,7 @@ def test_gathered_leaves_what_it_only_read(tmp_path):
 def test_gathered_around_the_end_of_its_engine_is_refused(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
-    engine = infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", host_memory="64MiB"))
+    engine = infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", host_memory="64MiB"))
     with pytest.raises(infinity.UsageError, match="the engine is closed"), infinity.gathered(model.weight):
         engine.close()
 
@@ -543,7 +543,7 @@ def traffic(make, directory, num_steps=4, **config):
         stats = engine.stats()
         found = [nbytes / stats["num_parameters"] / num_steps for nbytes in (read, written)]
         print(f"{found[0]:.3f} read, {found[1]:.3f} written a parameter and step")
-        return *found, stats["host_arena_nbytes"] / stats["num_parameters"]
+        return *found, stats["pinned_host_nbytes"] / stats["num_parameters"]
 
 
 def traffic_gpt():
@@ -609,7 +609,7 @@ def test_stages_run_ahead_of_the_ops(delayed, tmp_path):
             optimizer.zero_grad()
         assert_equals_reference(engine, model, reference_model, reference)
         lanes = {event.lane for event in engine.events.trace}
-        assert {"nc", "cg", "gc", "update", "cn"} <= lanes
+        assert {"nvme_read", "h2d", "d2h", "update", "nvme_write"} <= lanes
         assert all(event.start <= event.end for event in engine.events.trace)
 
 
@@ -618,7 +618,7 @@ def test_updates_that_the_next_forward_waits_for_first_go_first(tier, tmp_path):
     """Where updates do not begin before the backward pass is over, they follow the next forward pass; the bits are right."""
     make = lambda: mlp(12)
     reference_model, reference = plain(make)
-    with training(make, tmp_path, update="backward", trace=True, weights=tier, states=tier) as (model, engine, optimizer):
+    with training(make, tmp_path, update="backward", trace=True, param_tier=tier, optimizer_state_tier=tier) as (model, engine, optimizer):
         gate, hurry = threading.Event(), engine.updater.hurry
 
         def opening(chunk):
@@ -690,7 +690,7 @@ def check_ahead(log, home, engine, model):
 
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_closing_gives_device_memory_back(place, tmp_path):
-    with training(tiny_gpt, tmp_path, weights=place, states=place) as (model, engine, optimizer):
+    with training(tiny_gpt, tmp_path, param_tier=place, optimizer_state_tier=place) as (model, engine, optimizer):
         gpt_step(model, optimizer, 0)
         loss = model(*tokens(1))
     assert all(span.storage.nbytes() == 0 for span in engine.registry.spans)
@@ -704,7 +704,7 @@ def test_closing_gives_device_memory_back(place, tmp_path):
 
 
 def test_a_model_of_an_engine_that_never_started_is_what_it_was_once_that_is_closed(tmp_path):
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB")
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB")
     model, batch = tiny_gpt(), tokens(0)[0]
     expected, values = model(batch), {name: value.clone() for name, value in model.state_dict().items()}
     infinity.offload(model, config).close()
@@ -721,7 +721,7 @@ def test_a_model_of_an_engine_that_never_started_is_what_it_was_once_that_is_clo
 
 
 def test_what_was_sent_away_under_construction_is_refused_once_an_engine_that_never_started_is_closed(tmp_path):
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB")
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB")
     with infinity.init(config, window=0):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     infinity.engine_of(model).close()

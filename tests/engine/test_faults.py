@@ -179,7 +179,7 @@ def test_every_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(fault, upda
 
 def test_a_start_that_fails_ends_its_threads(tmp_path):
     """The first write of the initial values fails: `close` has nothing to close yet."""
-    engine = infinity.offload(model := linears(), infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME))
+    engine = infinity.offload(model := linears(), infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME))
     _aio._inject("write", 0, 1, -errno.EIO)
     with nothing_left(tmp_path):
         with pytest.raises(infinity.SwapError):
@@ -189,7 +189,7 @@ def test_a_start_that_fails_ends_its_threads(tmp_path):
 
 def test_a_start_that_is_interrupted_once_its_parts_stand_ends_their_threads(tmp_path, monkeypatch):
     """Nobody knew of them yet: they ran on, also after `close`, and the swap directory was taken."""
-    engine = infinity.offload(model := linears(), infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME))
+    engine = infinity.offload(model := linears(), infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME))
 
     def interrupted(device):
         raise KeyboardInterrupt
@@ -205,7 +205,7 @@ def test_a_start_that_is_interrupted_once_its_parts_stand_ends_their_threads(tmp
 
 def test_what_an_engine_is_asked_that_could_not_start_is_one_error_with_the_reason(tmp_path):
     """Weights that had left for their first records are gone: nothing may show what stands for them, nor start again with that."""
-    engine = infinity.offload(model := linears(), infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME))
+    engine = infinity.offload(model := linears(), infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME))
     _aio._inject("write", 0, 1, -errno.ENOSPC)
     with pytest.raises(infinity.SwapError):
         infinity.AdamW(model.parameters())
@@ -328,7 +328,7 @@ def the_volume_is_too_small(volume):
     needed, expected_losses, expected_states = on_ample_room(swap)
     fill(volume, needed // 2)
     homes = []
-    places = {"weights": "auto", "states": "auto", "residency": "auto", "host_memory": "7MiB", "device_memory": "16MiB"}
+    places = {"param_tier": "auto", "optimizer_state_tier": "auto", "residency": "auto", "host_memory": "7MiB", "device_memory": "16MiB"}
     losses, states = train_on(swap, lambda engine: homes.extend(engine.placement.homes[STATES]), **places)
     assert DEVICE in homes and in_storage(homes), homes
     assert losses == expected_losses
@@ -435,8 +435,8 @@ def run(name, directory, *, options=None, num_steps=3, **config):
         for kind, cache in engine.records.caches.items():
             assert cache.slots is None or cache.slots.peak <= placement.slots[kind]
     plan = placement.host_nbytes
-    assert plan <= stats["host_arena_nbytes"] <= 1.02 * plan, (plan, stats["host_arena_nbytes"])
-    for field, held in (("host_memory", "host_arena_nbytes"), ("device_memory", "peak_device_nbytes")):
+    assert plan <= stats["pinned_host_nbytes"] <= 1.02 * plan, (plan, stats["pinned_host_nbytes"])
+    for field, held in (("host_memory", "pinned_host_nbytes"), ("device_memory", "peak_device_nbytes")):
         if isinstance(config.get(field), int):
             assert stats[held] <= config[field], field
     return losses, states, stats
@@ -448,7 +448,7 @@ def test_pinned_memory_is_what_was_planned_and_within_the_budget(name, dtype, up
     options = {"accumulation_steps": steps}
     base = {"dtype": dtype, "update": update, "options": options}
     for weights, states, residency in (("nvme", "nvme", "none"), ("host", "nvme", "auto"), ("auto", "auto", "auto")):
-        config = base | {"weights": weights, "states": states, "residency": residency, "device_memory": "96KiB"}
+        config = base | {"param_tier": weights, "optimizer_state_tier": states, "residency": residency, "device_memory": "96KiB"}
         least = helpers.least_host_memory(MODELS[name][0], tmp_path, **config)
         for budget in (least, 2 * least + 12345):
             run(name, tmp_path, num_steps=2, host_memory=budget, **config)

@@ -40,7 +40,7 @@ def expected_losses(steps=2):
 
 @pytest.fixture
 def config(tmp_path):
-    return infinity.Config(nvme=tmp_path, **CONFIG)
+    return infinity.Config(swap_dirs=tmp_path, **CONFIG)
 
 
 @pytest.fixture

@@ -295,7 +295,7 @@ def test_inference_needs_no_optimizer(tmp_path):
     reference_model, _ = plain(mlp)
     torch.manual_seed(0)
     model = mlp()
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **NVME)
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **NVME)
     with infinity.offload(model, config) as engine:
         for step in range(3):
             with torch.no_grad():
@@ -673,7 +673,7 @@ def test_a_value_given_after_the_forward_pass_is_met_by_backward(setting, tmp_pa
 
 
 def test_a_traced_model_or_one_that_may_leave_the_device_is_followed(tmp_path):
-    for name, config in {"traced": {"trace": True}, "host": {"states": "host"}, "activations": {"activations": "host"}, "fp16": {"dtype": "fp16"}}.items():
+    for name, config in {"traced": {"trace": True}, "host": {"optimizer_state_tier": "host"}, "activations": {"activation_tier": "host"}, "fp16": {"dtype": "fp16"}}.items():
         with training(mlp, tmp_path / name, **config) as (model, engine, _):
             assert not isinstance(engine.hooks, ResidentHooks)
     with training(max_norm, tmp_path / "writes", dtype="bf16") as (model, engine, _):
@@ -690,7 +690,7 @@ def test_an_embedding_that_renormalises_in_forward_keeps_what_it_wrote(tmp_path)
         helpers.assert_same_bits(engine.read_state(model.token.weight)["weight"], reference_model.token.weight.detach(), "weight")
 
 
-@pytest.mark.parametrize("places", [NVME, {"weights": "device", "states": "device"}, {"weights": "device", "states": "host"}])
+@pytest.mark.parametrize("places", [NVME, {"param_tier": "device", "optimizer_state_tier": "device"}, {"param_tier": "device", "optimizer_state_tier": "host"}])
 def test_rows_written_in_forward_lose_their_residual_wherever_they_live(places, tmp_path):
     options = {"lr": 0.1}
     reference_model, reference = plain(max_norm, dtype="bf16", options=options)
@@ -780,7 +780,7 @@ def test_an_interrupt_in_a_forward_pass_leaves_nothing_under_way(setting, then, 
 @pytest.mark.parametrize("what", ["weights", "activations"])
 def test_what_a_graph_held_is_given_back_without_a_line_of_python(what, tmp_path):
     """An interrupt is raised at a line of Python; inside of a finalizer it is lost, and with it what that was to do."""
-    config = NVME if what == "weights" else {"activations": "host"}
+    config = NVME if what == "weights" else {"activation_tier": "host"}
     called = []
 
     def note(frame, event, _):

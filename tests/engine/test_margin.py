@@ -34,7 +34,7 @@ FEW_SLOTS = {"host_memory": "48KiB"}  # about the least: gradients that wait fin
 
 def budgets(make, directory, **config):
     """Device bytes for all weights but no record, and those that the records of each span, one after another, take besides."""
-    with training(make, directory, weights="device", states="host", **config) as (_, engine, _):
+    with training(make, directory, param_tier="device", optimizer_state_tier="host", **config) as (_, engine, _):
         found, _ = planner.share_device(
             engine.layout,
             [chunk.record for chunk in engine.registry.chunks],
@@ -72,7 +72,7 @@ def few_gradients_under_way(monkeypatch):
     [
         {"dtype": "fp32"},
         pytest.param({"dtype": "bf16"}, marks=pytest.mark.long),
-        {"dtype": "bf16", "moments": "bf16"},
+        {"dtype": "bf16", "optimizer_state_dtype": "bf16"},
         pytest.param({"dtype": "fp16"}, marks=pytest.mark.long),
     ],
 )
@@ -91,7 +91,7 @@ def test_every_split_between_device_and_home_has_the_same_bits(numbers, options,
 
     stay = []
     least, records = budgets(tiny_gpt, tmp_path, options=options, **numbers)
-    expected, *_ = run(weights="host", states="host")
+    expected, *_ = run(param_tier="host", optimizer_state_tier="host")
     counts = []
     for some in (0, 1, len(records) // 2, len(records) - 1, 2 * len(records)):
         states, count, total = run(device_memory=least + sum((2 * records)[:some]), **(FEW_SLOTS if home == "nvme" else HOMES[home]))
@@ -181,7 +181,7 @@ def test_nothing_moves_to_nvme_where_device_and_host_together_hold_all(tmp_path)
     pytest.fail("no budget of host memory held them")
 
 
-@pytest.mark.parametrize("config", [{"states": "host"}, {"weights": "host"}, {"states": "nvme"}, {"residency": "none"}], ids=str)
+@pytest.mark.parametrize("config", [{"optimizer_state_tier": "host"}, {"param_tier": "host"}, {"optimizer_state_tier": "nvme"}, {"residency": "none"}], ids=str)
 def test_records_that_were_given_a_place_stay_there(config, tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     with training(tiny_gpt, tmp_path, device_memory=least + sum(records[:3]), **config) as (model, engine, optimizer):
@@ -204,7 +204,7 @@ CROWDED = {"host_memory": "320KiB"}
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
-@pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "moments": "bf16"}, {"dtype": "fp16"}], ids=str)
+@pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "optimizer_state_dtype": "bf16"}, {"dtype": "fp16"}], ids=str)
 def test_what_nvme_has_no_room_for_lives_on_the_device_with_the_same_bits(numbers, options, small_drive, tmp_path):
     def run(**config):
         with training(tiny_gpt, tmp_path, options=options, **numbers, **config) as (model, engine, optimizer):
@@ -215,7 +215,7 @@ def test_what_nvme_has_no_room_for_lives_on_the_device_with_the_same_bits(number
             return states_of(engine, model), placement.homes[STATES].count(DEVICE), stats["num_chunks_on_device"], placement.nvme_nbytes
 
     least, records = budgets(tiny_gpt, tmp_path, options=options, **numbers)
-    expected, *_ = run(weights="host", states="host")
+    expected, *_ = run(param_tier="host", optimizer_state_tier="host")
     *_, nvme_nbytes = run(device_memory=least + sum(records[:-1]), **CROWDED)
     counts = []
     for share in (1, 3 / 4, 1 / 2, 1 / 4):
@@ -247,7 +247,7 @@ def test_odd_models_that_live_on_the_device_in_part(name, dtype, update, small_d
     reference_model, reference = plain(make, dtype=dtype)
     least, records = budgets(make, tmp_path, dtype=dtype)
     on_nvme = {"dtype": dtype, "update": update, "device_memory": least}
-    on_nvme["host_memory"] = least_host_memory(make, tmp_path, weights="nvme", states="nvme", **on_nvme)
+    on_nvme["host_memory"] = least_host_memory(make, tmp_path, param_tier="nvme", optimizer_state_tier="nvme", **on_nvme)
     with training(make, tmp_path, **on_nvme) as (_, engine, _):
         small_drive(engine.placement.nvme_nbytes * 2 // 3)
     with training(make, tmp_path, **on_nvme | {"device_memory": least + sum(records) - 4096}) as (model, engine, optimizer):
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_records_in_three_tiers_resumes_in_others(small_drive, t
     crowded = {"device_memory": least + sum(records[:-1])} | CROWDED
     with training(tiny_gpt, tmp_path, **crowded) as (_, engine, _):
         small_drive(engine.placement.nvme_nbytes // 2)
-    places = [crowded, {"weights": "host", "states": "host"}, crowded]
+    places = [crowded, {"param_tier": "host", "optimizer_state_tier": "host"}, crowded]
     for number, config in enumerate(places):
         with training(tiny_gpt, tmp_path / str(number), seed=number, **config) as (model, engine, optimizer):
             assert (DEVICE in engine.placement.homes[STATES]) == (config is crowded)
@@ -271,7 +271,7 @@ def test_a_checkpoint_of_records_in_three_tiers_resumes_in_others(small_drive, t
                 gpt_step(model, optimizer, step)
             infinity.save(tmp_path / f"saved{number}", model, optimizer)
             states = states_of(engine, model)
-    with training(tiny_gpt, tmp_path, weights="host", states="host") as (model, engine, optimizer):
+    with training(tiny_gpt, tmp_path, param_tier="host", optimizer_state_tier="host") as (model, engine, optimizer):
         for step in range(6):
             gpt_step(model, optimizer, step)
         assert_same_states(states, states_of(engine, model))
@@ -281,7 +281,7 @@ def test_what_lives_on_the_device_stays_there_when_inputs_grow(small_drive, gaug
     least, records = budgets(tiny_gpt, tmp_path)
     gauge.capacity = 1 << 40
     sizes = [[16]] * 3 + [[64]] * 2
-    with training(tiny_gpt, tmp_path, weights="host", states="host") as (model, engine, optimizer):
+    with training(tiny_gpt, tmp_path, param_tier="host", optimizer_state_tier="host") as (model, engine, optimizer):
         train(model, engine, optimizer, sizes, gauge)
         expected = states_of(engine, model)
     config = {"device_memory": least + sum(records[:-1])} | CROWDED
@@ -329,7 +329,7 @@ def test_records_go_home_before_a_larger_batch_and_one_plan_is_mended(num_micro,
     least, records = budgets(tiny_gpt, tmp_path, options=options)
     sizes = [[16] * num_micro] * 3 + [[16, 64][-num_micro:]] + [[64] * num_micro] * 3 + [[3] * num_micro]
     gauge.capacity = 1 << 40
-    with training(tiny_gpt, tmp_path, options=options, weights="host", states="host") as (model, engine, optimizer):
+    with training(tiny_gpt, tmp_path, options=options, param_tier="host", optimizer_state_tier="host") as (model, engine, optimizer):
         train(model, engine, optimizer, sizes, gauge)
         expected = states_of(engine, model)
     gauge.capacity = least + sum(records[:6]) + (64 << 10)
@@ -366,7 +366,7 @@ def test_updates_begin_in_the_order_in_which_the_next_pass_wants_them(monkeypatc
     make = lambda: Backwards(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
     begun, begin = [], Updater.begin
     monkeypatch.setattr(Updater, "begin", lambda self, chunk, *args, **options: (begun.append(chunk.index), begin(self, chunk, *args, **options)))
-    with training(make, tmp_path, options={"max_grad_norm": 0.5}, weights="host", states="host", residency="none") as (model, engine, optimizer):
+    with training(make, tmp_path, options={"max_grad_norm": 0.5}, param_tier="host", optimizer_state_tier="host", residency="none") as (model, engine, optimizer):
         assert len(engine.registry.chunks) == 6
         for _ in range(3):
             model(torch.ones(2, 32)).sum().backward()
@@ -382,7 +382,7 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
     options = {"accumulation_steps": 4}
     sizes = [first_sizes, [16] * 4]
     gauge.capacity = 1 << 40
-    with training(tiny_gpt, tmp_path, options=options, weights="host", states="host") as (model, engine, optimizer):
+    with training(tiny_gpt, tmp_path, options=options, param_tier="host", optimizer_state_tier="host") as (model, engine, optimizer):
         train(model, engine, optimizer, sizes, gauge)
         expected = states_of(engine, model)
     came = []
@@ -410,7 +410,7 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
 def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge, monkeypatch, tmp_path):
     clock = [0.0]
     monkeypatch.setattr(trial, "now", lambda: clock[0])
-    with training(tiny_gpt, tmp_path, weights="host", states="host") as (model, engine, optimizer):
+    with training(tiny_gpt, tmp_path, param_tier="host", optimizer_state_tier="host") as (model, engine, optimizer):
         gauge.capacity = 1 << 40
         train(model, engine, optimizer, [[16]] * len(seconds), gauge)
         expected = states_of(engine, model)
@@ -424,7 +424,7 @@ def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge
             optimizer.step()
             optimizer.zero_grad()
             counts.append(len(engine.device_budget.promoted))
-        assert engine.stats()["num_steps_back"] == steps_back
+        assert engine.stats()["num_placement_rollbacks"] == steps_back
         assert counts[0] > 0 and (counts[-1] == 0) == bool(steps_back), counts
         assert_same_states(states_of(engine, model), expected)
 
@@ -459,14 +459,14 @@ def test_each_division_is_on_trial_whatever_it_was_made_for(gauge, clock, tmp_pa
             assert not engine.device_budget.trial.is_on
             for seconds in LONGER_AND_LONGER:
                 timed_step(model, optimizer, clock, seconds, batch + 4)
-            found.append((engine.stats()["num_steps_back"], len(engine.device_budget.promoted)))
+            found.append((engine.stats()["num_placement_rollbacks"], len(engine.device_budget.promoted)))
         model(*tokens(0, batch=20))  # finds no room, and takes its time
         clock[0] += 100.0
         gauge.failures += 1
         optimizer.zero_grad()
         for seconds in LONGER_AND_LONGER:
             timed_step(model, optimizer, clock, seconds, 20)
-        found.append((engine.stats()["num_steps_back"], len(engine.device_budget.promoted)))
+        found.append((engine.stats()["num_placement_rollbacks"], len(engine.device_budget.promoted)))
     assert found == [(1, 0), (2, 0), (3, 0)]
 
 
@@ -474,7 +474,7 @@ def test_nothing_is_on_trial_before_there_is_an_optimizer(gauge, clock, tmp_path
     """How long a program takes between two evaluations says nothing; and they are none of the first step."""
     least, records = budgets(tiny_gpt, tmp_path)
     gauge.capacity = least + sum(records[:6]) + (16 << 10)
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, device_memory=gauge.capacity)
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, device_memory=gauge.capacity)
     model = tiny_gpt()
     with infinity.offload(model, config) as engine, torch.no_grad():
         engine.start()
@@ -487,13 +487,13 @@ def test_nothing_is_on_trial_before_there_is_an_optimizer(gauge, clock, tmp_path
         with torch.enable_grad():
             for seconds in LONGER_AND_LONGER:
                 timed_step(model, optimizer, clock, seconds)
-        assert engine.stats()["num_steps_back"] == 1
+        assert engine.stats()["num_placement_rollbacks"] == 1
 
 
 def test_after_an_allocation_that_failed_all_goes_home_and_is_measured_anew(gauge, tmp_path):
     """What inputs do not show may take more than ever, as where experts have unequal shares; the step that is run again has all memory."""
     sizes = [[16]] * 3
-    with training(tiny_gpt, tmp_path, weights="host", states="host") as (model, engine, optimizer):
+    with training(tiny_gpt, tmp_path, param_tier="host", optimizer_state_tier="host") as (model, engine, optimizer):
         gauge.capacity = 1 << 40
         train(model, engine, optimizer, sizes, gauge)
         expected = states_of(engine, model)
@@ -536,9 +536,9 @@ def test_ops_that_hold_more_than_the_least_may_have_it_in_the_first_step(gauge, 
                 optimizer.zero_grad()
             return states_of(engine, model)
 
-    with training(Block, tmp_path, options=options, weights="nvme", states="nvme", residency="none") as (_, engine, _):
+    with training(Block, tmp_path, options=options, param_tier="nvme", optimizer_state_tier="nvme", residency="none") as (_, engine, _):
         assert engine.placement.least_nbytes < engine.registry.spans[0].nbytes * len(engine.registry.spans)
-    assert_same_states(run(weights="nvme", states="nvme", residency="none"), run(weights="device", states="device"))
+    assert_same_states(run(param_tier="nvme", optimizer_state_tier="nvme", residency="none"), run(param_tier="device", optimizer_state_tier="device"))
 
 
 def test_what_forward_wrote_to_a_weight_goes_home_with_its_record(gauge, tmp_path):
@@ -561,7 +561,7 @@ def test_what_forward_wrote_to_a_weight_goes_home_with_its_record(gauge, tmp_pat
             counts.append(len(engine.device_budget.promoted))
             return states_of(engine, model), counts
 
-    expected, _ = run(1 << 30, weights="host", states="host")
+    expected, _ = run(1 << 30, param_tier="host", optimizer_state_tier="host")
     states, counts = run(least + sum(records), device_memory=least + sum(records[:1]))
     assert counts == [1, 1, 0]
     assert_same_states(states, expected)
@@ -604,12 +604,12 @@ def test_records_whose_weights_are_held_go_home_too(gauge, tmp_path):
     states, before, after = run(device_memory=least + sum(records[:8]))
     assert before > after == 0
     gauge.capacity = 1 << 40
-    assert_same_states(states, run(weights="host", states="host")[0])
+    assert_same_states(states, run(param_tier="host", optimizer_state_tier="host")[0])
 
 
 def test_a_model_that_ran_before_its_optimizer_was_made_gets_records_too(tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, device_memory=least + sum(records[:6]))
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, device_memory=least + sum(records[:6]))
     model = tiny_gpt()
     with infinity.offload(model, config) as engine:
         for _ in range(2):
@@ -656,7 +656,7 @@ def step_on_device(model, optimizer, step, batch):
 @on_gpu
 def test_every_split_on_a_gpu_has_the_same_bits(deterministic, tmp_path):
     found, counts = [], []
-    for config in ({"weights": "host", "states": "host"}, {"device_memory": "1GiB"}, {"device_memory": "2GiB"}, {"device_memory": "8GiB"}):
+    for config in ({"param_tier": "host", "optimizer_state_tier": "host"}, {"device_memory": "1GiB"}, {"device_memory": "2GiB"}, {"device_memory": "8GiB"}):
         options = {"device": "cuda", "dtype": "bf16", "chunk_mib": 4, "host_memory": "8GiB", "options": {"lr": 1e-3}}
         with training(sized_gpt, tmp_path, **options, **config) as (model, engine, optimizer):
             losses = [step_on_device(model, optimizer, step, 2) for step in range(4)]
@@ -685,7 +685,7 @@ def test_a_gpu_that_is_almost_full_takes_twice_the_batch(home, remains, determin
             print(f"activations {engine.device_budget.activation_nbytes >> 20} MiB, {found}")
         return zip(*found)
 
-    expected, *_ = run(weights="host", states="host", host_memory="8GiB")
+    expected, *_ = run(param_tier="host", optimizer_state_tier="host", host_memory="8GiB")
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(3.5 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     if remains:

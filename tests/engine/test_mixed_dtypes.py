@@ -31,10 +31,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PLACES = {
     "device": {},
-    "host": {"weights": "host", "states": "host", "residency": "none"},
+    "host": {"param_tier": "host", "optimizer_state_tier": "host", "residency": "none"},
     "nvme": NVME,
-    "states on nvme": {"weights": "host", "states": "nvme", "residency": "none", "compression": "on"},
-    "few slots": NVME | {"host_memory": "200KiB", "device_memory": "60KiB", "activations": "device"},
+    "states on nvme": {"param_tier": "host", "optimizer_state_tier": "nvme", "residency": "none", "compression": "on"},
+    "few slots": NVME | {"host_memory": "200KiB", "device_memory": "60KiB", "activation_tier": "device"},
 }
 WIDTH = 48
 
@@ -173,7 +173,7 @@ def test_a_dtype_that_cannot_be_kept_is_refused_by_name(dtype, trains, tmp_path)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].bias = nn.Parameter(model[1].bias.detach().to(dtype), requires_grad=trains)
     with pytest.raises(infinity.ConfigError, match=f"1.bias is {'trainable' if trains else 'frozen'} and of {dtype}"):
-        infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu"))
+        infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu"))
 
 
 def test_an_fp16_part_has_a_loss_scale(tmp_path):
@@ -227,7 +227,7 @@ def test_autocast_to_the_main_dtype_is_as_in_plain_pytorch(tmp_path):
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_a_checkpoint_keeps_every_dtype(moments, tmp_path):
-    options = {"dtype": "bf16", "moments": moments}
+    options = {"dtype": "bf16", "optimizer_state_dtype": moments}
     path = tmp_path / "checkpoint"
     with training(Model, tmp_path / "a", **options, **NVME) as (model, engine, ours):
         for step in range(2):
@@ -307,7 +307,7 @@ def test_on_cuda_every_tier_has_the_same_bits(make, tmp_path):
 def trained_on_ranks(folder, path=None, load=None, steps=range(3)):
     """The same batch on every rank, so that the mean of the gradients is every rank's own."""
     rank, _ = ranks()
-    settings = {"dtype": "bf16", "moments": "fp32"} | NVME
+    settings = {"dtype": "bf16", "optimizer_state_dtype": "fp32"} | NVME
     with training(Model, folder.with_name(f"{folder.name}-{rank}"), seed=0, **settings) as (model, engine, ours):
         if load is not None:
             infinity.load(load, model, ours)

@@ -76,7 +76,7 @@ def test_device_memory_is_allocated_and_freed_by_the_thread_that_runs_the_ops(tr
 def test_a_gather_of_what_stays_on_the_device_waits_for_what_was_queued_before(tmp_path, monkeypatch):
     """Such a shard is not copied there, but its update, by the compute stream, may still be under way."""
     queued = []
-    with training(Stack, tmp_path, chunk_mib=1 / 16, weights="device", states="device") as (model, engine, optimizer):
+    with training(Stack, tmp_path, chunk_mib=1 / 16, param_tier="device", optimizer_state_tier="device") as (model, engine, optimizer):
         copy = engine.weights.lanes._run_copy
         monkeypatch.setattr(engine.weights.lanes, "_run_copy", lambda *given: queued.append(copy(given[0], "event of the compute stream")))
         train(model, optimizer, 1)

@@ -250,7 +250,7 @@ def test_a_cell_of_a_notebook_is_run_again_without_close(how, tmp_path):
     }
     trains = "optimizer = infinity.AdamW(model.parameters())\nloss = model(torch.ones(2, WIDTH)).square().mean()\nloss.backward()\noptimizer.step()"
     names = {"infinity": infinity, "torch": torch, "linears": linears, "WIDTH": linears()[0].in_features}
-    names["config"] = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **SETTINGS)
+    names["config"] = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **SETTINGS)
     losses = []
     for fails in (False, True, False, False):
         with contextlib.suppress(ZeroDivisionError):
@@ -268,7 +268,7 @@ def test_a_dropped_engine_gives_its_memory_back_before_the_next_one_takes_its_ow
             del model, engine, optimizer
         (tmp_path / str(number)).mkdir()
         model = linears()
-        engine = infinity.offload(model, infinity.Config(nvme=[tmp_path / str(number)], device="cpu", **SETTINGS))
+        engine = infinity.offload(model, infinity.Config(swap_dirs=[tmp_path / str(number)], device="cpu", **SETTINGS))
         optimizer = infinity.AdamW(model.parameters())
         num_threads.append(threading.active_count())
     assert len(set(num_threads)) == 1, num_threads

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
 PLACES = {
     "device": {},
-    "host": {"weights": "host", "states": "host"},
+    "host": {"param_tier": "host", "optimizer_state_tier": "host"},
     "nvme, updates in backward": NVME | {"update": "backward"},
     "nvme, updates after step": NVME | {"update": "deferred"},
 }
@@ -168,7 +168,7 @@ def test_a_look_at_gradients_returns_them_and_changes_no_state(place, tmp_path):
 def test_a_look_at_gradients_needs_no_optimizer(tmp_path):
     torch.manual_seed(0)
     model = mlp()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32")):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")):
         assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(loss(model, 0), list(model.parameters())))
 
 
@@ -178,7 +178,7 @@ def test_a_look_inside_gathered_is_one_too(place, tmp_path):
     expected = torch.autograd.grad(loss(plain, 0), list(plain.parameters()))
     torch.manual_seed(0)
     model = mlp()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **PLACES[place])):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **PLACES[place])):
         model(inputs(model, 0))  # starts the engine, which has no optimizer
         for optimizer in (None, infinity.AdamW(model.parameters(), lr=1e-30)):
             with infinity.gathered(list(model.parameters())):
@@ -254,7 +254,7 @@ def world(tmp_path_factory):
 def set_on_each_rank(folder, update):
     torch.manual_seed(0)
     model = gpt()
-    with infinity.offload(model, settings(folder, update=update, weights="nvme", states="nvme")):
+    with infinity.offload(model, settings(folder, update=update, param_tier="nvme", optimizer_state_tier="nvme")):
         optimizer = infinity.SGD(model.parameters(), lr=0.5)
         for step in range(STEPS):
             params = list(model.parameters())
@@ -286,7 +286,7 @@ def test_ranks_take_the_mean_of_gradients_that_the_program_sets(update, world, t
 
 def set_on_one_rank(folder):
     model = gpt()
-    with infinity.offload(model, settings(folder, update="deferred", weights="nvme", states="nvme")) as engine:
+    with infinity.offload(model, settings(folder, update="deferred", param_tier="nvme", optimizer_state_tier="nvme")) as engine:
         optimizer = infinity.SGD(model.parameters(), lr=0.5)
         model(*map(share, tokens(0, 0))).backward()
         optimizer.step()
@@ -422,7 +422,7 @@ def test_hooks_find_the_gradients_that_plain_pytorch_has(register, when, tmp_pat
 
     expected, weights_of_plain = program(torch.optim.SGD)
     engines = []
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **NVME)
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **NVME)
     found, weights_of_ours = program(infinity.SGD, lambda model: engines.append(infinity.offload(model, config)))
     engines[0].close()
     assert len(found) == len(expected) > 0

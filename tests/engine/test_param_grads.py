@@ -17,7 +17,7 @@ from infinity.errors import UsageError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 4
-PLACES = {"nvme": NVME, "resident": {}, "host": {"weights": "host", "states": "host"}}
+PLACES = {"nvme": NVME, "resident": {}, "host": {"param_tier": "host", "optimizer_state_tier": "host"}}
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def clipped(folder, bound):
     """Of the GPT on a rank's share of the batch: norms, and its weights in the end."""
     torch.manual_seed(0)
     model, norms = gpt(), []
-    infinity.offload(model, settings(folder, update="deferred", weights="nvme", states="nvme"))
+    infinity.offload(model, settings(folder, update="deferred", param_tier="nvme", optimizer_state_tier="nvme"))
     optimizer = infinity.SGD(model.parameters(), lr=0.5)
     with infinity.engine_of(model):
         for step in range(STEPS):
@@ -265,7 +265,7 @@ def test_on_two_ranks_norm_and_clipping_are_those_of_one_process(world, tmp_path
 def clipped_alone(folder, ask):
     """What each rank is told where one of them clips differently."""
     model = gpt()
-    infinity.offload(model, settings(folder, update="deferred", weights="nvme", states="nvme"))
+    infinity.offload(model, settings(folder, update="deferred", param_tier="nvme", optimizer_state_tier="nvme"))
     optimizer = infinity.SGD(model.parameters(), lr=0.5)
     with infinity.engine_of(model) as engine:
         model(*map(share, tokens(0, 0))).backward()
@@ -293,7 +293,7 @@ def test_clipping_needs_no_declaration_where_the_device_holds_all(bound, tmp_pat
 def test_clipping_that_comes_too_late_names_the_line_to_change(place, tmp_path):
     torch.manual_seed(0)
     model = mlp()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **PLACES[place])):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **PLACES[place])):
         line = sys._getframe().f_lineno + 1
         infinity.Lion(model.parameters())
         loss_of(model(inputs(model, 0))).backward()

@@ -12,7 +12,7 @@ from infinity.errors import UsageError
 
 H = 32
 CONFIG = {"device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 512, "host_memory": "64MiB"}
-PLACES = {"roomy": {}, "nvme": NVME, "device": {"weights": "device", "states": "device"}}
+PLACES = {"roomy": {}, "nvme": NVME, "device": {"param_tier": "device", "optimizer_state_tier": "device"}}
 
 
 class Net(nn.Sequential):
@@ -48,7 +48,7 @@ class Engines:
         if self.directory is not None:
             nvme = self.directory / f"swap{len(self.engines)}"
             nvme.mkdir(exist_ok=True)  # another rank's, too
-            self.engines.append(infinity.offload(model, infinity.Config(nvme=nvme, **CONFIG | self.config)))
+            self.engines.append(infinity.offload(model, infinity.Config(swap_dirs=nvme, **CONFIG | self.config)))
         return model
 
     def optimizer(self, model, accumulation_steps=1):
@@ -219,11 +219,11 @@ def test_gradients_pass_through_as_in_plain_pytorch(program, mode, place, tmp_pa
 
 def test_a_frozen_model_is_fetched_ahead_and_remembers_no_more_than_a_pass(tmp_path):
     critic, prompt, late = made(0).requires_grad_(False), torch.zeros(5, H, requires_grad=True), []
-    with infinity.offload(critic, infinity.Config(nvme=tmp_path, **CONFIG | NVME)) as engine:
+    with infinity.offload(critic, infinity.Config(swap_dirs=tmp_path, **CONFIG | NVME)) as engine:
         for _ in range(5):
             critic(prompt).sum().backward()
-            late.append(engine.stats()["num_fetches_late"])
-        assert engine.stats()["num_plans"] == 1
+            late.append(engine.stats()["num_prefetch_misses"])
+        assert engine.stats()["num_prefetch_plans"] == 1
         assert late[1:] == late[1:2] * 4  # from the second pass on every fetch was ahead of its op
         uses = len(engine.course.trace)
         for step in range(200):
@@ -233,7 +233,7 @@ def test_a_frozen_model_is_fetched_ahead_and_remembers_no_more_than_a_pass(tmp_p
 
 def test_a_step_after_passes_that_brought_nothing_changes_nothing(tmp_path):
     model = made(0)
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, **CONFIG)) as engine:
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, **CONFIG)) as engine:
         optimizer = infinity.AdamW(model.parameters())
         before = model.state_dict()
         model.requires_grad_(False)
@@ -249,7 +249,7 @@ def test_a_step_after_passes_that_brought_nothing_changes_nothing(tmp_path):
 def test_what_trains_without_an_optimizer_is_refused_with_the_lines_that_help(through, tmp_path):
     model = made(0)
     x = torch.zeros(5, H, requires_grad=through)
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, **CONFIG)):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, **CONFIG)):
         with pytest.raises(UsageError, match="infinity.AdamW"):
             model(x).sum().backward()
         if through:

@@ -21,18 +21,18 @@ def configuration(seed):
     dtype = draw.choice(["fp32", "bf16"])
     config = {
         "dtype": dtype,
-        "weights": draw.choice(["auto", "device", "host", "nvme"]),
-        "states": draw.choice(["auto", "host", "nvme"]),
+        "param_tier": draw.choice(["auto", "device", "host", "nvme"]),
+        "optimizer_state_tier": draw.choice(["auto", "host", "nvme"]),
         "chunk_mib": draw.choice([1 / 512, 1 / 128, 1 / 64, 1]),
         "residency": draw.choice(["auto", "none"]),
         "update": draw.choice(["auto", "deferred", "backward"]),
         "compression": draw.choice(["auto", "off", "on"]),
-        "activations": draw.choice(["auto", "host", "nvme"]),
+        "activation_tier": draw.choice(["auto", "host", "nvme"]),
         "host_memory": draw.choice(["32MiB", "64MiB", "256MiB"]),
         "tile_above": None,
     }
-    if config["weights"] == "device":
-        config["states"] = draw.choice(["device", "host", "nvme"])
+    if config["param_tier"] == "device":
+        config["optimizer_state_tier"] = draw.choice(["device", "host", "nvme"])
     options = {
         "lr": draw.choice([1e-3, 1e-2]),
         "weight_decay": draw.choice([0.0, 0.1]),

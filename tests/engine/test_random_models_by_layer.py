@@ -19,8 +19,8 @@ def run(seed, by_layer, directory):
     draw = random.Random(1000 + seed)
     config = {
         "dtype": draw.choice(["fp32", "bf16"]),
-        "weights": draw.choice(["nvme", "nvme", "host", "auto"]),
-        "states": draw.choice(["nvme", "host"]),
+        "param_tier": draw.choice(["nvme", "nvme", "host", "auto"]),
+        "optimizer_state_tier": draw.choice(["nvme", "host"]),
         "residency": draw.choice(["none", "auto"]),
         "chunk_mib": draw.choice([1 / 512, 1 / 128, 1 / 64]),
         "update": draw.choice(["auto", "deferred"]),

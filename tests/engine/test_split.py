@@ -94,7 +94,7 @@ def test_whichever_updates_are_put_off_the_bits_are_the_same(kind, dtype, tmp_pa
             assert len(set(put_off)) >= LAYERS / 2
 
 
-@pytest.mark.parametrize("changes", [{"residency": "auto", "host_memory": "700KiB"}, {"compression": "on"}, {"moments": "bf16"}], ids=str)
+@pytest.mark.parametrize("changes", [{"residency": "auto", "host_memory": "700KiB"}, {"compression": "on"}, {"optimizer_state_dtype": "bf16"}], ids=str)
 def test_put_off_updates_of_other_placements_and_formats_have_the_same_bits(changes, tmp_path):
     config = {"dtype": "bf16"} | changes
     losses, states, _ = run(tmp_path, "ordinary", update="deferred", **config)
@@ -106,7 +106,7 @@ def test_put_off_updates_of_other_placements_and_formats_have_the_same_bits(chan
 def test_updates_that_are_behind_let_those_that_follow_wait_for_the_next_forward_pass(tmp_path):
     """Held up in their lane, those that have begun pin two thirds of the slots: the others are announced by step(), and begin as they are needed."""
     make = lambda: nn.Sequential(*stack(), *stack(), *stack())
-    places = {"weights": "nvme", "states": "nvme", "update": "backward"}  # gradients find places of their own
+    places = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "update": "backward"}  # gradients find places of their own
     with training(make, tmp_path, **SIZES | places) as (model, engine, optimizer):
         goes_on = threading.Event()
 
@@ -224,7 +224,7 @@ def test_old_weights_that_come_to_the_device_once_their_update_is_put_off_are_go
             return x
 
     def states(update, crowded):
-        places = {"weights": "device", "states": "nvme", "residency": "none", "update": update}
+        places = {"param_tier": "device", "optimizer_state_tier": "nvme", "residency": "none", "update": update}
         with training(Ordered, tmp_path / update, **SIZES | places) as (model, engine, optimizer):
             put_off = split(engine, crowded)
             for step, model.order in enumerate([(1, 0, 1, 3), (1, 0, 1, 3), (2, 2, 3, 0), (2, 2, 3, 0), (1, 0, 1, 3)]):

@@ -53,10 +53,10 @@ def of(trace, lane):
 
 def test_every_lane_of_one_rank_is_there(traced):
     trace, value, _, _ = traced
-    assert {piece.lane for piece in trace.slices} >= {STEP, COMPUTE, STALL, "nc", "cg", "gc", "update", "cn"}
-    assert not of(trace, "gg") and not of(trace, "rs")
+    assert {piece.lane for piece in trace.slices} >= {STEP, COMPUTE, STALL, "nvme_read", "h2d", "d2h", "update", "nvme_write"}
+    assert not of(trace, "all_gather") and not of(trace, "reduce_scatter")
     names = {event["args"]["name"] for event in value["traceEvents"] if event["name"] == "thread_name"}
-    assert names >= {"steps", "device compute", "NVMe reads (nc)", "NVMe writes (cn)", "host to device (cg)", "update"}
+    assert names >= {"steps", "device compute", "nvme_read", "nvme_write", "h2d", "update"}
     assert trace.num_left_out == 0
 
 
@@ -93,15 +93,15 @@ def test_a_chunk_is_read_then_copied_then_computed_with(traced):
     reads = {f"{title} weights": title for titles in chunks.values() for title in titles}
     ready, copied = {}, {}  # when each chunk's weights were last in host memory, and on the device
     # A read's end is noted by a thread of its own, maybe after the copy that waited for the same bytes has begun: its start counts.
-    order = sorted(trace.slices, key=lambda piece: piece.start if piece.lane in (COMPUTE, "nc") else piece.end)
+    order = sorted(trace.slices, key=lambda piece: piece.start if piece.lane in (COMPUTE, "nvme_read") else piece.end)
     num_copies = num_ops = 0
     begin = of(trace, STEP)[1].start  # what was written at the start may still be in host memory before
     for piece in order:
-        if piece.lane == "nc" and piece.name in reads:
+        if piece.lane == "nvme_read" and piece.name in reads:
             ready[reads[piece.name]] = piece.start
         elif piece.lane == "update":
             ready[piece.name] = piece.end
-        elif piece.lane == "cg":
+        elif piece.lane == "h2d":
             assert piece.start < begin or ready[piece.name] <= piece.start, piece
             copied[piece.name] = piece.end
             num_copies += piece.start >= begin
@@ -118,7 +118,7 @@ def test_a_record_is_updated_before_it_is_written(traced):
     for piece in sorted(trace.slices, key=lambda piece: (piece.end if piece.lane == "update" else piece.start)):
         if piece.lane == "update":
             updated[piece.name] = piece.end
-        elif piece.lane == "cn" and piece.start > of(trace, STEP)[0].end:  # before come the initial values
+        elif piece.lane == "nvme_write" and piece.start > of(trace, STEP)[0].end:  # before come the initial values
             assert updated[piece.name.rsplit(" ", 1)[0]] <= piece.start
 
 
@@ -155,7 +155,7 @@ def test_an_op_ends_where_another_begins_and_pauses_where_the_thread_waits(monke
     monkeypatch.setattr("infinity.system.timeline.now", lambda: next(clock))
     timeline.begin("forward", "outer")
     timeline.begin("forward", "inner")
-    events.stalled("nc", 7, 3.0, 4.0)
+    events.stalled("nvme_read", 7, 3.0, 4.0)
     timeline.end()
     timeline.end()
     assert [event for event in events.trace if event.lane == COMPUTE] == [
@@ -163,7 +163,7 @@ def test_an_op_ends_where_another_begins_and_pauses_where_the_thread_waits(monke
         Event(COMPUTE, ("forward", "inner"), 2.0, 3.0),
         Event(COMPUTE, ("forward", "inner"), 4.0, 5.0),
     ]
-    assert events.meters["nc"].stall_seconds == 1.0
+    assert events.meters["nvme_read"].stall_seconds == 1.0
 
 
 class ScriptedEvent:
@@ -223,14 +223,14 @@ def test_transfers_and_waits_of_a_cuda_device_have_its_times(device):
     clock, events = device
     first = events.device_mark()
     clock[:2] = 50.1, 1002.0
-    events.moved("cg", 7, 100, 50.0, 50.1, (first, events.device_mark()))
+    events.moved("h2d", 7, 100, 50.0, 50.1, (first, events.device_mark()))
     since = events.device_mark()
     clock[:2] = 50.2, 1002.25
-    events.device_waited("cg", 7, since)
+    events.device_waited("h2d", 7, since)
     clock[0] = 60.0
     events.timeline.resolve(wait=True)
-    assert events.trace == [Event("cg", 7, 50.0, 52.0, 100), Event(STALL, ("cg", 7), 52.0, 52.25)]
-    assert events.meters["cg"].busy_seconds == pytest.approx(0.1)  # which are as they are without a trace
+    assert events.trace == [Event("h2d", 7, 50.0, 52.0, 100), Event(STALL, ("h2d", 7), 52.0, 52.25)]
+    assert events.meters["h2d"].busy_seconds == pytest.approx(0.1)  # which are as they are without a trace
 
 
 def test_clocks_that_drift_are_held_together(device):
@@ -258,7 +258,7 @@ def test_a_thread_that_was_held_up_lets_no_ops_overlap(device):
     clock[1] = 1003.2
     first = events.device_mark()
     clock[1] = 1003.4
-    events.moved("cg", 7, 100, 53.0, 53.0, (first, events.device_mark()))
+    events.moved("h2d", 7, 100, 53.0, 53.0, (first, events.device_mark()))
     events.timeline.end()
     clock[0] = 53.5
     events.timeline.resolve(wait=True)
@@ -269,7 +269,7 @@ def test_a_thread_that_was_held_up_lets_no_ops_overlap(device):
 @on_gpu
 @pytest.mark.parametrize("weights", ["nvme", "host"])
 def test_a_cuda_run_has_all_lanes(tmp_path, weights):
-    places = {"weights": weights, "states": weights, "residency": "none", "device": "cuda"}
+    places = {"param_tier": weights, "optimizer_state_tier": weights, "residency": "none", "device": "cuda"}
     with training(tiny_gpt, tmp_path / "swap", trace=True, **places) as (model, engine, optimizer):
         for step in range(4):
             x = torch.randint(61, (2, 12), device="cuda")
@@ -278,17 +278,17 @@ def test_a_cuda_run_has_all_lanes(tmp_path, weights):
             optimizer.zero_grad()
         save_trace(tmp_path / "trace.json", model)
     [trace] = read_trace(tmp_path / "trace.json")
-    assert {piece.lane for piece in trace.slices} >= {STEP, COMPUTE, STALL, "cg", "gc", "update"}
+    assert {piece.lane for piece in trace.slices} >= {STEP, COMPUTE, STALL, "h2d", "d2h", "update"}
     compute = of(trace, COMPUTE)
     assert all(before.end <= after.start + 1e-4 for before, after in zip(compute, compute[1:]))
-    assert sum(piece.nbytes for piece in of(trace, "cg")) > 0
+    assert sum(piece.nbytes for piece in of(trace, "h2d")) > 0
     assert 0 < breakdown([trace])["lanes"][COMPUTE]["busy_share"] <= 1
 
 
 def test_too_many_events_push_out_the_oldest():
     events = Events(tracing=True, max_events=3)
     for number in range(5):
-        events.mark("nc", number, number, number + 1.5)
+        events.mark("nvme_read", number, number, number + 1.5)
     assert [event.what for event in events.trace] == [2, 3, 4]
     assert (events.num_left_out, events.complete_since) == (2, 2.5)
 
@@ -334,21 +334,21 @@ def test_ranks_are_put_into_one_file(tmp_path):
     assert [trace.rank for trace in ranks] == [0, 1]
     names = {e["args"]["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["name"] == "process_name"}
     assert names == {"rank 0", "rank 1"}
-    gathers = [of(trace, "gg") for trace in ranks]
+    gathers = [of(trace, "all_gather") for trace in ranks]
     count = min(map(len, gathers))  # one may have begun the next step's
     assert [piece.name for piece in gathers[0][:count]] == [piece.name for piece in gathers[1][:count]] and count > 20
     for mine, other in zip(*gathers):  # nobody's gather can end before the other's begins: one clock
         assert mine.start < other.end and other.start < mine.end
     for trace in ranks:
-        assert of(trace, "rs") and of(trace, COMPUTE)
+        assert of(trace, "reduce_scatter") and of(trace, COMPUTE)
         copies = {}
-        for piece in sorted(trace.slices, key=lambda piece: piece.end if piece.lane == "cg" else piece.start):
-            if piece.lane == "cg":
+        for piece in sorted(trace.slices, key=lambda piece: piece.end if piece.lane == "h2d" else piece.start):
+            if piece.lane == "h2d":
                 copies[piece.name] = piece.end
-            elif piece.lane == "gg":
+            elif piece.lane == "all_gather":
                 assert copies[piece.name] <= piece.start, "a chunk is gathered once its shard is there"
     report = breakdown(ranks)
-    assert report["world"] == 2 and report["lanes"]["gg"]["bytes_per_step"] > 0
+    assert report["world"] == 2 and report["lanes"]["all_gather"]["bytes_per_step"] > 0
     assert main(["trace", str(tmp_path / "trace.json")]) == 0
 
 
@@ -394,7 +394,7 @@ def test_counters_stay_within_their_bounds(traced):
 
 
 def test_rates_and_queue_by_hand():
-    slices = [Slice("nc", "a", 0.0, 2.0, 4_000_000_000), Slice("nc", "b", 1.0, 2.0, 1_000_000_000), Slice("cn", "c", 1.0, 3.0, 6_000_000_000)]
+    slices = [Slice("nvme_read", "a", 0.0, 2.0, 4_000_000_000), Slice("nvme_read", "b", 1.0, 2.0, 1_000_000_000), Slice("nvme_write", "c", 1.0, 3.0, 6_000_000_000)]
     events = to_perfetto([RankTrace(0, slices)])["traceEvents"]
     found = {name: [(e["ts"], e["args"]) for e in events if e["ph"] == "C" and e["name"] == name] for name in ("GB/s", "bytes queued")}
     assert found == {
@@ -411,15 +411,15 @@ def test_rates_and_queue_by_hand():
             (3e6, {"read": 0, "written": 0}),
         ],
     }
-    rows = [e["tid"] for e in events if e["ph"] == "X" and e["cat"] == "nc"]
+    rows = [e["tid"] for e in events if e["ph"] == "X" and e["cat"] == "nvme_read"]
     titles = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert [titles[tid] for tid in rows] == ["NVMe reads (nc)", "NVMe reads (nc) 2"]
+    assert [titles[tid] for tid in rows] == ["nvme_read", "nvme_read 2"]
 
 
 def test_what_is_read_is_what_was_written(tmp_path, traced):
     ranks = [
         RankTrace(0, [Slice(STEP, "step 1", 0.0, 1.0), Slice(COMPUTE, "a.b", 0.1, 0.123456789, 0, "forward")], [(0.5, {"weights": 2})]),
-        RankTrace(1, [Slice("nc", "chunk 0 (a) weights", 0.2, 0.4, 4096), Slice(STALL, "chunk 0 (a)", 0.2, 0.3, 0, "nc")], [], 7, 0.1),
+        RankTrace(1, [Slice("nvme_read", "chunk 0 (a) weights", 0.2, 0.4, 4096), Slice(STALL, "chunk 0 (a)", 0.2, 0.3, 0, "nvme_read")], [], 7, 0.1),
     ]
     write_trace(tmp_path / "trace.json", ranks)
     assert read_trace(tmp_path / "trace.json") == ranks
@@ -433,7 +433,7 @@ def noted(machine, wall_offset, *events, **options):
 
 def test_clocks_of_other_machines_are_moved():
     def event(start):
-        return ["nc", "x", start, start + 1.0, 8, ""]
+        return ["nvme_read", "x", start, start + 1.0, 8, ""]
 
     ranks = joined(
         [
@@ -460,12 +460,12 @@ def literal(rank=0, *, waited=0.25):
             Slice(COMPUTE, "first", 0.0, 2.0, 0, "forward"),  # of steps that warm up
             Slice(COMPUTE, "first", 2.0, 2.5, 0, "forward"),
             Slice(COMPUTE, "last", 3.0, 4.0, 0, "backward"),
-            Slice("nc", "chunk 0 (a) weights", 1.5, 2.5, 2_000_000_000),  # half of it before
-            Slice("nc", "chunk 1 (b) weights", 2.25, 2.75, 1_000_000_000),
-            Slice("cn", "chunk 0 (a) states", 3.5, 4.5, 1_000_000_000),  # half of it after
-            Slice(STALL, "chunk 1 (b)", 2.5, 2.5 + waited, 0, "nc"),
-            Slice(STALL, "chunk 0 (a)", 1.75, 2.125, 0, "nc"),
-            Slice(STALL, "chunk 0 (a)", 2.875, 3.0, 0, "cg"),
+            Slice("nvme_read", "chunk 0 (a) weights", 1.5, 2.5, 2_000_000_000),  # half of it before
+            Slice("nvme_read", "chunk 1 (b) weights", 2.25, 2.75, 1_000_000_000),
+            Slice("nvme_write", "chunk 0 (a) states", 3.5, 4.5, 1_000_000_000),  # half of it after
+            Slice(STALL, "chunk 1 (b)", 2.5, 2.5 + waited, 0, "nvme_read"),
+            Slice(STALL, "chunk 0 (a)", 1.75, 2.125, 0, "nvme_read"),
+            Slice(STALL, "chunk 0 (a)", 2.875, 3.0, 0, "h2d"),
         ],
     )
 
@@ -476,36 +476,36 @@ def test_shares_by_hand():
     assert (report["world"], report["steps"]) == (1, [3, 4])
     assert report["step_seconds"] == {"median": 1.0, "least": 1.0, "most": 1.0}
     assert lanes[COMPUTE]["busy_share"] == 0.75
-    assert lanes["nc"]["busy_share"] == 0.375  # 2.0 to 2.75
-    assert lanes["nc"]["bytes_per_step"] == 1_000_000_000
-    assert lanes["nc"]["gbps"] == pytest.approx(2.0 / 0.75)
-    assert lanes["nc"]["waited_share"] == 0.1875  # 2.0 to 2.125, 2.5 to 2.75
-    assert lanes["cn"] | {"worst": None} == {
+    assert lanes["nvme_read"]["busy_share"] == 0.375  # 2.0 to 2.75
+    assert lanes["nvme_read"]["bytes_per_step"] == 1_000_000_000
+    assert lanes["nvme_read"]["gbps"] == pytest.approx(2.0 / 0.75)
+    assert lanes["nvme_read"]["waited_share"] == 0.1875  # 2.0 to 2.125, 2.5 to 2.75
+    assert lanes["nvme_write"] | {"worst": None} == {
         "busy_share": 0.25, "bytes_per_step": 250_000_000, "gbps": 1.0, "waited_share": 0.0, "worst": None,
     }  # fmt: skip
-    assert (lanes["cg"]["waited_share"], lanes[STALL]["waited_share"]) == (0.0625, 0.25)
+    assert (lanes["h2d"]["waited_share"], lanes[STALL]["waited_share"]) == (0.0625, 0.25)
     assert [(wait["link"], wait["name"], wait["seconds"]) for wait in report["waits"]] == [
-        ("nc", "chunk 1 (b)", 0.25),
-        ("cg", "chunk 0 (a)", 0.125),
-        ("nc", "chunk 0 (a)", 0.125),
+        ("nvme_read", "chunk 1 (b)", 0.25),
+        ("h2d", "chunk 0 (a)", 0.125),
+        ("nvme_read", "chunk 0 (a)", 0.125),
     ]
 
 
 def test_the_mean_and_the_worst_of_ranks(tmp_path, capsys):
     ranks = [literal(0), literal(1, waited=0.375)]
     lanes = breakdown(ranks)["lanes"]
-    assert lanes["nc"]["waited_share"] == (0.1875 + 0.25) / 2
-    assert lanes["nc"]["worst"] == {"rank": 1, "waited_share": 0.25}
+    assert lanes["nvme_read"]["waited_share"] == (0.1875 + 0.25) / 2
+    assert lanes["nvme_read"]["worst"] == {"rank": 1, "waited_share": 0.25}
     write_trace(tmp_path / "trace.json", ranks)
     assert main(["trace", str(tmp_path / "trace.json"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [rank["lanes"]["nc"]["waited_share"] for rank in report["ranks"]] == [0.1875, 0.25]
+    assert [rank["lanes"]["nvme_read"]["waited_share"] for rank in report["ranks"]] == [0.1875, 0.25]
     assert main(["trace", str(tmp_path / "trace.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "steps 3 to 4, mean of 2 ranks: 1.0000 s a step (median; 1.0000 to 1.0000)"
-    [row] = [line.split() for line in lines if line.startswith("NVMe reads (nc) ")]
-    assert row[3:] == ["37.5%", "953.7", "MiB", "2.67", "21.9%", "25.0%", "(rank", "1)"]
-    assert [line for line in lines if line.startswith("NVMe reads (nc): chunk 1 (b) ")][0].split()[-3:] == ["156.25", "ms", "15.6%"]
+    [row] = [line.split() for line in lines if line.startswith("nvme_read ")]
+    assert row[1:] == ["37.5%", "953.7", "MiB", "2.67", "21.9%", "25.0%", "(rank", "1)"]
+    assert [line for line in lines if line.startswith("nvme_read: chunk 1 (b) ")][0].split()[-3:] == ["156.25", "ms", "15.6%"]
 
 
 def test_a_short_trace_is_shown_with_its_warm_up():
@@ -544,6 +544,6 @@ def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path, capsys, text, exp
 
 
 def test_lanes_are_shown_in_their_order():
-    assert list(LANES) == [STEP, COMPUTE, STALL, "gg", "cg", "nc", "update", "rs", "gc", "cn"]
+    assert list(LANES) == [STEP, COMPUTE, STALL, "all_gather", "h2d", "nvme_read", "update", "reduce_scatter", "d2h", "nvme_write"]
     assert set(LINKS) < set(LANES)
     assert infinity.save_trace is save_trace

@@ -205,7 +205,7 @@ def settings(folder, weights_nbytes, share=SHARE, **changes):
     tiles = {"tile_above": None} if HAS_TILES else {}  # layers are small enough as they are
     options = {"device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 128, "host_memory": "32MiB"}
     budget = int(share * weights_nbytes)
-    return infinity.Config(nvme=folder, device_memory=budget, **options | NVME | tiles | changes)
+    return infinity.Config(swap_dirs=folder, device_memory=budget, **options | NVME | tiles | changes)
 
 
 def nbytes_of(model):
@@ -283,7 +283,7 @@ def table(request):
         for name, stats, difference in TABLE:
             weights_nbytes = 4 * stats["num_parameters"]
             budget, peak = (stats[key] / weights_nbytes for key in ("device_budget_nbytes", "peak_device_nbytes"))
-            sizes = f"{stats['num_parameters']:11,}{stats['state_nbytes']:13,}{budget:8.1%}{peak:7.1%}"
+            sizes = f"{stats['num_parameters']:11,}{stats['model_state_nbytes']:13,}{budget:8.1%}{peak:7.1%}"
             print(f"{name:28}{sizes}   {difference:.1e} to torch.optim.AdamW, 0 to the same arithmetic")
 
 
@@ -404,7 +404,7 @@ def train_share(name, folder):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(total(loss.item()))
-        return losses, engine.stats()["num_plans"]
+        return losses, engine.stats()["num_prefetch_plans"]
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ VOCAB, LENGTH = 61, 12
 
 
 def config(folder, **changes):
-    places = {"nvme": folder, "dtype": "fp32", "device": "cpu", "weights": "nvme", "states": "nvme"}
+    places = {"swap_dirs": folder, "dtype": "fp32", "device": "cpu", "param_tier": "nvme", "optimizer_state_tier": "nvme"}
     return infinity.Config(**places | {"host_memory": "64MiB", "device_memory": "16MiB"} | changes)
 
 
@@ -168,7 +168,7 @@ def test_statistics_are_logged_by_the_loggers_of_the_trainer(tmp_path):
     strategy = EngineStrategy(config(tmp_path, residency="none"))
     fit(tmp_path, strategy, logger=logger, callbacks=[LogStats()], enable_checkpointing=False, log_every_n_steps=1, max_epochs=1)
     with open(tmp_path / "lightning_logs" / "version_0" / "metrics.csv") as file:
-        read = [float(row["infinity/links/nc/nbytes"]) for row in csv.DictReader(file) if row["infinity/links/nc/nbytes"]]
+        read = [float(row["infinity/links/nvme_read/nbytes"]) for row in csv.DictReader(file) if row["infinity/links/nvme_read/nbytes"]]
     assert len(read) > 2 and read == sorted(read) and read[-1] > read[0] > 0
 
 

@@ -131,7 +131,7 @@ def test_statistics_are_logged_a_line_a_step(tmp_path):
     trainer.train()
     steps = [logs for logs in seen if "loss" in logs]
     assert len(steps) == 4 and all(isinstance(value, (int, float)) for value in steps[1].values())
-    assert steps[3]["infinity/links/nc/nbytes"] > steps[0]["infinity/links/nc/nbytes"] > 0  # what a step reads, another may have asked for
+    assert steps[3]["infinity/links/nvme_read/nbytes"] > steps[0]["infinity/links/nvme_read/nbytes"] > 0  # what a step reads, another may have asked for
     assert steps[1]["infinity/device_nbytes"] >= 0 and "infinity/loss_scale" not in steps[1]
 
 

@@ -38,7 +38,7 @@ def words(count, length, seed):
 
 
 def engine_config(folder, **changes):
-    places = {"nvme": folder, "dtype": "fp32", "device": "cpu", "weights": "nvme", "states": "nvme"}
+    places = {"swap_dirs": folder, "dtype": "fp32", "device": "cpu", "param_tier": "nvme", "optimizer_state_tier": "nvme"}
     return infinity.Config(**places | {"host_memory": "64MiB", "device_memory": "16MiB"} | changes)
 
 

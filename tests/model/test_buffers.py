@@ -21,7 +21,7 @@ class Convolutions(nn.Sequential):
 
 
 def config_of(directory, dtype):
-    return infinity.Config(nvme=directory, device="cpu", dtype=dtype, chunk_mib=1 / 512, host_memory="64MiB", **NVME)
+    return infinity.Config(swap_dirs=directory, device="cpu", dtype=dtype, chunk_mib=1 / 512, host_memory="64MiB", **NVME)
 
 
 def train(model, dtype, steps=3):

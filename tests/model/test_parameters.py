@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LEAST = "the least"  # device memory that is enough
 PLACES = {
-    "device": {"weights": "device", "states": "device", "residency": "auto", "device_memory": "auto"},
-    "host": {"weights": "host", "states": "host", "residency": "auto", "device_memory": "auto"},
+    "device": {"param_tier": "device", "optimizer_state_tier": "device", "residency": "auto", "device_memory": "auto"},
+    "host": {"param_tier": "host", "optimizer_state_tier": "host", "residency": "auto", "device_memory": "auto"},
     "nvme": NVME | {"device_memory": "auto"},
     "tight": NVME | {"device_memory": "8KiB"},
 }
@@ -514,7 +514,7 @@ def test_a_tie_made_between_offload_and_the_optimizer(tmp_path):
     reference = ReferenceAdamW(reference_model.parameters(), lr=1e-2)
     torch.manual_seed(0)
     model = mlp()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **NVME)) as engine:
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **NVME)) as engine:
         tie(model)
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         for step in range(4):
@@ -531,7 +531,7 @@ def test_parameters_that_thaw_before_the_optimizer_is_made_are_trained(tmp_path)
     reference_model, reference = plain(edited)
     torch.manual_seed(0)
     model = half_frozen()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **NVME)) as engine:
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **NVME)) as engine:
         model.requires_grad_(True)
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
@@ -645,7 +645,7 @@ def test_gathered_parameters_are_read_as_in_plain_pytorch(tmp_path):
 def test_initialisers_between_construction_and_the_optimizer(inside, tmp_path):
     """After `infinity.init` or `infinity.offload`, before the optimizer: parameters are whole yet (if init's window holds them)."""
     reference_model, _ = plain(mlp)
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **NVME)
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **NVME)
     torch.manual_seed(0)
     if inside:
         with infinity.init(config):
@@ -683,13 +683,13 @@ def test_parameters_that_are_home_are_changed_in_place(change, tmp_path):
 
     for place in ("device", "host"):
         (tmp_path / place).mkdir()
-        config = {"weights": "device", "states": place, "residency": "auto"}
+        config = {"param_tier": "device", "optimizer_state_tier": place, "residency": "auto"}
         train_both(mlp, tmp_path / place, edit=edit, device_memory="auto", **config)
 
 
 def test_a_layer_is_copied_before_the_start(tmp_path):
     model = mlp()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME)):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME)):
         twin = copy.deepcopy(model.layers[0])
         assert torch.equal(twin.weight, model.layers[0].weight)
         infinity.AdamW(model.parameters())
@@ -1007,7 +1007,7 @@ def test_the_type_and_place_that_they_have_change_nothing(place, tmp_path):
 @pytest.mark.parametrize("started", [False, True])
 def test_an_optimizer_of_torchs_alone_is_refused(started, tmp_path):
     model = mlp()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME)):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME)):
         if started:
             with torch.no_grad():
                 model(inputs(model, 0))
@@ -1022,7 +1022,7 @@ def test_a_module_added_before_the_optimizer_is_made_is_taken(tmp_path):
     expected_model, expected = plain(mlp)
     add_module(expected_model)
     model = plain(mlp)[0]
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME)) as engine:
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME)) as engine:
         add_module(model)
         model.load_state_dict(expected_model.state_dict())
         optimizer, expected = infinity.AdamW(model.parameters(), lr=1e-2), ReferenceAdamW(expected_model.parameters(), lr=1e-2)
@@ -1033,7 +1033,7 @@ def test_a_module_added_before_the_optimizer_is_made_is_taken(tmp_path):
 
 
 def test_a_module_made_of_values_that_are_away_is_refused(tmp_path):
-    with infinity.init(infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME), window=0):
+    with infinity.init(infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME), window=0):
         model = mlp()
     with infinity.engine_of(model):
         model.layers.append(copied := nn.Linear(H, H))
@@ -1045,7 +1045,7 @@ def test_a_module_made_of_values_that_are_away_is_refused(tmp_path):
 
 def test_a_module_added_after_the_start_is_refused(tmp_path):
     model = mlp()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME)):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME)):
         with torch.no_grad():
             model(inputs(model, 0))
         add_module(model)
@@ -1063,7 +1063,7 @@ def test_parameters_for_the_optimizer_after_the_start_are_refused(tmp_path):
 def test_lazy_modules_that_no_pass_has_made_whole_are_refused(tmp_path):
     model = nn.Sequential(nn.LazyLinear(H), nn.Linear(H, H))
     with pytest.raises(ValueError, match="uninitialized parameter.*Call `forward` with a dummy batch"):
-        infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME))
+        infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME))
 
 
 # Two ranks
@@ -1163,14 +1163,14 @@ def test_a_parent_may_cast_the_weight_of_a_child(cast, tmp_path):
         loss.backward()
         return loss.item()
 
-    config = infinity.Config(nvme=tmp_path, device="cpu", host_memory="64MiB", weights="nvme", states="nvme", residency="none")
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", host_memory="64MiB", param_tier="nvme", optimizer_state_tier="nvme", residency="none")
     ours = run(lambda model: infinity.offload(model, config) and infinity.AdamW(model.parameters(), lr=1e-3))
     assert ours == run(lambda model: None)
 
 
 def test_a_cast_outside_of_forward_names_the_configuration(tmp_path):
     model = nn.Linear(16, 4)
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32")):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")):
         infinity.AdamW(model.parameters())
         with pytest.raises(UsageError, match="Choose these with infinity.Config"):
             model.weight.half()

@@ -145,7 +145,7 @@ def built_inside(make, config):
 @pytest.mark.parametrize("taken", [offloaded, built_inside])
 @pytest.mark.parametrize("way", [*ONE_PARAMETER, *SHARED, *STALE], ids=lambda way: way.__name__)
 def test_shared_memory_is_refused_with_a_line_that_helps(way, taken, tmp_path):
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", weights="nvme", states="nvme", residency="none", host_memory="64MiB")
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", param_tier="nvme", optimizer_state_tier="nvme", residency="none", host_memory="64MiB")
     torch.manual_seed(0)
     with pytest.raises(ConfigError) as refusal:
         taken(tied(way), config)
@@ -170,7 +170,7 @@ def test_shared_memory_is_refused_with_a_line_that_helps(way, taken, tmp_path):
 def test_a_model_that_was_refused_is_as_it_was_and_is_taken_once_it_is_mended(tmp_path):
     model = tied(by_data)()
     names = {name: id(param) for name, param in model.named_parameters()}
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", tile_above=1024)
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", tile_above=1024)
     with pytest.raises(ConfigError, match="two parameters in the same memory"):
         infinity.offload(model, config)
     assert {name: id(param) for name, param in model.named_parameters()} == names
@@ -181,7 +181,7 @@ def test_a_model_that_was_refused_is_as_it_was_and_is_taken_once_it_is_mended(tm
 
 def test_sharing_that_begins_after_the_engine_was_made_is_refused_at_its_start(tmp_path):
     model = tied(lambda self: None)()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32")):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")):
         model.head.weight.data = model.embedding.weight.data
         with pytest.raises(ConfigError, match="embedding.weight and head.weight"):
             infinity.AdamW(model.parameters())
@@ -220,7 +220,7 @@ def made(dim, whole):
 @pytest.mark.parametrize("taken", [offloaded, built_inside])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parameters_cut_from_one_tensor_train_to_the_bits_of_parameters_of_their_own(dim, taken, update, tmp_path):
-    config = dict(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, weights="nvme", states="nvme", residency="none")
+    config = dict(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, param_tier="nvme", optimizer_state_tier="nvme", residency="none")
     config = infinity.Config(**config, host_memory="64MiB", update=update)
     expected_model, reference = plain(lambda: made(dim, whole=False), options={"lr": 0.1})
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from infinity.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # of conftest.py
 
-PLACES = {"nvme": NVME, "resident": {}, "host": {"weights": "host", "states": "host"}}
+PLACES = {"nvme": NVME, "resident": {}, "host": {"param_tier": "host", "optimizer_state_tier": "host"}}
 
 
 def backward(model, step=0):
@@ -133,7 +133,7 @@ def test_loaded_values_are_trained_on(place, when, assign, tmp_path):
     torch.manual_seed(0)
     model = mlp()
     params = list(model.parameters())
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **PLACES[place])
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **PLACES[place])
     with infinity.offload(model, config) as engine:
         if when == "before the optimizer":
             assert str(model.load_state_dict(other(), assign=assign)) == "<All keys matched successfully>"
@@ -296,7 +296,7 @@ def test_thawed_parameters_that_have_no_states_are_refused(tmp_path):
 @pytest.mark.parametrize("how", ["data", "vector"])
 def test_values_put_in_the_place_of_others_are_kept(how, tmp_path):
     reference_model, reference = plain(mlp)
-    with training(mlp, tmp_path, weights="device", states="host") as (model, engine, optimizer):
+    with training(mlp, tmp_path, param_tier="device", optimizer_state_tier="host") as (model, engine, optimizer):
         for m, o in ((reference_model, reference), (model, optimizer)):
             one_step(m, o)
             with torch.no_grad():
@@ -331,7 +331,7 @@ def test_a_weight_written_in_forward_is_kept(through, dtype, place, tmp_path):
         model.run = run
         return cast(model, dtype)
 
-    places = {"weights": place, "states": place, "residency": "auto"}
+    places = {"param_tier": place, "optimizer_state_tier": place, "residency": "auto"}
     reference_model, reference = plain(make, dtype=dtype)
     with training(make, tmp_path, dtype=dtype, **places) as (model, engine, optimizer):
         for step in range(3):
@@ -414,7 +414,7 @@ def test_optimizers_take_all_parameters_of_a_model_whatever_their_kind(tmp_path)
 @pytest.mark.parametrize("started", [False, True])
 def test_a_model_is_not_copied(started, tmp_path):
     model = mlp()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME)):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME)):
         if started:
             one_step(model, infinity.AdamW(model.parameters()))
         with pytest.raises(UsageError, match="cannot be copied or pickled"):
@@ -426,7 +426,7 @@ def test_a_model_is_not_copied(started, tmp_path):
 @pytest.mark.parametrize("place", ["device", "host", "nvme"])
 def test_what_a_failed_backward_pass_held_is_free_once_its_graph_is_gone(place, then, dtype, master, tmp_path):
     """A value that is loaded as it was keeps its master, wherever that is."""
-    places = {"weights": place, "states": place, "trace": True, "dtype": dtype, "update": "deferred"}
+    places = {"param_tier": place, "optimizer_state_tier": place, "trace": True, "dtype": dtype, "update": "deferred"}
     with training(lambda: cast(mlp(), dtype), tmp_path / "swap", **places) as (model, engine, optimizer):
         one_step(model, optimizer)
         before = helpers.states_of(engine, model)

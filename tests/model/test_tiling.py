@@ -602,7 +602,7 @@ TILINGS = {  # configuration, number of tiles of each large layer
 @pytest.mark.parametrize("built", ["init", "offload"])
 def test_a_layer_larger_than_the_device_trains_as_in_plain_pytorch(built, tiling, options, tmp_path):
     changes, num_tiles = TILINGS[tiling]
-    config = {"nvme": tmp_path, "device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 64} | NVME | changes
+    config = {"swap_dirs": tmp_path, "device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 64} | NVME | changes
     config = infinity.Config(**config)
     assert config.device_memory < 2 * LAYER_NBYTES
     torch.manual_seed(0)
@@ -639,7 +639,7 @@ def test_layers_tiled_at_the_end_of_init_have_the_values_of_a_plain_construction
     expected = [make() for _ in range(2)]
     drawn = torch.rand(3)
     torch.manual_seed(0)
-    with infinity.init(infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", tile_above="64KiB"), window=window):
+    with infinity.init(infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", tile_above="64KiB"), window=window):
         models = [make() for _ in range(2)]
         assert torch.equal(torch.rand(3), drawn)
         whole = weakref.ref(models[0].head.weight)
@@ -658,7 +658,7 @@ def test_auto_cuts_what_takes_with_its_gradient_more_than_seven_eighths_of_the_d
     fits = LAYER_NBYTES * 16 // 7 + 1
     for budget, num_tiles in ((fits, 0), (fits - 1, 4), (512 << 10, 8), ((512 << 10) - 1, 0)):
         model = lookup()
-        config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", device_memory=budget)
+        config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", device_memory=budget)
         with infinity.offload(model, config):
             assert len(getattr(model.head, "tiles", ())) == num_tiles, budget
 
@@ -700,7 +700,7 @@ def test_the_gradient_of_a_tile_leaves_before_the_next_is_made(tmp_path, monkeyp
         trace, moved = [], engine.events.moved
 
         def note(link, what, *more):
-            if link == "gc":
+            if link == "d2h":
                 trace.append(("left", what))
             moved(link, what, *more)
 
@@ -716,7 +716,7 @@ def test_the_gradient_of_a_tile_leaves_before_the_next_is_made(tmp_path, monkeyp
 @on_gpu
 @pytest.mark.parametrize("options", [{"tie": True}, {"head_loss": True}], ids=str)
 def test_a_layer_larger_than_the_gpus_share_trains_as_in_plain_pytorch(options, tmp_path):
-    config = {"nvme": tmp_path, "device": "cuda", "dtype": "fp32", "chunk_mib": 1 / 64, "device_memory": "512KiB"}
+    config = {"swap_dirs": tmp_path, "device": "cuda", "dtype": "fp32", "chunk_mib": 1 / 64, "device_memory": "512KiB"}
     config = infinity.Config(**config | NVME)
     torch.manual_seed(0)
     with infinity.init(config, window=0):
@@ -754,7 +754,7 @@ def test_the_gpus_own_peak_falls_with_the_tiles(factor, tmp_path):
 
 def train_rank(folder, built, changes, options):
     """What each rank runs: losses and the number of tiles."""
-    config = infinity.Config(**{"nvme": folder, "device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 64} | NVME | changes)
+    config = infinity.Config(**{"swap_dirs": folder, "device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 64} | NVME | changes)
     torch.manual_seed(0)
     if built == "init":
         with infinity.init(config, window=0):

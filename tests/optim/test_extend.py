@@ -71,7 +71,7 @@ def test_rmsprop_refuses_what_its_rule_refuses(tmp_path):
             pass
 
 
-PLACES = {"host": {"weights": "host", "states": "host", "residency": "none"}, "nvme": NVME, "auto": {}, "coded": NVME | {"compression": "on"}}
+PLACES = {"host": {"param_tier": "host", "optimizer_state_tier": "host", "residency": "none"}, "nvme": NVME, "auto": {}, "coded": NVME | {"compression": "on"}}
 
 
 @pytest.mark.parametrize("update", ["backward", "deferred"])
@@ -131,7 +131,7 @@ def test_values_that_the_program_writes_are_coded(tmp_path):
 
 def test_a_coded_format_has_no_home_on_the_device(tmp_path):
     with pytest.raises(infinity.ConfigError, match="coded weights live in host memory or on NVMe"):
-        with training(gpt, tmp_path, dtype=DTYPE, weights="device", states="device"):
+        with training(gpt, tmp_path, dtype=DTYPE, param_tier="device", optimizer_state_tier="device"):
             pass
 
 

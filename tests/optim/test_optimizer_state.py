@@ -155,7 +155,7 @@ def test_a_dtensor_is_refused_by_name_before_anything_is_made(tmp_path, alone):
     plain = model[1].weight
     mesh = init_device_mesh("cpu", (1,))
     model[1].weight = nn.Parameter(distribute_tensor(plain.detach(), mesh, [Replicate()]))
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32")
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")
     with pytest.raises(ConfigError, match="1.weight is a DTensor, .* give the plain model, without fully_shard or distribute_tensor"):
         infinity.offload(model, config)
     model[1].weight = plain
@@ -174,7 +174,7 @@ class Tied(nn.Module):
 
 def test_tied_names_are_one_tensor_in_a_state_dict(tmp_path):
     model = Tied()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME)):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME)):
         found, again = model.state_dict(), model.state_dict()
         assert found["token.weight"] is found["head.weight"]
         assert again["token.weight"].data_ptr() != found["token.weight"].data_ptr(), "of another call, which may be kept beside it"
@@ -186,7 +186,7 @@ def test_tied_names_are_one_tensor_in_a_state_dict(tmp_path):
 def test_tied_tiled_layers_are_one_tensor_in_a_state_dict(tmp_path):
     model = Tied()
     expected = model.token.weight.detach().clone()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", tile_above=1024, **NVME)):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", tile_above=1024, **NVME)):
         assert len(list(model.parameters())) > 1
         found = model.state_dict()
         assert list(found) == ["token.weight", "head.weight"] and found["token.weight"] is found["head.weight"]
@@ -198,7 +198,7 @@ def test_save_pretrained_writes_a_tied_head_once(tmp_path):
     config = transformers.GPT2Config(vocab_size=96, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(tmp_path / "plain")
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", **NVME)):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME)):
         model.save_pretrained(tmp_path / "ours")
     names = []
     for folder in ("plain", "ours"):

@@ -19,8 +19,8 @@ from infinity.optim.loss_scale import LossScale
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PLACES = {
-    "device": {"weights": "device", "states": "device"},
-    "host": {"weights": "host", "states": "host"},
+    "device": {"param_tier": "device", "optimizer_state_tier": "device"},
+    "host": {"param_tier": "host", "optimizer_state_tier": "host"},
     "nvme": NVME,
     "nvme, small chunks": NVME | {"chunk_mib": 1 / 256},
     "nvme, large chunks": NVME | {"chunk_mib": 1},
@@ -208,7 +208,7 @@ def test_a_norm_that_is_no_number_makes_every_gradient_none(tmp_path):
             optimizer.step()
             results.append([p.detach() for p in model.parameters()])
         else:
-            config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, host_memory="64MiB")
+            config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, host_memory="64MiB")
             with infinity.offload(model, config) as engine:
                 optimizer = infinity.SGD(model.parameters(), lr=1.0, max_grad_norm=1.0)
                 backward()
@@ -217,7 +217,7 @@ def test_a_norm_that_is_no_number_makes_every_gradient_none(tmp_path):
     assert all(torch.equal(a.isnan(), b.isnan()) and a.isnan().all() for a, b in zip(*results, strict=True))
 
 
-FP16, BF16_MOMENTS = {"dtype": "fp16"}, {"dtype": "bf16", "moments": "bf16"}
+FP16, BF16_MOMENTS = {"dtype": "fp16"}, {"dtype": "bf16", "optimizer_state_dtype": "bf16"}
 RULES = [  # by default each precision and each rule
     *((infinity.AdamW, FP16), (infinity.SGD, BF16_MOMENTS), (infinity.Lion, FP16)),
     *(pytest.param(*case, marks=pytest.mark.long) for case in ((infinity.AdamW, BF16_MOMENTS), (infinity.SGD, FP16), (infinity.Lion, BF16_MOMENTS))),
@@ -284,7 +284,7 @@ def test_the_variance_in_bf16_stays_unbiased_over_many_steps(steps, tmp_path):
         def forward(self, x):
             return (self.weight * x).sum()
 
-    config = {"dtype": "bf16", "moments": "bf16", "weights": "host", "states": "host"}
+    config = {"dtype": "bf16", "optimizer_state_dtype": "bf16", "param_tier": "host", "optimizer_state_tier": "host"}
     with training(Scale, tmp_path, options={"lr": 0.0}, **config) as (model, engine, optimizer):
         generator = torch.Generator().manual_seed(0)
         exact = torch.zeros(512, dtype=torch.float64)
@@ -303,7 +303,7 @@ def test_the_variance_in_bf16_stays_unbiased_over_many_steps(steps, tmp_path):
 def test_records_with_bf16_moments_hold_and_move_8_bytes_a_parameter_and_a_third_less_with_late_moments(compression, expected, tmp_path):
     from test_engine import traffic, traffic_gpt
 
-    read, written, _ = traffic(traffic_gpt, tmp_path, update="backward", moments="bf16", compression=compression)
+    read, written, _ = traffic(traffic_gpt, tmp_path, update="backward", optimizer_state_dtype="bf16", compression=compression)
     assert read == pytest.approx(10.0, rel=0.03)
     assert written == pytest.approx(expected, rel=0.03)
 

@@ -131,13 +131,13 @@ def test_an_update_that_is_not_elementwise_is_refused(tmp_path):
     for rule, defaults in ((Normalised, {}), (Capped, {}), (Voting, {}), (Sometimes, {"normalise": 0.0})):
         model = tiny_gpt()
         first, *rest = model.parameters()
-        with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu")), pytest.raises(ValueError, match="is not elementwise: .*LAMB, Muon"):
+        with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu")), pytest.raises(ValueError, match="is not elementwise: .*LAMB, Muon"):
             infinity.Elementwise([{"params": rest}, {"params": [first]} | ({"normalise": 1.0} if defaults else {})], rule(), {"lr": 1e-2} | defaults)
 
 
 def refused(rule, message, directory, **defaults):
     model = tiny_gpt()
-    with infinity.offload(model, infinity.Config(nvme=directory, device="cpu")), pytest.raises(infinity.ConfigError, match=message):
+    with infinity.offload(model, infinity.Config(swap_dirs=directory, device="cpu")), pytest.raises(infinity.ConfigError, match=message):
         infinity.Elementwise(model.parameters(), rule, {"lr": 1e-2} | defaults)
 
 
@@ -228,7 +228,7 @@ def test_each_moment_draws_bits_of_its_own():
 def test_momentum_of_a_group_is_that_of_torch_optim_or_refused(tmp_path):
     refused_message = "momentum=0.9: the records were made without momentum"
     model = tiny_gpt()
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu")), pytest.raises(infinity.ConfigError, match=refused_message):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu")), pytest.raises(infinity.ConfigError, match=refused_message):
         infinity.SGD([{"params": model.parameters(), "momentum": 0.9}], lr=0.1)
     groups = lambda model: [{"params": list(model.parameters())[::2], "momentum": 0.0}, {"params": list(model.parameters())[1::2]}]
     options = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}

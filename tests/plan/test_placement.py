@@ -199,7 +199,7 @@ def test_weights_on_the_device_need_room_for_all_of_them():
 
 
 def test_states_on_the_device_need_room_for_everything():
-    with pytest.raises(BudgetError, match="states='device' needs .* Raise device_memory or choose states='host'") as error:
+    with pytest.raises(BudgetError, match="optimizer_state_tier='device' needs .* Raise device_memory or choose optimizer_state_tier='host'") as error:
         placed(states="device", device_budget=100 << 10)
     assert placed(states="device", device_budget=needed(error)).homes[STATES] == (DEVICE,) * NUM
 
@@ -493,8 +493,8 @@ def test_sizes_to_choose_from_divide_over_the_ranks_and_make_few_chunks(num, wor
 def chosen(directory, num=40, size=300, **config):
     """(elements of a chunk, chunks) that the engine chooses for a model of equal layers."""
     model = nn.Sequential(*(nn.Linear(size, size) for _ in range(num)))
-    config = {"weights": "nvme", "states": "nvme", "device_memory": "64MiB", "host_memory": "256MiB"} | config
-    with infinity.offload(model, infinity.Config(nvme=directory, device="cpu", dtype="bf16", **config)) as engine:
+    config = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "device_memory": "64MiB", "host_memory": "256MiB"} | config
+    with infinity.offload(model, infinity.Config(swap_dirs=directory, device="cpu", dtype="bf16", **config)) as engine:
         infinity.AdamW(model.parameters())
         return engine.layout.chunk_numel, len(engine.layout.chunks)
 
@@ -534,14 +534,14 @@ def test_what_no_size_fits_is_refused_with_the_need_of_the_smallest(tmp_path):
 # ---- the engine holds what was planned ----
 
 MODES = [
-    {"weights": "nvme", "states": "nvme", "residency": "none"},
-    {"weights": "nvme", "states": "nvme"},
-    {"weights": "host", "states": "nvme"},
-    {"weights": "nvme", "states": "host"},
-    {"weights": "host", "states": "host"},
-    {"weights": "device", "states": "nvme"},
-    {"weights": "device", "states": "host"},
-    {"weights": "device", "states": "device"},
+    {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"},
+    {"param_tier": "nvme", "optimizer_state_tier": "nvme"},
+    {"param_tier": "host", "optimizer_state_tier": "nvme"},
+    {"param_tier": "nvme", "optimizer_state_tier": "host"},
+    {"param_tier": "host", "optimizer_state_tier": "host"},
+    {"param_tier": "device", "optimizer_state_tier": "nvme"},
+    {"param_tier": "device", "optimizer_state_tier": "host"},
+    {"param_tier": "device", "optimizer_state_tier": "device"},
     {"host_memory": "600KiB", "device_memory": "400KiB"},
     {"host_memory": "1500KiB", "device_memory": "400KiB"},
     {},
@@ -553,7 +553,7 @@ MODES = [
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_the_engine_holds_what_was_planned(tmp_path, mode, update, accumulation_steps):
     budgets = {"host_memory": "16MiB", "device_memory": "2MiB", **mode}
-    config = infinity.Config(nvme=tmp_path, dtype="bf16", device="cpu", chunk_mib=1 / 64, update=update, **budgets)
+    config = infinity.Config(swap_dirs=tmp_path, dtype="bf16", device="cpu", chunk_mib=1 / 64, update=update, **budgets)
     with infinity.init(config):
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 16))
     adam = infinity.AdamW(model.parameters(), accumulation_steps=accumulation_steps)
@@ -567,7 +567,7 @@ def test_the_engine_holds_what_was_planned(tmp_path, mode, update, accumulation_
         engine.flush()
         stats, placement = engine.stats(), engine.placement
         assert placement.host_nbytes <= config.host_memory
-        assert placement.host_nbytes <= stats["host_arena_nbytes"] <= 1.02 * placement.host_nbytes + 4096 * 4
+        assert placement.host_nbytes <= stats["pinned_host_nbytes"] <= 1.02 * placement.host_nbytes + 4096 * 4
         assert stats["peak_device_nbytes"] <= config.device_memory
         if placement.homes[STATES][0] == DEVICE:
             spans = sum(span.nbytes for span in engine.registry.spans)

@@ -12,7 +12,7 @@ def test_tiers_are_in_order_the_fastest_first():
     assert TIERS == (DEVICE, HOST, NVME) and [tier.name for tier in TIERS] == ["device", "host", "nvme"]
 
 
-@pytest.mark.parametrize("field", ["weights", "states", "activations"])
+@pytest.mark.parametrize("field", ["param_tier", "optimizer_state_tier", "activation_tier"])
 def test_a_configuration_offers_every_tier(field):
     assert [choice_of(name) for name in CHOICES[field]] == [None, *TIERS]
 

@@ -270,7 +270,7 @@ def test_any_thread_pins_and_unpins_for_the_device_of_who_made_the_arena(monkeyp
 
 @on_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-@pytest.mark.parametrize("places", [{}, {"weights": "nvme", "states": "nvme"}], ids=str)
+@pytest.mark.parametrize("places", [{}, {"param_tier": "nvme", "optimizer_state_tier": "nvme"}], ids=str)
 def test_an_engine_has_no_context_on_another_device(places, tmp_path):
     program = f"""
 import torch, infinity

@@ -25,10 +25,10 @@ def defaults(dtype, device):
 
 
 PLACES = {
-    "host": {"weights": "host", "states": "host"},
-    "nvme": {"weights": "nvme", "states": "nvme", "host_memory": "320KiB"},
-    "device": {"weights": "device", "states": "device"},
-    "bf16 moments": {"dtype": "bf16", "moments": "bf16"},
+    "host": {"param_tier": "host", "optimizer_state_tier": "host"},
+    "nvme": {"param_tier": "nvme", "optimizer_state_tier": "nvme", "host_memory": "320KiB"},
+    "device": {"param_tier": "device", "optimizer_state_tier": "device"},
+    "bf16 moments": {"dtype": "bf16", "optimizer_state_dtype": "bf16"},
     "fp16": {"dtype": "fp16"},
 }
 

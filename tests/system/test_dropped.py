@@ -15,7 +15,7 @@ import infinity
 
 
 def config(directory, **changes):
-    return infinity.Config(nvme=directory, device="cpu", dtype="fp32", chunk_mib=1 / 256, host_memory="8MiB", verbose=False, **NVME | changes)
+    return infinity.Config(swap_dirs=directory, device="cpu", dtype="fp32", chunk_mib=1 / 256, host_memory="8MiB", verbose=False, **NVME | changes)
 
 
 def layers():
@@ -45,7 +45,7 @@ def test_threads_descriptors_and_files_of_dropped_engines_go(tmp_path, num_engin
     found = []
     for _ in range(num_engines):
         model = layers()
-        engine = infinity.offload(model, config(tmp_path, activations=activations))
+        engine = infinity.offload(model, config(tmp_path, activation_tier=activations))
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         loss = train(model, optimizer)
         del model  # the engine, the optimizer and the last graph are still there

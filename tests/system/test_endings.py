@@ -183,7 +183,7 @@ def program(
     if lingers and not rank:
         atexit.register(time.sleep, 2)  # before the engine's, so that the watch hears of the others' errors
     come_to("before")
-    places = {"nvme": folder, "weights": "nvme", "states": "nvme", "host_memory": "8MiB"}
+    places = {"swap_dirs": folder, "param_tier": "nvme", "optimizer_state_tier": "nvme", "host_memory": "8MiB"}
     config = infinity.Config(device="cpu", dtype="fp32", chunk_mib=1 / 64, verbose=False, **places)
     torch.manual_seed(0)
     with infinity.init(config):

@@ -20,7 +20,7 @@ TRAINING = """
     ctypes.CDLL(None).malloc_trim(0)
     base = resident_nbytes()  # PyTorch, and what it keeps for ops
     budgets = {"device_memory": device_mib << 20, "host_memory": host_mib << 20}
-    with infinity.init(infinity.Config(nvme=directory, device="cpu", weights="nvme", states="nvme", **budgets)):
+    with infinity.init(infinity.Config(swap_dirs=directory, device="cpu", param_tier="nvme", optimizer_state_tier="nvme", **budgets)):
         model = GPT(hidden, layers, 4, 256, 64)
     optimizer = infinity.AdamW(model.parameters())
     most = base + 1.15 * sum(budgets.values())
@@ -62,7 +62,7 @@ PASSES = """
 
     directory, width, host_mib, device_mib, most_mib, *depths = sys.argv[1], *map(int, sys.argv[2:])
     budgets = {"device_memory": device_mib << 20, "host_memory": host_mib << 20}
-    config = infinity.Config(nvme=directory, device="cpu", dtype="fp32", weights="nvme", states="nvme", residency="none", **budgets)
+    config = infinity.Config(swap_dirs=directory, device="cpu", dtype="fp32", param_tier="nvme", optimizer_state_tier="nvme", residency="none", **budgets)
     for depth in depths:
         with infinity.init(config):
             model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))

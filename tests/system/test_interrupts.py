@@ -14,8 +14,8 @@ SETTINGS = {
     "nvme": NVME | {"update": "deferred"},
     "compressed": NVME | {"update": "deferred", "compression": "on"},
     "some of it on nvme": {"update": "deferred", "host_memory": "40KiB", "device_memory": "24KiB"},
-    "activations": NVME | {"update": "deferred", "activations": "nvme"},
-    "host": {"update": "deferred", "weights": "host", "states": "host", "residency": "none"},
+    "activation_tier": NVME | {"update": "deferred", "activation_tier": "nvme"},
+    "host": {"update": "deferred", "param_tier": "host", "optimizer_state_tier": "host", "residency": "none"},
     "resident": {"update": "deferred"},
 }
 # Of PyTorch, which an interrupt there leaves switched, and what is called when something dies, where Python drops it.

@@ -210,7 +210,7 @@ def test_a_parameter_that_was_away_may_be_a_file_when_a_construction_ends(tmp_pa
     """The mode does not see that it is."""
     path = tmp_path / "weights.pt"
     torch.save(torch.rand(64, 64), path)
-    with infinity.init(infinity.Config(device="cpu", dtype="fp32", nvme=str(tmp_path)), window=0):
+    with infinity.init(infinity.Config(device="cpu", dtype="fp32", swap_dirs=str(tmp_path)), window=0):
         layer = torch.nn.Linear(64, 64)
         values = torch.load(path, mmap=True)
         with torch._C.DisableTorchFunction():
@@ -223,7 +223,7 @@ def test_a_file_is_read_while_a_model_is_built_of_it(tmp_path, asked):
     path = tmp_path / "weights.pt"
     torch.save(torch.nn.Linear(64, 64).state_dict(), path)
     nbytes = path.stat().st_size
-    with infinity.init(infinity.Config(device="cpu", nvme=str(tmp_path))):
+    with infinity.init(infinity.Config(device="cpu", swap_dirs=str(tmp_path))):
         layer = torch.nn.Linear(64, 64, device="meta")
         assert not asked
         layer.load_state_dict(torch.load(path, mmap=True), assign=True)

@@ -46,7 +46,7 @@ def lines(capsys, what="an update of chunk 3"):
 def test_a_step_of_ten_times_the_median_says_what_it_waits_for_once_a_minute(steps, clock, capsys):
     steps.begin()
     steps.events.stalled("update", 3, 0.0, 7.5)
-    steps.events.stalled("nc", 3, 0.0, 0.05)
+    steps.events.stalled("nvme_read", 3, 0.0, 0.05)
     clock[0] += 9.9
     assert lines(capsys) == []
     clock[0] += 0.2

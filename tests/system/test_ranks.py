@@ -38,7 +38,7 @@ from infinity.tiers.updates import Updater
 ROOT = Path(__file__).parents[2]
 SECONDS = 40  # after which ranks that do not answer are taken to hang
 KINDS = [(1, "weights"), (2, "states")]
-ON_NVME = {"weights": "nvme", "states": "nvme", "residency": "none", "chunk_mib": 1 / 64}
+ON_NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none", "chunk_mib": 1 / 64}
 
 
 class World:
@@ -159,7 +159,7 @@ def share(rows):
 
 
 def settings(folder, **changes):
-    options = {"nvme": folder, "dtype": "fp32", "device": "cpu", "host_memory": "16MiB", "device_memory": "4MiB", "trace": True}
+    options = {"swap_dirs": folder, "dtype": "fp32", "device": "cpu", "host_memory": "16MiB", "device_memory": "4MiB", "trace": True}
     return infinity.Config(**{**options, **changes})
 
 
@@ -220,11 +220,11 @@ def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, opt
             "norms": norms,
             "evaluations": evaluations,
             "states": states_of(engine, model),
-            "collectives": [(e.lane, e.what) for e in engine.events.trace if e.lane in ("gg", "rs")],
-            "reads": [e.what for e in engine.events.trace if e.lane == "nc"],
-            "copies": [e.what for e in engine.events.trace if e.lane == "cg"],
+            "collectives": [(e.lane, e.what) for e in engine.events.trace if e.lane in ("all_gather", "reduce_scatter")],
+            "reads": [e.what for e in engine.events.trace if e.lane == "nvme_read"],
+            "copies": [e.what for e in engine.events.trace if e.lane == "h2d"],
             "records": records,
-            "nbytes": {"read": engine.stats()["links"]["nc"]["nbytes"], "written": engine.stats()["nvme_write_nbytes"]},
+            "nbytes": {"read": engine.stats()["links"]["nvme_read"]["nbytes"], "written": engine.stats()["nvme_write_nbytes"]},
             "chunks": [(c.numel, c.used) for c in engine.layout.chunks],
             "num_plans": engine.stats()["num_plans"],
             "num_promoted": len(engine.device_budget.promoted),
@@ -371,16 +371,16 @@ def test_ranks_may_put_off_different_updates(worlds, tmp_path, micros):
 
 
 PLACEMENTS = [
-    {"weights": "nvme", "states": "nvme", "residency": "none"},
-    {"weights": "host", "states": "nvme"},
-    {"weights": "host", "states": "host"},
-    {"weights": "device", "states": "host"},
-    {"weights": "device", "states": "nvme"},
-    {"weights": "device", "states": "device"},
-    {"weights": "nvme", "states": "nvme", "device_memory": "400KiB", "compression": "on"},
-    {"weights": "nvme", "states": "nvme", "host_memory": "700KiB", "update": "backward"},
-    {"weights": "nvme", "states": "nvme", "chunk_mib": 1 / 256},
-    {"weights": "nvme", "states": "host", "chunk_mib": 1 / 32, "update": "deferred"},
+    {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"},
+    {"param_tier": "host", "optimizer_state_tier": "nvme"},
+    {"param_tier": "host", "optimizer_state_tier": "host"},
+    {"param_tier": "device", "optimizer_state_tier": "host"},
+    {"param_tier": "device", "optimizer_state_tier": "nvme"},
+    {"param_tier": "device", "optimizer_state_tier": "device"},
+    {"param_tier": "nvme", "optimizer_state_tier": "nvme", "device_memory": "400KiB", "compression": "on"},
+    {"param_tier": "nvme", "optimizer_state_tier": "nvme", "host_memory": "700KiB", "update": "backward"},
+    {"param_tier": "nvme", "optimizer_state_tier": "nvme", "chunk_mib": 1 / 256},
+    {"param_tier": "nvme", "optimizer_state_tier": "host", "chunk_mib": 1 / 32, "update": "deferred"},
     {"update": "backward"},
     {"device_memory": "600KiB"},
     {"device_memory": "640KiB", "host_memory": "700KiB", "update": "backward"},
@@ -428,7 +428,7 @@ def test_records_leave_the_device_on_all_ranks_when_one_of_them_needs_more(world
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_sums_of_gradients_stay_on_the_device_of_all_ranks_though_host_memory_has_room_for_those_of_one(worlds, tmp_path, update):
     """Shards differ a little, the last are the smallest. And what is sent with an update has all of the last pass."""
-    expected, *_ = worlds(2).run(keep_sums, tmp_path, update, weights="device", states="device")
+    expected, *_ = worlds(2).run(keep_sums, tmp_path, update, param_tier="device", optimizer_state_tier="device")
     first, last = worlds(2).run(keep_sums, tmp_path, update, device_memory="600KiB", host_memory="360KiB")
     differ = set(first[1][0]) ^ set(last[1][0])
     assert differ and first[1][1] == last[1][1], (first[1:], last[1:])
@@ -482,7 +482,7 @@ def test_every_rank_holds_and_reads_its_part_of_every_chunk(worlds, tmp_path, si
 def test_collectives_have_one_order_on_all_ranks(worlds, tmp_path):
     for size, update in ((2, "backward"), (2, "deferred"), (4, "backward")):
         found = worlds(size).run(train, tmp_path, checkpoint=True, update=update, **ON_NVME)
-        assert {lane for lane, _ in found[0]["collectives"]} == {"gg", "rs"}
+        assert {lane for lane, _ in found[0]["collectives"]} == {"all_gather", "reduce_scatter"}
         assert all(rank["collectives"] == found[0]["collectives"] for rank in found)
         assert all(rank["num_plans"] >= 1 for rank in found)
 
@@ -505,7 +505,7 @@ def train_branches(folder, bias_on, side_on, *, steps=4, **changes):
             adam.step()
             adam.zero_grad()
         values = {name: engine.read_state(p) for name, p in model.named_parameters()}
-        return {"values": values, "num_plans": engine.stats()["num_plans"]}
+        return {"values": values, "num_plans": engine.stats()["num_prefetch_plans"]}
 
 
 def branches_reference(bias_on, side_on, world, steps=4):
@@ -563,9 +563,9 @@ def built(folder):
 @pytest.mark.parametrize("moments", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_two_ranks_with_the_same_data_have_the_bits_of_one(worlds, tmp_path, moments, one_thread):
     """Gradients are twice as large and then halved, exactly: what is left is where elements lie, and what is drawn for them."""
-    changes = {"dtype": "bf16", "moments": moments}
+    changes = {"dtype": "bf16", "optimizer_state_dtype": moments}
     expected = twins(tmp_path, **changes)
-    for number, places in enumerate((ON_NVME, {"weights": "host", "states": "host", "chunk_mib": 1 / 16})):
+    for number, places in enumerate((ON_NVME, {"param_tier": "host", "optimizer_state_tier": "host", "chunk_mib": 1 / 16})):
         for found in worlds(2).run(twins, tmp_path, **changes, **places):
             assert found == expected, number
 
@@ -575,7 +575,7 @@ def test_two_ranks_with_the_same_data_have_the_bits_of_one(worlds, tmp_path, mom
 def test_parameters_are_frozen_for_some_steps(worlds, tmp_path, part, one_thread):
     """Also those in one chunk with others that train on."""
     expected = twins(tmp_path, frozen=part, update="deferred")
-    for number, places in enumerate((ON_NVME, {"chunk_mib": 1 / 16}, {"weights": "nvme", "states": "nvme"})):
+    for number, places in enumerate((ON_NVME, {"chunk_mib": 1 / 16}, {"param_tier": "nvme", "optimizer_state_tier": "nvme"})):
         for found in worlds(2).run(twins, tmp_path, frozen=part, **places):
             assert found == expected, number
 
@@ -700,7 +700,7 @@ def reserved(folder):
     """On one rank's node cores and drives would have it."""
     model = nn.Linear(64, 64)
     with mock.patch("infinity.engine.build.may_compress", lambda *_: dist.get_rank() == 0):
-        with infinity.offload(model, settings(folder, weights="nvme", states="nvme")) as engine:
+        with infinity.offload(model, settings(folder, param_tier="nvme", optimizer_state_tier="nvme")) as engine:
             infinity.AdamW(model.parameters())
             return engine.placement.compression_nbytes
 
@@ -712,7 +712,7 @@ def tiny(folder, frozen, compression):
         model[0].requires_grad_(False)
         model[1].weight.requires_grad_(False)
     losses = []
-    with infinity.offload(model, settings(folder, weights="nvme", states="nvme", compression=compression)):
+    with infinity.offload(model, settings(folder, param_tier="nvme", optimizer_state_tier="nvme", compression=compression)):
         adam = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         for _ in range(4):
             loss = model(torch.ones(4, 8)).square().mean()
@@ -878,7 +878,7 @@ def test_ranks_train_with_nccl_and_none_has_a_context_on_anothers_device(tmp_pat
         rank = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl")
-        with infinity.init(infinity.Config(nvme=sys.argv[1], dtype="fp32", chunk_mib=0.25, weights="nvme", states="nvme")):
+        with infinity.init(infinity.Config(swap_dirs=sys.argv[1], dtype="fp32", chunk_mib=0.25, param_tier="nvme", optimizer_state_tier="nvme")):
             model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)])
         adam = infinity.AdamW(model.parameters(), max_grad_norm=1.0)
         losses = []

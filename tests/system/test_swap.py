@@ -362,7 +362,7 @@ def test_few_descriptors_name_their_limit_and_more_of_them_help(tmp_path):
         import infinity
 
         warnings.simplefilter("error")
-        config = dict(device="cpu", dtype="fp32", chunk_mib=1 / 16, host_memory="64MiB", weights="nvme", states="nvme", residency="none")
+        config = dict(device="cpu", dtype="fp32", chunk_mib=1 / 16, host_memory="64MiB", param_tier="nvme", optimizer_state_tier="nvme", residency="none")
         torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()  # what torch opens once
 
         def make(limit):
@@ -370,7 +370,7 @@ def test_few_descriptors_name_their_limit_and_more_of_them_help(tmp_path):
             resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + limit, 4096))
             model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
             try:
-                infinity.offload(model, infinity.Config(nvme=sys.argv[1], **config)).close()
+                infinity.offload(model, infinity.Config(swap_dirs=sys.argv[1], **config)).close()
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
                 for fd in taken:
@@ -680,7 +680,7 @@ TERMINATED = """
     if sys.argv[2] == "own":
         signal.signal(signal.SIGTERM, lambda *_: print("own"))
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    config = infinity.Config(nvme=sys.argv[1], device="cpu", dtype="fp32", weights="nvme", states="nvme", residency="none", chunk_mib=0.25)
+    config = infinity.Config(swap_dirs=sys.argv[1], device="cpu", dtype="fp32", param_tier="nvme", optimizer_state_tier="nvme", residency="none", chunk_mib=0.25)
     engine = infinity.offload(model, config)
     optimizer = infinity.AdamW(model.parameters())
     print("begun", flush=True)

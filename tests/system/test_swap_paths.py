@@ -45,7 +45,7 @@ def test_directories_of_one_filesystem_are_one_remark(paths):
     (remark,) = shared_drives(paths)
     assert remark.text.startswith(f"swap directories {paths[0]}, {paths[1]} and {paths[2]} lie on one ")
     assert remark.text.endswith("they share its bandwidth and its free space")
-    assert remark.remedy == "name one directory a drive in `nvme`"
+    assert remark.remedy == "name one directory a drive in `swap_dirs`"
     assert shared_drives(paths[:1]) == []
 
 

@@ -562,7 +562,7 @@ def test_a_refusal_names_the_storage_and_the_budget(make):
         saved += save_many(activations, range(3), 5 * N)
     assert str(caught.value) == (
         "a saved activation of 320.0 KiB does not fit into what is left of host_memory for activations, 192.0 KiB. "
-        "Raise host_memory, or use activations='device'."
+        "Raise host_memory, or use activation_tier='device'."
     )
 
 
@@ -809,16 +809,16 @@ RUNS = {  # what is done, options of the optimizer, settings
     "graphs not used": (graphs_not_used, {}, {}),
     "interrupted": (interrupted, {}, {"update": "deferred"}),
     "side output": (side_output, {}, {}),
-    "weights on nvme": (plain_steps, {}, {"weights": "nvme", "states": "nvme", "residency": "none"}),
+    "weights on nvme": (plain_steps, {}, {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"}),
 }
 
 
 def results(make, directory, place, what=plain_steps, options=None, pages=PAGES, moves=True, **config):
     """What a run yields, and all states; the bytes moved."""
-    with no_hang(60), training(make, directory, options=options, activations=place, **config) as (model, engine, optimizer):
+    with no_hang(60), training(make, directory, options=options, activation_tier=place, **config) as (model, engine, optimizer):
         tighten(engine, pages)
         found = [tensor.detach().clone() for tensor in what(model, optimizer) if tensor is not None]
-        stats = engine.stats()["activations"]
+        stats = engine.stats()["activation_offload"]
         if place == "device":
             assert stats is None
         else:
@@ -876,10 +876,10 @@ def test_only_the_inputs_of_checkpointed_blocks_leave(tmp_path, everything_moves
             x = checkpoint(block, x, use_reentrant=use_reentrant)
         return x
 
-    with training(lambda: Model(build, run, (64, H)), tmp_path, activations="host") as (model, engine, optimizer):
+    with training(lambda: Model(build, run, (64, H)), tmp_path, activation_tier="host") as (model, engine, optimizer):
         x = torch.randn(64, H).requires_grad_()
         loss_of(model(x)).backward()
-        assert engine.stats()["activations"]["moved_nbytes"] == 7 * 64 * H * 4  # the newest stays on the device
+        assert engine.stats()["activation_offload"]["moved_nbytes"] == 7 * 64 * H * 4  # the newest stays on the device
         optimizer.step()
 
 
@@ -962,7 +962,7 @@ def test_an_activation_changed_in_place_raises_as_in_plain_pytorch(tmp_path, eve
     reference = ChangedLater(CHANGES[change], far)
     with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
         reference(torch.randn(3, H)).sum().backward()
-    with training(lambda: ChangedLater(CHANGES[change], far), tmp_path, activations=place, update="deferred") as (model, engine, optimizer):
+    with training(lambda: ChangedLater(CHANGES[change], far), tmp_path, activation_tier=place, update="deferred") as (model, engine, optimizer):
         tighten(engine)
         loss = model(torch.randn(3, H)).sum()
         with pytest.raises(RuntimeError, match="has been modified by an inplace operation: .* version 1; expected version 0"):
@@ -989,7 +989,7 @@ def test_a_change_between_two_saves_of_one_storage_is_no_error(tmp_path, everyth
 def test_tensors_are_on_nvme_while_the_backward_pass_needs_none_of_them(tmp_path):
     """The sizes add up, within host_memory."""
     make = lambda: nn.Sequential(*itertools.chain.from_iterable((nn.Linear(64, 64), nn.Tanh()) for _ in range(20)))
-    with training(make, tmp_path, activations="nvme", host_memory="4MiB") as (model, engine, optimizer):
+    with training(make, tmp_path, activation_tier="nvme", host_memory="4MiB") as (model, engine, optimizer):
         x = torch.randn(512, 64)
         for _ in range(3):
             loss = model(x).square().mean()
@@ -999,29 +999,29 @@ def test_tensors_are_on_nvme_while_the_backward_pass_needs_none_of_them(tmp_path
             optimizer.step()
             optimizer.zero_grad()
         stats = engine.stats()
-        assert stats["host_arena_nbytes"] <= 4 * MIB
-        assert stats["activations"]["nvme_nbytes"] == (21 - BEHIND) * 512 * 64 * 4
+        assert stats["pinned_host_nbytes"] <= 4 * MIB
+        assert stats["activation_offload"]["nvme_nbytes"] == (21 - BEHIND) * 512 * 64 * 4
 
 
 @pytest.mark.parametrize("place", [*PLACES, "auto"])
 def test_host_memory_that_weights_and_states_leave_is_for_activations(place, tmp_path):
     """A quarter of it, where these fill the rest; with them on NVMe most of it, so that nothing follows them there."""
     make = lambda: nn.Sequential(*itertools.chain.from_iterable((nn.Linear(64, 64), nn.Tanh()) for _ in range(20)))
-    places = {} if place == "auto" else {"weights": place, "states": place}
-    with training(make, tmp_path, activations="host", host_memory="6MiB", **places) as (model, engine, optimizer):
+    places = {} if place == "auto" else {"param_tier": place, "optimizer_state_tier": place}
+    with training(make, tmp_path, activation_tier="host", host_memory="6MiB", **places) as (model, engine, optimizer):
         others = engine.arena.nbytes
         for _ in range(2):
             model(torch.randn(768, 64)).square().mean().backward()  # 21 of 192 KiB are saved, and one or two are not sent
             optimizer.step()
             optimizer.zero_grad()
         stats = engine.stats()
-        assert stats["activations"]["host_peak_nbytes"] > 6 * MIB / 2 and stats["activations"]["nvme_nbytes"] == 0
-        assert stats["host_arena_nbytes"] == others + stats["activations"]["host_nbytes"] <= 6 * MIB
+        assert stats["activation_offload"]["host_peak_nbytes"] > 6 * MIB / 2 and stats["activation_offload"]["nvme_nbytes"] == 0
+        assert stats["pinned_host_nbytes"] == others + stats["activation_offload"]["host_nbytes"] <= 6 * MIB
 
 
 def test_room_that_is_too_small_is_refused_with_its_number(tmp_path):
     with training(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), tmp_path,
-                  activations="host", host_memory="1MiB") as (model, engine, optimizer):
+                  activation_tier="host", host_memory="1MiB") as (model, engine, optimizer):
         left = re.escape(format_bytes(MIB - engine.arena.nbytes))
         with pytest.raises(BudgetError, match=rf"activation of 2\.0 MiB does not fit into what is left .*, {left}\. Raise"):
             model(torch.randn(8192, 64)).sum()
@@ -1036,7 +1036,7 @@ def train_on_a_rank(folder, place):
     """Of one rank; module-level, as it is run by name in another process."""
     module.MIN_NBYTES = 1
     torch.manual_seed(0)
-    with infinity.init(test_ranks.settings(folder, activations=place, **test_ranks.ON_NVME)):
+    with infinity.init(test_ranks.settings(folder, activation_tier=place, **test_ranks.ON_NVME)):
         model = test_ranks.gpt()
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     with infinity.engine_of(model) as engine:
@@ -1048,7 +1048,7 @@ def train_on_a_rank(folder, place):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        stats = engine.stats()["activations"]
+        stats = engine.stats()["activation_offload"]
         files = sorted(path.name for path in folder.glob("*/*.swap"))
         return losses, test_ranks.states_of(engine, model), stats and stats["nvme_nbytes"], files
 
@@ -1071,7 +1071,7 @@ def test_two_ranks_each_with_their_own_files_train_to_the_same_bits(tmp_path):
 
 # ---- faults ----
 
-DEVICE_ONLY = {"weights": "device", "states": "device"}  # all I/O is that of activations
+DEVICE_ONLY = {"param_tier": "device", "optimizer_state_tier": "device"}  # all I/O is that of activations
 
 
 def chain():
@@ -1080,7 +1080,7 @@ def chain():
 
 def train_chain(directory, place="nvme", num_steps=2, begun=lambda engine: None, forwarded=lambda engine: None, **config):
     """Losses, states, and how many calls met a fault. begun, forwarded: called with the engine before all, after each forward."""
-    with training(chain, directory, activations=place, **DEVICE_ONLY | config) as (model, engine, optimizer):
+    with training(chain, directory, activation_tier=place, **DEVICE_ONLY | config) as (model, engine, optimizer):
         begun(engine)
         losses = []
         for step in range(num_steps):
@@ -1155,7 +1155,7 @@ def test_a_file_that_cannot_grow_is_a_swap_error_in_the_forward_pass(tmp_path, n
 def test_training_goes_on_once_the_file_can_grow(tmp_path, num_storages):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     expected = train_chain(tmp_path, "device", num_steps=1)
-    with no_hang(), training(chain, tmp_path, activations="nvme", **DEVICE_ONLY) as (model, engine, optimizer):
+    with no_hang(), training(chain, tmp_path, activation_tier="nvme", **DEVICE_ONLY) as (model, engine, optimizer):
         x = torch.full((256, 64), 0.1)
         limit_files(num_storages * (64 << 10) + PAGE)
         try:
@@ -1172,7 +1172,7 @@ def test_training_goes_on_once_the_file_can_grow(tmp_path, num_storages):
 
 def test_closing_finishes_the_writes_under_way(tmp_path):
     with no_hang(), nothing_left(tmp_path):
-        engine = infinity.offload(model := chain(), infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", activations="nvme", **DEVICE_ONLY))
+        engine = infinity.offload(model := chain(), infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", activation_tier="nvme", **DEVICE_ONLY))
         infinity.AdamW(model.parameters())
         _aio._inject("write", 0, -1, None, delay=0.01)
         loss = model(torch.ones(256, 64)).sum()
@@ -1184,7 +1184,7 @@ def test_closing_finishes_the_writes_under_way(tmp_path):
 
 def test_backward_after_closing_is_refused(tmp_path):
     with no_hang(), nothing_left(tmp_path):
-        engine = infinity.offload(model := chain(), infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32", activations="nvme", **DEVICE_ONLY))
+        engine = infinity.offload(model := chain(), infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", activation_tier="nvme", **DEVICE_ONLY))
         infinity.AdamW(model.parameters())
         x = torch.ones(256, 64, requires_grad=True)
         loss = model(x).sum()

@@ -102,7 +102,7 @@ def assert_told(caught, what, path, offset):
     assert error.errno == errno.EIO and error.filename == str(path)
     changed = rf"{re.escape(what)}the drive returned other bytes than were written: read of fd \d+ at file offset {offset};"
     assert re.match(changed, error.strerror), (error.strerror, what, offset)
-    assert "name another directory in `nvme`" in error.strerror and "the last checkpoint" in error.strerror
+    assert "name another directory in `swap_dirs`" in error.strerror and "the last checkpoint" in error.strerror
 
 
 def damage_swap(paths, num_cases):
@@ -160,7 +160,7 @@ MODES = {  # the model, its step, the engine's settings, and what is read
     "coded, late in memory": (lambda: linears(4, 512), NVME | WIDE | {"dtype": "bf16", "compression": "on"}, {"weights", "states"}),
     "coded, late on NVMe": (lambda: linears(16, 512), NVME | WIDE | {"dtype": "bf16", "compression": "on"}, {"weights", "states", "redo"}),
     "gradients": (shared_chain, NVME | {"update": "backward", "host_memory": "least"}, {"weights", "states", "gradients"}),
-    "activations": (lambda: linears(12, 512), NVME | WIDE | {"activations": "nvme"}, {"weights", "states", "activation"}),
+    "activations": (lambda: linears(12, 512), NVME | WIDE | {"activation_tier": "nvme"}, {"weights", "states", "activation"}),
 }
 
 
@@ -320,7 +320,7 @@ def test_the_remedy_is_another_directory_and_the_last_checkpoint(tmp_path):
     make = lambda: linears(3, 48)
     with training(make, tmp_path / "whole", **NVME) as (model, engine, optimizer):
         expected = steps(engine, model, optimizer, range(4)), states_of(engine, model)
-    with pytest.raises(infinity.SwapError, match="name another directory in `nvme`; the last checkpoint does not depend on swap files"):
+    with pytest.raises(infinity.SwapError, match="name another directory in `swap_dirs`; the last checkpoint does not depend on swap files"):
         with training(make, tmp_path / "bad", **NVME) as (model, engine, optimizer):
             assert steps(engine, model, optimizer, range(2)) == expected[0][:2]
             infinity.save(tmp_path / "checkpoint", model, optimizer)

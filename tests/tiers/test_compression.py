@@ -419,7 +419,7 @@ def test_other_bytes_than_were_written_are_an_error(paths):
 def test_training_has_the_same_bits(tmp_path, dtype, moments, update, one_thread):
     found = {}
     for choice in ("off", "on"):
-        config = {"dtype": dtype, "moments": moments, "update": update, "compression": choice, "host_memory": "24MiB", "chunk_mib": 0.5}
+        config = {"dtype": dtype, "optimizer_state_dtype": moments, "update": update, "compression": choice, "host_memory": "24MiB", "chunk_mib": 0.5}
         with training(lambda: linears(4, 512), tmp_path, **NVME, **config) as (model, engine, optimizer):
             losses = []
             for step in range(4):
@@ -430,8 +430,8 @@ def test_training_has_the_same_bits(tmp_path, dtype, moments, update, one_thread
                 losses.append(loss.item())
             stats = engine.stats()
             found[choice] = losses, states_of(engine, model), stats
-            assert stats["compresses_nvme"] == (choice == "on")
-            assert stats["host_arena_nbytes"] <= 24 * MIB
+            assert stats["nvme_entropy_coding"] == (choice == "on")
+            assert stats["pinned_host_nbytes"] <= 24 * MIB
     assert found["on"][0] == found["off"][0]
     assert_same_states(found["on"][1], found["off"][1])
     assert found["on"][2]["nvme_write_nbytes"] < 0.95 * found["off"][2]["nvme_write_nbytes"]
@@ -446,18 +446,18 @@ def test_the_least_host_memory_that_is_named_suffices(tmp_path, chunk_mib):
             model(torch.ones(2, 512)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert engine.stats()["host_arena_nbytes"] <= least
+        assert engine.stats()["pinned_host_nbytes"] <= least
 
 
 def test_nothing_is_compressed_where_no_record_is_on_nvme(tmp_path):
     """Gradients may be, and take all of the host memory that is left."""
-    places = {"weights": "host", "states": "host", "update": "deferred", "compression": "on"}
+    places = {"param_tier": "host", "optimizer_state_tier": "host", "update": "deferred", "compression": "on"}
     least = least_host_memory(lambda: linears(4, 64), tmp_path, **places)
     with training(lambda: linears(4, 64), tmp_path, host_memory=least, **places) as (model, engine, optimizer):
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
-        assert engine.swap is not None and not engine.stats()["compresses_nvme"]
-        assert engine.stats()["host_arena_nbytes"] <= least
+        assert engine.swap is not None and not engine.stats()["nvme_entropy_coding"]
+        assert engine.stats()["pinned_host_nbytes"] <= least
 
 
 @on_gpu

@@ -70,7 +70,7 @@ def test_a_step_leads_a_gradient_through_its_places(home, places, tmp_path, monk
     moves = []
     become = GradientState.become
     monkeypatch.setattr(GradientState, "become", lambda self, place: (become(self, place), moves.append((self, place))))
-    with training(lambda: mlp(4), tmp_path, weights=home, states=home) as (model, engine, optimizer):
+    with training(lambda: mlp(4), tmp_path, param_tier=home, optimizer_state_tier=home) as (model, engine, optimizer):
         for _ in range(3):
             model(inputs(model, 0)).square().mean().backward()
             optimizer.step()

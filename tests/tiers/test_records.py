@@ -197,7 +197,7 @@ def test_what_was_to_be_read_ahead_is_not_read_once_it_was_needed(bench):
     b.unpin(0, pinned[0], STATES)
     b.unpin(2, b.granted(needed), STATES)
     b.settled()
-    assert [e.what for e in b.events.trace if e.lane == "nc"].count((2, STATES)) == 1
+    assert [e.what for e in b.events.trace if e.lane == "nvme_read"].count((2, STATES)) == 1
 
 
 # ---- which copy makes room ----
@@ -303,7 +303,7 @@ def test_flush_waits_for_every_write(bench):
     for index in range(4):
         update(b, index, 55)
     b.records.flush()
-    assert sum(e.lane == "cn" for e in b.events.trace) == 8
+    assert sum(e.lane == "nvme_write" for e in b.events.trace) == 8
     assert all(entry.state is HostState.CLEAN and not entry.pins for entry in b.caches[WEIGHTS].entries.values())
 
 
@@ -320,11 +320,11 @@ def test_a_dirty_copy_is_written_only_when_its_slot_is_wanted_the_one_used_last_
     b.next_use = {0: 5, 1: 9, 2: 1}
     for index in (0, 1):
         collect(b, index, 40 + index)
-    assert not [e for e in b.events.trace if e.lane == "cn"]
+    assert not [e for e in b.events.trace if e.lane == "nvme_write"]
     collect(b, 2, 42)
     assert b.held(GRADIENTS) == {0, 2}
     b.records.flush()
-    assert [e.what for e in b.events.trace if e.lane == "cn"] == [(1, GRADIENTS)]
+    assert [e.what for e in b.events.trace if e.lane == "nvme_write"] == [(1, GRADIENTS)]
     for index in (1, 0, 2):
         with b.records.lease(b.chunks[index], GRADIENTS) as lease:
             assert bytes(lease.entries[GRADIENTS].memory.buffer) == bytes([40 + index]) * NBYTES
@@ -341,7 +341,7 @@ def test_what_is_pinned_is_waited_for_instead_of_writing_another(bench):
     b.records.discard(b.chunks[0], GRADIENTS)
     assert waits() is None
     assert b.held(GRADIENTS) == {1, 2}
-    assert not [e for e in b.events.trace if e.lane == "cn"]
+    assert not [e for e in b.events.trace if e.lane == "nvme_write"]
 
 
 def test_many_gradients_through_two_slots_keep_their_bytes(bench):
@@ -514,7 +514,7 @@ def test_closing_with_requests_that_nobody_will_grant_does_not_hang(bench):
 @pytest.mark.parametrize("op, nth", [("read", 0), ("read", 7), ("write", 0), ("write", 5)])
 def test_a_failing_disk_ends_training_in_a_swap_error(tmp_path, update_mode, op, nth):
     config = infinity.Config(
-        nvme=tmp_path, dtype="fp32", device="cpu", residency="none", weights="nvme", states="nvme",
+        swap_dirs=tmp_path, dtype="fp32", device="cpu", residency="none", param_tier="nvme", optimizer_state_tier="nvme",
         chunk_mib=1 / 256, host_memory="1MiB", device_memory="1MiB", update=update_mode,
     )  # fmt: skip
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])

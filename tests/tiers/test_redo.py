@@ -346,7 +346,7 @@ def gradients_of(model, step, unused):
 def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments, num_late, written_of_states, monkeypatch):
     """Each step the same number of bytes."""
     monkeypatch.setattr(RecordMover, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
-    config = COMPRESSED | {"host_memory": host_memory, "moments": moments}
+    config = COMPRESSED | {"host_memory": host_memory, "optimizer_state_dtype": moments}
     with training(lambda: linears(9, 512), tmp_path, **config) as (model, engine, optimizer):
         assert engine.placement.num_late == num_late
         written = []
@@ -378,7 +378,7 @@ def test_training_with_all_that_moments_depend_on_has_the_same_bits(
 
     found = {}
     clip = {"max_grad_norm": 1e-3} if update == "deferred" else {}
-    config = COMPRESSED | {"update": update, "residency": residency, "host_memory": host_memory, "moments": moments}
+    config = COMPRESSED | {"update": update, "residency": residency, "host_memory": host_memory, "optimizer_state_dtype": moments}
     for choice in ("off", "on"):
         with training(
             lambda: linears(6, 512), tmp_path, groups=groups, options=clip, **config | {"compression": choice}
@@ -464,14 +464,14 @@ def test_a_program_may_have_modes_threads_and_drives(tmp_path, name, one_thread)
         thread.start()
         thread.join()
     else:
-        found.append(trained(tmp_path / "a", "on", nvme=[tmp_path / "a", tmp_path / "b"]))
+        found.append(trained(tmp_path / "a", "on", swap_dirs=[tmp_path / "a", tmp_path / "b"]))
     states, late = found[0]
     assert any(late)
     assert_same_states(states, expected)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dtype": "fp32"}, {"moments": "bf16", "host_memory": "16MiB"}, {"compression": "off"}], ids=["fp32", "bf16", "off"]
+    "changes", [{"dtype": "fp32"}, {"optimizer_state_dtype": "bf16", "host_memory": "16MiB"}, {"compression": "off"}], ids=["fp32", "bf16", "off"]
 )
 def test_other_records_have_no_room_for_a_gradient(tmp_path, changes):
     with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | changes) as (_, engine, _):
@@ -499,7 +499,7 @@ def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch
     gauge = ScriptedGauge(1 << 40)
     monkeypatch.setattr("infinity.engine.memory.device_memory.SLACK", 0.0)
     monkeypatch.setattr("infinity.engine.engine.gauge_of", lambda device: gauge)
-    config = {"weights": "auto", "states": "auto", "residency": "auto", "compression": "auto", "device_memory": "48MiB", "host_memory": "20MiB"}
+    config = {"param_tier": "auto", "optimizer_state_tier": "auto", "residency": "auto", "compression": "auto", "device_memory": "48MiB", "host_memory": "20MiB"}
     with training(lambda: linears(16, 512), tmp_path, **COMPRESSED | config) as (model, engine, optimizer):
         gauge.tier, held = engine.tier, []
         for step in range(6):
@@ -510,7 +510,7 @@ def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch
             chunks = [chunk for chunk in engine.registry.chunks if chunk.redo and chunk.redo.late]
             assert not any(chunk.on_device for chunk in chunks)
             held.append(sum(len(pooled.blocks) for chunk in chunks for late in chunk.redo.late for pooled in late.pooled))
-            assert engine.stats()["late_gradients_nbytes"] == held[-1] * BLOCK_NBYTES
+            assert engine.stats()["replay_grad_nbytes"] == held[-1] * BLOCK_NBYTES
         assert engine.device_budget.promoted and any(held)
 
 
@@ -518,10 +518,10 @@ def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch
 def test_where_coding_was_planned_and_does_not_pay_its_buffers_hold_gradients(tmp_path, monkeypatch, moments, planned, found, one_thread):
     monkeypatch.setattr("infinity.engine.build.may_compress", lambda *arguments: True)
     monkeypatch.setattr("infinity.plan.compression.pays", lambda *arguments: False)
-    config = {"moments": moments, "host_memory": "16MiB"}
+    config = {"optimizer_state_dtype": moments, "host_memory": "16MiB"}
     with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | config | {"compression": "auto"}) as (_, engine, _):
         assert (engine.placement.num_late, engine.placement.pool_nbytes) == (planned, 0)
-        assert {chunk.redo.num_late for chunk in engine.registry.chunks if chunk.redo} == {found} - {0} and not engine.stats()["compresses_nvme"]
+        assert {chunk.redo.num_late for chunk in engine.registry.chunks if chunk.redo} == {found} - {0} and not engine.stats()["nvme_entropy_coding"]
         assert (engine.compressor.pool is not None) == (found > 0) and engine.arena.nbytes <= engine.placement.host_nbytes
     (on, late), (off, _) = (trained(tmp_path, choice, **config) for choice in ("auto", "off"))
     assert any(late) == (found > 0)
@@ -556,7 +556,7 @@ def test_room_for_gradients_is_counted_in_slots_and_on_nvme_or_in_memory():
 def test_what_is_left_of_memory_is_for_gradients_of_late_moments_last():
     """After weights and states, before the places of gradients that are used at once."""
     model, chunks = linears(6, 512), {"chunk_mib": 0.5}
-    free = chunks | {"weights": "auto", "states": "auto", "residency": "auto", "device_budget": 4 * MIB}
+    free = chunks | {"param_tier": "auto", "optimizer_state_tier": "auto", "residency": "auto", "device_budget": 4 * MIB}
     found = {"ample": placed(model, host_budget=128 * MIB, **free), "short": placed(model, host_budget=48 * MIB, **free)}
     assert set(found["ample"].homes[STATES]) == {HOST} and not found["ample"].pool_nbytes
     assert found["short"].homes[STATES].count(HOST) and not found["short"].pool_nbytes
@@ -569,7 +569,7 @@ def test_what_is_left_of_memory_is_for_gradients_of_late_moments_last():
 def test_where_nothing_is_coded_gradients_of_late_moments_come_before_states(host_mib, is_late):
     """Where that moves fewer bytes: near both ends slots that are a fifth larger, and a pool, would send more states away than they save."""
     model = linears(160, 512)
-    options = {"weights": "auto", "states": "auto", "residency": "auto", "device_budget": 4 * MIB, "chunk_mib": 0.5}
+    options = {"param_tier": "auto", "optimizer_state_tier": "auto", "residency": "auto", "device_budget": 4 * MIB, "chunk_mib": 0.5}
     options |= {"compresses": False, "host_budget": host_mib * MIB}
 
     def away(found):
@@ -583,7 +583,7 @@ def test_where_nothing_is_coded_gradients_of_late_moments_come_before_states(hos
         blocks = [max(nbytes // 5 // BLOCK_NBYTES, 1) for nbytes in away(found)]  # 2 bytes of 10, and of a bias a block
         needed = (1.1 * sum(blocks) / 2 + max(blocks)) * found.num_late
         assert found.pool_nbytes / BLOCK_NBYTES == pytest.approx(needed, abs=1)
-    bf16 = placed(model, moments="bf16", **options | {"host_budget": 160 * MIB})
+    bf16 = placed(model, optimizer_state_dtype="bf16", **options | {"host_budget": 160 * MIB})
     assert in_storage(bf16.homes[STATES]) and not bf16.pool_nbytes  # a gradient saves no more than states
 
 
@@ -591,7 +591,7 @@ def test_where_nothing_is_coded_gradients_of_late_moments_come_before_states(hos
 def test_the_choice_of_a_chunk_counts_what_late_moments_do_not_move(host_budget):
     """By bytes that are not coded, of records on NVMe: with some in memory, too."""
     model = linears(6, 512)
-    config = infinity.Config(device="cpu", **COMPRESSED | {"residency": "auto", "weights": "auto", "states": "auto"})
+    config = infinity.Config(device="cpu", **COMPRESSED | {"residency": "auto", "param_tier": "auto", "optimizer_state_tier": "auto"})
     layout, records, found = arranged(model, config, device_budget=4 * MIB, host_budget=host_budget, can_advance=True, compresses=True)
     on_nvme = {kind: [index for index, home in enumerate(found.homes[kind]) if home.is_storage] for kind in (WEIGHTS, STATES)}
     weights, states = (sum(found.sizes[kind][index] for index in on_nvme[kind]) for kind in (WEIGHTS, STATES))

@@ -30,7 +30,7 @@ def in_use(example):
     use_storage(before)
 
 
-CONFIGS = {"plain": {}, "compressed": {"dtype": "bf16", "compression": "on"}, "activations": {"activations": "nvme"}}
+CONFIGS = {"plain": {}, "compressed": {"dtype": "bf16", "compression": "on"}, "activations": {"activation_tier": "nvme"}}
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

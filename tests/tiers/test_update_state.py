@@ -32,7 +32,7 @@ def test_a_step_leads_an_update_through_its_life(when, home, life, tmp_path, mon
     become = UpdateState.become
     monkeypatch.setattr(UpdateState, "become", lambda self, stage: (become(self, stage), moves.append((self, stage))))
     update = "deferred" if when == "deferred" else "backward"
-    with training(lambda: mlp(4), tmp_path, update=update, weights=home, states=home) as (model, engine, optimizer):
+    with training(lambda: mlp(4), tmp_path, update=update, param_tier=home, optimizer_state_tier=home) as (model, engine, optimizer):
         engine.start()
         engine.records.is_crowded = lambda kind: True
         for _ in range(3):

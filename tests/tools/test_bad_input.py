@@ -30,9 +30,9 @@ def make_model():
 
 
 def settings(folder, **changes):
-    options = {"weights": "nvme", "states": "nvme", "residency": "none", "dtype": "fp32", "device": "cpu"}
+    options = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none", "dtype": "fp32", "device": "cpu"}
     budgets = {"chunk_mib": 1 / 128, "host_memory": "4MiB", "device_memory": "1MiB"}
-    return infinity.Config(nvme=folder, **{**options, **budgets, **changes})
+    return infinity.Config(swap_dirs=folder, **{**options, **budgets, **changes})
 
 
 @pytest.fixture
@@ -126,9 +126,9 @@ def test_too_little_space(tmp_path, monkeypatch):
         ({"host_memory": "64KiB"}, "host_memory"),
         ({"host_memory": "64KiB", "update": "deferred"}, "host_memory"),
         ({"device_memory": "16KiB"}, "device_memory"),
-        ({"weights": "device", "states": "host", "device_memory": "48KiB"}, "device_memory"),
-        ({"weights": "auto", "states": "device", "residency": "auto", "device_memory": "100KiB"}, "device_memory"),
-        ({"weights": "host", "states": "host", "host_memory": "100KiB"}, "host_memory"),
+        ({"param_tier": "device", "optimizer_state_tier": "host", "device_memory": "48KiB"}, "device_memory"),
+        ({"param_tier": "auto", "optimizer_state_tier": "device", "residency": "auto", "device_memory": "100KiB"}, "device_memory"),
+        ({"param_tier": "host", "optimizer_state_tier": "host", "host_memory": "100KiB"}, "host_memory"),
     ],
 )
 def test_a_budget_below_the_least_names_what_is_needed_and_that_works(tmp_path, changes, named):
@@ -154,8 +154,8 @@ def test_a_budget_below_the_least_names_what_is_needed_and_that_works(tmp_path, 
     "changes, message",
     [
         ({"host_memry": 1}, "did you mean 'host_memory'"),
-        ({"weights": "hots"}, "weights='hots': expected .*did you mean 'host'"),
-        ({"dtype": "fp32", "moments": "bf16"}, "bf16 moments go with dtype='bf16' only"),
+        ({"param_tier": "hots"}, "param_tier='hots': expected .*did you mean 'host'"),
+        ({"dtype": "fp32", "optimizer_state_dtype": "bf16"}, "bf16 moments go with dtype='bf16' only"),
         ({"host_memory": "20G"}, "host_memory: expected bytes"),
         ({"device_memory": 0}, "device_memory: expected at least 1024 bytes; got 0, .* as in .0GiB."),
         ({"chunk_mib": -1}, "chunk_mib=-1: expected a number of MiB above zero"),
@@ -338,11 +338,11 @@ def run_cli(*options, directory):
     return subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=directory, env=environment)
 
 
-SMALL = "--hidden 32 --layers 1 --heads 2 --seq 16 --batch 2 --steps 2 --device cpu --data random --weights nvme --states nvme".split()
+SMALL = "--hidden 32 --layers 1 --heads 2 --seq 16 --batch 2 --steps 2 --device cpu --data random --param-tier nvme --optimizer-state-tier nvme".split()
 
 
 def test_a_second_engine_on_the_same_swap_in_another_process(engine, tmp_path):
-    run = run_cli(*SMALL, "--nvme", str(tmp_path), directory=tmp_path)
+    run = run_cli(*SMALL, "--swap-dirs", str(tmp_path), directory=tmp_path)
     assert run.returncode == 2
     assert re.fullmatch(rf"infinity: error: .*in use.*{re.escape(str(tmp_path))}.*\n", run.stderr), run.stderr
 
@@ -353,11 +353,11 @@ def test_a_second_engine_on_the_same_swap_in_another_process(engine, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--nvme", "missing"], "nvme: missing does not exist; create it"),
+        (["--swap-dirs", "missing"], "--swap-dirs: missing does not exist; create it"),
         (["--host-memory", "1KiB"], "host_memory=1.0 KiB is too small: this model needs .* Raise host_memory"),
         (["--device-memory", "1KiB"], "device_memory=1.0 KiB is too small: this model needs .* Raise device_memory"),
         (["--host-memory", "5G"], "--host-memory: expected bytes"),
-        (["--weights", "disk"], "weights='disk': expected 'auto', 'device', 'host' or 'nvme'"),
+        (["--param-tier", "disk"], "--param-tier='disk': expected 'auto', 'device', 'host' or 'nvme'"),
         (["--update", "backward", "--max-grad-norm", "1"], "Use update='deferred'"),
         (["--host-memori", "1GiB"], "unrecognized arguments: --host-memori 1GiB; did you mean --host-memory"),
         (["--heads", "5"], "--heads 5 does not divide --hidden 32"),
@@ -401,7 +401,7 @@ ESCAPE = "\x1b[2J\x1b]0;owned\x07w\u202e"
 
 
 def test_names_from_files_command_no_terminal(tmp_path, capsys):
-    config = infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32")
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")
     model = Named(ESCAPE)
     with infinity.offload(model, config):
         infinity.save(tmp_path / "saved", model, infinity.AdamW(model.parameters()))
@@ -430,22 +430,22 @@ def test_names_from_files_command_no_terminal(tmp_path, capsys):
         ({"device_memory": "9" * 5000}, "device_memory: expected bytes"),
         ({"device_memory": "99999999999999999999GiB"}, "more than 1024.0 PiB"),
         ({"chunk_mib": 1e-300}, "chunk_mib=1e-300: a chunk has 0.001953125 MiB at least; give that or more, or None to choose one"),
-        ({"nvme": "/tmp/" + "a" * 5000}, "nvme: '/tmp/aaa.*has 5,005 bytes. A path may have 4,095 bytes, files below it included; name a shorter one"),
-        ({"nvme": "/tmp/" + "a" * 300}, "nvme: .*contains a name of 300 bytes. A name may have 255 bytes; name a shorter one"),
-        ({"nvme": "a\0b"}, "nvme: .*has a zero byte in it; name another"),
+        ({"swap_dirs": "/tmp/" + "a" * 5000}, "swap_dirs: '/tmp/aaa.*has 5,005 bytes. A path may have 4,095 bytes, files below it included; name a shorter one"),
+        ({"swap_dirs": "/tmp/" + "a" * 300}, "swap_dirs: .*contains a name of 300 bytes. A name may have 255 bytes; name a shorter one"),
+        ({"swap_dirs": "a\0b"}, "swap_dirs: .*has a zero byte in it; name another"),
     ],
 )
 def test_numbers_and_paths_that_no_machine_has_are_refused(tmp_path, given, expected):
     with pytest.raises(ConfigError, match=expected) as told:
-        infinity.Config(**({"nvme": tmp_path} | given))
+        infinity.Config(**({"swap_dirs": tmp_path} | given))
     assert len(str(told.value)) < 400
-    infinity.Config(nvme=tmp_path, host_memory="auto", device_memory="4GiB", chunk_mib=0.001953125)
+    infinity.Config(swap_dirs=tmp_path, host_memory="auto", device_memory="4GiB", chunk_mib=0.001953125)
 
 
 @pytest.mark.parametrize("path", ["/tmp/" + "a" * 5000, "/tmp/" + "a/" * 2500, "a\0b", "/tmp/" + "a" * 300], ids=["long", "deep", "zero", "name"])
 def test_paths_that_can_be_none_are_refused_by_whatever_takes_one(tmp_path, path):
     model = nn.Linear(4, 4)
-    with infinity.offload(model, infinity.Config(nvme=tmp_path, device="cpu", dtype="fp32")):
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")):
         optimizer = infinity.AdamW(model.parameters())
         infinity.save(tmp_path / "saved", model, optimizer)
         for act in (
@@ -472,14 +472,14 @@ def test_paths_that_can_be_none_are_refused_by_whatever_takes_one(tmp_path, path
     "settings",
     [
         {},
-        {"weights": "nvme", "states": "nvme"},
-        {"weights": "host", "states": "host"},
-        {"activations": "host"},
-        {"activations": "nvme", "chunk_mib": 0.02},
+        {"param_tier": "nvme", "optimizer_state_tier": "nvme"},
+        {"param_tier": "host", "optimizer_state_tier": "host"},
+        {"activation_tier": "host"},
+        {"activation_tier": "nvme", "chunk_mib": 0.02},
         {"residency": "none"},
         {"dtype": "fp32"},
         {"compression": "on"},
-        {"compression": "on", "weights": "nvme", "states": "nvme", "activations": "host"},
+        {"compression": "on", "param_tier": "nvme", "optimizer_state_tier": "nvme", "activation_tier": "host"},
         {"update": "deferred", "nonfinite": "skip"},
     ],
     ids=str,
@@ -493,7 +493,7 @@ def test_the_host_memory_that_a_refusal_names_is_enough_and_not_a_byte_too_much(
         model = make()
         device_memory = "900KiB" if settings.get("dtype") != "fp32" else "1800KiB"
         with infinity.offload(
-            model, infinity.Config(nvme=tmp_path, device="cpu", host_memory=nbytes, device_memory=device_memory, tile_above=None, **settings)
+            model, infinity.Config(swap_dirs=tmp_path, device="cpu", host_memory=nbytes, device_memory=device_memory, tile_above=None, **settings)
         ):
             optimizer = infinity.AdamW(model.parameters(), accumulation_steps=accumulation_steps)
             for _ in range(2):

@@ -25,7 +25,7 @@ def bench(*arguments):
 
 @pytest.mark.parametrize("link", ["nc", "cn", "cg", "gc"])
 def test_each_link_is_measured_by_size(paths, tmp_path, link, capsys):
-    nvme = ("--nvme", *paths[:2]) if link in ("nc", "cn") else ()
+    nvme = ("--swap-dirs", *paths[:2]) if link in ("nc", "cn") else ()
     assert bench(link, "--device", "cpu", *nvme, "--output", "report.json") == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["link"], report["device"], report["world"]) == (link, "cpu", 1)
@@ -64,7 +64,7 @@ def test_a_wrong_byte_ends_in_one_line_and_leaves_nothing(paths, monkeypatch, ca
         return seconds
 
     monkeypatch.setattr(probes.SwapTransfers, "move", move)
-    assert bench("nc", "--device", "cpu", "--nvme", paths[0], "--output", "report.json") == 2
+    assert bench("nc", "--device", "cpu", "--swap-dirs", paths[0], "--output", "report.json") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("infinity: error:") and "is not what was sent" in error
     assert everything_in(*paths) == [] and not os.path.exists("report.json")
@@ -75,7 +75,7 @@ def test_a_wrong_byte_ends_in_one_line_and_leaves_nothing(paths, monkeypatch, ca
     [
         (["gg"], "run `torchrun --nproc-per-node 2 -m infinity bench gg`"),
         (["rs"], "run `torchrun --nproc-per-node 2 -m infinity bench rs`"),
-        (["nc", "--nvme", "nowhere"], "nowhere does not exist; create it"),
+        (["nc", "--swap-dirs", "nowhere"], "nowhere does not exist; create it"),
         (["cg", "--device", "tpu"], "expected 'cpu', 'cuda' or 'cuda:N'"),
         (["cg", "--output", "no/where.json"], "there is no directory no"),
         (["cg", "--sizes", "1000"], "expected a multiple of 4096"),
@@ -83,8 +83,8 @@ def test_a_wrong_byte_ends_in_one_line_and_leaves_nothing(paths, monkeypatch, ca
         (["cg", "--sizes", "4M"], "expected bytes"),
         (["nc", "--sizes", "4KiB", "8192PiB"], "--sizes 8192.0 PiB: 5 chunks at a time take 40960.0 PiB of host memory"),
         (["cg", "--sizes", "192MiB", "--device", "cpu"], "8 chunks at a time take 1.5 GiB of host memory, of which 1.0 GiB are free; give smaller"),
-        (["nc", "--nvme", ""], "nvme=['']: a name is empty"),
-        (["cg", "--nvme", "here"], "unrecognized arguments: --nvme"),
+        (["nc", "--swap-dirs", ""], "swap_dirs=['']: a name is empty"),
+        (["cg", "--swap-dirs", "here"], "unrecognized arguments: --swap-dirs"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, text, capsys, monkeypatch):

@@ -17,7 +17,7 @@ def saved(tmp_path_factory):
     """A checkpoint of two steps, and its weights."""
     folder = tmp_path_factory.mktemp("saved")
     torch.manual_seed(0)
-    with infinity.init(infinity.Config(nvme=folder, device="cpu", dtype="bf16", chunk_mib=0.05)):
+    with infinity.init(infinity.Config(swap_dirs=folder, device="cpu", dtype="bf16", chunk_mib=0.05)):
         model = GPT(32, 2, 2, 64, 16, tie=True)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     with infinity.engine_of(model):

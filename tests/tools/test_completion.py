@@ -31,10 +31,10 @@ def complete(tmp_path, capsys):
         ("infinity tr", ["train", "trace"]),
         ("infinity checkpoint ex", ["export"]),
         ("infinity --v", ["--version"]),
-        ("infinity train --opt", ["--optimizer"]),
+        ("infinity train --opt", ["--optimizer", "--optimizer-state-dtype", "--optimizer-state-tier"]),
         ("infinity train --optimizer s", ["sgd"]),
-        ("infinity train --steps 5 --states n", ["nvme"]),  # a setting, whose values Config checks
-        ("infinity train --nvme tr", []),  # files: no words of ours
+        ("infinity train --steps 5 --optimizer-state-tier n", ["nvme"]),  # a setting, whose values Config checks
+        ("infinity train --swap-dirs tr", []),  # files: no words of ours
         ("infinity bench nc --rep", ["--repeats"]),
         ("infinity config show --js", ["--json"]),
         ("infinity completion z", ["zsh"]),

@@ -432,7 +432,7 @@ def test_the_default_directories_are_those_of_the_settings_then_the_swap_then_he
     assert doctor._default_directories() == [Path(".")]
     (tmp_path / "infinity-swap").mkdir()
     assert doctor._default_directories() == [Path("infinity-swap")]
-    (tmp_path / "infinity.toml").write_text('[config]\nnvme = ["gone", "/ssd0/swap"]\n')
+    (tmp_path / "infinity.toml").write_text('[config]\nswap_dirs = ["gone", "/ssd0/swap"]\n')
     assert doctor._default_directories() == [Path("gone"), Path("/ssd0/swap")]
     found = doctor._settings()
     assert found.detail.startswith("infinity.toml cannot be used: ") and found.remedy == "edit infinity.toml"
@@ -441,7 +441,7 @@ def test_the_default_directories_are_those_of_the_settings_then_the_swap_then_he
     assert doctor._settings() == absent("settings", "infinity.toml has no table [config]: every setting has its default")
     (tmp_path / "infinity.toml").write_text("[config\n")
     assert doctor._default_directories() == [Path("infinity-swap")] and doctor._settings().remedy == "edit infinity.toml"
-    (tmp_path / "infinity.toml").write_text("[config]\nnvme = []\n")
+    (tmp_path / "infinity.toml").write_text("[config]\nswap_dirs = []\n")
     assert doctor._default_directories() == [] and doctor._settings().remedy == "edit infinity.toml"
 
 
@@ -501,7 +501,7 @@ def test_a_few_steps_have_the_bits_of_a_run_on_the_device(paths, monkeypatch):
 def test_other_bits_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(selftest, "SIZES", {"hidden": 32, "layers": 1, "heads": 1, "vocab": 32, "seq": 8})
     run = selftest._SelfTest([tmp_path], 60, lambda line: None, 2)
-    model, _ = run._build(weights="device", states="device")
+    model, _ = run._build(param_tier="device", optimizer_state_tier="device")
     run.losses, run.weights = [1.0, 2.0], {name: value.clone() for name, value in model.state_dict().items()}
     found = run.compare()
     assert found.status.name == "ATTENTION"

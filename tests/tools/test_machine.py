@@ -141,7 +141,7 @@ def test_a_file_without_a_machine_is_refused_with_what_writes_one(tmp_path, cont
     path.write_text(content)
     with pytest.raises(ConfigError) as raised:
         Machine.load(path)
-    assert str(raised.value) == f"{path} has no table [machine]; `infinity tune` writes one"
+    assert str(raised.value) == f"{path} has no table [machine]; `infinity calibrate` writes one"
 
 
 def test_an_error_names_the_file(tmp_path):

@@ -23,7 +23,7 @@ PASS_NBYTES = LAYERS * 2**18
 @pytest.fixture
 def make_bench(tmp_path):
     def make(**changes):
-        options = {"nvme": [tmp_path], "layers": LAYERS, "compute_ms": None, "balance": True} | changes
+        options = {"swap_dirs": [tmp_path], "layers": LAYERS, "compute_ms": None, "balance": True} | changes
         return overlap.Bench(argparse.Namespace(**options), torch.device("cpu"), CHUNK_MIB, 1)
 
     return make
@@ -51,7 +51,7 @@ def test_the_table_has_the_fastest_of_each_stage_and_the_median_pass_with_its_sp
     row = {
         "chunk_mib": 16.0,
         "depth": 4,
-        "stages": {"nc": [0.2, 0.4, 0.3], "cg": [0.1, 0.1, 0.1], "compute": [0.3, 0.35, 0.3]},
+        "stages": {"nvme_read": [0.2, 0.4, 0.3], "h2d": [0.1, 0.1, 0.1], "compute": [0.3, 0.35, 0.3]},
         "pipelined": [0.35, 0.5, 0.4],
         "efficiency": [0.8125, 0.375, 0.625],
     }
@@ -60,14 +60,14 @@ def test_the_table_has_the_fastest_of_each_stage_and_the_median_pass_with_its_sp
         "passes over 10 layers, all weights from NVMe, 1 rank on cpu, stages lengthened to be equal",
         "ms a layer; stages alone: fastest of 3, pipelined: median (lowest-highest); every byte of a pass was compared",
         "",
-        "chunk   ahead     nc     cg  compute  serial  longest  pipelined                 efficiency",
-        "16 MiB      4  20.00  10.00    30.00   60.00    30.00      40.00  (35.00-50.00)        0.62  (0.38-0.81)",
+        "chunk   ahead  nvme_read    h2d  compute  serial  longest  pipelined                 efficiency",
+        "16 MiB      4      20.00  10.00    30.00   60.00    30.00      40.00  (35.00-50.00)        0.62  (0.38-0.81)",
     ]
 
 
 @pytest.mark.parametrize("efficiencies, noisy", [([1.8, 0.9, 0.9], True), ([-1.6, 0.2, 0.3], True), ([1.02, -0.01, 0.5], False), ([math.nan], False)])
 def test_efficiencies_beyond_0_and_1_are_called_noise(efficiencies, noisy):
-    row = {"chunk_mib": 16.0, "depth": 4, "stages": {"nc": [0.2], "compute": [0.3]}, "pipelined": [0.35], "efficiency": efficiencies}
+    row = {"chunk_mib": 16.0, "depth": 4, "stages": {"nvme_read": [0.2], "compute": [0.3]}, "pipelined": [0.35], "efficiency": efficiencies}
     report = {"device": "cpu", "world": 1, "layers": 10, "repeats": 3, "balanced": False, "rows": [row]}
     assert ("efficiencies beyond 0 to 1 are noise" in overlap.text(report)) == noisy == (overlap.hint_of([row]) is not None)
 
@@ -76,22 +76,22 @@ def test_a_copy_that_is_lengthened_counts_as_long_and_a_read_as_it_was():
     pace, events = overlap.Pace(), Events(tracing=True)
     pace.seconds, events.before_end = 0.02, pace.end_of
     start = now()
-    events.moved("nc", 0, 8, start, start + 0.001)
-    events.moved("cg", 0, 8, start, start + 0.001)
+    events.moved("nvme_read", 0, 8, start, start + 0.001)
+    events.moved("h2d", 0, 8, start, start + 0.001)
     read, copy = events.trace
     assert read.end == start + 0.001 and copy.end >= start + 0.02
-    assert events.meters["cg"].busy_seconds == copy.end - start
+    assert events.meters["h2d"].busy_seconds == copy.end - start
 
 
 def test_the_remedy_for_noise_brings_efficiencies_within_0_and_1(tmp_path, capsys):
-    options = f"--nvme {tmp_path} --balance --chunk-mib 1 --layers 8 --depth 4 --repeats 3 --device cpu --compute-ms 40"
+    options = f"--swap-dirs {tmp_path} --balance --chunk-mib 1 --layers 8 --depth 4 --repeats 3 --device cpu --compute-ms 40"
     assert main(["bench", "overlap", *options.split()]) == 0
     assert "noise" not in capsys.readouterr().out
 
 
 def test_a_pass_reads_every_layer_once_and_each_stage_alone_does_the_same_work(make_bench):
     with make_bench() as bench:
-        moved = lambda: (bench.engine.swap.read_nbytes, bench.engine.events.meters["cg"].nbytes)  # noqa: E731
+        moved = lambda: (bench.engine.swap.read_nbytes, bench.engine.events.meters["h2d"].nbytes)  # noqa: E731
         before = moved()
         bench.run()
         after_pass = moved()
@@ -99,7 +99,7 @@ def test_a_pass_reads_every_layer_once_and_each_stage_alone_does_the_same_work(m
         after_stages = moved()
     assert [after - b for after, b in zip(after_pass, before)] == [PASS_NBYTES, PASS_NBYTES]
     assert [after - b for after, b in zip(after_stages, after_pass)] == [PASS_NBYTES, PASS_NBYTES]
-    assert list(seconds) == ["nc", "cg", "compute"]
+    assert list(seconds) == ["nvme_read", "h2d", "compute"]
 
 
 def test_a_measurement_follows_a_plan_that_reads_as_far_ahead_as_asked(make_bench):
@@ -114,16 +114,16 @@ def test_a_measurement_follows_a_plan_that_reads_as_far_ahead_as_asked(make_benc
 def test_balanced_stages_last_as_long_as_asked_and_compute_begins_when_its_copy_is_there(make_bench):
     with make_bench(compute_ms=30.0) as bench:
         bars = bench.measure(4, repeats=1)["bars"]
-    assert {stage: len(found) for stage, found in bars.items()} == {"nc": LAYERS, "cg": LAYERS, "compute": LAYERS}
-    assert all(end - start >= 30e-3 for stage in ("cg", "compute") for start, end in bars[stage])
-    assert bars["nc"][-1][1] >= LAYERS * 30e-3
-    assert all(copy[1] <= op[0] for copy, op in zip(bars["cg"], bars["compute"]))
+    assert {stage: len(found) for stage, found in bars.items()} == {"nvme_read": LAYERS, "h2d": LAYERS, "compute": LAYERS}
+    assert all(end - start >= 30e-3 for stage in ("h2d", "compute") for start, end in bars[stage])
+    assert bars["nvme_read"][-1][1] >= LAYERS * 30e-3
+    assert all(copy[1] <= op[0] for copy, op in zip(bars["h2d"], bars["compute"]))
 
 
 @pytest.mark.parametrize(
     "balance, message",
     [
-        (True, r"--compute-ms 1e-06 with --balance: (nc|cg|compute) takes \S+ ms a layer of itself, in chunks of 0.25 MiB; give that"),
+        (True, r"--compute-ms 1e-06 with --balance: (nvme_read|h2d|compute) takes \S+ ms a layer of itself, in chunks of 0.25 MiB; give that"),
         (False, r"--compute-ms 1e-06: comparing bytes takes \S+ ms a layer of itself, in chunks of 0.25 MiB; give that"),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_byte_that_was_changed_on_the_drive_is_found(make_bench):
 
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     sizes = ["--chunk-mib", "0.125", str(CHUNK_MIB), "--depth", "2", "4", "--layers", str(LAYERS), "--repeats", "3"]
-    assert main(["bench", "overlap", "--nvme", str(tmp_path), "--device", "cpu", *sizes, "--output", str(tmp_path / "o.json")]) == 0
+    assert main(["bench", "overlap", "--swap-dirs", str(tmp_path), "--device", "cpu", *sizes, "--output", str(tmp_path / "o.json")]) == 0
     report = json.loads((tmp_path / "o.json").read_text())
     assert overlap.text(report) in capsys.readouterr().out and report["hint"] == overlap.hint_of(report["rows"])
     assert [(row["chunk_mib"], row["depth"]) for row in report["rows"]] == [(0.125, 2), (0.125, 4), (CHUNK_MIB, 2), (CHUNK_MIB, 4)]
@@ -174,15 +174,15 @@ def test_the_plot_says_what_is_noise(tmp_path, monkeypatch):
     titles, title = [], figure.Figure.suptitle
     monkeypatch.setattr(figure.Figure, "suptitle", lambda self, text, **how: titles.append(text) or title(self, text, **how))
     for efficiency in (0.5, 1.8):
-        row = {"chunk_mib": 1.0, "depth": 4, "stages": {"nc": [0.2], "compute": [0.3]}, "pipelined": [0.35], "efficiency": [efficiency]}
-        row["bars"] = {"nc": [(0.0, 0.2)], "compute": [(0.2, 0.5)]}
+        row = {"chunk_mib": 1.0, "depth": 4, "stages": {"nvme_read": [0.2], "compute": [0.3]}, "pipelined": [0.35], "efficiency": [efficiency]}
+        row["bars"] = {"nvme_read": [(0.0, 0.2)], "compute": [(0.2, 0.5)]}
         overlap.draw({"layers": 4, "hint": overlap.hint_of([row]), "rows": [row]}, tmp_path / "o.png")
     assert [" ".join(text.split()) for text in titles] == [overlap.hint_of([row])]
 
 
 def test_the_plot_is_an_image(tmp_path):
     pytest.importorskip("matplotlib")
-    options = ["--nvme", str(tmp_path), "--device", "cpu", "--chunk-mib", "0.125", "--depth", "2", "--layers", "3", "--repeats", "1"]
+    options = ["--swap-dirs", str(tmp_path), "--device", "cpu", "--chunk-mib", "0.125", "--depth", "2", "--layers", "3", "--repeats", "1"]
     assert main(["bench", "overlap", *options, "--plot", str(tmp_path / "o.png")]) == 0
     assert (tmp_path / "o.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -201,10 +201,10 @@ def test_what_cannot_be_measured_is_refused_in_one_line(options, message, capsys
 
 @pytest.mark.long
 def test_two_ranks_gather_as_a_stage_of_its_own(tmp_path):
-    options = ["--nvme", tmp_path, "--device", "cpu", "--chunk-mib", "0.25", "--depth", "4", "--layers", "6", "--repeats", "2"]
+    options = ["--swap-dirs", tmp_path, "--device", "cpu", "--chunk-mib", "0.25", "--depth", "4", "--layers", "6", "--repeats", "2"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "infinity", "bench", "overlap"]
     command = [*launcher, *options, "--balance", "--output", tmp_path / "o.json"]
     subprocess.run([str(word) for word in command], check=True, timeout=240)
     report = json.loads((tmp_path / "o.json").read_text())
-    assert report["world"] == 2 and list(report["rows"][0]["stages"]) == ["nc", "cg", "gg", "compute"]
+    assert report["world"] == 2 and list(report["rows"][0]["stages"]) == ["nvme_read", "h2d", "all_gather", "compute"]
     assert [len(found) for found in report["rows"][0]["bars"].values()] == [6, 6, 6, 6]

@@ -56,9 +56,9 @@ def report_of(capsys, tmp_path, *arguments):
 
 
 def test_a_plan_names_memory_links_step_and_what_bounds_it(node, capsys):
-    status, out, _ = run(capsys, *SMALL, "--set", "weights=nvme", "--set", "states=nvme", "--set", "residency=none")
+    status, out, _ = run(capsys, *SMALL, "--set", "param_tier=nvme", "--set", "optimizer_state_tier=nvme", "--set", "residency=none")
     assert status == 0
-    for line in ("model ", "machine ", "memory ", "NVMe to host", "host to NVMe", "step ", "tokens ", "largest ", "wear "):
+    for line in ("model ", "machine ", "memory ", "nvme_read", "nvme_write", "step ", "tokens ", "largest ", "wear "):
         assert any(each.startswith(line) for each in out.splitlines()), line
     assert "a node: 2 device(s), 2 drive(s)" in out
 
@@ -67,28 +67,28 @@ def test_a_plan_names_memory_links_step_and_what_bounds_it(node, capsys):
 @pytest.mark.parametrize("compression, written", [("off", 12), ("auto", 4 + 8 / 3)])
 def test_bytes_of_a_plan_are_those_of_the_design(node, capsys, compression, written):
     """With late moments, they are written every third time."""
-    on_nvme = [argument for place in ("weights=nvme", "states=nvme", "residency=none") for argument in ("--set", place)]
+    on_nvme = [argument for place in ("param_tier=nvme", "optimizer_state_tier=nvme", "residency=none") for argument in ("--set", place)]
     status, report = report_of(capsys, node, *SMALL, *on_nvme, "--set", f"compression={compression}")
     assert status == 0
     links = report["links"]
-    assert links["cn"]["bytes_per_parameter"] == pytest.approx(written, rel=0.03)
-    assert links["nc"]["bytes_per_parameter"] == pytest.approx(14, rel=0.2)
-    assert links["gc"]["bytes_per_parameter"] == pytest.approx(2, rel=0.03)
+    assert links["nvme_write"]["bytes_per_parameter"] == pytest.approx(written, rel=0.03)
+    assert links["nvme_read"]["bytes_per_parameter"] == pytest.approx(14, rel=0.2)
+    assert links["d2h"]["bytes_per_parameter"] == pytest.approx(2, rel=0.03)
     assert report["memory"]["nvme"]["needed"] == pytest.approx(12 * report["num_parameters"], rel=0.2)  # and gradients' places
     assert report["step_seconds"] >= report["compute_seconds"]
-    per_day = links["cn"]["bytes_per_step"] * 2 / report["step_seconds"] * 86400
+    per_day = links["nvme_write"]["bytes_per_step"] * 2 / report["step_seconds"] * 86400
     assert report["written_bytes_per_day"] == pytest.approx(per_day)
     assert report["endurance_days"] == pytest.approx(2 * 7e15 / per_day)
 
 
 def test_a_plan_counts_the_bytes_of_compressed_records_and_says_so(node, capsys):
-    on_nvme = [*SMALL, "--set", "weights=nvme", "--set", "states=nvme", "--set", "residency=none"]
+    on_nvme = [*SMALL, "--set", "param_tier=nvme", "--set", "optimizer_state_tier=nvme", "--set", "residency=none"]
     moved = []
     for choice in ("on", "off"):
         _, out, _ = run(capsys, *on_nvme, "--set", f"compression={choice}", "--output", str(node / "plan.json"))
         report = json.loads((node / "plan.json").read_text())
         assert report["compresses_nvme"] == ("compressed on NVMe" in out) == (choice == "on")
-        moved.append([report["links"][link]["bytes_per_step"] for link in ("nc", "cn")])
+        moved.append([report["links"][link]["bytes_per_step"] for link in ("nvme_read", "nvme_write")])
     read, written = (compressed / whole for compressed, whole in zip(*moved))
     assert 0.8 < read < 0.95  # a residual of 2 bytes is not compressed, and which weights are found in host memory differs a little
     assert 0.4 < written < 0.55  # and moments, 8 bytes of 12, are written every third time
@@ -98,7 +98,7 @@ def test_a_model_that_fits_needs_no_drive(node, capsys):
     status, report = report_of(capsys, node, *SMALL)
     assert status == 0
     assert report["memory"]["nvme"]["needed"] == report["memory"]["host"]["needed"] == 0
-    assert report["bottleneck"] in ("compute", "gg", "rs")
+    assert report["bottleneck"] in ("compute", "all_gather", "reduce_scatter")
     assert report["endurance_days"] is None
 
 
@@ -215,7 +215,7 @@ def test_without_a_machine_it_says_where_to_get_one(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     status, _, errors = run(capsys, "--params", "7B")
     assert status == 2
-    assert "infinity tune" in errors and "--machine FILE" in errors
+    assert "infinity calibrate" in errors and "--machine FILE" in errors
 
 
 def test_sizes_of_a_gpt_are_counted_not_estimated():

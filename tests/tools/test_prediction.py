@@ -32,7 +32,7 @@ CPU = Machine(
 )
 GPU = dataclasses.replace(CPU, device="cuda", device_memory=16 << 30, device_tflops=100.0, device_update_gparams=50.0)
 CHUNKS = dict(chunk_mib=0.125, device_memory="5MiB", host_memory="24MiB")
-NVME = dict(weights="nvme", states="nvme")
+NVME = dict(param_tier="nvme", optimizer_state_tier="nvme")
 
 
 def gpt_on_meta(batch=2, checkpointed=False, dtype=torch.float32, **sizes):
@@ -73,16 +73,16 @@ def run(config, checkpointed, steps=9, since=3):
         NVME | dict(residency="none", update="backward"),
         NVME | dict(residency="none", update="deferred"),
         NVME | dict(residency="none", compression="on"),
-        dict(weights="host", states="nvme", residency="none"),
-        dict(weights="host", states="host"),
-        dict(weights="host", states="host", update="deferred"),
+        dict(param_tier="host", optimizer_state_tier="nvme", residency="none"),
+        dict(param_tier="host", optimizer_state_tier="host"),
+        dict(param_tier="host", optimizer_state_tier="host", update="deferred"),
         dict(host_memory="9MiB"),
         dict(device_memory="40MiB"),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_bytes_and_memory_are_those_of_a_real_run(tmp_path, settings, checkpointed):
-    config = Config(nvme=tmp_path, dtype="fp32", device="cpu", **(CHUNKS | settings))
+    config = Config(swap_dirs=tmp_path, dtype="fp32", device="cpu", **(CHUNKS | settings))
     nbytes, peak, layout, placement = run(config, checkpointed)
     model, load = gpt_on_meta(checkpointed=checkpointed)
     prediction = predict(model, load, CPU, config)
@@ -92,10 +92,10 @@ def test_bytes_and_memory_are_those_of_a_real_run(tmp_path, settings, checkpoint
     # An engine that waits for its drive finds weights on their way there, which it need not read again; how many, is a matter of pace.
     spans = range(len(layout.spans)) if placement.homes["states"][0] == DEVICE else prediction.spans_on_device
     on_device = sum(layout.chunks[index].used for span in spans for index in layout.spans[span].chunks)
-    assert predicted["nc"] == pytest.approx(nbytes["nc"], abs=2.5 * num)
-    assert predicted["cn"] == pytest.approx(nbytes["cn"], abs=1.5 * num)
-    assert predicted["cg"] == pytest.approx(nbytes["cg"], abs=0.5 * num)
-    assert predicted["gc"] == pytest.approx(nbytes["gc"], abs=0.3 * num)
+    assert predicted["nvme_read"] == pytest.approx(nbytes["nvme_read"], abs=2.5 * num)
+    assert predicted["nvme_write"] == pytest.approx(nbytes["nvme_write"], abs=1.5 * num)
+    assert predicted["h2d"] == pytest.approx(nbytes["h2d"], abs=0.5 * num)
+    assert predicted["d2h"] == pytest.approx(nbytes["d2h"], abs=0.3 * num)
     assert predicted["update"] == pytest.approx(nbytes["update"] - 12 * on_device, abs=0.7 * num)
     assert peak <= prediction.simulation.peak_device_nbytes <= max(placement.device_nbytes, peak)
 
@@ -136,7 +136,7 @@ def test_records_go_to_what_the_device_has_left():
 
 def test_compute_hides_transfers_from_the_tokens_that_it_names():
     model, load = gpt_on_meta(dtype=torch.bfloat16)
-    config = Config(weights="host", states="host", chunk_mib=0.125)
+    config = Config(param_tier="host", optimizer_state_tier="host", chunk_mib=0.125)
     machine = dataclasses.replace(GPU, device_memory=1 << 40, chunk_overhead_us=0.0, copy_latency_us=0.0)
     few = predict(model, load, machine, config)
     assert few.hiding_tokens > 4 * load.tokens
@@ -154,15 +154,15 @@ def test_micro_batches_one_after_the_other_need_more_tokens_to_hide_a_drive_than
     machine = dataclasses.replace(GPU, device_memory=1 << 40, drives=slow)
     config = Config(**NVME, device_memory="3MiB", host_memory="4MiB", residency="none", chunk_mib=0.125)
     once = predict(model, load, machine, config)
-    read, written = once.simulation.nbytes["nc"], once.simulation.nbytes["cn"]
-    assert once.twice.nbytes["nc"] > 1.2 * read and once.twice.nbytes["cn"] < 1.05 * written  # weights again, forward and backward
+    read, written = once.simulation.nbytes["nvme_read"], once.simulation.nbytes["nvme_write"]
+    assert once.twice.nbytes["nvme_read"] > 1.2 * read and once.twice.nbytes["nvme_write"] < 1.05 * written  # weights again, forward and backward
     drive_seconds = (read + written) / 0.02e9
     assert once.hiding_tokens == pytest.approx(load.tokens * drive_seconds / once.compute_seconds, rel=0.01)
     assert once.hiding_tokens_in_turn == math.inf  # a micro-batch is too short for the weights that it reads
     longer = dataclasses.replace(machine, device_tflops=machine.device_tflops * once.compute_seconds / drive_seconds)  # as long as all of it
     halfway = dataclasses.replace(longer, device_tflops=2 * longer.device_tflops)
     found = predict(model, load, halfway, config)
-    more = found.twice.nbytes["nc"] - found.simulation.nbytes["nc"]
+    more = found.twice.nbytes["nvme_read"] - found.simulation.nbytes["nvme_read"]
     num = (read + written - more) / ((read + written) / 2 - more)
     assert found.hiding_tokens == pytest.approx(2 * load.tokens, rel=0.02)
     assert found.hiding_tokens_in_turn == pytest.approx(load.tokens * num, rel=0.05)

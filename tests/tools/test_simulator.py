@@ -70,7 +70,7 @@ def test_a_step_in_host_memory_to_the_millisecond():
     assert found.step_seconds == pytest.approx(23 * MS)
     assert found.busy_seconds["compute"] == pytest.approx(18 * MS)
     assert found.busy_seconds["update"] == pytest.approx(9 * MS)
-    assert found.busy_seconds["cg"] == found.busy_seconds["gc"] == pytest.approx(3 * MS)
+    assert found.busy_seconds["h2d"] == found.busy_seconds["d2h"] == pytest.approx(3 * MS)
     assert sum(found.stall_seconds.values()) == pytest.approx(5 * MS)
 
 
@@ -98,9 +98,9 @@ def test_all_on_nvme_is_bound_by_the_drive():
     # Nothing is kept: 8 bytes of weights, less what is found on its way to NVMe, 8 of states, 12 written; a drive of 1 ms for each 4.
     *_, found = play(num=24, weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL)
     num = 24 * NUMEL
-    assert found.nbytes["cn"] == pytest.approx(12 * num, rel=0.1)
-    assert 13 * num <= found.nbytes["nc"] <= 17 * num
-    drive = (found.nbytes["nc"] + found.nbytes["cn"]) / (MACHINE.drive_gbps("mixed") * 1e9)
+    assert found.nbytes["nvme_write"] == pytest.approx(12 * num, rel=0.1)
+    assert 13 * num <= found.nbytes["nvme_read"] <= 17 * num
+    drive = (found.nbytes["nvme_read"] + found.nbytes["nvme_write"]) / (MACHINE.drive_gbps("mixed") * 1e9)
     assert drive <= found.step_seconds * 1.05 <= drive * 1.2
 
 
@@ -124,10 +124,10 @@ def test_ranks_share_a_nodes_drives_and_gather_whole_chunks():
     machine = dataclasses.replace(MACHINE, devices=4, gather_gbps=3 * NUMEL / 1e6)
     numel = 4 * NUMEL
     layout_, records, _, found = play(machine, num=8, world=4, weights="nvme", states="nvme", keep=False, numel=numel, device=1 << 30)
-    assert found.nbytes["gg"] == pytest.approx(4 * numel * 8 * 2, rel=0.2)  # forward and backward
-    assert found.nbytes["rs"] == pytest.approx(4 * numel * 8)
-    assert found.nbytes["gc"] == pytest.approx(numel * 8)
-    assert found.busy_seconds["gg"] == pytest.approx(found.nbytes["gg"] * 3 / 4 / (3e6 * NUMEL / 1e6 * 1e3), rel=1e-6)
+    assert found.nbytes["all_gather"] == pytest.approx(4 * numel * 8 * 2, rel=0.2)  # forward and backward
+    assert found.nbytes["reduce_scatter"] == pytest.approx(4 * numel * 8)
+    assert found.nbytes["d2h"] == pytest.approx(numel * 8)
+    assert found.busy_seconds["all_gather"] == pytest.approx(found.nbytes["all_gather"] * 3 / 4 / (3e6 * NUMEL / 1e6 * 1e3), rel=1e-6)
 
 
 def test_ranks_without_collectives_are_refused():
@@ -207,7 +207,7 @@ def test_least_budgets_never_hang_and_no_link_is_busier_than_the_step(seed):
 
 
 def test_more_host_memory_never_reads_more():
-    read = [play(num=12, weights="auto", states="auto", device=3 * 4 * NUMEL, host=gigabytes << 28)[-1].nbytes["nc"] for gigabytes in (1, 2, 4, 8)]
+    read = [play(num=12, weights="auto", states="auto", device=3 * 4 * NUMEL, host=gigabytes << 28)[-1].nbytes["nvme_read"] for gigabytes in (1, 2, 4, 8)]
     assert read == sorted(read, reverse=True)
     assert read[-1] == 0
 
@@ -215,13 +215,13 @@ def test_more_host_memory_never_reads_more():
 def test_gradients_that_wait_without_room_go_to_nvme_and_back():
     *_, placement, found = play(num=40, weights="nvme", states="nvme", update="deferred", keep=False, host=16 * 8 * NUMEL)
     assert placement.homes[GRADIENTS].count(NVME) > 30
-    assert found.nbytes["cn"] > 12 * 40 * NUMEL * 1.1
+    assert found.nbytes["nvme_write"] > 12 * 40 * NUMEL * 1.1
 
 
 def test_sizes_are_those_of_the_placement():
     layout_, records, placement, found = play(num=6, weights="nvme", states="nvme", keep=False)
     for work in found.works:
-        if work.link == "nc":
+        if work.link == "nvme_read":
             index, kind = work.what
             assert work.nbytes == placement.sizes[kind][index]
             assert kind in (WEIGHTS, STATES)

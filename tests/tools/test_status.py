@@ -331,7 +331,7 @@ def test_a_training_run_tells_what_it_waits_for_while_it_does(tmp_path, monkeypa
     monkeypatch.setattr(progress, "PROGRESS_SECONDS", 0)
     (tmp_path / "text").write_bytes(bytes(i * i % 251 % 97 for i in range(20_000)))
     options = "--hidden 64 --layers 2 --heads 2 --seq 16 --batch 2 --steps 4 --device cpu --dtype fp32 --live".split()
-    on_nvme = "--weights nvme --states nvme --residency none --chunk-mib 0.0625 --host-memory 64MiB --device-memory 8MiB".split()
+    on_nvme = "--param-tier nvme --optimizer-state-tier nvme --residency none --chunk-mib 0.0625 --host-memory 64MiB --device-memory 8MiB".split()
     _aio._inject("read", 8, 3, None, delay=0.4)
     seen, over = set(), threading.Event()
 
@@ -342,7 +342,7 @@ def test_a_training_run_tells_what_it_waits_for_while_it_does(tmp_path, monkeypa
     looker = threading.Thread(target=look)
     looker.start()
     try:
-        assert main(["train", *options, *on_nvme, "--data", str(tmp_path / "text"), "--nvme", str(tmp_path)]) == 0
+        assert main(["train", *options, *on_nvme, "--data", str(tmp_path / "text"), "--swap-dirs", str(tmp_path)]) == 0
     finally:
         over.set()
         looker.join()
@@ -363,7 +363,7 @@ def test_a_training_run_is_seen_followed_and_forgotten(tmp_path, place, capsys, 
             assert (told.steps, told.world, told.pid) == (1000000, 1, process.pid)
             assert 0 < told.loss < 10 and told.step_seconds > 0
             assert told.tokens_per_second == pytest.approx(32 / told.step_seconds)
-            assert [link.title for link in told.links][:2] == ["NVMe to host", "host to device"]
+            assert [link.title for link in told.links][:2] == ["nvme_read", "h2d"]
             assert told.device_nbytes > 0 and told.host_nbytes >= 0
             assert main(["status"]) == 0
             assert re.match(rf" *{process.pid}  step \d+/1000000  loss", capsys.readouterr().out)

@@ -16,6 +16,7 @@ import infinity
 from aio_ext import _aio
 from infinity import config_files
 from infinity.config import Config
+from infinity.errors import RenamedWarning
 from infinity.system import drives
 from infinity.system.drives import Drive
 from infinity.tools.cli import main
@@ -159,7 +160,7 @@ def small(monkeypatch, one_thread):
 
 
 def tune(*arguments):
-    return main(["tune", "--device", "cpu", *map(str, arguments)])
+    return main(["calibrate", "--device", "cpu", *map(str, arguments)])
 
 
 def test_what_is_written_is_what_was_measured_and_what_engines_read(paths, tmp_path, small, monkeypatch, capsys):
@@ -192,13 +193,13 @@ def test_what_is_written_is_what_was_measured_and_what_engines_read(paths, tmp_p
 
     shown = capsys.readouterr().out
     (tokens,) = [line for line in shown.splitlines() if line.startswith("tokens of a GPT that is all on NVMe: ")]
-    sizes = "--hidden 2048 --layers 8 --heads 16 --vocab 256 --seq 1024 --batch 1 --set weights=nvme --set states=nvme --set residency=none"
+    sizes = "--hidden 2048 --layers 8 --heads 16 --vocab 256 --seq 1024 --batch 1 --set param_tier=nvme --set optimizer_state_tier=nvme --set residency=none"
     assert main(["plan", "--machine", str(output), *sizes.split()]) == 0
     (planned,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens ")]
     assert tokens.partition(": ")[2] == planned.removeprefix("tokens    ") and "tokens a step and device" in planned
 
-    config = Config.load(output, device="cpu", weights="nvme", states="nvme", residency="none", host_memory="64MiB", chunk_mib=1 / 8)
-    assert config.nvme == tuple(paths[:2])
+    config = Config.load(output, device="cpu", param_tier="nvme", optimizer_state_tier="nvme", residency="none", host_memory="64MiB", chunk_mib=1 / 8)
+    assert config.swap_dirs == tuple(paths[:2])
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
     with infinity.offload(model, config) as engine:
         infinity.AdamW(model.parameters())
@@ -223,16 +224,31 @@ def test_what_the_file_held_besides_stays(paths, tmp_path, small, capsys):
         "h2d_all_gbps": 1.0, "d2h_all_gbps": 1.0,
         "drives": [{"path": str(paths[0]), "read_gbps": 1.0, "write_gbps": 1.0, "mixed_gbps": 1.0, "endurance": 9999}],
     }  # fmt: skip
-    output.write_text(config_files.to_toml({"config": {"dtype": "fp32", "nvme": ["elsewhere"]}, "plan": {"hidden": 8}, "machine": machine}))
+    output.write_text(config_files.to_toml({"config": {"dtype": "fp32", "swap_dirs": ["elsewhere"]}, "plan": {"hidden": 8}, "machine": machine}))
     assert tune(paths[0], "--output", output, "--json") == 0
     report = json.loads(capsys.readouterr().out)  # and nothing else
     content = config_files.read(output)
     assert report["output"] == str(output) and Machine.from_table(report["machine"]) == Machine.load(output)
     assert [drive["path"] for drive in report["drives"]] == [str(paths[0])] and report["drives"][0]["alone"]["read"] > 0
-    assert content["config"] == {"dtype": "fp32", "nvme": [str(paths[0])]} and content["plan"] == {"hidden": 8}
+    assert content["config"] == {"dtype": "fp32", "swap_dirs": [str(paths[0])]} and content["plan"] == {"hidden": 8}
     found = Machine.load(output)
     assert (found.name, found.nodes, found.network_gbps) == ("tiny", 3, 50.0)
     assert found.drives[0].endurance == 9999 and found.host_gbps < 1e6 and found.host_memory > 1
+
+
+def test_a_file_with_old_names_has_the_new_ones_afterwards(paths, tmp_path, small):
+    output = tmp_path / "mine.toml"
+    output.write_text('[config]\nnvme = "elsewhere"\nseed = 1\n')
+    with pytest.warns(RenamedWarning, match="nvme is deprecated: use swap_dirs"):
+        assert tune(paths[0], "--output", output) == 0
+    assert config_files.read(output)["config"] == {"swap_dirs": [str(paths[0])], "seed": 1}
+
+
+def test_a_file_with_both_names_of_a_setting_is_refused_at_once(paths, tmp_path, capsys):
+    output = tmp_path / "mine.toml"
+    output.write_text('[config]\nnvme = "here"\nswap_dirs = "there"\n')
+    assert tune(paths[0], "--output", output) == 2
+    assert "nvme and swap_dirs are one setting: give swap_dirs alone" in capsys.readouterr().err
 
 
 # Figures that do not repeat
@@ -282,7 +298,7 @@ def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path,
     for name in ("products", "overhead of a chunk", f"{paths[0]}, write"):
         (line,) = [line for line in shown.err.splitlines() if line.startswith(f"infinity: warning: {name}: ")]
         assert line.endswith("in 2 rounds: does not repeat, and is not written")
-    assert "infinity: warning: run tune again when nothing else runs here" in shown.err
+    assert "infinity: warning: run calibrate again when nothing else runs here" in shown.err
     written = config_files.read(output)["machine"]
     assert not {"device_tflops", "chunk_overhead_us"} & written.keys() and written["update_gparams"] > 0
     assert "write_gbps" not in written["drives"][0] and written["drives"][0]["capacity"] > 0
@@ -293,8 +309,8 @@ def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path,
     assert machine.device_tflops is None and machine.chunk_overhead_us == 500.0  # the default
     assert main(["plan", "--machine", str(output), "--params", "1M"]) == 2
     error = capsys.readouterr().err
-    assert "device_tflops, drives[0]." in error and "are not known: run `infinity tune` when nothing else runs there" in error
-    assert Config.load(output).nvme == (paths[0],)
+    assert "device_tflops, drives[0]." in error and "are not known: run `infinity calibrate` when nothing else runs there" in error
+    assert Config.load(output).swap_dirs == (paths[0],)
 
 
 def test_a_figure_that_does_not_repeat_keeps_the_value_of_the_file():
@@ -326,7 +342,7 @@ def test_cores_that_other_processes_keep_busy_are_counted():
         process.wait(timeout=60)
         assert others.num_cores() > 0.1
     (line, advice) = tuning._warnings([], {}, len(os.sched_getaffinity(0)) / 2)
-    assert "other processes kept" in line and "tune again" in advice
+    assert "other processes kept" in line and "run calibrate again" in advice
     assert tuning._warnings([], {}, 0.0) == []
 
 
@@ -377,7 +393,7 @@ def test_an_interrupt_leaves_what_was_there(paths, tmp_path):
     source = SMALL + """
     import sys
     from infinity.tools.cli import main
-    sys.exit(main(["tune", "--device", "cpu", sys.argv[1], "--output", sys.argv[2]]))
+    sys.exit(main(["calibrate", "--device", "cpu", sys.argv[1], "--output", sys.argv[2]]))
     """
     with start_python(source, paths[0], output) as process:
         for line in process.stderr:

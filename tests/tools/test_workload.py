@@ -81,8 +81,8 @@ def test_a_gradient_is_complete_where_its_parameter_is_used_first():
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("chunk_mib", [0.03125, 0.25])
 def test_the_trace_is_the_one_that_the_engine_records(tmp_path, checkpointed, tie, chunk_mib):
-    memory = {"device_memory": "4MiB", "host_memory": "16MiB", "states": "host"}
-    config = Config(nvme=tmp_path, dtype="fp32", device="cpu", chunk_mib=chunk_mib, **memory)
+    memory = {"device_memory": "4MiB", "host_memory": "16MiB", "optimizer_state_tier": "host"}
+    config = Config(swap_dirs=tmp_path, dtype="fp32", device="cpu", chunk_mib=chunk_mib, **memory)
     torch.manual_seed(0)
     with infinity.init(config):
         model = GPT(HIDDEN, LAYERS, HEADS, VOCAB, SEQ, checkpoint_activations=checkpointed, tie=tie)

@@ -24,6 +24,7 @@ import copy
 import functools
 import gc
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,10 +49,10 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     of the model run again in backward, with their hooks, as with activation checkpointing.
 
     The first step finds the places where the model cannot be cut, and begins anew. The parts between them run as one, and in the worst case
-    the whole model runs as in the ordinary loop. Each reason is printed once and is listed in stats()["by_layer_uncut"].
+    the whole model runs as in the ordinary loop. Each reason is printed once and is listed in stats()["layerwise_unsplit_reasons"].
 
     On one rank a step also begins anew if the device has no room before its last backward passes. Then block inputs go to host memory,
-    in this step and in later steps with as many micro-batches, unless Config(activations=...) names a place. If host memory has no room
+    in this step and in later steps with as many micro-batches, unless Config(activation_tier=...) names a place. If host memory has no room
     either, half as many micro-batches pass the model at a time, in the end one.
 
     Gradients are bit for bit those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, with one exception. It concerns
@@ -170,8 +171,8 @@ def _add_remedy(error: torch.OutOfMemoryError, engine, step: LayerwiseStep) -> N
 def _make_room(engine, step: LayerwiseStep) -> None:
     """The device had no room for a step: the next one keeps fewer micro-batches, or moves their inputs away."""
     limits = engine.cycle.layerwise_limits
-    if step.is_away or choice_of(engine.config.activations) == DEVICE:
-        limits.note_full(step.at_once, kept_there=not leaves_device(engine.config.activations))
+    if step.is_away or choice_of(engine.config.activation_tier) == DEVICE:
+        limits.note_full(step.at_once, kept_there=not leaves_device(engine.config.activation_tier))
     else:
         activations = engine.activations or engine.parts.keep_activations()
         limits.note_away(step.num, format_bytes(activations.store.heap.budget_nbytes))

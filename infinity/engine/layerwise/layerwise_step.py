@@ -58,7 +58,7 @@ class LayerwiseStep:
         self.thread_state = TorchThreadState(engine.device)
         self._divide_blocks()
         is_away = self.is_cut and self.limits.is_away(num)  # uncut, it runs as the ordinary loop, whose activations stay
-        self.is_away = leaves_device(engine.config.activations) or is_away  # the block inputs
+        self.is_away = leaves_device(engine.config.activation_tier) or is_away  # the block inputs
         self.buffers = BufferSnapshot(model, self.blocks)
         checks = bool(self.blocks) and self.limits.is_unchecked(model, is_cut=self.is_cut)
         self.attributes = AttributeConflicts(model) if checks else None

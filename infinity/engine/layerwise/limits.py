@@ -14,8 +14,8 @@ from torch import nn
 from infinity.output import say
 from infinity.system.ranks import Ranks
 
-OFFLOAD_INPUTS = "Config(activations='host') or 'nvme' moves the inputs of blocks off the device"
-OFFLOAD_REST = "found no room in host memory: Config(activations='nvme') moves the rest off the device"
+OFFLOAD_INPUTS = "Config(activation_tier='host') or 'nvme' moves the inputs of blocks off the device"
+OFFLOAD_REST = "found no room in host memory: Config(activation_tier='nvme') moves the rest off the device"
 
 
 class RestartStep(Exception):

@@ -20,7 +20,7 @@ from infinity.system.events import Events, now
 
 WORTH = 1.2  # least speedup that is reported
 NUM_STEPS = 3  # consecutive steps with this speedup
-_DRIVES = ("nc", "cn")
+_DRIVES = ("nvme_read", "nvme_write")
 
 
 class LayerwiseAdvice:
@@ -42,11 +42,11 @@ class LayerwiseAdvice:
     def begin(self) -> None:
         """The first pass of an ordinary step begins."""
         self._began = now(), self._drives()
-        self._read_nbytes, self._passes = self._meters["nc"].nbytes, []
+        self._read_nbytes, self._passes = self._meters["nvme_read"].nbytes, []
 
     def pass_done(self) -> None:
         """A forward and backward pass is over."""
-        before, self._read_nbytes = self._read_nbytes, self._meters["nc"].nbytes
+        before, self._read_nbytes = self._read_nbytes, self._meters["nvme_read"].nbytes
         self._passes.append(self._read_nbytes - before)
 
     def step_done(self) -> None:

@@ -42,7 +42,7 @@ class GradientNorm:
             if chunk.gradient.squares is None:
                 self._begin_sum(chunk)
             with waits("the norm of all gradients"):
-                total.merge(self.events.wait("gc", chunk.gradient.squares, chunk.index))
+                total.merge(self.events.wait("d2h", chunk.gradient.squares, chunk.index))
         self.ranks.sum_(total.limbs)
         return total.value()
 

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import aio_ext
 from infinity import config_files
-from infinity.config import DEFAULT_NVME, Config
+from infinity.config import DEFAULT_SWAP_DIR, Config
 from infinity.errors import BudgetError, ConfigError
 from infinity.optim import _adam
+from infinity.renamed import CONFIG_FIELDS, with_new_names
 from infinity.system import drives
 from infinity.system.arena import Arena
 from infinity.system.mounts import block_devices
@@ -187,7 +188,7 @@ def _libaio_failure() -> OSError | None:
 
 def _settings() -> Finding:
     if not Path(config_files.DEFAULT_NAME).exists():
-        return absent("settings", f"no {config_files.DEFAULT_NAME} here; `infinity tune DIR` writes one")
+        return absent("settings", f"no {config_files.DEFAULT_NAME} here; `infinity calibrate DIR` writes one")
     try:
         if "config" not in config_files.read(config_files.DEFAULT_NAME):
             return absent("settings", f"{config_files.DEFAULT_NAME} has no table [config]: every setting has its default")
@@ -201,9 +202,10 @@ def _settings() -> Finding:
 def _default_directories() -> list[Path]:
     """Where training started here would swap to, whether it exists or not."""
     with contextlib.suppress(ConfigError, KeyError, TypeError):
-        nvme = config_files.read(config_files.DEFAULT_NAME)["config"]["nvme"]
-        return [Path(path).expanduser() for path in ([nvme] if isinstance(nvme, str) else nvme)]
-    return [DEFAULT_NVME if DEFAULT_NVME.is_dir() else Path(".")]
+        table = with_new_names(config_files.read(config_files.DEFAULT_NAME)["config"], CONFIG_FIELDS, f"{config_files.DEFAULT_NAME}: ")
+        paths = table["swap_dirs"]
+        return [Path(path).expanduser() for path in ([paths] if isinstance(paths, str) else paths)]
+    return [DEFAULT_SWAP_DIR if DEFAULT_SWAP_DIR.is_dir() else Path(".")]
 
 
 def _numa(cards: list[devices.Card], directories: list[Path]) -> list[Finding]:

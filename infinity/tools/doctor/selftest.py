@@ -61,7 +61,8 @@ class _SelfTest:
 
     def train(self, stack: contextlib.ExitStack) -> Finding:
         """With every state on NVMe. The engine closes with the stack."""
-        self.model, self.optimizer = self._build(nvme=self.folders, weights=NVME.name, states=NVME.name, residency="none", **BUDGETS)
+        tiers = {"param_tier": NVME.name, "optimizer_state_tier": NVME.name, "residency": "none"}
+        self.model, self.optimizer = self._build(swap_dirs=self.folders, **tiers, **BUDGETS)
         engine = stack.enter_context(infinity.engine_of(self.model))
         start = time.monotonic()
         while len(self.losses) < self.most_steps and (not self.losses or self._share() < _TRAINING_SHARE):
@@ -71,7 +72,7 @@ class _SelfTest:
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
         stats = engine.stats()
         self.weights = weights
-        names = ("state_nbytes", "host_arena_nbytes", "peak_device_nbytes", "nvme_read_nbytes", "nvme_write_nbytes")
+        names = ("model_state_nbytes", "pinned_host_nbytes", "peak_device_nbytes", "nvme_read_nbytes", "nvme_write_nbytes")
         states, host, device, read, written = (format_bytes(stats[name]) for name in names)
         return ok(
             "training",
@@ -102,7 +103,7 @@ class _SelfTest:
         if left_out := self._left_out("same bits"):
             return left_out
         self.say("self-test: the same without NVMe")
-        model, optimizer = self._build(weights=DEVICE.name, states=DEVICE.name)
+        model, optimizer = self._build(param_tier=DEVICE.name, optimizer_state_tier=DEVICE.name)
         with infinity.engine_of(model) as engine:
             losses = self._steps(model, optimizer, 0, len(self.losses))
             weights = model.state_dict()

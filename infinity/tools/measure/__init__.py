@@ -1,1 +1,1 @@
-"""What links, processors and drives give: the `bench`, `tune` and `trace` commands. Moves real bytes, and compares them."""
+"""What links, processors and drives give: the `bench`, `calibrate` and `trace` commands. Moves real bytes, and compares them."""

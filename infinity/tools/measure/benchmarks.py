@@ -10,7 +10,7 @@ import statistics
 
 import torch
 
-from infinity.config import DEFAULT_NVME, Config
+from infinity.config import DEFAULT_SWAP_DIR, Config
 from infinity.errors import ConfigError, UsageError
 from infinity.output import check_file, check_plot, give, pyplot, table
 from infinity.sizes import format_bytes, parse_bytes
@@ -95,10 +95,10 @@ def _check_memory(link: str, nbytes: int, device: torch.device, ranks: Ranks) ->
 
 def _paths(arguments, stack: contextlib.ExitStack):
     """Of swap; the default directory is made, and goes again if it was."""
-    paths = Config(nvme=arguments.nvme or (DEFAULT_NVME,)).nvme
-    if paths == (DEFAULT_NVME,) and not DEFAULT_NVME.exists():
-        DEFAULT_NVME.mkdir()
-        stack.callback(DEFAULT_NVME.rmdir)
+    paths = Config(swap_dirs=arguments.swap_dirs or (DEFAULT_SWAP_DIR,)).swap_dirs
+    if paths == (DEFAULT_SWAP_DIR,) and not DEFAULT_SWAP_DIR.exists():
+        DEFAULT_SWAP_DIR.mkdir()
+        stack.callback(DEFAULT_SWAP_DIR.rmdir)
     return paths
 
 

@@ -3,11 +3,11 @@
 Knows values by round, and processor times. Must not know what a figure is of, nor how it is measured.
 
 # [Note: a figure that repeats]
-# Every figure is measured in three rounds, each of which measures all figures once: work beside tune seldom hits all rounds alike. The
+# Every figure is measured in three rounds, each of which measures all figures once: work beside calibrate seldom hits all rounds alike. The
 # median counts if the three lie within a factor of 1.5, or, of a small time, within 20 us. Other figures are named and not written. The file
 # keeps the figure that it had; without one, readers take it as not measured. An overhead is a difference of two measurements, so noise takes it
 # below zero: the rounds are compared before that is cut off. On two cores that other processes kept busy, products differed by a factor of
-# 4 and copies by a factor of 6. Work that goes on through all rounds can make every round slow alike, so tune also says how many cores other
+# 4 and copies by a factor of 6. Work that goes on through all rounds can make every round slow alike, so calibrate also says how many cores other
 # processes kept busy.
 """
 

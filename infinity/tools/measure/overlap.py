@@ -39,7 +39,7 @@ from time import sleep
 import torch
 from torch import nn
 
-from infinity.config import DEFAULT_NVME, Config
+from infinity.config import DEFAULT_SWAP_DIR, Config
 from infinity.engine.access.parameter_values import InitialValues
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, SwapError
@@ -56,7 +56,7 @@ from infinity.system.ranks import Ranks
 from infinity.tools.measure.probes import launched
 from infinity.tools.progress import Progress
 
-STAGES = {"nc": "#4c78a8", "cg": "#f58518", "gg": "#b279a2", COMPUTE: "#54a24b"}  # and their colours
+STAGES = {"nvme_read": "#4c78a8", "h2d": "#f58518", "all_gather": "#b279a2", COMPUTE: "#54a24b"}  # and their colours
 
 _SHIFT = 68  # elements between the weights of two layers, in the random numbers that all are cut from
 _NUM_RESIDENT = 3  # layers on the device while copies alone are measured
@@ -139,11 +139,11 @@ class Bench:
 
     def __init__(self, arguments, device: torch.device, chunk_mib: float, world: int):
         config = Config(
-            nvme=arguments.nvme or DEFAULT_NVME,
+            swap_dirs=arguments.swap_dirs or DEFAULT_SWAP_DIR,
             device=str(device),
             dtype="bf16",
-            weights=NVME.name,
-            states=NVME.name,
+            param_tier=NVME.name,
+            optimizer_state_tier=NVME.name,
             residency="none",
             compression="off",  # bytes are read and compared where they lie
             chunk_mib=chunk_mib,
@@ -220,12 +220,12 @@ class Bench:
         weights, records, registry = self.engine.weights, self.engine.records, self.engine.registry
         seconds = {}
         weights.evict_idle()
-        with self._timed(seconds, "nc"):
+        with self._timed(seconds, "nvme_read"):
             requests = [records.request(chunk, WEIGHTS) for chunk in registry.chunks]
             entries = [request.wait() for request in requests]
             for entry in entries:
                 records.settle(entry)
-        with self._timed(seconds, "cg"):
+        with self._timed(seconds, "h2d"):
             for index, span in enumerate(registry.spans):
                 if index >= _NUM_RESIDENT:
                     weights.evict(registry.spans[index - _NUM_RESIDENT])  # waits for its copy; later ones are under way
@@ -235,7 +235,7 @@ class Bench:
             for part in parts:
                 part.copy.wait()
         if self.world > 1:
-            with self._timed(seconds, "gg"):
+            with self._timed(seconds, "all_gather"):
                 for job in [weights.lanes.gather(part) for part in self._in_turn(parts)]:
                     job.wait()
         for span in last:
@@ -324,7 +324,7 @@ class Bench:
                 raise SwapError(
                     errno.EIO,
                     f"layer {index} of {self.num_layers} saw {num_wrong} words of 8 bytes that are not those put there; check the drive",
-                    str(self.engine.config.nvme[0]),
+                    str(self.engine.config.swap_dirs[0]),
                 )
 
 
@@ -403,7 +403,7 @@ class Pace:
 
     def end_of(self, link: str, start: float, end: float) -> float:
         """As Events.before_end: copies and gathers are lengthened."""
-        if link not in ("cg", "gg"):
+        if link not in ("h2d", "all_gather"):
             return end
         self.lengthen(start)
         return now()

@@ -336,7 +336,7 @@ def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool 
         else:
             unit = BLOCK_NUMEL * (dist.get_world_size() if dist.is_initialized() else 1)
             chunk_mib = -(-(128 * 128 + 128) // unit) * unit * 2 / 2**20  # a layer each
-            places = {"device": device.type, "weights": tier, "states": tier}
+            places = {"device": device.type, "param_tier": tier, "optimizer_state_tier": tier}
             stack.enter_context(offload(model, Config(dtype="fp32", chunk_mib=chunk_mib, verbose=False, **places)))
             optimizer = AdamW(model.parameters())
         x = torch.randn(4, 128, device=device)

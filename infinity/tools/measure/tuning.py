@@ -1,11 +1,11 @@
-"""The `tune` command: the fastest settings of each drive, what this machine's links and processors do, and a file that says both.
+"""The `calibrate` command: the fastest settings of each drive, what this machine's links and processors do, and a file that says both.
 From how many tokens on a step hides all transfers, it has plan say.
 
 Knows directories, what is shown, and the file. Must not know how bytes are moved: probes do that.
 
 # [Note: what is written is what is read]
 # Settings of a drive's queues stay in its directory, in infinity-drive.json, where engines look for them; the file gets the directories,
-# as Config.nvme, and the machine. All is written at the end: whoever interrupts keeps what was there. Rates of drives are those that
+# as Config.swap_dirs, and the machine. All is written at the end: whoever interrupts keeps what was there. Rates of drives are those that
 # each reaches while all work, so that their sum is what an engine has, also where two directories are on one drive.
 """
 
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from infinity.config import Config
 from infinity.errors import BudgetError, ConfigError, SwapError
 from infinity.output import check_file, give, table, write_json, write_text
 from infinity.plan.tiers import NVME
+from infinity.renamed import CONFIG_FIELDS, with_new_names
 from infinity.sizes import format_bytes
 from infinity.system import drives, swap_paths
 from infinity.system.drives import Drive
@@ -57,17 +58,17 @@ BUSY_SHARE = 0.1  # of the cores, that other processes may take without a word
 _OF_SEVERAL = ("devices", "h2d_all_gbps", "d2h_all_gbps", "gather_gbps", "gather_latency_us")
 _KEPT = ("name", "nodes", "network_gbps")  # of a [machine] that was there: not measured here
 _LINKS = [  # shown: text, the figure of one device, that of all at once, the unit and its name
-    ("host to device", "h2d", "h2d_all", 1e9, "GB/s"),
-    ("device to host", "d2h", "d2h_all", 1e9, "GB/s"),
-    ("both at once", "both", "both_all", 1e9, "GB/s"),
-    ("all-gather", "", "gather", 1e9, "GB/s"),
-    ("reduce-scatter", "", "reduce", 1e9, "GB/s"),
+    ("h2d", "h2d", "h2d_all", 1e9, "GB/s"),
+    ("d2h", "d2h", "d2h_all", 1e9, "GB/s"),
+    ("h2d and d2h", "both", "both_all", 1e9, "GB/s"),
+    ("all_gather", "", "gather", 1e9, "GB/s"),
+    ("reduce_scatter", "", "reduce", 1e9, "GB/s"),
     ("products", "product", "", 1e12, "TFLOP/s"),
     ("updates, on the device", "device_update", "", 1e9, "Gparam/s"),
     ("updates, in host memory", "update", "", 1e9, "Gparam/s"),
     ("host memory, read and written", "memory", "", 1e9, "GB/s"),
     ("a small copy", "copy_s", "", 1e-6, "us"),
-    ("a small all-gather", "", "gather_s", 1e-6, "us"),
+    ("a small all_gather", "", "gather_s", 1e-6, "us"),
     ("overhead of an op", "op_s", "", 1e-6, "us"),
     ("overhead of a chunk", "chunk_s", "", 1e-6, "us"),
 ]
@@ -86,22 +87,22 @@ class _Path:
     together: dict[str, Figure] | None = None
 
 
-def tune(arguments) -> int:
-    """The `tune` command. Everything that can be refused is refused before anything is measured."""
+def calibrate(arguments) -> int:
+    """The `calibrate` command. Everything that can be refused is refused before anything is measured."""
     output = arguments.output
     check_file(output, "--output")
     content = config_files.read(output) if output.exists() else {}
     known = Machine.load(output) if "machine" in content else None
     if not isinstance(content.get("config", {}), dict):
         raise ConfigError(f"{output}: config: expected a table of settings")
-    paths = Config(nvme=[path.absolute() for path in arguments.directories]).nvme
+    paths = Config(swap_dirs=[path.absolute() for path in arguments.directories]).swap_dirs
     try:
-        config_files.to_toml(content | {"config": {"nvme": [str(path) for path in paths]}})
+        config_files.to_toml(content | {"config": _settings(output, content, paths)})
     except TypeError as error:
         raise ConfigError(f"{output} holds what cannot be written back: {error}; name another file with --output") from None
     world = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
-        raise ConfigError("tune measures one node: start it on one, and write `nodes` and `network_gbps` into [machine] of the file")
+        raise ConfigError("calibrate measures one node: start it on one, and write `nodes` and `network_gbps` into [machine] of the file")
     with probes.launched(arguments.device) as (device, ranks), Progress() as progress, contextlib.ExitStack() as stack:
         found, others = [], OtherProcesses()
         if ranks.rank == 0:
@@ -307,7 +308,7 @@ def _round(device: torch.device, ranks: Ranks, progress: Progress, title: str) -
 
 
 def _machine(device: torch.device, world: int, found: list[_Path], links: dict[str, Figure], known: Machine | None) -> Machine:
-    """The figures that repeat. The others, and those that tune does not measure, are as the file had them."""
+    """The figures that repeat. The others, and those that calibrate does not measure, are as the file had them."""
     memory = min(psutil.virtual_memory().total, read_memory_limit() or math.inf)
     kept = {name: getattr(known, name) for name in _KEPT} if known else {"name": platform.node()}
     if known and world == 1 < known.devices:  # one process measures one device of several
@@ -368,7 +369,7 @@ def tokens_that_hide(machine: Machine) -> str:
     subject = planning.gpt(**_GPT, batch=batch, dtype=dtype)
     load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=True)
     try:
-        found = predict(subject.model, load, machine, Config(weights=NVME.name, states=NVME.name, residency="none", dtype=dtype))
+        found = predict(subject.model, load, machine, Config(param_tier=NVME.name, optimizer_state_tier=NVME.name, residency="none", dtype=dtype))
     except ConfigError as error:  # a figure that did not repeat
         return f"not known: {error}"
     except BudgetError as error:
@@ -377,6 +378,11 @@ def tokens_that_hide(machine: Machine) -> str:
 
 
 # What is written and shown
+
+
+def _settings(output: Path, content: dict, paths: Iterable[Path]) -> dict:
+    """The table [config] of the file, by new names, with other swap directories. Raises ConfigError for a setting by both its names."""
+    return with_new_names(content.get("config", {}), CONFIG_FIELDS, f"{output}: ") | {"swap_dirs": list(map(str, paths))}
 
 
 def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) -> None:
@@ -392,7 +398,7 @@ def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) ->
         finally:
             os.close(fd)
     content = content | {
-        "config": content.get("config", {}) | {"nvme": [str(each.path) for each in found]},
+        "config": _settings(output, content, [each.path for each in found]),
         "machine": machine.to_table(),
     }
     if output.suffix == ".json":
@@ -417,7 +423,7 @@ def _warnings(found: list[_Path], links: dict[str, Figure], num_busy: float) -> 
     if len(found) > 1:
         lines += map(str, swap_paths.slow_directories({each.path: each.alone["mixed"].value for each in found}))
     if again:
-        lines.append("run tune again when nothing else runs here")
+        lines.append("run calibrate again when nothing else runs here")
     return lines
 
 

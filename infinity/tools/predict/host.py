@@ -200,17 +200,17 @@ class PlayedRecords:
                 self._more = Flag()
                 yield self._more
             chunk, kind, entry = (self._demands or self._reads).popleft()
-            yield self._transfer("nc", chunk, kind)
+            yield self._transfer("nvme_read", chunk, kind)
             entry.become(HostState.CLEAN)
             self.clock.happen(entry.source)
             self.notify()
 
     def _run_write(self, chunk, kind: str, entry: Entry):
-        yield self._transfer("cn", chunk, kind)
+        yield self._transfer("nvme_write", chunk, kind)
         entry.become(HostState.CLEAN)
         self.unpin(chunk, kind, entry)
 
     def _transfer(self, link: str, chunk, kind: str):
         read, written = nvme_nbytes(self.placement, chunk.record, kind, chunk.index, compresses=self.compresses)
-        nbytes = read if link == "nc" else written
+        nbytes = read if link == "nvme_read" else written
         return (link, self.links.drive_seconds(link, nbytes), (chunk.index, kind), nbytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from infinity.tools.predict.machine import Machine
 
-LINKS = ("compute", "gg", "cg", "nc", "rs", "gc", "update", "cn")
+LINKS = ("compute", "all_gather", "h2d", "nvme_read", "reduce_scatter", "d2h", "update", "nvme_write")
 UPDATE_NBYTES = 26  # a parameter, of the update that a machine's rate is of: a bf16 record, read and written, and its gradient
 READ_SHARE = 0.6  # of a drive's mixed rate, while both directions are under way
 
@@ -30,10 +30,10 @@ class Links:
         self.collective = min(rates, default=0.0) * 1e9
 
     def copy_seconds(self, link: str, nbytes: int) -> float:
-        return nbytes / (self.h2d if link == "cg" else self.d2h) + self.machine.copy_latency_us * 1e-6
+        return nbytes / (self.h2d if link == "h2d" else self.d2h) + self.machine.copy_latency_us * 1e-6
 
     def drive_seconds(self, link: str, nbytes: int) -> float:
-        return nbytes / (self.read if link == "nc" else self.write)
+        return nbytes / (self.read if link == "nvme_read" else self.write)
 
     def update_seconds(self, nbytes: int) -> float:
         return nbytes / self.update_rate
@@ -51,15 +51,15 @@ class Links:
     def speeds(self, links: frozenset[str]) -> dict[str, float]:
         """Of each of the links, at most 1, while all of them are busy."""
         speeds = dict.fromkeys(links, 1.0)
-        if "nc" in links and "cn" in links:
-            speeds["nc"] = min(1.0, READ_SHARE * self.mixed / self.read)
-            speeds["cn"] = min(1.0, (1 - READ_SHARE) * self.mixed / self.write)
+        if "nvme_read" in links and "nvme_write" in links:
+            speeds["nvme_read"] = min(1.0, READ_SHARE * self.mixed / self.read)
+            speeds["nvme_write"] = min(1.0, (1 - READ_SHARE) * self.mixed / self.write)
         if not self.cpu and "update" in links:  # all three are bound by host memory
-            copied = sum(rate for link, rate in (("cg", self.h2d), ("gc", self.d2h)) if link in links)
+            copied = sum(rate for link, rate in (("h2d", self.h2d), ("d2h", self.d2h)) if link in links)
             demand = 1 + copied / self.update_rate
-            speeds |= {link: 1 / demand for link in ("update", "cg", "gc") if link in links}
+            speeds |= {link: 1 / demand for link in ("update", "h2d", "d2h") if link in links}
         if self.cpu:
-            shares = {"compute": 1.0, "update": 1.0, "cg": 0.5, "gc": 0.5, "gg": 0.5, "rs": 0.5}
+            shares = {"compute": 1.0, "update": 1.0, "h2d": 0.5, "d2h": 0.5, "all_gather": 0.5, "reduce_scatter": 0.5}
             demand = sum(shares.get(link, 0.0) for link in links)
             if demand > 1:
                 speeds |= {link: 1 / demand for link in links if link in shares}

@@ -1,4 +1,4 @@
-"""What a machine has and what its links carry, as one value: measured by `infinity tune`, or written by hand for one to be bought.
+"""What a machine has and what its links carry, as one value: measured by `infinity calibrate`, or written by hand for one to be bought.
 
 Knows names, units and files. Must not know how anything is measured, or what is made of it.
 
@@ -46,7 +46,7 @@ class DriveRates:
 class Machine:
     """One node or several alike. Rates of links in 10^9 bytes a second, each of one device (`h2d_gbps`), of all of a node's
     devices at once but given of each (`h2d_all_gbps`), or of a node (`host_gbps`). Sizes in bytes, "141 GB" in files. A rate is None
-    if it was not measured, or if `infinity tune` found no value that repeats: a file leaves it out."""
+    if it was not measured, or if `infinity calibrate` found no value that repeats: a file leaves it out."""
 
     name: str = ""
     nodes: int = 1
@@ -111,8 +111,8 @@ class Machine:
         if missing := [name for name, rate in fields.items() if rate is None]:
             is_one = len(missing) == 1
             raise ConfigError(
-                f"machine: {', '.join(missing)} {'is' if is_one else 'are'} not known: run `infinity tune` when nothing else runs there, or write "
-                f"{'a value' if is_one else 'values'} into the file"
+                f"machine: {', '.join(missing)} {'is' if is_one else 'are'} not known: run `infinity calibrate` when nothing else runs there, or "
+                f"write {'a value' if is_one else 'values'} into the file"
             )
         for name, num in (("gather_gbps", self.devices), ("network_gbps", self.nodes)):
             if num > 1 and not getattr(self, name):
@@ -137,7 +137,7 @@ class Machine:
             path = MACHINES / f"{path}.toml"
         content = config_files.read(path).get("machine")
         if not isinstance(content, Mapping):
-            raise ConfigError(f"{path} has no table [machine]; `infinity tune` writes one")
+            raise ConfigError(f"{path} has no table [machine]; `infinity calibrate` writes one")
         try:
             return cls.from_table(content)
         except ConfigError as error:

@@ -37,7 +37,7 @@ from infinity.tools.predict.prediction import Prediction, arrangement, auto_devi
 from infinity.tools.predict.workload import Workload, workload
 from infinity.tools.progress import Progress
 
-TITLES = {COMPUTE: "device compute", **LINKS}
+TITLES = {COMPUTE: "device compute"} | {link: link for link in LINKS}
 DAY_SECONDS = 86400
 # Of the largest model that is looked for: from 10^6 to some 3 * 10^16.
 LEAST_PARAMETERS, LARGEST_STEP, NUM_STEPS = 1e6, 2**0.25, 140
@@ -249,7 +249,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
 
 def require_place(num_parameters: int, machine: Machine, config: Config) -> None:
     """Raise BudgetError for a model whose records alone are more than all memory and all drives hold, however they are laid out."""
-    needed = record_layout(num_parameters, Format(config.dtype, moments_dtype=config.moments)).nbytes
+    needed = record_layout(num_parameters, Format(config.dtype, moments_dtype=config.optimizer_state_dtype)).nbytes
     if machine.drives and not machine.total("capacity"):
         return
     there = machine.nodes * (machine.total("capacity") + machine.host_memory + machine.devices * machine.device_memory)
@@ -336,7 +336,9 @@ def _machine(arguments) -> Machine:
     if path is None:
         path = Path(config_files.DEFAULT_NAME)
         if not path.is_file() or "machine" not in config_files.read(path):
-            raise ConfigError(f"which machine? Measure this one with `infinity tune DIR...`, which writes {path}, or name a file: --machine FILE")
+            raise ConfigError(
+                f"which machine? Measure this one with `infinity calibrate DIR...`, which writes {path}, or name a file: --machine FILE"
+            )
     given = {name: getattr(arguments, name) for name in ("nodes", "devices")}
     machine = dataclasses.replace(Machine.load(path), **{name: value for name, value in given.items() if value is not None})
     machine.require_rates()
@@ -380,8 +382,8 @@ def _num_heads(hidden: int) -> int:
 def _report(prediction: Prediction, largest: Largest | None) -> dict:
     machine, simulation = prediction.machine, prediction.simulation
     num = prediction.layout.num_parameters
-    nums = {link: num if link in ("gg", "rs") else num / machine.world for link in TITLES}  # a rank's share of the others
-    written = simulation.nbytes["cn"] * machine.world / simulation.step_seconds * DAY_SECONDS
+    nums = {link: num if link in ("all_gather", "reduce_scatter") else num / machine.world for link in TITLES}  # a rank's share of the others
+    written = simulation.nbytes["nvme_write"] * machine.world / simulation.step_seconds * DAY_SECONDS
     endurance = machine.total("endurance") * machine.nodes
     return {
         "fits": True,

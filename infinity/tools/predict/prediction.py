@@ -94,8 +94,8 @@ class Prediction:
 
     def _seconds(self, simulation: Simulation) -> dict[str, float]:
         """The least that each link needs for a step's bytes, the drives by what they read, write, and do of both."""
-        seconds = {link: busy for link, busy in simulation.busy_seconds.items() if link not in ("compute", "nc", "cn")}
-        read, written = (simulation.nbytes[link] * self.machine.devices / 1e9 for link in ("nc", "cn"))
+        seconds = {link: busy for link, busy in simulation.busy_seconds.items() if link not in ("compute", "nvme_read", "nvme_write")}
+        read, written = (simulation.nbytes[link] * self.machine.devices / 1e9 for link in ("nvme_read", "nvme_write"))
         for what, nbytes in (("read", read), ("write", written), ("mixed", read + written)):
             seconds[what] = nbytes / self.machine.drive_gbps(what) if nbytes else 0.0
         return seconds
@@ -163,8 +163,8 @@ def arrangement(
 ) -> tuple[Layout, list[Record], Placement, tuple[int, ...]]:
     """Layout, records of a rank, their placement, and the spans whose records are on the device. Raises BudgetError, and
     ConfigError for activations that leave the device, which are not played."""
-    if leaves_device(config.activations):
-        raise ConfigError(f"activations={config.activations!r}: predictions keep them on the device; leave it out")
+    if leaves_device(config.activation_tier):
+        raise ConfigError(f"activation_tier={config.activation_tier!r}: predictions keep them on the device; leave it out")
     share = machine.devices
     host = machine.host_memory // share
     if config.host_memory == "auto":
@@ -205,7 +205,7 @@ def arrangement(
     nbytes_of = [span.nbytes for span in layout.spans]
     if not all(home.is_device for home in homes):  # as DeviceBudget.redivide, after the first step
         placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
-        if planner.records_may_visit(weights=choice_of(config.weights), states=choice_of(config.states), keep=config.residency == "auto"):
+        if planner.records_may_visit(weights=choice_of(config.param_tier), states=choice_of(config.optimizer_state_tier), keep=config.residency == "auto"):
             room = placement.device_nbytes - placement.gradient_limit_nbytes
             visiting, staying = planner.share_device(
                 layout, records, homes, room_nbytes=room, may_stay=placement.may_stay

@@ -202,7 +202,7 @@ class Updates:
                 self._ready(chunk)
         self.update_waiting()
         while self.under_way > rank.placement.under_way_nbytes:
-            yield from rank.wait("gc", self.records.changed)
+            yield from rank.wait("d2h", self.records.changed)
 
     def _arrive(self, chunk: PlayedChunk, param: int):
         chunk.received = True
@@ -222,7 +222,7 @@ class Updates:
 
     def reduce(self, chunk: PlayedChunk) -> None:
         def work():
-            yield ("rs", self.links.collective_seconds(chunk.nbytes), chunk.index, chunk.nbytes)
+            yield ("reduce_scatter", self.links.collective_seconds(chunk.nbytes), chunk.index, chunk.nbytes)
 
         self.under_way += chunk.nbytes
         chunk.reduced = True
@@ -237,7 +237,7 @@ class Updates:
             entry = yield from take(chunk, GRADIENTS)
             yield from self.records.begin_update({GRADIENTS: entry})
             chunk.has_gradient = True
-            yield ("gc", self.links.copy_seconds("gc", nbytes), chunk.index, nbytes)
+            yield ("d2h", self.links.copy_seconds("d2h", nbytes), chunk.index, nbytes)
             self.records.unpin(chunk, GRADIENTS, entry)
             if self._spill:
                 self.records.clean_ahead(GRADIENTS)
@@ -423,7 +423,7 @@ class Weights:
         yield updating
         if request is not None:
             nbytes = chunk.record.weight_nbytes
-            yield ("cg", self.links.copy_seconds("cg", nbytes), chunk.index, nbytes)
+            yield ("h2d", self.links.copy_seconds("h2d", nbytes), chunk.index, nbytes)
             self.records.unpin(chunk, WEIGHTS, request.entry)
 
     def _gather(self, span: PlayedSpan) -> None:
@@ -435,7 +435,7 @@ class Weights:
 
     def _run_gather(self, chunk: PlayedChunk, copied: Flag):
         yield copied
-        yield ("gg", self.links.collective_seconds(chunk.nbytes), chunk.index, chunk.nbytes)
+        yield ("all_gather", self.links.collective_seconds(chunk.nbytes), chunk.index, chunk.nbytes)
 
     def _settle(self, span: PlayedSpan):
         for chunk in span.chunks:
@@ -445,10 +445,10 @@ class Weights:
             if not chunk.copied.raised:
                 yield from self.rank.wait("update", chunk.updating)
                 if chunk.request is not None:
-                    yield from self.rank.wait("nc", chunk.request.granted)
-                    yield from self.rank.wait("nc", *self.records.settle(chunk.request.entry))
-                yield from self.rank.wait("cg", chunk.copied)
-            yield from self.rank.wait("gg", chunk.gathered)
+                    yield from self.rank.wait("nvme_read", chunk.request.granted)
+                    yield from self.rank.wait("nvme_read", *self.records.settle(chunk.request.entry))
+                yield from self.rank.wait("h2d", chunk.copied)
+            yield from self.rank.wait("all_gather", chunk.gathered)
 
     def _make_room(self, span: PlayedSpan, needed: bool):
         rank = self.rank

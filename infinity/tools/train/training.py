@@ -44,8 +44,8 @@ LINK_COUNTERS = ("nbytes", "busy_seconds", "stall_seconds")
 WARM_UP_STEPS = 2  # the first records the trace, the second is the first to follow a plan
 RECENT_STEPS = 10  # that a status is of
 CONFIG_OPTIONS = (  # those that are fields of Config
-    *("nvme", "host_memory", "device_memory", "weights", "states", "activations", "tile_above", "dtype", "moments"),
-    *("residency", "chunk_mib", "device", "update", "seed"),
+    *("swap_dirs", "host_memory", "device_memory", "param_tier", "optimizer_state_tier", "activation_tier", "tile_above"),
+    *("dtype", "optimizer_state_dtype", "residency", "chunk_mib", "device", "update", "seed"),
 )
 
 def train(arguments) -> int:
@@ -211,9 +211,9 @@ class TrainingRun:
         pace = statistics.median(recent)
         before = self.counters[-1 - len(recent)]
         links = []
-        for link, title in LINKS.items():
+        for link in LINKS:
             nbytes, busy, stalled = (last["links"][link][name] - before["links"][link][name] for name in LINK_COUNTERS)
-            links.append(Link(title, nbytes / busy / 1e9 if busy else 0.0, stalled / sum(recent)))
+            links.append(Link(link, nbytes / busy / 1e9 if busy else 0.0, stalled / sum(recent)))
         return Status(
             step=num_steps,
             steps=arguments.steps,
@@ -224,7 +224,7 @@ class TrainingRun:
             links=tuple(links),
             device_nbytes=last["device_nbytes"],
             device_budget_nbytes=last["device_budget_nbytes"],
-            host_nbytes=last["host_arena_nbytes"],
+            host_nbytes=last["pinned_host_nbytes"],
             checkpoint=saver.under_way if saver is not None else None,
             saved=saver.last if saver is not None else None,
         )
@@ -263,8 +263,8 @@ class TrainingRun:
         median = statistics.median(seconds)
 
         losses = _over_ranks(self.losses).mean(0)
-        state_nbytes = _over_ranks(last["state_nbytes"]).sum()
-        peaks = _over_ranks([last["peak_device_nbytes"], last["host_arena_nbytes"]]).max(0)
+        state_nbytes = _over_ranks(last["model_state_nbytes"]).sum()
+        peaks = _over_ranks([last["peak_device_nbytes"], last["pinned_host_nbytes"]]).max(0)
         swapped = [[stats["nvme_read_nbytes"], stats["nvme_write_nbytes"]] for stats in self.counters]
         swapped = _over_ranks(swapped).sum(0)  # [steps + 1, read and written]
         # The mean, not the median: what is read ahead in one step is missing in the next, and cancels out.
@@ -382,10 +382,10 @@ def _table(report):
     if None not in traffic:
         lines.append(f"NVMe        {traffic[0]:.2f} bytes read, {traffic[1]:.2f} written, a parameter and step")
     lines += ["", f"{'link':<16}{'a step':>12}{'GB/s' + (' a rank' if world > 1 else ''):>14}{'step waited':>14}"]
-    for link, name in LINKS.items():
+    for link in LINKS:
         row = report["links"][link]
         lines.append(
-            f"{name:<16}{format_bytes(row['bytes_per_step']):>12}{row['gbps']:>14.2f}{row['stall_share']:>13.1%} "
+            f"{link:<16}{format_bytes(row['bytes_per_step']):>12}{row['gbps']:>14.2f}{row['stall_share']:>13.1%} "
         )
     return "\n".join(line.rstrip() for line in lines)
 
