@@ -291,7 +291,7 @@ def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path,
     monkeypatch.setattr(probes, "product_rate", slowed(probes.product_rate, 1e6))
     monkeypatch.setattr(probes, "op_seconds", lambda device: 30e-6)
     monkeypatch.setattr(probes, "chunk_seconds", slowed(lambda device: 500.0, 1e6))
-    monkeypatch.setattr(tuning, "_median_rate", slowed(tuning._median_rate, 1e6))  # slows only the second round of reads and writes
+    monkeypatch.setattr(tuning, "_median_rate", slowed(tuning._median_rate, 1e6))  # each of three mixes is slow in one round
     output = tmp_path / "infinity.toml"
     assert tune(paths[0], "--output", output) == 0
     shown = capsys.readouterr()
@@ -409,7 +409,7 @@ def test_an_interrupt_leaves_existing_files_unchanged(paths, tmp_path):
 @pytest.mark.long
 def test_a_filesystem_in_memory_is_measured_with_a_warning(tmp_path, small, capsys):
     if not os.path.ismount("/dev/shm"):
-        pytest.skip("no tmpfs")
+        pytest.skip("/dev/shm is no tmpfs here")
     folder = f"/dev/shm/infinity-test-{os.getpid()}"
     os.mkdir(folder)
     try:
