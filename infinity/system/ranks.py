@@ -95,6 +95,21 @@ class Ranks:
             self._watch.start()
 
     @property
+    def are_several(self) -> bool:
+        """Whether this process has peers. Without peers nothing communicates."""
+        return self.world > 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which reports, and whose values count where ranks may differ."""
+        return self.rank == 0
+
+    @property
+    def label(self) -> str:
+        """The beginning of a message: "rank 0 of 2, ", or nothing without peers."""
+        return f"{self.name}, " if self.are_several else ""
+
+    @property
     def num_local(self) -> int:
         """Number of ranks on this node."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
@@ -152,7 +167,7 @@ class Ranks:
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small host tensor over the ranks, in place."""
-        if self.world > 1:
+        if self.are_several:
             self._run(lambda: dist.all_reduce(tensor, group=self.control, async_op=True), f"a sum of {tensor.numel()} numbers")
         return tensor
 
@@ -160,7 +175,7 @@ class Ranks:
         """The maximum over all ranks of each number; numbers may be nested lists. See [Note: what ranks agree on]. what: for errors; group:
         `control` if None. Raises UsageError on every rank if a rank passes another count of numbers.
         """
-        if self.world == 1:
+        if not self.are_several:
             return numbers
         mine = np.array(numbers) + 0  # int64 or float64, whatever PyTorch's defaults
         count, what = mine.size, what or f"a maximum of {mine.size} numbers"
@@ -181,14 +196,14 @@ class Ranks:
 
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Copy the source's host tensor to every rank, in place."""
-        if self.world > 1:
+        if self.are_several:
             begin = lambda: dist.broadcast(tensor, src=source, group=self.control, async_op=True)
             self._run(begin, f"a broadcast of {tensor.numel()} numbers")
         return tensor
 
     def all_gather_slices(self, piece: torch.Tensor) -> torch.Tensor:
         """Concatenate equal 1-D host tensors of all ranks."""
-        if self.world == 1:
+        if not self.are_several:
             return piece
         whole = torch.empty(self.world * piece.numel(), dtype=piece.dtype, device="cpu")
         self._run(lambda: _all_gather(whole, piece, group=self.control, async_op=True), f"a gather of {whole.numel()} numbers")
@@ -196,7 +211,7 @@ class Ranks:
 
     def exchange(self, mine: bytes) -> list[bytes]:
         """The bytes of every rank, in order of rank."""
-        if self.world == 1:
+        if not self.are_several:
             return [mine]
         sizes = self.all_gather_slices(torch.tensor([len(mine)], device="cpu")).tolist()
         padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device="cpu")
@@ -250,7 +265,7 @@ class Ranks:
 
     def agree(self, *values: int, group=None, what: str = "an agreement between the training threads") -> bool:
         """Whether every rank passed the same integers. what: for errors."""
-        if self.world == 1:
+        if not self.are_several:
             return True
         numbers = [*values, *(-value for value in values)]
         return self.most(numbers, group, what) == numbers
@@ -307,7 +322,7 @@ class Ranks:
             raise _copy(self.failure)
 
     def barrier(self) -> None:
-        if self.world > 1:
+        if self.are_several:
             self._run(lambda: dist.barrier(group=self.control, async_op=True), "a barrier")
 
     @contextlib.contextmanager

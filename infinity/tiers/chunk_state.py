@@ -30,15 +30,16 @@ class Resident(Area):
 class ChunkState:
     """The state of one chunk: its record, its place in each tier, and the moves and updates under way."""
 
-    def __init__(self, chunk: Chunk, record: Record, pieces: tuple[Piece, ...], span: SpanState):
+    def __init__(self, chunk: Chunk, record: Record, rank: int, span: SpanState):
         self.chunk = chunk
         self.index = chunk.index
         self.record = record
-        self.pieces = pieces  # of this rank's shard
+        self.shard = chunk.shard_in_span(rank)  # of this rank, and its pieces
+        self.pieces = chunk.shard_pieces(rank)
         self.whole_pieces = {piece.param: piece for piece in chunk.pieces}  # of all shards, by parameter
         inside = [state.name for state in span.params if state.index in self.whole_pieces]
         self.title = f"chunk {chunk.index} ({inside[0]})" if inside else f"chunk {chunk.index}"  # for messages
-        self.gaps = _gaps(pieces, record.numel)
+        self.gaps = _gaps(self.pieces, record.numel)
         self.span = span
         self.weights_home = self.states_home = NVME
         self.extents: dict[str, object] = {}  # on NVMe, by kind; None where there are no bytes
@@ -70,6 +71,11 @@ class ChunkState:
         """An update of the record, which the lease holds, is over."""
         if (snapshot := self.snapshot) is not None:
             snapshot.after_update(self, lease)
+
+    @property
+    def weights_on_device(self) -> torch.Tensor:
+        """The weights of this rank's shard in the span: 1-D, without padding. The span is allocated."""
+        return self.span.flat[self.shard]
 
     @property
     def trainable(self) -> bool:

@@ -52,7 +52,7 @@ class DeviceSums:
         spans = {self.registry.span_of(state) for state in (*params, *following)}.union(self.weights.held.values())
         room = self.tier.budget_nbytes - sum(span.nbytes for span in spans if not span.pinned)
         chunks = dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state))
-        if self.ranks.world > 1:
+        if self.ranks.are_several:
             least, *come = self.ranks.most([-room, *(chunk in chunks for chunk in self.registry.chunks)])
             room, chunks = -least, [chunk for chunk, comes in zip(self.registry.chunks, come, strict=True) if comes]
         self._free_room()
@@ -82,13 +82,13 @@ class DeviceSums:
 
     def end(self, chunks: Iterable[ChunkState]) -> None:
         """These chunks have all their gradients: their sums leave for host memory."""
-        if self.ranks.world > 1:
+        if self.ranks.are_several:
             self._free_room(0)
         for chunk in chunks:
             if (nbytes := self._here.pop(chunk, None)) is None:
                 continue
             arrived = chunk.gradient.job
-            if arrived is not None and self.ranks.world > 1:
+            if arrived is not None and self.ranks.are_several:
                 self.gradients.wait_for(chunk)  # a lane adds reduced gradients
             memory, _ = chunk.gradient.leave()
             if memory is None:  # no gradient came
@@ -116,7 +116,7 @@ class DeviceSums:
 
     def _free_room(self, most: int | None = None) -> None:
         """Give back the room of sums that have left. Wait for sums that are leaving until at most `most` bytes are taken."""
-        while self._leaving and ((self.ranks.world == 1 and self._leaving[0][0].done) or (most is not None and self._nbytes > most)):
+        while self._leaving and ((not self.ranks.are_several and self._leaving[0][0].done) or (most is not None and self._nbytes > most)):
             job, room_nbytes, nbytes = self._leaving.popleft()
             try:
                 job.wait()

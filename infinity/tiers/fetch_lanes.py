@@ -109,7 +109,7 @@ class FetchLanes:
         if entry is None:
             return ready  # the compute stream wrote the shard in place: the gather waits for this event
         start = now()
-        shard, format = chunk.span.flat[chunk.chunk.shard_in_span(self.ranks.rank)], chunk.record.format
+        shard, format = chunk.weights_on_device, chunk.record.format
         nbytes = chunk.record.weight_nbytes if format.is_coded else shard.nbytes
         source = entry.memory.tensor(torch.uint8, 0, nbytes)
         if not self.cuda:

@@ -37,20 +37,21 @@ class GradientAdder:
             else:
                 target.add_(source)
             return None
+        direct = first and target.dtype == source.dtype
         with torch.cuda.stream(self.stream):
             if ready is not None:
                 self.stream.wait_event(ready)
             begin = self.events.device_mark()
             if target.is_cuda:
                 target.copy_(source) if first else target.add_(source)
-            elif first and target.dtype == source.dtype:
+            elif direct:
                 target.copy_(source, non_blocking=True)
             else:
                 staged = self.staging.view(source.dtype)[: source.numel()]
                 staged.copy_(source, non_blocking=True)
             marks = begin, self.events.device_mark()
             self.stream.record_event().synchronize()
-        if not target.is_cuda and not (first and target.dtype == source.dtype):
+        if not target.is_cuda and not direct:
             if self.accumulate:
                 accumulate_(target, staged, first)
             else:

@@ -101,11 +101,11 @@ class Gradients:
 
     def arrive(self, state: ParameterState, grad: torch.Tensor) -> None:
         """Take the gradient of a whole parameter, and begin its transfer if there is one."""
-        if self.ranks.world > 1:
+        if self.ranks.are_several:
             self.in_flight.wait_for_room()  # the copy in the flat buffer takes as many bytes again
         flat = grad.detach().reshape(-1)
         chunks = self.registry.chunks_of(state)
-        if self.ranks.world == 1:
+        if not self.ranks.are_several:
             for chunk in chunks:
                 if chunk.gradient_on_device:
                     self._keep(chunk, state, flat)
@@ -118,7 +118,7 @@ class Gradients:
         for chunk in chunks:
             piece = chunk.whole_pieces[state.index]
             last = chunk is chunks[-1]
-            if self.ranks.world == 1:
+            if not self.ranks.are_several:
                 first = state.index not in chunk.gradient.received
                 chunk.gradient.received.add(state.index)
                 part = flat[piece.param_start : piece.param_start + piece.numel]
@@ -126,7 +126,7 @@ class Gradients:
             else:
                 self.reduce_scatter.insert(chunk, piece, flat)
             self._note_arrival(chunk)
-        if self.ranks.world > 1:
+        if self.ranks.are_several:
             self.in_flight.add(-nbytes)
 
     def reduce(self, chunk: ChunkState) -> None:

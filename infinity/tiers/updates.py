@@ -42,7 +42,6 @@ class Updater:
         records: RecordMover,
         gradients: Gradients,
         course: Course,
-        rank: int,
         events: Events,
         *,
         deferred: bool,
@@ -53,7 +52,6 @@ class Updater:
         self.gradients = gradients
         self.chunks, self.params = gradients.registry.chunks, gradients.registry.params
         self.course = course
-        self.rank = rank
         self.events = events
         self.deferred = deferred
         self.threads = threads
@@ -197,14 +195,13 @@ class Updater:
 
     def device_state(self, chunk: ChunkState) -> Shard:
         """The record of a chunk that lives on the device."""
-        segments = {"weight": chunk.span.flat[chunk.chunk.shard_in_span(self.rank)], **chunk.device_states}
+        segments = {"weight": chunk.weights_on_device, **chunk.device_states}
         return Shard(chunk.record.format, segments)
 
     def take_snapshot(self, chunk: ChunkState) -> None:
         """Remember the shard's weights on the device, where that is asked for."""
         if chunk.span.snapshot is not None:
-            here = chunk.chunk.shard_in_span(self.rank)
-            chunk.span.snapshot[here] = chunk.span.flat[here]
+            chunk.span.snapshot[chunk.shard] = chunk.weights_on_device
 
     def _compute(self, chunk: ChunkState, state: Shard, gradient: torch.Tensor, hyper: Hyper) -> Computed:
         start, on_device = now(), gradient.is_cuda

@@ -12,7 +12,7 @@ import torch
 
 from infinity.formats.dtypes import TORCH_DTYPES, as_integers
 from infinity.formats.format import Segment
-from infinity.optim.adam import split_master
+from infinity.optim.shard import codec_of
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.plan.tiers import DEVICE, Tier
 from infinity.system.ranks import Ranks
@@ -84,12 +84,11 @@ class Values:
                             part = torch.where(same, on_cpu.masters(), part.float())
                         there.put(part)
             self.updater.take_snapshot(chunk)
-            if chunk.on_device and self.ranks.world > 1:
+            if chunk.on_device and self.ranks.are_several:
                 piece = chunk.whole_pieces[state.index]
                 part = value[piece.param_start : piece.param_start + piece.numel]
-                if chunk.span.dtype is torch.bfloat16:
-                    part, _ = split_master(part.float().contiguous())
-                chunk.span.flat[chunk.chunk.offset + piece.start :][: piece.numel].copy_(part)
+                there = chunk.span.flat[chunk.chunk.offset + piece.start :][: piece.numel]
+                there.copy_(codec_of(chunk.record.format).rounded(part))
 
     def keep_written(self, span: SpanState) -> None:
         """Make what forward passes wrote to a span that is still home its value."""
@@ -103,7 +102,7 @@ class Values:
     def adopt(self, span: SpanState, written: Sequence[ParameterState], before: torch.Tensor | None = None) -> None:
         """Make what is in a span's device storage its value; an element that changed is its own master. Where nothing tells which ones did,
         all of the written parameters count as changed."""
-        if self.ranks.world > 1:
+        if self.ranks.are_several:
             values = span.flat.cpu()
             self.ranks.broadcast_(values)
             span.flat.copy_(values)
@@ -112,14 +111,13 @@ class Values:
         for index in span.span.chunks:
             chunk = self.registry.chunks[index]
             self.updater.finish(chunk)
-            here = chunk.chunk.shard_in_span(self.ranks.rank)
-            new = span.flat[here]
+            new = chunk.weights_on_device
             with self.shard(chunk, change=True) as shard:
                 before_here = before if before is not None else span.snapshot
                 if before_here is None and chunk.on_device:
                     changed = self._parts_of(chunk, written)
                 else:
-                    old = before_here[here] if before_here is not None else shard.codec.weights(shard).to(new.device)
+                    old = before_here[chunk.shard] if before_here is not None else shard.codec.weights(shard).to(new.device)
                     changed = as_integers(new) != as_integers(old)
                 shard.codec.adopt(shard, new, changed)
             self.updater.take_snapshot(chunk)

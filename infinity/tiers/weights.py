@@ -171,7 +171,7 @@ class Weights:
         With several ranks, a span that the plan counts as evicted, and an op still holds here, is fetched again: other ranks may have freed
         the span, and gather it next. The span receives the same bytes.
         """
-        again = span.evict_pending and span.presence is Presence.HOME and self.ranks.world > 1
+        again = span.evict_pending and span.presence is Presence.HOME and self.ranks.are_several
         span.evict_pending = False
         if span.presence is not Presence.AWAY and not again:
             return
@@ -206,7 +206,7 @@ class Weights:
 
     def gather(self, span: SpanState) -> None:
         """With several ranks, exchange the shards that are copied to the span."""
-        if self.ranks.world == 1 or span.presence is not Presence.FETCHING:
+        if not self.ranks.are_several or span.presence is not Presence.FETCHING:
             return
         for fetch in span.fetch:
             if fetch.gather is None:
@@ -262,7 +262,7 @@ class Weights:
 
     def _stays(self, span: SpanState) -> bool:
         """Whether the span is whole on the device also after an update."""
-        return self.ranks.world == 1 and all(chunk.on_device for chunk in self.registry.chunks_in(span))
+        return not self.ranks.are_several and all(chunk.on_device for chunk in self.registry.chunks_in(span))
 
     # Waiting.
 
