@@ -23,7 +23,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/integrations": (22, 28, 2),
     "infinity/tiers": (13, 38, 5),
     "infinity/tools": (20, 26, 2),
-    "infinity/*.py": (22, 15, 2),
+    "infinity/*.py": BARS,
     "tests": (18, 30, 1),
 }
 
