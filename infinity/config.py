@@ -287,8 +287,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def command_layers(arguments, options: Sequence[str] = ()) -> list[Layer]:
-    """The layers of a command, in order: infinity.toml in the current directory, if it has a table [config]; the file of --config; --set;
-    the command's own options that were given (are not None). options: their names, as those of fields."""
+    """The layers of a command, in order: infinity.toml of the current directory, the file of --config, --set, the command's own options.
+
+    A file infinity.toml without a table [config] is ignored. options: names of the own options, as names of fields. None means not given.
+    """
     layers = []
     if Path(config_files.DEFAULT_NAME).is_file() and "config" in config_files.read(config_files.DEFAULT_NAME):
         layers.append((config_files.DEFAULT_NAME, _table_of(config_files.DEFAULT_NAME)))

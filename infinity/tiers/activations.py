@@ -6,8 +6,8 @@ weights: the saved-tensor hooks call this file, in the training thread.
 
 # [Note: which activations move]
 # The unit is a storage, which plain PyTorch keeps alive as a whole. Views of one storage are moved once, whatever their shapes and strides,
-# and are views of one storage again afterwards. Three kinds of tensors stay on the device: small ones, small parts of a storage
-# (they may be slices of a data set), and model buffers, which stay on the device anyway.
+# and are views of one storage again afterwards. Three kinds of tensors stay on the device: small tensors, small parts of a storage, and model
+# buffers. A small part may be a slice of a data set. Model buffers stay on the device anyway.
 #
 # Backward fetches storages in reverse order, and reads ahead as far as host memory allows. Parts of the graph may go backward in another
 # order, such as micro-batches that pass a layer together. The caller then names the saved part and the parts that follow (graph_parts.py).

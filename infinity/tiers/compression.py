@@ -13,8 +13,8 @@ Knows extents, their sections, and the moments that an update can be replayed on
 #     on NVMe     | 1.3 |    | 1.3 |     | 1.3 |    |     | ............ | 1.7   |  | 1.7   |  | 1.7   |   |
 #
 # One of a few lanes compresses a write into a buffer, and the storage writes from there. So the copy in host memory stays whole for other
-# requests. A read fills the end of each section's place in host memory, and is expanded in place: by one of a few lanes, or by a thread that
-# waits for the read.
+# requests. A read fills the end of each section's place in host memory. One of a few lanes, or a thread that waits for the read, expands the
+# section in place.
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sums of gradients on the device: several micro-batches add up there, and the sum leaves for host memory once.
 
-Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments: the caller says which parameters get gradients
-next, when a chunk has all of them, and when a new round begins. The training thread calls it, on all ranks at the same points.
+Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments. The caller names the parameters that get
+gradients next, the complete chunks, and the begin of a round. The training thread calls this file, on all ranks at the same points.
 """
 
 # [Note: room for sums]
@@ -12,11 +12,11 @@ next, when a chunk has all of them, and when a new round begins. The training th
 # place for all sums, such gradients would also be read from NVMe and written for each micro-batch.
 #
 # [Note: sums on several ranks]
-# The device adds up a rank's shard. Each micro-batch's gradient is reduced before the addition, as in the ordinary loop, because a reduction
-# of sums differs from a sum of reductions: in bf16 by rounding, in fp32 by the order of additions. The links between devices therefore
-# carry the gradients of each micro-batch, and the link to the host carries each shard once. Room for spans must be equal on all ranks,
-# which gather and evict together. So ranks agree on the sums and on the room for them, and all shards count with the full size. Room is
-# given back at fixed points of the step, before other sums leave or need the room, and not whenever a copy ends.
+# The device adds up a rank's shard. Each micro-batch's gradient is reduced before the addition, as in the ordinary loop. A reduction of sums
+# would differ from a sum of reductions: in bf16 by rounding, in fp32 by the order of additions. The links between devices therefore carry
+# the gradients of each micro-batch, and the link to the host carries each shard once. Room for spans must be equal on all ranks, which gather
+# and evict together. So ranks agree on the sums and on the room for them, and all shards count with the full size. Room is given back at
+# fixed points of the step, before other sums leave or need the room, and not whenever a copy ends.
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ has room.
 
 # [Note: who holds gradients]
 # The gc lane pins a chunk's gradient shard during an addition. The update lane pins the shard during the update. Between the two, the shard
-# may leave for NVMe if another chunk needs the slot. A lane that pins a shard never waits for the other lane or for the training thread: an
+# may leave for NVMe if another chunk needs the slot. A lane that pins a shard never waits for the other lane or for the training thread. An
 # update that has begun takes the slots of records that were only read ahead. Two slots are therefore enough, even if a pass completes all
 # chunks late. If the next update in the lane needs nothing more from the gc lane, the gc lane waits for the slot which that update frees.
 # Otherwise the gc lane writes the gradient with the farthest use to NVMe. (If that update must then read back its own gradient, another

@@ -1,7 +1,7 @@
 """Moves records between storage and host memory: the nc and cn links.
 
 A request asks for the weights, the states or the gradient of a chunk in host memory. The mover grants the request when a slot is free.
-The reader thread picks the next request by the policy of plan/slots.py: a request that waits for one kind of slot never blocks another kind.
+The reader thread picks the next request by the policy of plan/slots.py. A request that waits for one kind of slot never blocks another kind.
 Must not know the device, plans or arithmetic.
 """
 

@@ -10,7 +10,7 @@ Knows spans, their parameters and device memory. Must not know plans, records or
 # parameter decides which code may use the value ([Note: parameters with two classes] in parameters.py). Code in C that ignores the class finds
 # NaN instead of stale numbers, and the engine notices writes to the placeholder.
 #
-# The engine does not resize a storage while a tensor of the program uses the storage, as after `self.kept = self.weight.t()`: reading such a
+# The engine does not resize a storage while a tensor of the program uses the storage, as after `self.kept = self.weight.t()`. A read of such a
 # tensor would crash the process. The span is AWAY then, and the memory stays until the tensor is deleted.
 #
 # [Note: weights written in forward]
