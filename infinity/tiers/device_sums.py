@@ -1,22 +1,22 @@
 """Sums of gradients on the device: several micro-batches add up there, and the sum leaves for host memory once.
 
-Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments: the caller says which parameters get gradients
-next, when a chunk has all of them, and when a new round begins. The training thread calls it, on all ranks at the same points.
+Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments. The caller names the parameters that get
+gradients next, the complete chunks, and the begin of a round. The training thread calls this file, on all ranks at the same points.
 """
 
 # [Note: room for sums]
-# Sums use the device memory for spans that come and go, as far as it has room beside the spans of the current ops. A gradient without room
-# adds up in host memory. The room of a sum is free again after the sum has left. This is checked when more room is wanted.
+# Sums use the device memory for spans that come and go, if the spans of the current ops leave room there. A gradient without room adds up in
+# host memory. The room of a sum is free again after the sum has left. The engine checks this when more room is needed.
 # If micro-batches run in rounds, on one rank, the sums of earlier rounds come back, and the next gradients are added to them. This moves
-# 8 bytes a parameter and round over the link. Gradients that leave one by one move 2 or 4 bytes for each micro-batch. If host
-# memory has no place for all sums, they would also be read from NVMe and written for each micro-batch.
+# 8 bytes a parameter and round over the link. Gradients that leave one by one move 2 or 4 bytes for each micro-batch. If host memory has no
+# place for all sums, such gradients would also be read from NVMe and written for each micro-batch.
 #
 # [Note: sums on several ranks]
-# The device adds up a rank's shard. Each micro-batch's gradient is reduced before it is added, as in the ordinary loop, because a
-# reduction of sums differs from a sum of reductions: in bf16 by rounding, in fp32 by the order of additions. So the links between devices
-# carry the gradients of each micro-batch, and the link to the host carries each shard once. Room for spans must be equal on all ranks,
-# which gather and evict together. So ranks agree on the sums and on the room for them, and all shards count with the full size. Room is
-# given back at a fixed point, after the next but one sum has left, not when a copy happens to end.
+# The device adds up a rank's shard. Each micro-batch's gradient is reduced before the addition, as in the ordinary loop. A reduction of sums
+# would differ from a sum of reductions: in bf16 by rounding, in fp32 by the order of additions. The links between devices therefore carry
+# the gradients of each micro-batch, and the link to the host carries each shard once. Room for spans must be equal on all ranks, which gather
+# and evict together. So ranks agree on the sums and on the room for them, and all shards count with the full size. Room is given back at
+# fixed points of the step, before other sums leave or need the room, and not whenever a copy ends.
 
 from __future__ import annotations
 

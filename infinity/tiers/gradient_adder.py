@@ -1,4 +1,4 @@
-"""Copies a part of a gradient to its place in a shard, or adds the part to earlier gradients there.
+"""Copies a part of a gradient into a shard, or adds the part to earlier gradients there.
 
 Knows memory and the stream of the gc link. Must not know chunks, or which part comes first.
 """
@@ -27,7 +27,7 @@ class GradientAdder:
         self.accumulate = accumulate
 
     def put(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready):
-        """target = source if first, otherwise target += source. The copy is over on return. Returns its marks on CUDA, None on the CPU."""
+        """target = source if first, otherwise target += source. The copy is over on return. Returns the marks on CUDA, otherwise None."""
         if not self.cuda:
             if self.accumulate:
                 accumulate_(target, source, first, threads=1)

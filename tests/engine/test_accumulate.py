@@ -788,7 +788,7 @@ def test_host_memory_that_was_asked_for_and_has_no_room_is_an_error(tmp_path, mo
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     with training(Crowded, tmp_path, activation_tier="host", options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         engine.activations.store.heap.budget_nbytes = 0
-        with pytest.raises(BudgetError, match="does not fit into what is left of host_memory"):
+        with pytest.raises(BudgetError, match="does not fit into the host_memory left"):
             infinity.accumulate(model, tokens(0), loss_of)
         assert engine.stats()["layerwise_unsplit_reasons"] == []
 
