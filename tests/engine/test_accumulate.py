@@ -60,7 +60,7 @@ def one_step(model, batches, loss, by_layer):
         before = {thread.ident for thread in threading.enumerate()}
         losses = [value.item() for value in infinity.accumulate(model, batches, loss)]
         begun = {thread.name for thread in threading.enumerate() if thread.ident not in before}
-        assert len(begun - {"infinity-activations", "infinity-activations-cn"}) <= 1, begun  # the engine may have started a thread of its own
+        assert len(begun - {"infinity-activations", "infinity-activations-cn"}) <= 1, begun  # the engine may have started another thread
         return losses
     losses = []
     for batch in batches:
@@ -143,8 +143,8 @@ def test_a_step_that_overflows_is_skipped_as_in_the_ordinary_loop(tmp_path):
 
 
 class Odd(nn.Module):
-    """Each unusual use of blocks: values from before the first block after each block, a list of outputs, a frozen block, an unused block,
-    tied weights, a block that is called twice, a tensor as a keyword argument."""
+    """Unusual uses of blocks: a value of the first layer after each block, a list of outputs, a tensor as keyword argument.
+    Also a frozen block, an unused block, a block that is called twice, and tied weights."""
 
     def __init__(self, hidden=32):
         super().__init__()
@@ -653,7 +653,7 @@ def test_micro_batches_without_room_run_one_after_the_other(place, update, tmp_p
         assert engine.stats()["layerwise_unsplit_reasons"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
     num_tries = 1 + (place == "auto")
     assert len(calls) == 3 * num_tries + 2 + 3 * 3  # of three micro-batches the third had no room, of two the second
-    assert len(looks) == num_tries + 2  # conflicts are looked for until a step has completed its forward passes
+    assert len(looks) == num_tries + 2  # the engine looks for conflicts until one step has completed all forward passes
     said = capfd.readouterr().err
     assert said.count("Config(activation_tier='host')") == 2 and said.count("rounds of 2") == said.count("one after the other") == 1
 
@@ -1180,7 +1180,7 @@ def assert_runs_as_one(directory, capfd, match, *, whole, make, most=3, **how):
 
 
 class Box:
-    """An object of the program. It holds the output of the first layer or of a block."""
+    """An object of the program that holds the output of the first layer or of a block."""
 
 
 class Boxed(Chain):
@@ -1222,7 +1222,7 @@ def test_a_block_that_reads_a_hidden_tensor_joins_the_blocks_before_it(made_by, 
 
 
 class Stashing(Chain):
-    """Keeps a value that a block reads, in an attribute of itself. kind: the type of the value."""
+    """Keeps a value in an attribute, which a block reads. kind: the type of the value."""
 
     def __init__(self, kind):
         super().__init__(num_blocks=4)
@@ -1345,7 +1345,7 @@ def test_a_replaced_parameter_inside_a_segment_has_the_bits_of_the_loop(wraps, t
 
 
 class Caching(Chain):
-    """Makes a table once and keeps it."""
+    """Keeps a table that the first call makes."""
 
     table = None
 
@@ -1391,7 +1391,7 @@ def test_a_custom_function_between_blocks_joins_the_blocks_before_it(update, tmp
 
 
 class Turning(Chain):
-    """Two passes through its blocks. In the second, a custom function gets the output of the first layer, or of the first pass if `between`."""
+    """Two passes through the blocks. In the second, a custom function gets the output of the first layer, or of the first pass if `between`."""
 
     def __init__(self, between):
         super().__init__()
@@ -1442,7 +1442,7 @@ class ChangingBetween(Chain):
 
 
 class Adding(nn.Module):
-    """Its gradient does not need its input."""
+    """The gradient of this block does not need the input."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -1494,7 +1494,7 @@ def test_an_input_that_is_changed_after_its_block_prevents_cutting(tmp_path, cap
 
 
 class Drawing(Boxed):
-    """Writes counters and statistics in the step that begins anew. The loss of the test empties its batch."""
+    """Writes counters and statistics in the step that begins anew. The loss of the test empties the batch."""
 
     def __init__(self):
         super().__init__(0)
@@ -1640,7 +1640,7 @@ def test_a_wrong_loss_is_refused_and_training_continues(places, tmp_path):
 
 
 def test_backward_inside_the_loss_is_refused_below_frozen_blocks(tmp_path):
-    """No parameter of the last segment has a gradient. The engine finds the pass when it reaches the segment before."""
+    """No parameter of the last segment has a gradient. The engine finds the pass when the pass reaches the segment before."""
 
     def build():
         model = Chain()
@@ -1693,7 +1693,7 @@ def test_an_evaluation_in_another_thread_is_refused(tmp_path):
 
 
 def test_an_evaluation_in_another_thread_that_came_first_is_kept(tmp_path):
-    """The evaluation begins after accumulate has found the model idle. It still runs when the step begins."""
+    """The evaluation begins after accumulate has found the model idle, and still runs when the step begins."""
     goes_on, is_inside, found = threading.Event(), threading.Event(), []
 
     class Looked(Chain):
@@ -1845,7 +1845,7 @@ def test_a_sum_whose_return_is_interrupted_is_not_kept_for_nvme(tmp_path, monkey
         def break_off(gradients, chunks):
             gradients.drain()
             with monkeypatch.context() as patch:
-                if engine.registry.chunks[0] in chunks:  # chunk 0 left last: its sum is still in host memory
+                if engine.registry.chunks[0] in chunks:  # chunk 0 left last: the sum is still in host memory
                     patch.setattr(GradientAdder, "put", interrupt)
                 comes_back(gradients, chunks)
 

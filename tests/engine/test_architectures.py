@@ -221,7 +221,7 @@ QUICK = ("ViT", "Qwen3", "BART")
 
 @torch.no_grad()
 def generated(model, batch):
-    """The tokens that a model generates after a batch. If a model cannot generate, its loss."""
+    """The tokens that a model generates after a batch, or the loss of a model that cannot generate."""
     model.eval()
     inputs = batch(torch.Generator().manual_seed(99))
     if getattr(model, "can_generate", lambda: False)():

@@ -88,8 +88,8 @@ def train(called, optimizer, steps=4, loss=gpt_loss):
 
 
 def assert_as_plain(make, directory, way, *, before=False, options=None, dtype="fp32", loss=gpt_loss, counts=((1, 0),) * 4, **config):
-    """A model that is compiled before or after the engine starts has the bits of plain PyTorch, and after each step as many graphs and
-    breaks."""
+    """A model that is compiled before or after the engine starts has the bits of plain PyTorch. After each step, the numbers of graphs and
+    breaks are equal too."""
     options = {"backend": "aot_eager", "fullgraph": True} | (options or {})
     reference_model, reference = plain(make, dtype=dtype)
     expected, found = train(WAYS[way](reference_model, **options), reference, loss=loss)

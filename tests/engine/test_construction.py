@@ -38,7 +38,7 @@ def config(tmp_path):
 
 
 def applied():
-    """A parent that initialises its children again, with constant and with random values."""
+    """A parent that initialises child modules again, with constant and with random values."""
 
     class Parent(nn.Module):
         def __init__(self):
@@ -532,7 +532,7 @@ def test_an_exception_in_a_draw_leaves_no_file_hook_or_thread(error, config, cou
 
 
 def saved_llama(folder):
-    """Saves a small Llama in several files. Returns the function that loads it."""
+    """Saves a small Llama in several files. Returns the function that loads such a model."""
     transformers = pytest.importorskip("transformers")
     settings = transformers.LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2

@@ -31,7 +31,7 @@ LAYER_NBYTES = 4 * (H * H + H)
 
 
 class Layers(nn.Module):
-    """Runs its layers in the order of the argument."""
+    """Runs the layers in the order of the argument."""
 
     def __init__(self, depth=DEPTH):
         super().__init__()
@@ -574,7 +574,7 @@ def test_peaks_of_two_ranks_stay_within_the_least_device_memory(kind, update, tw
 
 
 def accumulating(folder, orders, **config):
-    """Weights after steps of two micro-batches. "p": each forward pass is followed by its backward pass. "f": all forward passes first."""
+    """Weights after steps of two micro-batches. "p": forward and backward passes in turn. "f": all forward passes first."""
     torch.manual_seed(0)
     model = Layers()
     engine = infinity.offload(model, infinity.Config(swap_dirs=folder, **{**ON_RANKS, **config}))
@@ -697,7 +697,7 @@ SLOW_S = 5  # longer than the polls after which ranks count as diverged
 
 
 def slow(folder, where, update):
-    """Rank 1, or the lane `where`, sleeps once for SLOW_S. The test is about slowness, so it needs sleeps."""
+    """Rank 1 sleeps once for SLOW_S, at `where`. In one case each rank sleeps in a lane. Slowness itself is tested, hence the sleeps."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Layers()
@@ -803,7 +803,7 @@ class Said:
 
 
 class Waiting:
-    """One rank of two, as its board sees it: the place of the rank, and the messages of all ranks."""
+    """One rank of two, as seen by the rank's board: the place of the rank, and the messages of all ranks."""
 
     def __init__(self, rank, store):
         self.text = ""

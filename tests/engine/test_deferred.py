@@ -1,4 +1,4 @@
-"""Deferred updates: however late an update runs, it is not lost, repeated, or mixed with values that a forward pass wrote."""
+"""Deferred updates: a late update is not lost, repeated, or mixed with values that a forward pass wrote."""
 
 import threading
 import time

@@ -499,8 +499,8 @@ def kernel_bytes():
 def traffic(make, directory, num_steps=4, **config):
     """NVMe bytes read and written per parameter and step in a steady state, and pinned bytes per parameter.
 
-    Asserts that the counters of the engine and of the kernel agree. Backward waits for updates and their writes. Otherwise, on a busy drive,
-    updates would fall behind: weights that leave early are read again, or updates are put off to steps that are not counted."""
+    Asserts that the counters of the engine and of the kernel agree. Backward waits for updates and their writes. Otherwise updates would
+    fall behind on a busy drive. Then weights that leave early are read again, or updates are put off to steps that are not counted."""
     with training(make, directory, dtype="bf16", chunk_mib=1 / 8, **NVME | config) as (model, engine, optimizer):
         assert len(engine.registry.chunks) >= 80
 
@@ -672,7 +672,7 @@ def noted_forward(model, x, log):
 
 
 def check_ahead(log, home, engine, model):
-    """In order of use: when the ops of span k end, the copies of spans k+1 and k+2 and the read of span k+3 were requested."""
+    """In order of use: before the ops of span k end, the copies of spans k+1 and k+2 and the read of k+3 are requested."""
     span_of = [engine.registry.span_of(engine.registry.find(layer.weight)).index for layer in model.layers]
     order = list(dict.fromkeys(span_of))
     assert len(order) >= 6
@@ -801,7 +801,7 @@ def test_weights_of_two_steps_are_never_shown(what, tmp_path):
 
 
 def test_a_second_optimizer_replaces_one_that_has_trained_nothing(tmp_path):
-    """A notebook makes a second optimizer when its cell runs again."""
+    """A notebook cell that runs again makes a second optimizer."""
     plain_model, plain_optimizer = plain(mlp)
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Promises of RELIABILITY.md that need whole training runs: any single fault, a full disk, little memory.
 
-A run ends with the bytes of an undisturbed run, or in one SwapError that names the failure, the path and the remedy, and leaves no file and
-no thread. Every accepted budget is enough, and the run keeps within it. aio_ext/faults.c injects the faults of kernel calls.
+A run ends with the bytes of an undisturbed run, or in one SwapError that names the failure, the path and the remedy. No file and no thread
+is left. Every accepted budget is enough and is kept. aio_ext/faults.c injects the faults of kernel calls.
 """
 
 import contextlib
@@ -156,7 +156,7 @@ def sweep(directory, expected, fault, update, numbers):
         assert_same_states(states, expected[1], where)
         if not met:
             return num_met
-        # Only io_getevents may fail without an error: the queue calls it once more when all requests are complete.
+        # Only io_getevents may fail without an error: the queue makes one more call after all requests are complete.
         assert code is None or call == "io_getevents", f"{where} failed: expected a SwapError, got none"
 
 
@@ -392,7 +392,7 @@ def shared_chain():
 
 
 def lists_read_by_turns():
-    """A module without direct parameters. It reads parameters from lists and from a dict."""
+    """A module without direct parameters, which reads parameters from lists and from a dict."""
 
     def build(self):
         self.lists = nn.ModuleList(nn.ParameterList(nn.Parameter(torch.randn(H, H) / H) for _ in range(2)) for _ in range(3))

@@ -67,7 +67,7 @@ def test_a_model_of_each_trait_trains_to_the_bits_of_plain_pytorch(trait, settin
 
 
 def test_a_parameter_that_a_parent_reads_has_values_only_inside_the_op(tmp_path):
-    """nn.MultiheadAttention reads the weight of its child. The engine fetches it for that function. Outside an op, a read is refused."""
+    """nn.MultiheadAttention reads a weight of a child. The engine fetches the weight for that function. Other reads are refused."""
     with training(attention, tmp_path, **NVME) as (model, engine, optimizer):
         weight = model.attention.out_proj.weight
         forward_backward(model, 0)
@@ -199,7 +199,7 @@ def test_micro_batches_with_different_layers_mislead_no_later_step(setting, orde
 
 
 def blocks_without_biases(recompute):
-    """The backward pass of such a layer asks for its weight before its input. A checkpoint computes the input again."""
+    """The backward pass of such a layer asks for the weight before the input. A checkpoint computes the input again."""
 
     def build(self):
         self.blocks = nn.ModuleList(
@@ -286,7 +286,7 @@ def test_evaluation_mode_does_not_change_later_training(setting, tmp_path):
             optimizer.zero_grad()
             for m in (model, reference_model):
                 m.eval()
-                m(inputs(m, 30))  # its graph is dropped
+                m(inputs(m, 30))  # the graph is dropped
                 m.train()
         assert_equals_reference(engine, model, reference_model, reference)
 
@@ -411,7 +411,7 @@ class Bomb(torch.autograd.Function):
 
 
 def mined(depth=6):
-    """A chain that raises in the middle of its layers if Bomb is armed."""
+    """A chain that raises in the middle layer if Bomb is armed."""
 
     def build(self):
         self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(depth))
@@ -704,7 +704,7 @@ def test_rows_written_in_forward_lose_their_residual_in_every_tier(places, tmp_p
 
 
 class Nested(nn.Module):
-    """Calls itself `depth` times. Returns the live calls of the innermost call."""
+    """A module with `depth` nested calls. Returns the live calls of the innermost call."""
 
     def forward(self, depth):
         return self(depth - 1) if depth else live_calls()
@@ -723,7 +723,7 @@ def test_a_call_is_live_while_the_named_function_of_torch_runs():
 
 
 class Interruptible(nn.Module):
-    """A chain of five layers. recursive: the module first calls itself. If `interrupt`, the innermost call raises after the third layer."""
+    """A chain of five layers. recursive: a call first calls the module again. If `interrupt`, the innermost call raises after layer 3."""
 
     def __init__(self, recursive=False):
         super().__init__()

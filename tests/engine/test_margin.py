@@ -344,7 +344,7 @@ def test_records_leave_before_a_larger_batch_and_the_plan_changes_once(num_micro
 
 @pytest.mark.parametrize("home", HOMES)
 def test_updates_that_need_no_drive_begin_in_step(home, tmp_path):
-    """The next forward pass needs the first ops' weights at once. Updates whose records are read from NVMe follow in the order of its ops."""
+    """The next forward pass needs the first ops' weights at once. Updates whose records are read from NVMe follow in the order of the ops."""
     with training(tiny_gpt, tmp_path, options={"max_grad_norm": 0.5}, device_memory="256KiB", **HOMES[home]) as (model, engine, optimizer):
         model(*tokens(0)).backward()
         optimizer.step()
@@ -664,7 +664,7 @@ def test_every_split_on_a_gpu_has_the_same_bits(deterministic, tmp_path):
     for losses, states in found[1:]:
         assert losses == found[0][0]
         assert_same_states(states, found[0][1])
-    assert 0 == counts[0] == counts[3] < counts[1] < counts[2]  # with 8 GiB the whole model has the device as its tier
+    assert 0 == counts[0] == counts[3] < counts[1] < counts[2]  # with 8 GiB the whole model fits, and the device is the tier of all records
 
 
 @on_gpu

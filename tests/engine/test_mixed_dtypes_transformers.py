@@ -33,7 +33,7 @@ def mixtral():
 
 
 def deepseek():
-    """DeepSeek-V3's gate computes in fp32 for any weight dtype. Here its weight is fp32, as in the published model."""
+    """DeepSeek-V3's gate computes in fp32 for any weight dtype. Here the weight is fp32, as in the published model."""
     ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
     experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
     options = DECODER | {"num_key_value_heads": 4, "head_dim": 8} | ranks | experts

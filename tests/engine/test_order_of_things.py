@@ -74,7 +74,7 @@ def test_the_thread_that_runs_ops_allocates_and_frees_span_memory(trained, monke
 
 
 def test_a_gather_of_a_resident_shard_waits_for_earlier_device_work(tmp_path, monkeypatch):
-    """Such a shard needs no copy, but the compute stream may still update it."""
+    """Such a shard needs no copy, but the compute stream may still update the shard."""
     queued = []
     with training(Stack, tmp_path, chunk_mib=1 / 16, param_tier="device", optimizer_state_tier="device") as (model, engine, optimizer):
         copy = engine.weights.lanes._run_copy
@@ -84,7 +84,7 @@ def test_a_gather_of_a_resident_shard_waits_for_earlier_device_work(tmp_path, mo
 
 
 def test_distances_may_be_read_while_steps_change_their_route(trained):
-    """The thread that grants slots reads distances. It shares no lock with the thread that takes a route or makes a plan."""
+    """The thread that grants slots reads distances, without a lock in common with the thread that takes a route or makes a plan."""
     model, engine, optimizer = trained
     asked, errors, over = [], [], threading.Event()
 

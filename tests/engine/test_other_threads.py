@@ -24,7 +24,7 @@ def step(model, optimizer, number):
 
 
 def interrupted(work, seconds):
-    """Run `work`. A signal handler of the program interrupts it after so many seconds. Returns whether the interrupt came inside."""
+    """Run `work` until a signal handler of the program interrupts the call after so many seconds. Returns whether the interrupt came inside."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -91,7 +91,7 @@ def test_after_an_interrupt_inside_save_one_whole_checkpoint_exists(tmp_path, nu
             was = interrupted(lambda: save(number, wait), chance.uniform(0.02, 1.1) * seconds)
             num_interrupted += was
             step(model, optimizer, number)  # training continues
-            infinity.save(tmp_path / "other", model, optimizer)  # waits for the previous save if it is not over
+            infinity.save(tmp_path / "other", model, optimizer)  # waits for the end of the previous save
             found = infinity.load(saved, model, optimizer).extra
             assert found == number or (was and found == number - 1), (number, found)
             assert_same_states(states_of(engine, model), known[found], f"after interrupt {number}")
@@ -243,7 +243,7 @@ def test_the_second_of_two_simultaneous_passes_is_refused(settings, tmp_path):
 
 @pytest.mark.parametrize("how", ["offload", "init"])
 def test_a_notebook_cell_may_run_again_without_close(how, tmp_path):
-    """Until the cell assigns its names again, they refer to the objects of the previous run. The directory is the same."""
+    """Until the cell assigns a name again, the name refers to an object of the previous run. The directory is the same."""
     made = {
         "offload": "model = linears()\ninfinity.offload(model, config)",
         "init": "with infinity.init(config):\n    model = linears()",
@@ -261,7 +261,7 @@ def test_a_notebook_cell_may_run_again_without_close(how, tmp_path):
 
 
 def test_a_dropped_engine_ends_before_the_next_one_starts(tmp_path):
-    """A notebook cell that runs again drops its engine. The directory may differ."""
+    """A notebook cell that runs again drops the previous engine. The directory may differ."""
     num_threads = []
     for number in range(4):
         with contextlib.suppress(NameError):

@@ -152,7 +152,7 @@ def improve_critic(generator, critic, optimizer, step, mode):
 
 
 def between_backward_and_step(engines, mode):
-    """Gradients pass through a model that is frozen for this pass: between its backward pass and step(), or before its backward pass."""
+    """Gradients pass through a model that is frozen for this pass, before the model's own backward pass, or between this and step()."""
     critic, prompt = engines.take(made(0)), nn.Parameter(torch.zeros(H))
     optimizer = engines.optimizer(critic)
     for step in range(4):

@@ -167,7 +167,7 @@ def test_refusals_do_not_depend_on_the_updates_that_are_put_off(crowded, tmp_pat
 
 
 def test_loading_after_a_failed_backward_drops_updates_that_were_put_off(tmp_path):
-    """The gradient that waited is dropped. Otherwise the next gradient would be added to it."""
+    """The gradient that waited is dropped. Otherwise the next gradient would be added."""
 
     class Failing(nn.Module):
         def __init__(self):

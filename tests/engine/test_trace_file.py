@@ -33,7 +33,7 @@ def run_steps(model, optimizer, steps):
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """(trace of the rank, JSON of the file, chunks of each op, slots of each kind) of a run with recomputation, with all records on NVMe."""
+    """A run with recomputation and all records on NVMe: (trace of the rank, JSON of the file, chunks of each op, slots of each kind)."""
     folder = tmp_path_factory.mktemp("traced")
     with training(lambda: tiny_gpt(checkpoint_activations=True), folder / "swap", trace=True, **NVME) as (model, engine, optimizer):
         run_steps(model, optimizer, STEPS)

@@ -214,7 +214,7 @@ def nbytes_of(model):
 
 @contextlib.contextmanager
 def offloaded(build, folder, *, options=OPTIONS, **changes):
-    """(model, engine, optimizer). The model is built with seed 0 inside infinity.init, in a window of a quarter of its bytes."""
+    """(model, engine, optimizer). The model is built with seed 0 inside infinity.init, in a window of a quarter of the weights' bytes."""
     torch.manual_seed(0)
     weights_nbytes = nbytes_of(build())
     torch.manual_seed(0)
