@@ -465,7 +465,7 @@ def test_a_step_may_be_repeated_after_an_exception(setting, where, checkpoint, t
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_a_backward_pass_that_fails_after_updates_ends_training(tmp_path, bomb):
+def test_a_backward_pass_that_fails_after_updates_forbids_training(tmp_path, bomb):
     with training(mined, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
         forward_backward(model, 0)
         optimizer.step()
