@@ -54,7 +54,7 @@ class RedoLog:
         late_gradient(record, states).copy_(gradient)
         return CatchUp(record, computed)
 
-    def add(self, update: Late) -> None:
+    def add(self, update: LateUpdate) -> None:
         """The record was written without the moments of this update."""
         with self._lock:
             self.late += (update,)
