@@ -155,7 +155,7 @@ def test_data_parallel_is_refused_where_it_finds_devices(config, monkeypatch):
 
 def test_an_engine_takes_no_wrapper_but_what_it_wraps(config, group):
     wrapped = DistributedDataParallel(net())
-    with pytest.raises(UsageError, match="give the engine the model that it wraps, its `.module`"):
+    with pytest.raises(UsageError, match="give the engine the wrapped model, `.module`"):
         infinity.offload(wrapped, config)
     model = wrapped.module
     del wrapped
