@@ -365,7 +365,7 @@ def test_a_compiled_module_that_is_too_large_is_refused_with_a_remedy(tmp_path):
         with training(lambda: WAYS["model in place"](gpt(), backend="eager"), tmp_path, **NVME, device_memory="32KiB"):
             pass
     with training(gpt, tmp_path, **NVME, device_memory="32KiB") as (model, engine, optimizer):
-        refusal = r"GPT is compiled as one, and needs all its weights at once: .* Compile smaller modules"
+        refusal = r"GPT is compiled as one region, and needs all its weights at once: .* Compile smaller modules"
         with pytest.raises(BudgetError, match=refusal):
             model.compile(backend="eager")
         called = torch.compile(model, backend="eager")

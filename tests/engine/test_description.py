@@ -70,7 +70,7 @@ def test_described_bytes_of_two_ranks_are_near_the_measured_bytes(tmp_path):
     results = world.run(_of_two_ranks, tmp_path)
     world.close()
     for description, found in results:
-        assert description.num_ranks == 2 and "2 ranks, bytes are of one" in str(description)
+        assert description.num_ranks == 2 and "2 ranks, bytes are per rank" in str(description)
         for link in ("all_gather", "reduce_scatter", "h2d", "d2h"):
             assert description.step_nbytes[link] == pytest.approx(found[link], rel=0.06), link
 

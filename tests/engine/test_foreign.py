@@ -155,7 +155,7 @@ def test_data_parallel_is_refused_if_there_are_devices(config, monkeypatch):
 
 def test_a_wrapper_is_refused_and_its_module_accepted(config, group):
     wrapped = DistributedDataParallel(net())
-    with pytest.raises(UsageError, match="give the engine the model that it wraps, its `.module`"):
+    with pytest.raises(UsageError, match="give the engine the wrapped model, `.module`"):
         infinity.offload(wrapped, config)
     model = wrapped.module
     del wrapped
