@@ -40,12 +40,11 @@ def load_dcp(
     Reads the entries of [Note: entries of a DCP checkpoint], in any floating dtype. One name of a tied parameter is enough. The call ignores
     entries other than model.* and optim.*. Moments start at zero without an optimizer, and for a parameter without moments in the checkpoint.
     trust_pickle must be True: DCP stores metadata as a pickle, and reading a pickle may run code from the pickle's writer. `infinity` reads
-    no other pickle. Call load_dcp on all ranks, which must see the same directory. Host memory: one record, one saved piece of each
-    state of one parameter (with FSDP2 one rank's shard), and a second copy of the piece being read.
+    no other pickle. Call load_dcp on all ranks, which must see the same directory. Host memory: one record, one saved piece (with FSDP2 one
+    rank's shard) per state of a parameter, and a second copy of the piece being read.
 
-    Raises ConfigError without trust_pickle. Raises CheckpointError before any change, with the names of all entries that are missing,
-    unexpected or of another shape, and of all missing or truncated files. If damage is found after a change, CheckpointError says so; load
-    again then.
+    Raises ConfigError without trust_pickle. Raises CheckpointError before any change. The message lists entries that are missing, unexpected
+    or of another shape, and files that are missing or truncated. For damage found after a change, the message says so; load again then.
     """
     checked_path(path)
     if trust_pickle is not True:

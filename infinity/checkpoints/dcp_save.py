@@ -43,8 +43,8 @@ def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
     largest step count of its tiles. Call save_dcp between step() and the next forward pass, on all ranks. All ranks must see the same
     directory, which is created with mode 0700. Training waits. Host memory: one record, and one part of a record in fp32.
 
-    Raises CheckpointError for a state that the format lacks, and for a directory that already holds a DCP checkpoint, because DCP cannot
-    replace a checkpoint atomically; SwapError (an OSError) if the disk fails.
+    Raises CheckpointError for a state that the format lacks, and for a directory that holds a DCP checkpoint: DCP cannot replace one
+    atomically. Raises SwapError (an OSError) if the disk fails.
     """
     state = training_state_of(model)
     state.ready_to_save(optimizer)
@@ -75,7 +75,7 @@ def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
 def _make_directory(path: Path) -> None:
     try:
         if (path / METADATA).exists():
-            raise CheckpointError(f"{path} holds a checkpoint already, and DCP replaces files one by one; save elsewhere, or remove the directory")
+            raise CheckpointError(f"{path} holds a checkpoint already, and DCP cannot replace one atomically; save elsewhere or remove it")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise failed("the checkpoint's directory cannot be made", path, error) from error
