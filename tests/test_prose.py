@@ -20,7 +20,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/checkpoints": BARS,
     "infinity/engine": (18, 30, 5),
     "infinity/formats": (2, 13, 2),
-    "infinity/integrations": (22, 28, 2),
+    "infinity/integrations": BARS,
     "infinity/tiers": (13, 38, 5),
     "infinity/tools": (20, 26, 2),
     "infinity/*.py": (22, 15, 2),
