@@ -222,7 +222,7 @@ def test_a_manifest_of_very_many_parameters_is_read_and_written_the_same(num):
 def test_what_would_not_be_read_is_not_saved_and_the_remedy_is(saved):
     run, target, _ = saved
     before = (target / "manifest.json").read_bytes()
-    with pytest.raises(CheckpointError, match="what beside weights was saved would take more than 8 MiB .*give long lists in extra= as tensors or arrays"):
+    with pytest.raises(CheckpointError, match="the values beside the weights would take more than 8 MiB .*pass long lists in extra="):
         infinity.save(target, run.model, run.optimizer, extra={"order": list(range(300_000))})
     assert (target / "manifest.json").read_bytes() == before
     infinity.save(target, run.model, run.optimizer, extra={"order": np.arange(300_000)})
