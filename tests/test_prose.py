@@ -16,7 +16,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/system": BARS,
     "ARCHITECTURE.md": (15, 27, 9),
     "CHANGELOG.md": (12, 23, 13),
-    "aio_ext": (11, 27, 3),
+    "aio_ext": BARS,
     "infinity/checkpoints": (15, 28, 3),
     "infinity/engine": (18, 30, 5),
     "infinity/formats": (2, 13, 2),
