@@ -15,7 +15,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/plan": BARS,
     "infinity/system": BARS,
     "ARCHITECTURE.md": (15, 27, 9),
-    "CHANGELOG.md": (12, 23, 13),
+    "CHANGELOG.md": BARS,
     "aio_ext": BARS,
     "infinity/checkpoints": (15, 28, 3),
     "infinity/engine": (18, 30, 5),
