@@ -25,6 +25,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/tools": (20, 26, 2),
     "infinity/*.py": (22, 15, 2),
     "tests": (18, 30, 1),
+    "tests/aio": BARS,
 }
 
 
