@@ -26,6 +26,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/*.py": (22, 15, 2),
     "tests": (18, 30, 1),
     "tests/aio": BARS,
+    "tests/system": BARS,
 }
 
 
