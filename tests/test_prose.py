@@ -15,9 +15,9 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/plan": BARS,
     "infinity/system": BARS,
     "ARCHITECTURE.md": (15, 27, 9),
-    "CHANGELOG.md": (12, 23, 13),
-    "aio_ext": (11, 27, 3),
-    "infinity/checkpoints": BARS,
+    "CHANGELOG.md": BARS,
+    "aio_ext": BARS,
+    "infinity/checkpoints": (15, 28, 3),
     "infinity/engine": (18, 30, 5),
     "infinity/formats": (2, 13, 2),
     "infinity/integrations": BARS,
@@ -25,6 +25,8 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/tools": (20, 26, 2),
     "infinity/*.py": BARS,
     "tests": (18, 30, 1),
+    "tests/aio": BARS,
+    "tests/system": BARS,
 }
 
 
