@@ -1,4 +1,4 @@
-"""The project's English is plain: each folder keeps to its limits of "what", "it" and long sentences (tests/prose.py)."""
+"""The project's English is plain: each folder keeps the limits of "what", "it" and long sentences (tests/prose.py)."""
 
 import pytest
 from prose import ROOT, Rates, files, measure, plain, rates
@@ -39,7 +39,7 @@ def test_the_english_of_a_place_is_plain(place):
     assert found.what <= what and found.it <= it and found.long <= long, told
 
 
-def test_every_package_has_its_limits():
+def test_every_package_has_limits():
     packages = {f"infinity/{path.parent.name}" for path in ROOT.glob("infinity/*/__init__.py")}
     assert packages <= PLACES.keys() and all(any(ROOT.glob(place)) for place in PLACES)
 
