@@ -56,11 +56,6 @@ class Shard(dict):
         weights = self.codec.weights(self)
         return weights if weights.dtype is dtype else self.masters().to(dtype)
 
-    def values(self, dtype: torch.dtype) -> torch.Tensor:
-        """[numel] in a dtype: the weights as they are if this is their dtype, otherwise rounded from the masters."""
-        weights = self.codec.weights(self)
-        return weights if weights.dtype is dtype else self.masters().to(dtype)
-
     def put(self, values: torch.Tensor) -> None:
         """Values in any dtype, on any device, become the weights and their masters."""
         self.codec.put(self, values)
