@@ -145,7 +145,7 @@ def test_auto_counts_as_not_set():
     assert conversion.config == {"param_tier": "host", "optimizer_state_tier": "host"}
     assert conversion.arguments == {"weight_decay": 0.0}
     assert conversion.loss_scale == {}
-    assert {key for key, why in conversion.unneeded.items() if why.startswith("auto: left to the trainer there")} == {
+    assert {key for key, why in conversion.unneeded.items() if why.startswith("auto: the trainer's arguments")} == {
         key for key in keys_of(HUGGING_FACE) if key.rpartition(".")[2] in
         ("enabled", "lr", "betas", "eps", "weight_decay", "warmup_min_lr", "reduce_bucket_size", "gradient_accumulation_steps",
          "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu")
@@ -351,12 +351,12 @@ def test_a_conversion_prints_as_lists():
             "",
             "Nothing to do",
             "  zero_optimization.stage                 weights, gradients and states are always sliced over all ranks",
-            "  zero_optimization.sub_group_size        the optimizer works chunk by chunk",
+            "  zero_optimization.sub_group_size        the optimizer updates one chunk at a time",
             "",
             "No counterpart",
-            "  steps_per_print                         nothing is printed or sent on its own: see engine.stats()",
+            "  steps_per_print                         the engine prints and sends no reports: call engine.stats()",
             "",
-            "Not set, and another default than ours",
+            "Not set, with different defaults",
             "  dtype = fp32                            neither fp16 nor bf16 is enabled",
             "",
             "The optimizer",
@@ -371,7 +371,7 @@ def test_a_conversion_prints_as_lists():
 @pytest.mark.parametrize(
     "source, expected",
     [
-        ({}, "zero_optimization.stage is not set, which is 0: expected 3."),
+        ({}, "zero_optimization.stage is not set, and the default is 0: expected 3."),
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage=2: expected 3. Only ZeRO-3 slices weights, gradients and states"),
         ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage='3': expected 3."),
         ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage is not set"),
@@ -390,9 +390,9 @@ def test_a_conversion_prints_as_lists():
         (with_fp16(min_loss_scale=0), "fp16.min_loss_scale=0: expected a number above zero"),
         (
             with_fp16(min_loss_scale=4, initial_scale_power=0),
-            "fp16.min_loss_scale=4: expected at most 1, the scale to begin with; raise fp16.initial_scale_power or lower this",
+            "fp16.min_loss_scale=4: expected at most 1, the initial scale; raise fp16.initial_scale_power or lower fp16.min_loss_scale",
         ),
-        (with_fp16(min_loss_scale=1e5), "fp16.min_loss_scale=100000.0: expected at most 65536, the scale to begin with"),
+        (with_fp16(min_loss_scale=1e5), "fp16.min_loss_scale=100000.0: expected at most 65536, the initial scale"),
         (with_adam(lr="1e-4"), "optimizer.params.lr='1e-4': expected a number, zero or above"),
         (with_adam(betas=3), "optimizer.params.betas=3: expected two numbers from 0 to below 1"),
         (with_adam(betas=[0.9]), "optimizer.params.betas=[0.9]: expected two numbers"),

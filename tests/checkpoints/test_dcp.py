@@ -545,29 +545,29 @@ WRONG = {
         rename("up.weight", "top.weight"),
         ["missing: model.up.weight", "unexpected: model.top.weight, optim.state.top.weight.exp_avg"],
     ),
-    "shape": (put("model", "up.weight", value=torch.ones(3, 4)), ["model.up.weight has shape [3, 4] there and [131, 24] here"]),
-    "buffer": (put("model", "offset", value=torch.ones(3)), ["model.offset has shape [3] there and [24] here"]),
+    "shape": (put("model", "up.weight", value=torch.ones(3, 4)), ["model.up.weight has shape [3, 4] in the checkpoint and [131, 24] in"]),
+    "buffer": (put("model", "offset", value=torch.ones(3)), ["model.offset has shape [3] in the checkpoint and [24] in the model"]),
     "missing buffer": (put("model", "count", value=None), ["missing: model.count"]),
-    "integers": (put("model", "up.bias", value=torch.ones(131, dtype=torch.int32)), ["model.up.bias is no tensor of floating-point"]),
+    "integers": (put("model", "up.bias", value=torch.ones(131, dtype=torch.int32)), ["model.up.bias is not a tensor of floating-point"]),
     "moment": (put("optim", "state", "up.bias", "exp_avg", value=None), ["missing: optim.state.up.bias.exp_avg"]),
     "moment's shape": (
         put("optim", "state", "up.bias", "exp_avg", value=torch.ones(2)),
-        ["optim.state.up.bias.exp_avg has shape [2] there and [131] here"],
+        ["optim.state.up.bias.exp_avg has shape [2] in the checkpoint and [131] in the model"],
     ),
-    "amsgrad": (put(*GROUPS, 0, "amsgrad", value=True), ["parameter group 0 has amsgrad=True there, AdamW has not"]),
+    "amsgrad": (put(*GROUPS, 0, "amsgrad", value=True), ["parameter group 0 has amsgrad=True, which AdamW lacks"]),
     "Adam": (put(*GROUPS, 0, "decoupled_weight_decay", value=False), ["parameter group 0 has decoupled_weight_decay=False"]),
     "hyper-parameter": (put(*GROUPS, 1, "lr", value=-1.0), ["parameter group 1: lr=-1.0: expected 0 or more"]),
     "step": (put("optim", "state", "up.bias", "step", value=torch.tensor(-1.0)), ["optim.state.up.bias.step is -1.0"]),
     "trained": (
         put("optim", "state", "frozen.bias", value={"exp_avg": torch.ones(24), "exp_avg_sq": torch.ones(24), "step": torch.tensor(1.0)}),
-        ["frozen.bias is trained there and not here"],
+        ["frozen.bias is trained in the checkpoint and frozen in the model"],
     ),
-    "groups": (put("optim", "param_groups", value=[]), ["0 parameter groups there, 2 here"]),
+    "groups": (put("optim", "param_groups", value=[]), ["0 parameter groups in the checkpoint, 2 in the optimizer"]),
     "group": (
         put(*GROUPS, 1, "params", value=["scale", "up.bias"]),
-        ["down.bias is in no parameter group there, in 1 here", "unused is in no"],
+        ["down.bias is in no parameter group in the checkpoint, in group 1 of the optimizer", "unused is in no"],
     ),
-    "no optimizer": (put("optim", value=None), ["it was saved without an optimizer"]),
+    "no optimizer": (put("optim", value=None), ["the checkpoint has no optimizer state"]),
 }
 
 
@@ -586,7 +586,7 @@ def test_a_mismatched_checkpoint_is_refused_before_anything_changes(tmp_path):
                 load_dcp(tmp_path / f"saved{number}", model, optimizer, trust_pickle=True)
             for text in expected:
                 assert text in str(error.value), (what, str(error.value))
-            assert str(error.value).count(" there") + str(error.value).count(":") < 8, (what, str(error.value))
+            assert str(error.value).count(" in the checkpoint") + str(error.value).count(":") < 8, (what, str(error.value))
         assert_same_states(states_of(engine, model), before)
         assert optimizer.param_groups[0]["lr"] == LR
         train(model, optimizer, 1)

@@ -153,7 +153,7 @@ def test_one_error_names_all_mismatched_tensors_and_nothing_changes(tmp_path):
         with pytest.raises(infinity.CheckpointError) as caught:
             infinity.load_safetensors(model, tmp_path / "files")
         assert "from_pretrained" not in str(caught.value)
-        for words in ("embedding.weight has shape [40, 23] there and [40, 24] here", "missing there: wide.weight", "unknown here: stray"):
+        for words in ("embedding.weight has shape [40, 23] in the files and [40, 24]", "missing in the files: wide.weight", "unknown to the model: stray"):
             assert words in str(caught.value)
         for name, value in model.state_dict().items():
             assert_same_bits(value, before[name], name)
@@ -284,5 +284,5 @@ def test_load_safetensors_refuses_integer_tensors_for_weights(tmp_path):
     model = made(tmp_path / "swap", lambda: nn.Linear(4, 3, bias=False), dtype="fp32")
     write_files(tmp_path / "files", [TensorSpec("weight", torch.int8, (3, 4))], lambda spec: [torch.ones(12, dtype=torch.int8)])
     for strict in (True, False):
-        with pytest.raises(infinity.CheckpointError, match="weight is torch.int8 there"):
+        with pytest.raises(infinity.CheckpointError, match="weight is torch.int8 in the files"):
             infinity.load_safetensors(model, tmp_path / "files", strict=strict)

@@ -48,7 +48,7 @@ def test_latest_does_not_skip_a_damaged_checkpoint(tmp_path):
     for name, step in (("old", 1), ("new", 2)):
         write_checkpoint(tmp_path / name, seed=0, step=step)
     next((tmp_path / "new").glob("data-*/*.records")).unlink()
-    with pytest.raises(CheckpointError, match=f"missing or cut.*; move {tmp_path / 'new'} away to go on from an earlier checkpoint"):
+    with pytest.raises(CheckpointError, match=f"missing or cut.*; move {tmp_path / 'new'} away to continue from an earlier checkpoint"):
         infinity.latest(tmp_path)
     (tmp_path / "new" / NAME).write_text("{}")
     with pytest.raises(CheckpointError, match=f"move {tmp_path / 'new'} away"):
@@ -59,7 +59,7 @@ def test_latest_does_not_skip_a_damaged_checkpoint(tmp_path):
 
 def test_load_after_an_interrupted_first_save_says_how_to_begin_anew(tmp_path):
     Directory(tmp_path / "last").close()
-    with Run(tmp_path / "swap") as run, pytest.raises(CheckpointError, match=r"Training may begin anew; .* infinity\.latest\(path\)"):
+    with Run(tmp_path / "swap") as run, pytest.raises(CheckpointError, match=r"Training may start anew; infinity\.latest\(path\)"):
         run.load(tmp_path / "last")
 
 

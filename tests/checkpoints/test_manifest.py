@@ -222,7 +222,7 @@ def test_a_manifest_of_100_000_parameters_is_read_and_written_unchanged(num):
 def test_save_refuses_a_long_list_and_its_remedy_works(saved):
     run, target, _ = saved
     before = (target / "manifest.json").read_bytes()
-    with pytest.raises(CheckpointError, match="what beside weights was saved would take more than 8 MiB .*give long lists in extra= as tensors or arrays"):
+    with pytest.raises(CheckpointError, match="the values beside the weights would take more than 8 MiB .*pass long lists in extra="):
         infinity.save(target, run.model, run.optimizer, extra={"order": list(range(300_000))})
     assert (target / "manifest.json").read_bytes() == before
     infinity.save(target, run.model, run.optimizer, extra={"order": np.arange(300_000)})

@@ -439,9 +439,9 @@ FOLDERS = {
         lambda folder: [raw({"t": entry("U8", [1], 0, 1)}, b"x", folder / f"{name}.safetensors") for name in "ab"],
         "'t' is in .*/a.safetensors and in .*/b.safetensors",
     ),
-    "a folder as a file": (lambda folder: (folder / "it.safetensors").mkdir(), "is not a file but"),
-    "a pipe": (lambda folder: os.mkfifo(folder / "it.safetensors"), "is not a file but"),
-    "a device": (lambda folder: (folder / "it.safetensors").symlink_to("/dev/zero"), "is not a file but"),
+    "a folder as a file": (lambda folder: (folder / "it.safetensors").mkdir(), "is a directory or device"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "it.safetensors"), "is a directory or device"),
+    "a device": (lambda folder: (folder / "it.safetensors").symlink_to("/dev/zero"), "is a directory or device"),
     "files that miss others": (lambda folder: numbered(folder, 1, 3, of=3), "2 of 3 files and no index"),
     "files of astronomically many": (lambda folder: numbered(folder, 1, of=999_999_999), "1 of 999999999 files"),
     "index of a missing file": (lambda folder: two_files(folder, c="c.safetensors", d="d.safetensors"), "2 of 4 files: 'c.*, 'd"),
@@ -452,7 +452,7 @@ FOLDERS = {
     "index of a name too long": (lambda folder: two_files(folder, c="c" * 5000), "lacks 1 of 3"),
     "index of a missing tensor": (
         lambda folder: two_files(folder, c="a.safetensors", d="b.safetensors"),
-        "names tensors that their files do not have: 'c', 'd'",
+        "names tensors that the files do not have: 'c', 'd'",
     ),
     "index of very many missing": (
         lambda folder: two_files(folder, **{f"c{i}": "a.safetensors" for i in range(1000)}),
@@ -473,13 +473,13 @@ FOLDERS = {
     "index of itself": (lambda folder: two_files(folder, c=INDEX), "index.json: a header of"),
     "index without a map": (lambda folder: (folder / INDEX).write_text("{}"), "has no weight_map"),
     "index of a map that is a list": (lambda folder: (folder / INDEX).write_text('{"weight_map":[]}'), "has no weight_map"),
-    "index that is a list": (lambda folder: (folder / INDEX).write_text("[]"), "not a JSON object"),
-    "index that is not JSON": (lambda folder: (folder / INDEX).write_bytes(b"\xff"), "not JSON"),
+    "index that is a list": (lambda folder: (folder / INDEX).write_text("[]"), "expected a JSON object"),
+    "index that is not JSON": (lambda folder: (folder / INDEX).write_bytes(b"\xff"), "not valid JSON"),
     "index with a name twice": (
         lambda folder: (folder / INDEX).write_text('{"weight_map":{"a":"b","a":"c"}}'),
         "'a' is there twice",
     ),
-    "index without an end": (lambda folder: (folder / INDEX).symlink_to("/dev/zero"), "is not a file but"),
+    "index without an end": (lambda folder: (folder / INDEX).symlink_to("/dev/zero"), "is a directory or device"),
     "index of 1 TB": (
         lambda folder: ((folder / INDEX).touch(), os.truncate(folder / INDEX, 10**12)),
         "expected at most 100000000",
@@ -585,7 +585,7 @@ def test_a_tensor_of_a_dtype_unknown_to_torch_fails_only_when_it_is_read(tmp_pat
             files.read("scale")
     engine_model = nn.Linear(2, 2)
     with infinity.offload(engine_model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")):
-        with pytest.raises(CheckpointError, match="unknown here: scale"):
+        with pytest.raises(CheckpointError, match="unknown to the model: scale"):
             infinity.load_safetensors(engine_model, path)
         infinity.load_safetensors(engine_model, path, strict=False)
         assert engine_model.state_dict()["weight"].tolist() == [[0, 1], [2, 3]]

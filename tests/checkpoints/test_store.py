@@ -447,7 +447,7 @@ def test_a_first_checkpoint_is_missing_or_whole_after_a_kill_at_every_call(tmp_p
                 assert digest == digests[step]
             except CheckpointError as error:
                 step = 0
-                says = ("is no directory", "holds no checkpoint: there is no manifest.json", "its first save was interrupted, or is under way")
+                says = ("is not a directory", "holds no checkpoint: there is no manifest.json", "its first save was interrupted")
                 assert str(target) in str(error) and any(text in str(error) for text in says), error
             steps.append(step)
             survivor.save(target)
@@ -812,8 +812,8 @@ class Bytes:
                     begin, end = place.offset + offset, place.offset + offset + record.numel * segment.itemsize
                     said = rf"chunk {chunk} of rank {rank} \(.*\), {segment.name}, is damaged: "
                     file = self.files[2 + place.file]
-                    self.held[file].append((begin, end, said + "its checksum"))
-                    self.held[file].append((end, place.offset + padded, said + "the padding behind it is not zero"))
+                    self.held[file].append((begin, end, said + "the checksum"))
+                    self.held[file].append((end, place.offset + padded, said + "the padding behind the segment is not zero"))
                     self.padding[file].append((end, place.offset + padded))
 
     def said_of(self, file, offset):
@@ -1430,10 +1430,10 @@ def test_a_checkpoint_opened_during_its_replacement_is_old_or_new(tmp_path, monk
 
 def test_a_reader_during_the_first_save_gets_an_error_that_says_so(tmp_path):
     directory = Directory(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="its first save was interrupted, or is under way. Training may begin anew"):
+    with pytest.raises(CheckpointError, match="its first save was interrupted, or is under way. Training may start anew"):
         Checkpoint(tmp_path / "c")
     directory.abort()
-    with pytest.raises(CheckpointError, match="is no directory: name that of a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a directory: name the directory of a checkpoint"):
         Checkpoint(tmp_path / "c")
 
 

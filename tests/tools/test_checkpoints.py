@@ -105,7 +105,7 @@ def test_reshard_writes_the_files_that_its_dry_run_prints(saved, capsys, tmp_pat
         ("export x", "the following arguments are required: OUT"),
         ("export x y --dtype int8", "invalid choice: 'int8'"),
         ("export x y --max-file 5G", "expected bytes"),
-        ("export x y", "x is no directory: name that of a checkpoint"),
+        ("export x y", "x is not a directory: name the directory of a checkpoint"),
         ("reshard x y", "the following arguments are required: --world"),
         ("reshard x y --world 0", "expected a whole number above zero"),
     ],
