@@ -19,11 +19,11 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "aio_ext": (11, 27, 3),
     "infinity/checkpoints": (15, 28, 3),
     "infinity/engine": (18, 30, 5),
-    "infinity/formats": (2, 13, 2),
+    "infinity/formats": BARS,
     "infinity/integrations": (22, 28, 2),
-    "infinity/tiers": (13, 38, 5),
+    "infinity/tiers": BARS,
     "infinity/tools": (20, 26, 2),
-    "infinity/*.py": (22, 15, 2),
+    "infinity/*.py": BARS,
     "tests": (18, 30, 1),
 }
 

@@ -110,7 +110,7 @@ class Description:
         ranks = f"; {self.num_ranks} ranks, bytes are of one" if self.num_ranks > 1 else ""
         stored = ", ".join(f"{dtype} {name}" for name, dtype in self.stored.items())
         stored = stored.replace(", int16 residual", " + int16 residual (fp32 master)")
-        others = ", ".join(f"{dtype} ({num:,} parameters)" for dtype, num in self.dtypes.items() if dtype != self.dtype)
+        others = ", ".join(f"{dtype} ({num:,} parameters)" for dtype, num in list(self.dtypes.items())[1:])
         computes = f"{self.dtype}, and as the model has it in {others}" if others else self.dtype
         return [
             f"{self.model}, {self.num_parameters:,} parameters ({trainable} trainable), on {self.device}{ranks}",
@@ -165,7 +165,7 @@ def describe(model: nn.Module) -> Description:
 
 def tell_start(engine) -> None:
     """Give out the start block of an engine, on rank 0; see [Note: where the start block goes]."""
-    if not engine.config.verbose or engine.ranks.rank or not _logger.isEnabledFor(logging.INFO):
+    if not engine.config.verbose or not engine.ranks.is_first or not _logger.isEnabledFor(logging.INFO):
         return
     text = str(description_of(engine))
     if _logger.hasHandlers():

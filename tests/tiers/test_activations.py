@@ -561,7 +561,7 @@ def test_a_refusal_names_the_storage_and_the_budget(make):
     with pytest.raises(BudgetError) as caught:
         saved += save_many(activations, range(3), 5 * N)
     assert str(caught.value) == (
-        "a saved activation of 320.0 KiB does not fit into what is left of host_memory for activations, 192.0 KiB. "
+        "a saved activation of 320.0 KiB does not fit into the host_memory left for activations, 192.0 KiB. "
         "Raise host_memory, or use activation_tier='device'."
     )
 
@@ -1023,7 +1023,7 @@ def test_room_that_is_too_small_is_refused_with_its_number(tmp_path):
     with training(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), tmp_path,
                   activation_tier="host", host_memory="1MiB") as (model, engine, optimizer):
         left = re.escape(format_bytes(MIB - engine.arena.nbytes))
-        with pytest.raises(BudgetError, match=rf"activation of 2\.0 MiB does not fit into what is left .*, {left}\. Raise"):
+        with pytest.raises(BudgetError, match=rf"activation of 2\.0 MiB does not fit into the host_memory left .*, {left}\. Raise"):
             model(torch.randn(8192, 64)).sum()
         model(torch.randn(4, 64)).sum().backward()
         optimizer.step()

@@ -425,11 +425,11 @@ def test_names_from_files_command_no_terminal(tmp_path, capsys):
 @pytest.mark.parametrize(
     "given, expected",
     [
-        ({"host_memory": "99999999999999999999GiB"}, 'host_memory: 99999999999999999999GiB is more than 1024.0 PiB, which no machine has; give what .*, or "auto"'),
+        ({"host_memory": "99999999999999999999GiB"}, 'host_memory: 99999999999999999999GiB is more than 1024.0 PiB, which no machine has; give the memory of this one, or "auto"'),
         ({"host_memory": 2**70}, "more than 1024.0 PiB"),
         ({"device_memory": "9" * 5000}, "device_memory: expected bytes"),
         ({"device_memory": "99999999999999999999GiB"}, "more than 1024.0 PiB"),
-        ({"chunk_mib": 1e-300}, "chunk_mib=1e-300: a chunk has 0.001953125 MiB at least; give that or more, or None to choose one"),
+        ({"chunk_mib": 1e-300}, "chunk_mib=1e-300: expected at least 0.001953125 MiB, or None to choose one"),
         ({"swap_dirs": "/tmp/" + "a" * 5000}, "swap_dirs: '/tmp/aaa.*has 5,005 bytes. A path may have 4,095 bytes, files below it included; name a shorter one"),
         ({"swap_dirs": "/tmp/" + "a" * 300}, "swap_dirs: .*contains a name of 300 bytes. A name may have 255 bytes; name a shorter one"),
         ({"swap_dirs": "a\0b"}, "swap_dirs: .*has a zero byte in it; name another"),

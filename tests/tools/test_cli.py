@@ -103,7 +103,7 @@ def test_options_reach_the_arguments():
         ("train --set chunk_mib=1e308", "--set: chunk_mib=1e+308: expected a number of MiB above zero, at most 1073741824, or None"),
         ("train --device tpu", "device='tpu': expected"),
         ("train --swap-dirs missing", "missing does not exist"),
-        ("train --set swap_dirs=", "--set: swap_dirs='': a name is empty, as that of an unset shell variable; name a directory"),
+        ("train --set swap_dirs=", "--set: swap_dirs='': a name is empty, as from an unset shell variable; name a directory"),
         ("train --dtype x --update y", "--dtype='x': expected 'bf16', 'fp16' or 'fp32'; --update='y': expected"),
         ("train --set dtype", "'dtype': expected NAME=VALUE"),
         ("train --set dtipe=fp32", "--set: Config has no field 'dtipe': did you mean 'dtype'?"),
