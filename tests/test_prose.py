@@ -18,7 +18,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "CHANGELOG.md": (12, 23, 13),
     "aio_ext": (11, 27, 3),
     "infinity/checkpoints": (15, 28, 3),
-    "infinity/engine": (18, 30, 5),
+    "infinity/engine": BARS,
     "infinity/formats": (2, 13, 2),
     "infinity/integrations": (22, 28, 2),
     "infinity/tiers": (13, 38, 5),

@@ -1,4 +1,4 @@
-"""Values of buffers at an earlier time: before a block runs for the second time, and before a step begins anew.
+"""Earlier values of buffers, for the second run of a block and for the restart of a step.
 
 Knows modules and their buffers. Must not know threads, graphs or engines.
 """
@@ -52,7 +52,7 @@ class RecomputeBuffers:
 
 
 class BufferSnapshot:
-    """All buffers of a model as a step begins, so that the step can begin anew.
+    """All buffers of a model at the beginning of a step, so that the step can restart.
 
     Floating-point buffers are copied at once, because torch does not count every write to statistics. Other buffers of blocks, such as
     quantised weights, are taken from `RecomputeBuffers` after a block has changed them.
@@ -87,7 +87,7 @@ def buffers_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor
 
 
 def own_buffers(owner: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """The same, of the module alone."""
+    """Owner, name and buffer of each buffer of the module itself, as in `buffers_in`."""
     for name, buffer in owner._buffers.items():
         if buffer is not None and not buffer.is_inference():
             yield owner, name, buffer

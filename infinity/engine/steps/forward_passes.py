@@ -1,4 +1,4 @@
-"""Counts forward passes: those that a backward pass may follow, and those that no step() will end.
+"""Counts of forward passes: passes with a possible backward pass, and passes that no step() will end.
 
 Knows numbers. Must not know modules or the result of a pass.
 """
@@ -15,8 +15,8 @@ class ForwardPasses:
     """Forward passes of one engine.
 
     num_training: passes with a graph and something to train, since the last backward pass that brought gradients.
-    num_open: passes without an optimizer, or with nothing to train, whose graph may still go backward; the engine fetches weights for these
-    passes along one plan. 0: the next such pass begins a new plan.
+    num_open: passes without an optimizer, or with nothing to train, whose graph may still go backward. One plan fetches the weights of all
+    these passes. 0: the next such pass begins a new plan.
     are_checked: the engine has looked for other optimizers and trainers before the first training pass.
     """
 

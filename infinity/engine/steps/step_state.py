@@ -127,7 +127,7 @@ class StepState:
         self.become(BETWEEN)
 
     def count_backward(self) -> int:
-        """The last backward pass has brought gradients. Returns its number in the step, from zero."""
+        """The last backward pass has brought gradients. Returns the number of the pass in the step, from zero."""
         self.num_backwards += 1
         return self.num_backwards - 1
 
