@@ -13,7 +13,7 @@ Knows the program's arguments, the limits of an engine, and the restart of a ste
 # At the end of the forward passes the device holds the block inputs of all micro-batches. The device also holds gradients that wait for
 # earlier segments, such as those of a tied embedding. If the device has no room, the step restarts with the inputs in host memory. Inputs
 # without room there stay on the device. Later steps with as many or more micro-batches do the same. If both have no room, or the
-# configuration keeps activations on the device, the step restarts in rounds. A round has half as many micro-batches, then half of those.
+# configuration keeps activations on the device, the step restarts in rounds. A round has half as many micro-batches, later half of those.
 # Sums of gradients leave the device in each round and come back in the next ([Note: room for sums]). So gradients add up in the order of
 # the ordinary loop. Updates come with the last round. In rounds of one, nothing is cut: micro-batches run one after the other, as in the
 # ordinary loop. Their blocks are still checkpointed, because the whole graph of one micro-batch may need more than the inputs of two.
@@ -45,7 +45,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     """Run forward and backward of all micro-batches of a step, layer by layer. Call optimizer.step() afterwards. Returns the detached losses.
 
     loss(model, micro_batch) returns the scalar on which an ordinary loop would call backward(), such as model(**micro_batch).loss / number.
-    Each call runs in its own thread, and the calls are interleaved. So a call must not change the model for its own use only. Blocks
+    Each call runs in its own thread, and the calls are interleaved. So no call may change the model temporarily, for itself alone. Blocks
     of the model run again in backward, with their hooks, as with activation checkpointing.
 
     The first step finds the places where the model cannot be cut, and restarts. The parts around such a place run as one segment. In the worst

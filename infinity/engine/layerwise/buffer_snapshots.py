@@ -65,7 +65,7 @@ class BufferSnapshot:
         self._values = {key: buffer.detach().clone() for key, buffer in copied.items()}
 
     def note(self, buffers: RecomputeBuffers) -> None:
-        """The first run of a block has ended or raised."""
+        """Take the earlier values of buffers that a first run has changed. The run has ended or raised."""
         for owner, name, value in buffers.changed:
             if (owner, name) in self._begin:
                 self._values.setdefault((owner, name), value)

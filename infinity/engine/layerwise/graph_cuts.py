@@ -116,7 +116,7 @@ class GraphCutter:
         return next(segment for segment in reversed(self.segments) if segment.first_node <= number)
 
     def end(self) -> None:
-        """The forward pass is over."""
+        """End the forward pass."""
         self._inputs, self.is_over = {}, True
 
 

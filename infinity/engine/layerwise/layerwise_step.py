@@ -235,7 +235,7 @@ class LayerwiseStep:
         return self.engine.calls.segment() if len(self.micro_batches) > 1 and self.is_cut else contextlib.nullcontext()
 
     def _begin_sums(self, micro_batches: list[MicroBatch]) -> None:
-        """The last segments left of these micro-batches go backward."""
+        """Begin sums of gradients, because the last segments left of these micro-batches go backward."""
         if self.sums is not None:
             lasts = [micro.cutter.segments[-2:] for micro in micro_batches]
             self.sums.begin(set().union(*(last[-1].touched for last in lasts)), set().union(*(last[0].touched for last in lasts)))
@@ -270,7 +270,7 @@ class LayerwiseStep:
 
 
 def refuse_gradient(engine) -> bool:
-    """A gradient of a parameter arrives. Raises UsageError if a loss function has called backward()."""
+    """Called when a gradient of a parameter arrives. Raises UsageError if a loss function has called backward()."""
     engine.calls.loss.refuse("backward()")
     return False
 

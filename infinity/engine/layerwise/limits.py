@@ -51,7 +51,7 @@ class LayerwiseLimits:
         return self.away is not None and num_micro_batches >= self.away
 
     def note_away(self, num_micro_batches: int, room: str) -> None:
-        """The block inputs of so many micro-batches do not fit on the device. room: host memory for them, as text."""
+        """Note that block inputs of so many micro-batches do not fit on the device. room: host memory for them, as text."""
         if self.away is None:
             self._say(
                 f"the device has no room for the block inputs of {num_micro_batches} micro-batches: "
@@ -60,7 +60,7 @@ class LayerwiseLimits:
         self.away = num_micro_batches
 
     def note_full(self, num_micro_batches: int, *, kept_there: bool) -> None:
-        """The device has no room for so many micro-batches. kept_there: the configuration keeps block inputs on the device."""
+        """Note that the device has no room for so many micro-batches. kept_there: the configuration keeps block inputs on the device."""
         self.most = -(-num_micro_batches // 2)
         how = f"they run in rounds of {self.most}" if self.most > 1 else "they run one after the other"
         how += f", unless {OFFLOAD_INPUTS}" if kept_there else ""
@@ -72,11 +72,11 @@ class LayerwiseLimits:
         return checked is None or (is_cut and not checked)
 
     def note_checked(self, model: nn.Module, *, is_cut: bool) -> None:
-        """A step has completed all forward passes of the model."""
+        """Note that a step has completed all forward passes of the model."""
         self._checked[model] = is_cut or self._checked.get(model, False)
 
     def note(self, reason: str, blocks: Iterable[nn.Module] = ()) -> None:
-        """The model cannot be cut before these blocks. If none of them is a new border, the model cannot be cut at all."""
+        """Note that the model cannot be cut before these blocks. If none of them is a new border, the model cannot be cut at all."""
         found = set(blocks).difference(self._joined)
         self._found |= found
         self.found_whole |= not found
@@ -89,7 +89,7 @@ class LayerwiseLimits:
             self._say(f"{reason}: {how}")
 
     def report_cache(self) -> None:
-        """The configuration of the model has use_cache=True. Each layer-wise step turns the cache off."""
+        """Report once that layer-wise steps turn off the cache of a model with use_cache=True in its configuration."""
         if not self._told_of_cache:
             self._told_of_cache = True
             self._say(

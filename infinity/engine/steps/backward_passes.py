@@ -60,7 +60,7 @@ class BackwardPasses:
     # Calls from hooks.
 
     def begin(self) -> None:
-        """The gradient of an outermost output is known. Further calls in the same backward pass do nothing."""
+        """Begin a backward pass when the gradient of an outermost output is known. Further calls in the same pass do nothing."""
         if self.state.in_backward:
             return
         self.cycle.clear_gradients()
@@ -85,7 +85,7 @@ class BackwardPasses:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def forget_end(self) -> None:
-        """No backward pass runs: autograd has dropped the call of `end_backward` together with a pass that failed."""
+        """Note that no backward pass runs: autograd has dropped the call of `end_backward` together with a pass that failed."""
         self._end_is_queued = False
 
     def expect_gradient(self, state: ParameterState) -> None:
@@ -118,7 +118,7 @@ class BackwardPasses:
             self._expect_gradients()
 
     def gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
-        """A parameter's gradient of this backward pass, or of one region of it."""
+        """Take a parameter's gradient of this backward pass, or of one region of the pass."""
         self.expect_gradient(state)
         self.arrive(state, grad)
 
@@ -153,7 +153,7 @@ class BackwardPasses:
 
     @uninterrupted
     def end_backward(self) -> None:
-        """The backward pass is over, without an error."""
+        """End a backward pass without an error."""
         self._end_is_queued = False
         if not self.state.in_backward:
             return
@@ -174,7 +174,7 @@ class BackwardPasses:
 
     @uninterrupted
     def abandon(self) -> None:
-        """The backward pass has raised."""
+        """End a backward pass that has raised."""
         self.forget_end()
         self.state.fail_pass(has_updated=self.updates.are_early)
         drop_half_arrived(self.registry.params)
@@ -209,7 +209,7 @@ class BackwardPasses:
         self.end_backward()
 
     def complete(self, chunks: list[ChunkState]) -> None:
-        """No further backward pass brings gradients of these chunks."""
+        """Note that no further backward pass brings gradients of these chunks."""
         for chunk in chunks:
             chunk.gradient.expect(0)
             if chunk.gradient.job is not None:

@@ -61,7 +61,7 @@ class ChunkUpdates:
         self.reset()
 
     def reset(self) -> None:
-        """A step is over, or its gradients are dropped."""
+        """Prepare for the next step, after step() or after gradients were dropped."""
         self.early_hyper: Hyper | None = None
         self.norm.expect(False)
         self.ready: list[ChunkState] = []
@@ -79,7 +79,7 @@ class ChunkUpdates:
     # During a backward pass.
 
     def gradient_complete(self, chunk: ChunkState) -> None:
-        """The chunk's gradient is complete, on all ranks."""
+        """Note that the chunk's gradient is complete, on all ranks."""
         if self.early_hyper is not None and self.updater.moment(chunk) is Moment.GRADIENT:
             self.updater.ready(chunk)
             self.ready.append(chunk)

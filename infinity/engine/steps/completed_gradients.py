@@ -29,7 +29,7 @@ class CompletedGradients:
         self._ends: dict[int, int] = {}  # position in the trace where a backward pass ended
 
     def note(self, backward: int, chunk: ChunkState) -> None:
-        """All expected gradients of a chunk have arrived in backward pass number `backward`."""
+        """Note that all expected gradients of a chunk have arrived, in backward pass number `backward`."""
         self._found.append((backward, max(len(self.course.trace) - 1, 0), chunk.index))
 
     def end_pass(self, backward: int) -> None:

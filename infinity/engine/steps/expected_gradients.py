@@ -40,17 +40,17 @@ class ExpectedGradients:
             state.touched_last[number] = state.touched
 
     def expect_nothing(self) -> None:
-        """A backward pass begins that brings no gradient, as far as is known."""
+        """Begin a backward pass that brings no gradient, as far as is known."""
         for state in self.params:
             state.arrivals = 0
 
     def expect_anything(self) -> None:
-        """Gradients come without a backward pass, from any parameters."""
+        """Expect gradients without a backward pass, of any parameters."""
         for state in self.params:
             state.expect(math.inf)
 
     def forget(self) -> None:
-        """The last step's passes do not predict the next passes."""
+        """Forget the last step, whose passes do not predict the next passes."""
         self._forwards_last.clear()
 
     def end_pass(self, number: int) -> list[ParameterState]:

@@ -1,6 +1,6 @@
 """The reduction of each chunk's gradient on several ranks, at the same point of the backward pass on all ranks.
 
-Knows the ranks, and how far a backward pass is. Must not know how gradients move, plans, or when a step begins and ends.
+Knows the ranks, and the progress of a backward pass. Must not know how gradients move, plans, or when a step begins and ends.
 """
 
 from __future__ import annotations

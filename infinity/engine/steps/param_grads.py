@@ -54,7 +54,7 @@ class ParamGrads:
         self.norm_was_asked = False
 
     def depart(self, states: Iterable[ParameterState]) -> None:
-        """A backward pass that has brought gradients of these parameters is over."""
+        """Note the end of a backward pass that has brought gradients of these parameters."""
         self._departed |= dict.fromkeys(states)
         self._wait = True
         self.show()
@@ -111,7 +111,7 @@ class ParamGrads:
                 self._departed.pop(state, None)
         return given
 
-    # Methods that signs call, see [Note: operations on gradients that have left].
+    # Calls from placeholders, see [Note: operations on gradients that have left].
 
     def norm(self, gradients: Collection[DepartedGradient]) -> float:
         """The norm of all gradients. Raises UsageError unless `gradients` are all of them."""

@@ -124,7 +124,7 @@ class PlanFollower:
         self.forget()
 
     def forget(self) -> None:
-        """Do without a plan until the next one is made."""
+        """Run without a plan until the next one is made."""
         self.course.forget()
 
     def adopt(self, reductions: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]], *, anew: bool = False) -> None:

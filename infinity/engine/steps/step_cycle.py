@@ -1,4 +1,4 @@
-"""The cycle of training steps: forward passes, backward passes and step(), and which calls are allowed between them.
+"""The cycle of training steps: forward passes, backward passes, step(), and the calls that are allowed between them.
 
 Knows the parts of an engine, and the optimizer. Must not know how bytes move, kernels, hooks of modules, or how an engine
 starts and ends.
